@@ -1,0 +1,164 @@
+"""Data files: parquet, json and jsonl, as rows that know where they come from."""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.errors import DataError
+
+SUFFIXES = (".parquet", ".json", ".jsonl", ".ndjson")
+
+Row = dict[str, Any]
+
+
+class DataFile:
+    """The rows of one file.
+
+    Parquet stays columnar, and a row becomes Python objects when it is asked for; json and jsonl
+    are read by Python's own parser, so numbers, dates and mixed types come out as they stand.
+
+    Args:
+        path: an existing file that ends in one of ``SUFFIXES``.
+
+    Raises:
+        DataError: the file cannot be read, is not what its name says, or has no rows.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._rows: list[Row] = []
+        self._table: Any = None
+        if path.suffix == ".parquet":
+            self._table = _read_parquet(path)
+            self.columns = list(self._table.column_names)
+        else:
+            self._rows = _read_json(path)
+            self.columns = list(dict.fromkeys(key for row in self._rows for key in row))
+        if len(self) == 0:
+            raise DataError(f"{path} has no rows. Point the setting at a file with data, or make the file again.")
+
+    def __len__(self) -> int:
+        return len(self._rows) if self._table is None else self._table.num_rows
+
+    def row(self, number: int) -> Row:
+        """Row ``number`` (from 0) as a new dict."""
+        if self._table is None:
+            return dict(self._rows[number])
+        return self._table.slice(number, 1).to_pylist()[0]
+
+    def column(self, name: str) -> Iterator[Any]:
+        """All values of one column, in order; None where a json row lacks it."""
+        if self._table is None:
+            return (row.get(name) for row in self._rows)
+        return (value for batch in self._table.column(name).chunks for value in batch.to_pylist())
+
+
+def open_files(paths: str | Sequence[str], setting: str) -> list[DataFile]:
+    """Open every file that ``paths`` names, in order.
+
+    Args:
+        paths: one path or several; ``~``, ``$VARIABLES`` and globs (sorted) are expanded.
+        setting: the configuration key that the paths come from, for error messages.
+
+    Raises:
+        DataError: a path names no file, or a file cannot be used.
+    """
+    names = [paths] if isinstance(paths, str) else list(paths)
+    if not names:
+        raise DataError(f"{setting} names no file. Give one path or a list of paths.")
+    return [DataFile(path) for name in names for path in _expand(name, setting)]
+
+
+def require_columns(files: Sequence[DataFile], wanted: dict[str, str]) -> None:
+    """Check that every file has the columns.
+
+    Args:
+        files: opened files.
+        wanted: column name to what names it: ``{"prompt": "data.prompt_key"}``.
+
+    Raises:
+        DataError: a column is missing; names the columns that the file has.
+    """
+    for file in files:
+        for column, source in wanted.items():
+            if column not in file.columns:
+                raise DataError(
+                    f"{file.path} has no column '{column}' ({source}). "
+                    f"Its columns: {', '.join(file.columns)}. {_remedy(source)}"
+                )
+
+
+def _remedy(source: str) -> str:
+    if source.startswith("data."):
+        return f"Set {source} to the column that holds it, or rename the column."
+    return "Add the column; `examples/data_preprocess` shows how the files are made."
+
+
+def _expand(name: str, setting: str) -> list[Path]:
+    if "://" in name:
+        raise DataError(
+            f"{setting}: '{name}' is a remote path, and verl reads local files only. "
+            "Download it first and give the local path."
+        )
+    expanded = os.path.expanduser(os.path.expandvars(name))
+    if "$" in expanded and not os.path.exists(expanded):
+        raise DataError(f"{setting}: '{name}' names an environment variable that is not set.")
+    found = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
+    if not found:
+        raise DataError(
+            f"{setting}: there is no file '{name}' (looked for {os.path.abspath(expanded)}). "
+            "Check the path; `examples/data_preprocess` has scripts that make the data."
+        )
+    for path in found:
+        if os.path.isdir(path):
+            raise DataError(f"{setting}: '{path}' is a folder. Name its files, or use a glob: '{path}/*.parquet'.")
+        if Path(path).suffix not in SUFFIXES:
+            raise DataError(f"{setting}: '{path}' must end in one of {', '.join(SUFFIXES)}.")
+    return [Path(path) for path in found]
+
+
+def _read_parquet(path: Path) -> Any:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.ParquetFile(path).read()
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}. Make or copy the file again.") from error
+
+
+def _read_json(path: Path) -> list[Row]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}. It must be a text file in UTF-8.") from error
+    if text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path} is not valid JSON: {error}.") from error
+        places = [f"element {number}" for number in range(len(rows))]
+    else:
+        # Not str.splitlines: it also breaks at characters that JSON allows inside a string (U+2028).
+        numbered = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        places = [f"line {number}" for number, _ in numbered]
+        rows = [_parse_line(line, path, place) for (_, line), place in zip(numbered, places, strict=True)]
+    for row, place in zip(rows, places, strict=True):
+        if not isinstance(row, dict):
+            raise DataError(f"{path}, {place}: expected an object {{...}}, found {type(row).__name__}: {row!r:.80}.")
+    return rows
+
+
+def _parse_line(line: str, path: Path, place: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(
+            f"{path}, {place}: not valid JSON ({error.msg}): {line!r:.80}. "
+            "Expected one object per line, or one list of objects."
+        ) from error

@@ -1,0 +1,253 @@
+"""Prompts for reinforcement learning: files to rows of token ids, rows to a batch.
+
+A row of the file (``prompt`` is required; the rest goes along)::
+
+    data_source   str                      which scorer and which validation metric it belongs to
+    prompt        [{role, content}, ...]   or a plain string: one user message
+    reward_model  {style, ground_truth}    what the scorer compares with
+    extra_info    {index, split, ...}      anything; tools_kwargs and interaction_kwargs live here
+
+The keys ``data.prompt_key`` and ``data.reward_fn_key`` map the first two to other column names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from verl.errors import DataError
+from verl.utils.dataset.chat import (
+    Message,
+    as_messages,
+    encode,
+    render,
+    rendered,
+    require_chat_template,
+    token_lengths,
+    truncate,
+)
+from verl.utils.dataset.files import DataFile, Row, open_files, require_columns
+
+if TYPE_CHECKING:
+    from verl.trainer.config import DataConfig
+
+logger = logging.getLogger(__name__)
+
+MADE_HERE = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "full_prompts", "index")
+UNKNOWN_SOURCE = "unknown"
+
+
+class RLHFDataset(Dataset):
+    """Prompts, tokenized and left-padded to ``data.max_prompt_length``.
+
+    Everything that can be wrong with a file is said when it is opened: the messages of every row
+    are checked, and, unless prompts are to be cut (``data.truncation`` of left, right, middle
+    without the filter), every prompt is measured, so that no run stops half-way at a long one.
+
+    An item holds ``input_ids``, ``attention_mask``, ``position_ids`` (each (max_prompt_length,)
+    int64), ``index`` (``extra_info.index``, or the row's number), ``data_source``, ``extra_info``,
+    ``tools_kwargs``, ``interaction_kwargs``, every other column of the file as it stands, and by
+    config ``raw_prompt`` (messages), ``raw_prompt_ids`` (unpadded), ``full_prompts`` (text).
+
+    Args:
+        data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.
+        tokenizer: has a chat template and a pad token.
+        config: the ``data`` section.
+        processor: multi-modal processor; not used yet, and rows with media are refused.
+        max_samples: keep only so many prompts, -1 for all: a random choice that depends on
+            ``data.seed`` alone if ``data.shuffle``, else the first.
+
+    Raises:
+        DataError: a file, a row, or the tokenizer cannot be used.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Sequence[str],
+        tokenizer: Any,
+        config: DataConfig,
+        processor: Any = None,
+        max_samples: int = -1,
+    ) -> None:
+        require_chat_template(tokenizer)
+        self.tokenizer = tokenizer
+        self.config = config
+        self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
+        self.files = open_files(data_files, "data.train_files or data.val_files")
+        require_columns(self.files, {config.prompt_key: "data.prompt_key"})
+        if config.reward_fn_key != "data_source":
+            require_columns(self.files, {config.reward_fn_key: "data.reward_fn_key"})
+        self._refuse_unusable_columns()
+        self.columns = list(dict.fromkeys(name for file in self.files for name in file.columns))
+        self.rows = self._choose([(f, r) for f, file in enumerate(self.files) for r in range(len(file))], max_samples)
+        self._check_prompts()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        place = self.place(item)
+        messages = as_messages(self.source_row(item)[self.config.prompt_key], place)
+        text = render(messages, self.tokenizer, place, add_generation_prompt=True, **self.template_kwargs)
+        longest = self.config.max_prompt_length
+        ids = encode(text, self.tokenizer)
+        ids = truncate(ids, longest, self.config.truncation, f"{place}: the prompt", "data.max_prompt_length")
+        row = self._side_columns(item)
+        row.update(left_pad(ids, longest, self.tokenizer.pad_token_id))
+        if self.config.return_raw_chat:
+            row["raw_prompt"] = messages
+        if self.config.return_raw_input_ids:
+            row["raw_prompt_ids"] = ids
+        if self.config.return_full_prompt:
+            row["full_prompts"] = text
+        return row
+
+    def place(self, item: int) -> str:
+        """File and row of an item, for error messages."""
+        file, number = self.rows[item]
+        return f"{self.files[file].path}, row {number}"
+
+    def source_row(self, item: int) -> Row:
+        """The row of the file, untouched."""
+        file, number = self.rows[item]
+        return self.files[file].row(number)
+
+    def source_column(self, name: str) -> Iterator[Any]:
+        """One column of the file, for every item in order."""
+        columns = [list(file.column(name)) if name in file.columns else [None] * len(file) for file in self.files]
+        return (columns[file][number] for file, number in self.rows)
+
+    def require_columns(self, wanted: dict[str, str]) -> None:
+        """Check that every file has the columns; see :func:`verl.utils.dataset.files.require_columns`."""
+        require_columns(self.files, wanted)
+
+    def _side_columns(self, item: int) -> Row:
+        row = dict.fromkeys(self.columns) | self.source_row(item)
+        for key in (self.config.prompt_key, *self._media_keys()):
+            row.pop(key, None)
+        extra = row.get("extra_info") or {}
+        if not isinstance(extra, dict):
+            raise DataError(f"{self.place(item)}: extra_info is {type(extra).__name__} {extra!r:.80}, not a dict.")
+        row["extra_info"] = extra
+        row["data_source"] = row.get(self.config.reward_fn_key) or UNKNOWN_SOURCE
+        row["index"] = extra.get("index", item)
+        row["tools_kwargs"] = extra.get("tools_kwargs") or {}
+        row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        if extra.get("need_tools_kwargs") and not row["tools_kwargs"]:
+            raise DataError(
+                f"{self.place(item)}: extra_info.need_tools_kwargs is true, but extra_info.tools_kwargs is empty. "
+                "Give the tools' arguments or set need_tools_kwargs to false."
+            )
+        return row
+
+    # ---- checks at opening ----------------------------------------------------------------------
+
+    def _media_keys(self) -> tuple[str, ...]:
+        return (self.config.image_key, self.config.video_key, "audios")
+
+    def _refuse_unusable_columns(self) -> None:
+        for file in self.files:
+            taken = [name for name in file.columns if name in MADE_HERE and name != self.config.prompt_key]
+            if taken:
+                raise DataError(
+                    f"{file.path} has columns that the data set makes itself: {', '.join(taken)}. Rename them."
+                )
+            for key in self._media_keys():
+                if key in file.columns:
+                    self._refuse_media(file, key)
+
+    @staticmethod
+    def _refuse_media(file: DataFile, key: str) -> None:
+        for number, value in enumerate(file.column(key)):
+            if value:
+                raise DataError(
+                    f"{file.path}, row {number}: column '{key}' holds {len(value)} item(s), and verl trains on text "
+                    "only for now. Remove these rows, or the column if the text stands alone."
+                )
+
+    def _choose(self, rows: list[tuple[int, int]], max_samples: int) -> list[tuple[int, int]]:
+        if not 0 < max_samples < len(rows):
+            return rows
+        if not self.config.shuffle:
+            return rows[:max_samples]
+        chosen = np.random.default_rng(self.config.seed or 0).choice(len(rows), size=max_samples, replace=False)
+        return [rows[number] for number in chosen]
+
+    def _messages(self) -> Iterator[tuple[str, list[Message]]]:
+        for item, prompt in enumerate(self.source_column(self.config.prompt_key)):
+            yield self.place(item), as_messages(prompt, self.place(item))
+
+    def _check_prompts(self) -> None:
+        config = self.config
+        if not config.filter_overlong_prompts and config.truncation != "error":
+            for _ in self._messages():
+                pass
+            return
+        texts = rendered(self._messages(), self.tokenizer, self.template_kwargs)
+        lengths = token_lengths(texts, self.tokenizer, config.filter_overlong_prompts_workers or 1)
+        limit = config.max_prompt_length
+        fits = [length <= limit for length in lengths]
+        if not any(fits):
+            raise DataError(
+                f"all {len(lengths)} prompts are longer than data.max_prompt_length={limit}: the shortest has "
+                f"{min(lengths)} tokens, the longest {max(lengths)} (with the chat template). "
+                f"Set data.max_prompt_length to {max(lengths)} to keep them all."
+            )
+        if config.filter_overlong_prompts:
+            self.rows = list(itertools.compress(self.rows, fits))
+            if not all(fits):
+                logger.info(
+                    "filter_overlong_prompts: kept %d of %d prompts, those of at most %d tokens; the longest had %d",
+                    len(self.rows),
+                    len(fits),
+                    limit,
+                    max(lengths),
+                )
+        elif not all(fits):
+            item = fits.index(False)
+            raise DataError(
+                f"{fits.count(False)} of {len(fits)} prompts are longer than data.max_prompt_length={limit} and "
+                f"data.truncation is 'error': the first is {self.place(item)} with {lengths[item]} tokens, the "
+                f"longest has {max(lengths)}. Raise data.max_prompt_length, drop them with "
+                "data.filter_overlong_prompts=true, or set data.truncation to left, right or middle."
+            )
+
+
+def left_pad(ids: list[int], length: int, pad_token_id: int) -> dict[str, torch.Tensor]:
+    """Token ids on the right side of ``length`` places, with the mask and positions that belong to them.
+
+    >>> left_pad([7, 8], 4, pad_token_id=0)
+    {'input_ids': tensor([0, 0, 7, 8]), 'attention_mask': tensor([0, 0, 1, 1]), 'position_ids': tensor([0, 0, 0, 1])}
+    """
+    padding = length - len(ids)
+    return {
+        "input_ids": torch.tensor([pad_token_id] * padding + ids, dtype=torch.int64),
+        "attention_mask": torch.tensor([0] * padding + [1] * len(ids), dtype=torch.int64),
+        "position_ids": torch.tensor([0] * padding + list(range(len(ids))), dtype=torch.int64),
+    }
+
+
+def collate_fn(rows: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:
+    """Rows to columns: tensors are stacked, everything else becomes an array of objects.
+
+    Args:
+        rows: items of one data set; all have the same keys.
+
+    Returns:
+        key to a tensor (bsz, ...) or an object array (bsz,), as ``DataProto.from_single_dict`` takes them.
+    """
+    batch: dict[str, torch.Tensor | np.ndarray] = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows]
+        if isinstance(values[0], torch.Tensor):
+            batch[key] = torch.stack(values)
+        else:
+            # np.array would turn lists of equal length into a matrix.
+            batch[key] = np.fromiter(values, dtype=object, count=len(values))
+    return batch
