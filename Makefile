@@ -1,0 +1,56 @@
+# Every target makes the environment that it needs. `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+OUT ?= outputs/quickstart
+SEED ?= 1
+
+RUN := $(VENV)/.run-ready
+DEV := $(VENV)/.dev-ready
+
+.PHONY: help quickstart quickstart-ppo quickstart-study test test-slow lint docs config layouts badinput clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
+
+# torch first, by its pin alone: then no other requirement can pull a second build of it.
+$(RUN): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --upgrade pip
+	$(PIP) install --quiet --constraint constraints.txt torch
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[ray,plot]'
+	@touch $@
+
+$(DEV): $(RUN)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[ray,plot,peft,tensorboard,dev,docs]'
+	@touch $@
+
+quickstart: $(RUN) ## data, model, supervised warm-up, GRPO, curves: the whole of it on a laptop
+	$(BIN)/python examples/quickstart/quickstart.py --algorithm grpo --seed $(SEED) --output_dir $(OUT)
+
+quickstart-ppo: $(RUN) ## the same with PPO and a critic
+	$(BIN)/python examples/quickstart/quickstart.py --algorithm ppo --seed $(SEED) --output_dir $(OUT)-ppo
+
+quickstart-study: $(RUN) ## three seeds, the table of docs/quickstart.md
+	$(BIN)/python examples/quickstart/study.py --output_dir $(OUT)-study
+
+test: $(DEV) ## the tests
+	$(BIN)/python -m pytest
+
+test-slow: $(DEV) ## the long proofs
+	$(BIN)/python -m pytest -m slow
+
+lint: $(DEV) ## style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --level error
+
+docs: $(DEV) ## the documentation, strictly, into site/
+	$(BIN)/mkdocs build --strict --quiet
+
+config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the dataclasses
+	$(BIN)/python -m verl.trainer.config.generate
+
+clean: ## remove environments and outputs
+	rm -rf $(VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis

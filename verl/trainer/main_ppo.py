@@ -1,0 +1,159 @@
+"""``python -m verl.trainer.main_ppo``: configuration in, trained policy out.
+
+::
+
+    main ──► run_ppo ──► TaskRunner.run ──► RayPPOTrainer.init_workers, .fit
+    (Hydra)  (Ray or     (who works where,
+              local)      data, rewards)
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+from verl.trainer.config import PPOConfig, load_config
+from verl.trainer.config.load import hydra_entry
+from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
+from verl.trainer.ppo.utils import Needs, Role
+from verl.utils import env
+from verl.utils.console import show
+from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
+
+__all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
+
+logger = logging.getLogger(__name__)
+
+
+class TaskRunner:
+    """Assembles a run from its configuration and drives it, in a process of its own or in this one.
+
+    The ``add_*`` methods say which worker class plays which role in which pool; override one in a
+    subclass, and hand the subclass to :func:`run_ppo`, to use workers of your own.
+    """
+
+    def __init__(self) -> None:
+        self.role_worker_mapping: dict[Role, type] = {}
+        self.mapping: dict[Role, str] = {}
+
+    def add_actor_rollout_worker(self, config: PPOConfig) -> None:
+        """Actor and rollout engine share processes and weights."""
+        from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+        self.role_worker_mapping[Role.ActorRollout] = ActorRolloutRefWorker
+        self.mapping[Role.ActorRollout] = "global_pool"
+
+    def add_critic_worker(self, config: PPOConfig) -> None:
+        """The value model, where the estimator reads values."""
+        from verl.workers.fsdp_workers import CriticWorker
+
+        self.role_worker_mapping[Role.Critic] = CriticWorker
+        self.mapping[Role.Critic] = "global_pool"
+
+    def add_reward_model_worker(self, config: PPOConfig) -> None:
+        """The discriminative reward model, in a pool of its own if ``reward_model.enable_resource_pool``."""
+        from verl.workers.fsdp_workers import RewardModelWorker
+
+        self.role_worker_mapping[Role.RewardModel] = RewardModelWorker
+        own_pool = config.reward_model.enable_resource_pool
+        self.mapping[Role.RewardModel] = "reward_pool" if own_pool else "global_pool"
+
+    def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type | None = None) -> None:
+        """The frozen reference policy."""
+        from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+        self.role_worker_mapping[Role.RefPolicy] = ref_policy_cls or ActorRolloutRefWorker
+        self.mapping[Role.RefPolicy] = "global_pool"
+
+    def init_resource_pool_mgr(self, config: PPOConfig, controller: Any) -> Any:
+        """The pools: ranks per node, for the whole run and for a reward model apart."""
+        pools = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
+        if "reward_pool" in self.mapping.values():
+            pools["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
+        return controller.pool_manager(pools, self.mapping, resolve_device(config))
+
+    def run(self, config: PPOConfig) -> None:
+        """Load what the driver needs, start the workers, train.
+
+        Raises:
+            DataError: a data file or the tokenizer is unusable.
+            ResourceError: there are fewer processes or devices than asked for.
+        """
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+        from verl.trainer.ppo.reward import load_reward_manager
+        from verl.utils import hf_processor, hf_tokenizer
+
+        needs = Needs.of(config)
+        self.add_actor_rollout_worker(config)
+        if needs.critic:
+            self.add_critic_worker(config)
+        if needs.reward_model:
+            self.add_reward_model_worker(config)
+        if needs.reference:
+            self.add_ref_policy_worker(config)
+
+        model = config.actor_rollout_ref.model
+        path = model.tokenizer_path or model.path
+        tokenizer = hf_tokenizer(
+            path, trust_remote_code=model.trust_remote_code, chat_template=model.custom_chat_template
+        )
+        processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
+        data = config.data
+        train = create_rl_dataset(
+            data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
+        )
+        val = create_rl_dataset(
+            data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
+        )
+        show(sizes_table(derived_sizes(config, len(train))))
+
+        controller = load_controller(config.trainer.controller)
+        trainer = RayPPOTrainer(
+            config=config,
+            tokenizer=tokenizer,
+            processor=processor,
+            role_worker_mapping=self.role_worker_mapping,
+            resource_pool_manager=self.init_resource_pool_mgr(config, controller),
+            ray_worker_group_cls=controller.WorkerGroup,
+            reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
+            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
+            train_dataset=train,
+            val_dataset=val,
+            collate_fn=collate_fn,
+            train_sampler=create_rl_sampler(data, train),
+            device_name=resolve_device(config),
+        )
+        trainer.init_workers()
+        trainer.fit()
+
+
+def load_controller(name: str) -> Any:
+    """The controller module, ``verl.single_controller.ray`` or ``.local``; Ray is imported only for the first."""
+    return importlib.import_module(f"verl.single_controller.{name}")
+
+
+def run_ppo(config: PPOConfig, task_runner_class: type[TaskRunner] | None = None) -> None:
+    """Run one training, on Ray or in this process (``trainer.controller``).
+
+    Args:
+        config: typed configuration, or a composed Hydra config, which is validated here.
+        task_runner_class: a subclass of TaskRunner that assembles the run differently.
+    """
+    config = config if isinstance(config, PPOConfig) else load_config(config)
+    for module in env.external_modules():
+        importlib.import_module(module)
+    runner_class = task_runner_class or TaskRunner
+    if config.trainer.controller == "local":
+        runner_class().run(config)
+    else:
+        load_controller("ray").run_task(runner_class, config, config.ray_kwargs)
+
+
+def main() -> None:
+    """The command line."""
+    hydra_entry(run_ppo, config_name="ppo_trainer", root=PPOConfig)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,384 @@
+"""The driver of PPO and its relatives: what happens in which order.
+
+::
+
+    dataloader ──► prompts          input_ids, attention_mask, position_ids, raw_prompt, uid
+       │ repeat(n)
+       ▼
+    rollout    ──► responses        prompts, responses, response_mask, rollout_log_probs
+       ▼
+    reward     ──► scores           token_level_scores               (reward.py, reward_manager/)
+       ▼
+    actor      ──► old_log_probs    old_log_probs, entropys
+    reference  ──► ref_log_prob     ref_log_prob                     if a KL term is on
+    critic     ──► values           values                           if the estimator reads it
+       ▼
+    driver     ──► advantages       token_level_rewards, advantages, returns        (core_algos/)
+       ▼
+    critic.update, actor.update ──► metrics; the next rollout wakes with the new weights
+
+A stage returns only its new columns; the driver alone unions them. The batch stays in the order
+of the data: how samples are dealt to ranks is private to each call (:meth:`RayPPOTrainer._call`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.protocol import DataProto
+from verl.single_controller.base import ClassWithInitArgs
+from verl.trainer.config import PPOConfig, load_config
+from verl.trainer.config.sizes import derived_sizes
+from verl.trainer.ppo import stages
+from verl.trainer.ppo.balance import inverse, layout_for_ranks, seqlen_metrics
+from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
+from verl.trainer.ppo.core_algos import get_kl_controller
+from verl.trainer.ppo.metrics import (
+    compute_data_metrics,
+    compute_rollout_gap_metrics,
+    compute_throughout_metrics,
+    compute_timing_metrics,
+)
+from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.schedule import Schedule
+from verl.trainer.ppo.stages import apply_kl_penalty, compute_advantage, compute_response_mask
+from verl.trainer.timing import Stopwatch, stage
+from verl.trainer.ppo.utils import Needs, Role, need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.validation import Validator, dump_generations
+from verl.utils.console import Progress
+from verl.utils.tracking import Tracking
+
+__all__ = [
+    "RayPPOTrainer",
+    "Role",
+    "apply_kl_penalty",
+    "compute_advantage",
+    "compute_response_mask",
+    "need_critic",
+    "need_reference_policy",
+    "need_reward_model",
+]
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+class RayPPOTrainer:
+    """Trains a policy by reinforcement learning; every number is computed by workers or pure functions.
+
+    Args:
+        config: the whole configuration (a composed Hydra config is accepted and typed here).
+        tokenizer: tokenizer of the policy.
+        role_worker_mapping: worker class of each role.
+        resource_pool_manager: which pool of processes each role lives in.
+        ray_worker_group_cls: the controller, RayWorkerGroup or LocalWorkerGroup.
+        processor: multi-modal processor, if any.
+        reward_fn: reward manager for training.
+        val_reward_fn: reward manager for validation; without it there is no validation.
+        train_dataset, val_dataset: map-style datasets of prompts.
+        collate_fn: rows to columns.
+        train_sampler: order of the training prompts.
+        device_name: ``cuda`` or ``cpu``.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        role_worker_mapping: dict[Role, type],
+        resource_pool_manager: Any,
+        ray_worker_group_cls: type,
+        processor: Any = None,
+        reward_fn: Callable | None = None,
+        val_reward_fn: Callable | None = None,
+        train_dataset: Any = None,
+        val_dataset: Any = None,
+        collate_fn: Callable | None = None,
+        train_sampler: Any = None,
+        device_name: str | None = None,
+    ) -> None:
+        self.config = config if isinstance(config, PPOConfig) else load_config(config)
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls
+        self.device_name = device_name
+        self.reward_fn = reward_fn
+        self.val_reward_fn = val_reward_fn
+        self.needs = Needs.of(self.config)
+        self.kl_ctrl = (
+            get_kl_controller(self.config.algorithm.kl_ctrl) if self.config.algorithm.use_kl_in_reward else None
+        )
+        self.global_steps = 0
+        self.metrics: Metrics = {}
+        self.stopwatch = Stopwatch()
+        self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
+
+    # ---- set-up -------------------------------------------------------------------------------
+
+    def _create_dataloaders(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, sampler: Any) -> None:
+        data = self.config.data
+        common = {"collate_fn": collate_fn, "num_workers": data.loader_workers}
+        self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        self.train_dataloader = StatefulDataLoader(
+            train_dataset, batch_size=data.train_batch_size, sampler=sampler, drop_last=True, **common
+        )
+        self.sizes = derived_sizes(self.config, len(train_dataset))
+        self.total_training_steps = self.sizes.total_steps
+        self.schedule = Schedule.of(self.config.trainer, self.total_training_steps)
+        self.val_dataloader = None
+        if val_dataset is not None:
+            self.val_dataloader = StatefulDataLoader(
+                val_dataset,
+                batch_size=data.val_batch_size or len(val_dataset),
+                shuffle=data.validation_shuffle,
+                **common,
+            )
+
+    def init_workers(self) -> None:
+        """Start every worker of the run and load its model."""
+        self.resource_pool_manager.create_resource_pool()
+        groups: dict[str, Any] = {}
+        for pool, members in self._members_by_pool().items():
+            colocated = self.ray_worker_group_cls.colocate(members)
+            group = self.ray_worker_group_cls(
+                resource_pool=pool, ray_cls_with_init=colocated, device_name=self.device_name
+            )
+            groups.update(group.spawn(prefix_set=members.keys()))
+        self.critic_wg = groups.get(str(Role.Critic))
+        self.ref_policy_wg = groups.get(str(Role.RefPolicy))
+        self.rm_wg = groups.get(str(Role.RewardModel))
+        self.actor_rollout_wg = groups[str(Role.ActorRollout)]
+        # The actor last: its rollout engine sizes itself by the memory that the others left.
+        for group in (self.critic_wg, self.ref_policy_wg, self.rm_wg, self.actor_rollout_wg):
+            if group is not None:
+                group.init_model()
+        saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
+        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of(self.config.trainer), saved, self.kl_ctrl)
+        self.validator = None
+        if self.val_dataloader is not None and self.val_reward_fn is not None:
+            self.validator = Validator(
+                self.config, self.tokenizer, self.actor_rollout_wg, self._score, self.val_reward_fn, self.val_dataloader
+            )
+
+    def _members_by_pool(self) -> dict[Any, dict[str, ClassWithInitArgs]]:
+        """Which workers share the processes of each pool, with the configuration that each gets."""
+        config, wanted = self.config, {Role.ActorRollout}
+        wanted |= {Role.Critic} if self.needs.critic else set()
+        wanted |= {Role.RefPolicy} if self.needs.reference else set()
+        wanted |= {Role.RewardModel} if self.needs.reward_model else set()
+        arguments: dict[Role, dict[str, Any]] = {
+            Role.ActorRollout: {"config": config.actor_rollout_ref, "role": "actor_rollout"},
+            Role.RefPolicy: {"config": config.actor_rollout_ref, "role": "ref"},
+            Role.Critic: {"config": config.critic},
+            Role.RewardModel: {"config": config.reward_model},
+        }
+        pools: dict[Any, dict[str, ClassWithInitArgs]] = {}
+        for role in sorted(wanted, key=str):
+            pool = self.resource_pool_manager.get_resource_pool(role)
+            worker = self.ray_worker_group_cls.describe(self.role_worker_mapping[role], **arguments[role])
+            pools.setdefault(pool, {})[str(role)] = worker
+        return pools
+
+    # ---- the loop -----------------------------------------------------------------------------
+
+    def fit(self) -> None:
+        """Train to the last step: resume, validate, step, save, log."""
+        trainer = self.config.trainer
+        tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
+        self._load_checkpoint()
+        with Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress:
+            if self.validator and trainer.val_before_train:
+                tracking.log(self._validate(), step=self.global_steps)
+            if trainer.val_only:
+                tracking.finish()
+                return
+            while self.global_steps < self.total_training_steps:
+                for rows in self.train_dataloader:
+                    self.global_steps += 1
+                    metrics = self._one_step(DataProto.from_single_dict(rows))
+                    tracking.log(metrics, step=self.global_steps)
+                    progress.update(self.global_steps, metrics)
+                    if self.global_steps >= self.total_training_steps:
+                        break
+        tracking.finish()
+
+    def _one_step(self, prompts: DataProto) -> Metrics:
+        """A step, and what the schedule asks for after it: validation, a checkpoint."""
+        self.metrics, self.stopwatch = {}, Stopwatch()
+        with self.stopwatch("step"):
+            batch = self.step(prompts)
+            if self.validator and self.schedule.due("test", self.global_steps):
+                self.metrics.update(self._validate())
+            if self.schedule.due("save", self.global_steps):
+                self._save_checkpoint()
+        self.metrics.update(self._step_metrics(batch))
+        return self.metrics
+
+    def step(self, prompts: DataProto) -> DataProto:
+        """One PPO iteration: prompts in, updated policy out. See the picture above."""
+        batch = self.rollout(prompts)
+        batch = self.reward(batch)
+        batch = batch | self.old_log_probs(batch)
+        if self.needs.reference:
+            batch = batch | self.reference(batch)
+        if self.needs.critic:
+            batch = batch | self.values(batch)
+        batch = batch | self.advantages(batch)
+        if self.needs.critic:
+            self.update_critic(batch)
+        if self.global_steps > self.config.trainer.critic_warmup:
+            self.update_actor(batch)
+        return batch
+
+    # ---- the stages ---------------------------------------------------------------------------
+
+    @stage("gen")
+    def rollout(self, prompts: DataProto) -> DataProto:
+        """n responses for each prompt, and the reward of a greedy one if the estimator wants it."""
+        prompts = stages.name_groups(prompts, self.global_steps)
+        prompts.meta_info = {"global_steps": self.global_steps, "validate": False}
+        repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.n)
+        batch = repeated.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(repeated)
+        if self.needs.greedy_baseline:
+            batch = batch | self._greedy_baseline(prompts)
+        return batch
+
+    def _greedy_baseline(self, prompts: DataProto) -> DataProto:
+        """``reward_baselines``: for each sample the score of its prompt's greedy response."""
+        greedy = stages.repeat_prompts(prompts, 1)
+        greedy.meta_info = {"global_steps": self.global_steps, "validate": False, "do_sample": False}
+        responses = greedy.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(greedy)
+        scores, _ = self._score(responses, self.reward_fn)
+        baselines = scores.sum(-1).repeat_interleave(self.config.actor_rollout_ref.rollout.n)
+        return DataProto.from_dict(tensors={"reward_baselines": baselines})
+
+    @stage("reward")
+    def reward(self, batch: DataProto) -> DataProto:
+        """token_level_scores; samples that could not be scored leave the training batch."""
+        scores, extra = self._score(batch, self.reward_fn)
+        masked, metrics = stages.drop_failed_samples(batch, extra["reward_status"])
+        self.metrics.update(metrics)
+        self._dump_rollouts(batch, scores, extra)
+        kept = batch.select(
+            batch_keys=[key for key in batch.batch.keys() if key != "response_mask"],
+            non_tensor_batch_keys=[key for key in batch.non_tensor_batch if key != "uid"],
+        )
+        return kept | masked | DataProto.from_dict(tensors={"token_level_scores": scores})
+
+    def _score(self, batch: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list]]:
+        if self.needs.reward_model:
+            batch = batch | self.rm_wg.compute_rm_score(batch)
+        return compute_reward(batch, reward_fn)
+
+    @stage("old_log_prob")
+    def old_log_probs(self, batch: DataProto) -> DataProto:
+        """old_log_probs of the policy before the update; how far the rollout engine's are from them."""
+        actor = self.config.actor_rollout_ref.actor
+        columns = self._call(self.actor_rollout_wg, "compute_log_prob", batch, stages.ACTOR_COLUMNS)
+        scored = batch | columns
+        self.metrics.update(stages.mean_entropy(scored, actor.loss_agg_mode, actor.loss_scale_factor))
+        self.metrics.update(compute_rollout_gap_metrics(scored))
+        return columns.select(batch_keys=["old_log_probs"])
+
+    @stage("ref")
+    def reference(self, batch: DataProto) -> DataProto:
+        """ref_log_prob under the frozen reference policy."""
+        return self._call(self.ref_policy_wg, "compute_ref_log_prob", batch, stages.ACTOR_COLUMNS)
+
+    @stage("values")
+    def values(self, batch: DataProto) -> DataProto:
+        """values of the critic before its update."""
+        return self._call(self.critic_wg, "compute_values", batch, stages.ACTOR_COLUMNS)
+
+    @stage("adv")
+    def advantages(self, batch: DataProto) -> DataProto:
+        """token_level_rewards, then advantages and returns by the chosen estimator."""
+        algorithm = self.config.algorithm
+        rewards = DataProto.from_dict(tensors={"token_level_rewards": batch.batch["token_level_scores"]})
+        if self.kl_ctrl is not None:
+            penalised, metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
+            rewards = penalised.select(batch_keys=["token_level_rewards"], non_tensor_batch_keys=[])
+            self.metrics.update(metrics)
+        settings = {**algorithm.to_dict(), "config": algorithm}
+        return rewards | compute_advantage(batch | rewards, algorithm.adv_estimator, settings)
+
+    @stage("update_critic")
+    def update_critic(self, batch: DataProto) -> None:
+        """Fit the critic to the returns."""
+        columns = (*stages.ACTOR_COLUMNS, "values", "returns")
+        self._update(self.critic_wg, "update_critic", batch, columns, self.config.critic.ppo_mini_batch_size)
+
+    @stage("update_actor")
+    def update_actor(self, batch: DataProto) -> None:
+        """Improve the policy by its advantages."""
+        columns = (*stages.ACTOR_COLUMNS, "old_log_probs", "advantages", "rollout_log_probs")
+        columns += ("ref_log_prob",) if self.needs.reference else ()
+        actor = self.config.actor_rollout_ref.actor
+        self._update(self.actor_rollout_wg, "update_actor", batch, columns, actor.ppo_mini_batch_size)
+
+    # ---- calling workers ----------------------------------------------------------------------
+
+    def _call(self, workers: Any, method: str, batch: DataProto, columns: tuple[str, ...]) -> DataProto:
+        """Columns from a worker group, with tokens dealt evenly to its ranks, back in the batch's order."""
+        order, _ = self._order(workers, batch, num_mini_batches=1)
+        inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
+        return getattr(workers, method)(inputs.select_idxs(order)).select_idxs(inverse(order))
+
+    def _update(self, workers: Any, method: str, batch: DataProto, columns: tuple[str, ...], mini_batch: int) -> None:
+        """One pass of updates over the batch; its metrics are the same on every rank."""
+        order, ranks = self._order(workers, batch, self.config.data.train_batch_size // mini_batch)
+        self.metrics.update(seqlen_metrics(stages.sequence_lengths(batch), ranks))
+        inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
+        self.metrics.update(getattr(workers, method)(inputs.select_idxs(order)).meta_info["metrics"])
+
+    def _order(self, workers: Any, batch: DataProto, num_mini_batches: int) -> tuple[list[int], list[list[int]]]:
+        return layout_for_ranks(
+            stages.sequence_lengths(batch),
+            dp_size=workers.world_size,
+            num_mini_batches=num_mini_batches,
+            balance=self.config.trainer.balance_batch,
+        )
+
+    # ---- reports and checkpoints --------------------------------------------------------------
+
+    def _step_metrics(self, batch: DataProto) -> Metrics:
+        timing = self.stopwatch.seconds
+        world_size = self.actor_rollout_wg.world_size
+        return {
+            "training/global_step": self.global_steps,
+            "training/epoch": (self.global_steps - 1) // len(self.train_dataloader),
+            **compute_data_metrics(batch, use_critic=self.needs.critic),
+            **compute_timing_metrics(batch, timing),
+            **compute_throughout_metrics(batch, timing, n_gpus=world_size),
+        }
+
+    @stage("testing")
+    def _validate(self) -> Metrics:
+        """Metrics ``val-core/...`` and ``val-aux/...`` of the held-out prompts."""
+        assert self.validator is not None, "validation needs val_dataset and val_reward_fn"
+        return self.validator.run(self.global_steps)
+
+    @stage("dump_rollout_generations")
+    def _dump_rollouts(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> None:
+        folder = self.config.trainer.rollout_data_dir
+        if folder:
+            dump_generations(folder, self.global_steps, self.tokenizer, batch, scores, extra)
+
+    @stage("save_checkpoint")
+    def _save_checkpoint(self) -> None:
+        self.checkpoint.save(self.global_steps, self.train_dataloader.state_dict())
+
+    def _load_checkpoint(self) -> None:
+        found = self.checkpoint.load()
+        if found is not None:
+            self.global_steps = found.global_step
+            self.train_dataloader.load_state_dict(found.dataloader_state)
+            logger.info("resumed from %s: step %d", found.folder, found.global_step)

@@ -1,0 +1,164 @@
+"""Validation: responses to held-out prompts, their scores, and where they are written."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from verl.errors import CheckpointError
+from verl.protocol import DataProto
+from verl.trainer.config import PPOConfig
+from verl.trainer.ppo import stages
+from verl.trainer.ppo.metrics import process_validation_metrics
+
+
+class Validator:
+    """Generates with ``rollout.val_kwargs``, scores, and reduces to ``val-core/`` and ``val-aux/``.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: decodes prompts and responses for the dump.
+        actor_rollout_wg: workers that generate.
+        score: ``(batch, reward_fn) -> (token scores, extra info)``.
+        reward_fn: reward manager for validation.
+        dataloader: batches of held-out prompts.
+    """
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Any,
+        actor_rollout_wg: Any,
+        score: Callable[[DataProto, Any], tuple[torch.Tensor, dict[str, list]]],
+        reward_fn: Any,
+        dataloader: Iterable[dict],
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.actor_rollout_wg = actor_rollout_wg
+        self.score = score
+        self.reward_fn = reward_fn
+        self.dataloader = dataloader
+        self.samples: list[dict[str, Any]] = []
+        """The last validation's samples: input, output, gts, score (for tables and reports)."""
+
+    def run(self, step: int) -> dict[str, float]:
+        """Validate the current policy.
+
+        Returns:
+            ``val-core/{data_source}/{acc|reward}/{mean@N,best@N/mean,maj@N/mean}``, the rest as
+            ``val-aux/...``.
+        """
+        columns: dict[str, list] = defaultdict(list)
+        samples: list[dict[str, Any]] = []
+        for number, rows in enumerate(self.dataloader):
+            batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, number)
+            columns["uid"] += batch.non_tensor_batch["uid"].tolist()
+            columns["data_source"] += _data_sources(batch)
+            columns["reward"] += scores.sum(-1).tolist()
+            for key, values in extra.items():
+                columns[key] += values
+            samples += generation_records(step, self.tokenizer, batch, scores, extra)
+        self.samples = samples
+        folder = self.config.trainer.validation_data_dir
+        if folder:
+            write_records(folder, step, samples)
+        sources, uids = columns.pop("data_source"), columns.pop("uid")
+        return validation_metrics(sources, uids, columns)
+
+    def _generate_and_score(
+        self, prompts: DataProto, step: int, number: int
+    ) -> tuple[DataProto, torch.Tensor, dict[str, list]]:
+        uids = np.array([f"val-{number}-{row}" for row in range(len(prompts))], dtype=object)
+        prompts = prompts | DataProto.from_dict(non_tensors={"uid": uids})
+        prompts.meta_info = {"global_steps": step, "validate": True}
+        repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        batch = repeated.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(repeated)
+        scores, extra = self.score(batch, self.reward_fn)
+        return batch, scores, extra
+
+
+def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[str, list]) -> dict[str, float]:
+    """Name the reduced numbers: the core one of each data source apart from the auxiliary ones.
+
+    The core variable is ``acc`` if the scorer gives one, else ``reward``; of it, mean@N, maj@N
+    and best@N for the largest N are core. Failed samples are counted in ``val-aux/error_rate``.
+    """
+    status = columns.pop("reward_status", [])
+    numeric = {key: values for key, values in columns.items() if all(isinstance(v, int | float | str) for v in values)}
+    metrics: dict[str, float] = {}
+    for source, variables in process_validation_metrics(data_sources, uids, numeric).items():
+        core = "acc" if "acc" in variables else "reward"
+        for variable, reduced in variables.items():
+            largest = max((int(name.split("@")[-1].split("/")[0]) for name in reduced), default=0)
+            for name, value in reduced.items():
+                is_core = (
+                    variable == core
+                    and name.startswith(("mean@", "maj@", "best@"))
+                    and f"@{largest}" in name
+                    and not name.endswith("/std")
+                )
+                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
+    if status:
+        metrics["val-aux/error_rate"] = sum(s != "ok" for s in status) / len(status)
+    return metrics
+
+
+def dump_generations(
+    folder: str, step: int, tokenizer: Any, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]
+) -> None:
+    """Write ``{folder}/{step}.jsonl``: one line per sample with input, output, gts, score, step and extras."""
+    write_records(folder, step, generation_records(step, tokenizer, batch, scores, extra))
+
+
+def generation_records(
+    step: int, tokenizer: Any, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]
+) -> list[dict[str, Any]]:
+    """The samples of a batch as plain records; texts keep their special tokens out."""
+    inputs = tokenizer.batch_decode(batch.batch["prompts"], skip_special_tokens=True)
+    mask = batch.batch["response_mask"].bool()
+    responses = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], mask, strict=True)]
+    outputs = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    truths = [_ground_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
+    rows = zip(inputs, outputs, truths, scores.sum(-1).tolist(), strict=True)
+    return [
+        {
+            "input": i,
+            "output": o,
+            "gts": g,
+            "score": s,
+            "step": step,
+            **{key: extra[key][n] for key in extra if key != "score"},
+        }
+        for n, (i, o, g, s) in enumerate(rows)
+    ]
+
+
+def write_records(folder: str, step: int, records: list[dict[str, Any]]) -> None:
+    """Write records as ``{folder}/{step}.jsonl``; a full or read-only disk is a named error."""
+    path = Path(folder).expanduser() / f"{step}.jsonl"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w", encoding="utf-8") as file:
+            for record in records:
+                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot write generations to {path}: {error}. Free space or set another folder: "
+            "trainer.rollout_data_dir, trainer.validation_data_dir."
+        ) from error
+
+
+def _data_sources(batch: DataProto) -> list[str]:
+    sources = batch.non_tensor_batch.get("data_source")
+    return ["unknown"] * len(batch) if sources is None else [str(source) for source in sources]
+
+
+def _ground_truth(reward_model: Any) -> Any:
+    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None

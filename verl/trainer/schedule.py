@@ -1,0 +1,30 @@
+"""When a run saves and validates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.trainer.config import TrainerConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Answers ``due("save", step)``: every ``frequency`` steps, and at the last step.
+
+    A frequency that is not positive turns its event off, at the last step too.
+    """
+
+    total_steps: int
+    frequencies: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig, total_steps: int) -> Schedule:
+        """The schedule that ``trainer.save_freq`` and ``trainer.test_freq`` describe."""
+        return cls(total_steps, {"save": trainer.save_freq, "test": trainer.test_freq})
+
+    def due(self, event: str, step: int) -> bool:
+        """Whether ``event`` happens after ``step`` (counted from 1)."""
+        frequency = self.frequencies[event]
+        return frequency > 0 and (step % frequency == 0 or step == self.total_steps)

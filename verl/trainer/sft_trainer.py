@@ -1,0 +1,208 @@
+"""``python -m verl.trainer.sft_trainer``: supervised fine-tuning on the engine that RL uses.
+
+A sequence is handed to the engine as a one-token prompt and a response that is all the rest,
+with the loss mask as response mask. So the loss is the mean of ``-log p(token)`` over the masked
+tokens of the whole batch, whatever the micro-batches, the packing and the number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.protocol import DataProto
+from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
+from verl.trainer.config import SFTConfig, load_config
+from verl.trainer.config.load import hydra_entry
+from verl.trainer.config.sizes import resolve_device
+from verl.trainer.controller import load_controller
+from verl.trainer.ppo.balance import layout_for_ranks
+from verl.trainer.schedule import Schedule
+from verl.trainer.timing import Stopwatch, stage
+from verl.utils.console import Progress
+from verl.utils.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+class SFTTrainer:
+    """Fits a language model to the responses of a dataset.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: only for reports.
+        workers: a worker group of :class:`verl.workers.engine_workers.TrainingWorker`, initialised.
+        train_dataset, val_dataset: rows of input_ids, attention_mask, position_ids, loss_mask.
+        collate_fn: rows to columns.
+        train_sampler: order of the training rows.
+    """
+
+    def __init__(
+        self,
+        config: SFTConfig,
+        workers: Any,
+        train_dataset: Any,
+        val_dataset: Any,
+        collate_fn: Callable,
+        train_sampler: Any,
+    ) -> None:
+        self.config = config
+        self.workers = workers
+        data, trainer = config.data, config.trainer
+        self.train_dataloader = StatefulDataLoader(
+            train_dataset,
+            batch_size=data.train_batch_size,
+            sampler=train_sampler,
+            drop_last=True,
+            collate_fn=collate_fn,
+        )
+        self.val_dataloader = None
+        if val_dataset is not None:
+            self.val_dataloader = StatefulDataLoader(
+                val_dataset, batch_size=data.train_batch_size, collate_fn=collate_fn
+            )
+        self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * len(self.train_dataloader)
+        self.schedule = Schedule.of(trainer, self.total_training_steps)
+        plan = CheckpointPlan(
+            root=trainer.default_local_dir,
+            resume_mode=trainer.resume_mode,
+            resume_from_path=trainer.resume_from_path,
+            keep={".": trainer.max_ckpt_to_keep},
+        )
+        self.checkpoint = TrainerCheckpoint(plan, {".": workers})
+        self.global_steps = 0
+        self.stopwatch = Stopwatch()
+
+    def fit(self) -> None:
+        """Train to the last step: resume, step, validate, save, log."""
+        trainer = self.config.trainer
+        tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
+        self._load_checkpoint()
+        with Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress:
+            while self.global_steps < self.total_training_steps:
+                for rows in self.train_dataloader:
+                    self.global_steps += 1
+                    metrics = self._one_step(to_batch(rows))
+                    tracking.log(metrics, step=self.global_steps)
+                    progress.update(self.global_steps, metrics)
+                    if self.global_steps >= self.total_training_steps:
+                        break
+        tracking.finish()
+
+    def _one_step(self, batch: DataProto) -> Metrics:
+        self.stopwatch = Stopwatch()
+        metrics = self.update(batch)
+        if self.val_dataloader is not None and self.schedule.due("test", self.global_steps):
+            metrics["val/loss"] = self.validate()
+        if self.schedule.due("save", self.global_steps):
+            self._save_checkpoint()
+        return metrics | {"train/time(s)": self.stopwatch.seconds["update"]}
+
+    @stage("update")
+    def update(self, batch: DataProto) -> Metrics:
+        """One optimizer step over the batch."""
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        order, _ = layout_for_ranks(
+            lengths, dp_size=self.workers.world_size, num_mini_batches=1, balance=self.config.data.balance_dp_token
+        )
+        metrics = self.workers.train_batch(batch.select_idxs(order)).meta_info["metrics"]
+        return {"train/" + name.split("/")[-1]: value for name, value in metrics.items()} | {
+            "train/global_tokens": float(sum(lengths)),
+            "training/epoch": (self.global_steps - 1) // len(self.train_dataloader),
+        }
+
+    @stage("testing")
+    def validate(self) -> float:
+        """Mean loss per masked token over the whole validation set."""
+        assert self.val_dataloader is not None
+        loss, tokens = 0.0, 0
+        for rows in self.val_dataloader:
+            batch = to_batch(rows)
+            log_probs = self.workers.compute_log_prob(batch).batch["log_probs"]
+            mask = batch.batch["response_mask"]
+            loss -= (log_probs * mask).sum().item()
+            tokens += int(mask.sum())
+        return loss / tokens if tokens else math.nan
+
+    @stage("save_checkpoint")
+    def _save_checkpoint(self) -> None:
+        self.checkpoint.save(self.global_steps, self.train_dataloader.state_dict())
+
+    def _load_checkpoint(self) -> None:
+        found = self.checkpoint.load()
+        if found is not None:
+            self.global_steps = found.global_step
+            self.train_dataloader.load_state_dict(found.dataloader_state)
+            logger.info("resumed from %s: step %d", found.folder, found.global_step)
+
+
+def to_batch(rows: dict[str, Any]) -> DataProto:
+    """A supervised batch in the layout of RL: one-token prompt, the rest is the response."""
+    ids = rows["input_ids"]
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": rows["attention_mask"],
+            "position_ids": rows["position_ids"],
+            "prompts": ids[:, :1],
+            "responses": ids[:, 1:],
+            "response_mask": rows["loss_mask"][:, 1:],
+        }
+    )
+
+
+def run_sft(config: SFTConfig) -> None:
+    """Load data and model, train."""
+    config = config if isinstance(config, SFTConfig) else load_config(config, SFTConfig)
+    controller = load_controller(config.trainer.controller)
+    with controller.session(config):
+        _train(config, controller)
+
+
+def _train(config: SFTConfig, controller: Any) -> None:
+    from verl.utils import hf_tokenizer
+    from verl.utils.dataset import create_rl_sampler, create_sft_dataset, sft_collate_fn
+    from verl.workers.engine_workers import TrainingWorker
+
+    model, data, trainer = config.model, config.data, config.trainer
+    tokenizer = hf_tokenizer(
+        model.tokenizer_path or model.path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
+    train = create_sft_dataset(data.train_files, data, tokenizer, max_samples=data.train_max_samples)
+    val = (
+        create_sft_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples)
+        if data.val_files
+        else None
+    )
+    device = resolve_device(config)
+    pools = controller.pool_manager(
+        {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}, {"sft": "global_pool"}, device
+    )
+    pools.create_resource_pool()
+    workers = controller.WorkerGroup(
+        resource_pool=pools.get_resource_pool("sft"),
+        ray_cls_with_init=controller.WorkerGroup.describe(TrainingWorker, config=config),
+        device_name=device,
+    )
+    workers.init_model()
+    SFTTrainer(config, workers, train, val, sft_collate_fn(tokenizer, data), create_rl_sampler(data, train)).fit()
+
+
+def main() -> None:
+    """The command line; under ``torchrun`` rank 0 drives and starts the ranks through Ray."""
+    if int(os.environ.get("RANK", "0")) > 0:
+        return
+    hydra_entry(run_sft, config_name="sft_trainer", root=SFTConfig)
+
+
+if __name__ == "__main__":
+    main()
