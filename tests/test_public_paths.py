@@ -127,7 +127,9 @@ def test_public_name_exists(module: str, name: str):
 
 
 SIGNATURES = {
-    "verl.single_controller.base.decorator:register": ["dispatch_mode", "execute_mode", "blocking", "materialize_futures"],
+    "verl.single_controller.base.decorator:register": [
+        "dispatch_mode", "execute_mode", "blocking", "materialize_futures",
+    ],
     "verl.single_controller.base:ResourcePool": ["process_on_nodes", "max_colocate_count", "n_gpus_per_node"],
     "verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn": ["mesh_name"],
     "verl.protocol:DataProto": ["batch", "non_tensor_batch", "meta_info"],

@@ -32,11 +32,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs
+from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
 from verl.trainer.config import PPOConfig, load_config
 from verl.trainer.config.sizes import derived_sizes
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.balance import inverse, layout_for_ranks, seqlen_metrics
-from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
 from verl.trainer.ppo.core_algos import get_kl_controller
 from verl.trainer.ppo.metrics import (
     compute_data_metrics,
@@ -45,11 +45,11 @@ from verl.trainer.ppo.metrics import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.reward import compute_reward
-from verl.trainer.schedule import Schedule
 from verl.trainer.ppo.stages import apply_kl_penalty, compute_advantage, compute_response_mask
-from verl.trainer.timing import Stopwatch, stage
 from verl.trainer.ppo.utils import Needs, Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import Validator, dump_generations
+from verl.trainer.schedule import Schedule
+from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
 from verl.utils.tracking import Tracking
 
