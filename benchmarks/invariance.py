@@ -1,0 +1,145 @@
+"""Do ranks, controllers, packing and micro-batches change any number? A table of the largest differences.
+
+Trains the same three steps in every layout, each through ``python -m verl.trainer.main_ppo``, and
+compares every logged metric with that of the first layout. ::
+
+    python benchmarks/invariance.py [--output_dir outputs/invariance] [--estimator grpo|gae]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+STEPS = 3
+# Differences are relative to the larger value, but never to less than this: a policy loss of 1e-9
+# is a sum of cancelling terms of size one, and its last digits are no statement about anything.
+FLOOR = 1e-3
+
+LAYOUTS: dict[str, list[str]] = {
+    "local, 1 rank, packed, micro-batch 8": ["trainer.controller=local"],
+    "ray, 1 rank, packed, micro-batch 8": ["trainer.controller=ray"],
+    "ray, 2 ranks, packed, micro-batch 8": ["trainer.controller=ray", "trainer.n_gpus_per_node=2"],
+    "ray, 2 ranks, padded, micro-batch 1": [
+        "trainer.controller=ray",
+        "trainer.n_gpus_per_node=2",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "critic.model.use_remove_padding=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+        "critic.ppo_micro_batch_size_per_gpu=1",
+    ],
+    "local, 1 rank, padded, micro-batch 8": [
+        "trainer.controller=local",
+        "actor_rollout_ref.model.use_remove_padding=false",
+        "critic.model.use_remove_padding=false",
+    ],
+    "local, 1 rank, packed, micro-batch 1": [
+        "trainer.controller=local",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+        "critic.ppo_micro_batch_size_per_gpu=1",
+    ],
+    "local, 1 rank, packed, token budget 256": [
+        "trainer.controller=local",
+        "actor_rollout_ref.actor.use_dynamic_bsz=true",
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
+        "critic.ppo_max_token_len_per_gpu=256",
+    ],
+}
+
+COMMON = """
+data.train_batch_size=16 data.max_prompt_length=96 data.max_response_length=24 data.dataloader_num_workers=0
+actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
+actor_rollout_ref.actor.optim.lr=1e-3 actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.entropy_coeff=0.01
+actor_rollout_ref.actor.fsdp_config.dtype=float32 actor_rollout_ref.ref.fsdp_config.dtype=float32
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8
+actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
+actor_rollout_ref.rollout.dtype=float32
+critic.ppo_micro_batch_size_per_gpu=8 critic.optim.lr=1e-3 critic.model.fsdp_config.dtype=float32
+reward_model.scorer_kwargs.format_score=0.1
+trainer.device=cpu trainer.n_gpus_per_node=1 trainer.logger=[file] trainer.val_before_train=false
+trainer.total_training_steps=3 trainer.resume_mode=disable trainer.project_name=invariance
+""".split()
+
+
+def make_inputs(folder: Path) -> Path:
+    """A random tiny model and a few countdown prompts."""
+    subprocess.run(
+        [sys.executable, str(ROOT / "examples/quickstart/make_task.py"), "--output_dir", str(folder), "--train_size", "64",
+         "--test_size", "16", "--sft_size", "64"],
+        check=True,
+    )  # fmt: skip
+    return folder
+
+
+def run(name: str, overrides: list[str], task: Path, out: Path, estimator: str) -> list[dict[str, float]]:
+    """The metrics of each step of one layout."""
+    log = out / (name.replace(", ", "-").replace(" ", "_") + ".jsonl")
+    log.unlink(missing_ok=True)
+    command = [
+        sys.executable, "-m", "verl.trainer.main_ppo", f"algorithm.adv_estimator={estimator}",
+        f"data.train_files={task}/rl_train.parquet", f"data.val_files={task}/rl_test.parquet",
+        f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model",
+        f"trainer.default_local_dir={out}/checkpoints", *COMMON, *overrides,
+    ]  # fmt: skip
+    environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
+    steps = []
+    for line in log.read_text().splitlines():
+        record = json.loads(line)
+        steps.append(record.get("data", record))
+    return steps
+
+
+def compared(metrics: dict[str, float]) -> dict[str, float]:
+    """What must agree: all but clocks, memory, and the token counts of single ranks."""
+    skip = ("timing", "perf/", "global_seqlen/")
+    return {k: v for k, v in metrics.items() if not k.startswith(skip) and isinstance(v, int | float)}
+
+
+def main() -> None:
+    """Run all layouts and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/invariance"))
+    parser.add_argument("--estimator", default="grpo")
+    args = parser.parse_args()
+    out = args.output_dir.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    task = make_inputs(out / "task")
+    reference: list[dict[str, float]] = []
+    worst_of_all = 0.0
+    print(f"\n`python benchmarks/invariance.py --estimator {args.estimator}`: {STEPS} steps, two mini-batches each\n")
+    print("| layout | metrics compared | largest relative difference | in |\n|---|---|---|---|")
+    for name, overrides in LAYOUTS.items():
+        steps = [compared(step) for step in run(name, overrides, task, out, args.estimator)]
+        assert len(steps) == STEPS, f"{name}: {len(steps)} steps logged"
+        reference = reference or steps
+        worst, where = 0.0, "-"
+        for step, (a, b) in enumerate(zip(reference, steps, strict=True), start=1):
+            assert a.keys() == b.keys(), f"{name}: {a.keys() ^ b.keys()}"
+            for key in a:
+                same = a[key] == b[key] or (math.isnan(a[key]) and math.isnan(b[key]))
+                gap = 0.0 if same else abs(a[key] - b[key]) / max(abs(a[key]), abs(b[key]), FLOOR)
+                if not gap <= worst:
+                    worst, where = gap, f"`{key}`, step {step}"
+        worst_of_all = max(worst, worst_of_all)
+        print(f"| {name} | {STEPS} x {len(reference[0])} | {worst:.1e} | {where} |", flush=True)
+    if not worst_of_all <= 1e-5:
+        raise SystemExit(f"a layout changes the numbers: {worst_of_all:.1e} > 1e-5")
+
+
+if __name__ == "__main__":
+    main()
