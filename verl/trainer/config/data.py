@@ -1,0 +1,124 @@
+"""Prompts: where they lie, how they are read and cut."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from verl.base_config import BaseConfig, OneOrMany, section, setting, subsection
+from verl.workers.config.model import NO_SHM
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+NO_VISION = "images and videos are not in this version; leave it at its default"
+
+
+@section
+class CustomClassConfig(BaseConfig):
+    """A dataset class of your own."""
+
+    path: str | None = setting(None)
+    """File that holds the class."""
+    name: str | None = setting(None)
+    """Name of the class; a torch Dataset."""
+
+
+@section
+class SamplerConfig(BaseConfig):
+    """A sampler class of your own, for a curriculum."""
+
+    class_path: str | None = setting(None)
+    """File that holds the class."""
+    class_name: str | None = setting(None)
+    """Name of the class."""
+
+
+@section
+class DatagenConfig(BaseConfig):
+    """A generator of new rows between steps."""
+
+    path: str | None = setting(
+        None, refuse="generating rows while training is not in this version; use data.custom_cls"
+    )
+    """File that holds the class."""
+    name: str | None = setting(None)
+    """Name of the class."""
+
+
+@section
+class DataConfig(BaseConfig):
+    """Prompts for training and validation."""
+
+    tokenizer: str | None = setting(None)
+    """Tokenizer to use instead of the model's own."""
+    use_shm: bool = setting(False, refuse=NO_SHM)
+    """Copy the files into shared memory."""
+    train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
+        "~/data/rlhf/gsm8k/train.parquet", validate_default=True
+    )
+    """Training files: parquet, json or jsonl; one path or a list."""
+    val_files: Annotated[tuple[str, ...], OneOrMany] = setting("~/data/rlhf/gsm8k/test.parquet", validate_default=True)
+    """Validation files, likewise."""
+    train_max_samples: int = setting(-1, ge=-1)
+    """Use only this many training rows; -1 uses all."""
+    val_max_samples: int = setting(-1, ge=-1)
+    """Use only this many validation rows; -1 uses all."""
+    prompt_key: str = setting("prompt")
+    """Column of the prompt, a list of messages."""
+    reward_fn_key: str = setting("data_source")
+    """Column that chooses the scorer."""
+    max_prompt_length: int = setting(512, ge=1)
+    """Longest prompt in tokens."""
+    max_response_length: int = setting(512, ge=1)
+    """Longest response in tokens."""
+    train_batch_size: int = setting(1024, ge=1)
+    """Prompts per step."""
+    gen_batch_size: int | None = setting(
+        None, ge=1, refuse="sampling more prompts than a step trains on is not in this version; leave it null"
+    )
+    """Prompts sampled at once with dynamic sampling; null takes `train_batch_size`."""
+    val_batch_size: int | None = setting(None, ge=1)
+    """Prompts per validation batch; null takes the whole validation set at once."""
+    return_raw_input_ids: bool = setting(False, hint="prompts travel as token ids and as messages in any case")
+    """Add the prompt's ids before truncation."""
+    return_raw_chat: bool = setting(True, hint="prompts travel as token ids and as messages in any case")
+    """Add the prompt's messages."""
+    return_full_prompt: bool = setting(False)
+    """Add the prompt's text with its chat template."""
+    shuffle: bool = setting(True)
+    """Shuffle training rows at every epoch."""
+    seed: int | None = setting(None, ge=0)
+    """Seed of that shuffle; null takes 1."""
+    dataloader_num_workers: int = setting(8, ge=0)
+    """Processes that read rows."""
+    image_patch_size: int = setting(14, ge=1)
+    """Patch size of the vision encoder."""
+    validation_shuffle: bool = setting(False)
+    """Shuffle validation rows."""
+    filter_overlong_prompts: bool = setting(False)
+    """Drop prompts longer than `max_prompt_length` when the files are read."""
+    filter_overlong_prompts_workers: int = setting(1, ge=1)
+    """Processes that measure prompts."""
+    truncation: Truncation = setting("error")
+    """What happens to a longer prompt: an error, or a cut at the left, right or middle."""
+    image_key: str = setting("images")
+    """Column of images."""
+    video_key: str = setting("videos")
+    """Column of videos."""
+    trust_remote_code: bool = setting(False)
+    """Run Python code that comes with the tokenizer."""
+    custom_cls: CustomClassConfig = subsection(CustomClassConfig)
+    """A dataset class of your own."""
+    return_multi_modal_inputs: bool = setting(True, hint="images and videos are not in this version")
+    """Add the processed images to each row."""
+    sampler: SamplerConfig = subsection(SamplerConfig)
+    """A sampler class of your own."""
+    datagen: DatagenConfig = subsection(DatagenConfig)
+    """A generator of new rows."""
+    apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the chat template, such as `enable_thinking`."""
+    tool_config_path: str | None = setting(
+        None,
+        interpolation="${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path, null}",
+        refuse="tools are not in this version; leave it null",
+    )
+    """File that lists the tools shown in the prompt."""

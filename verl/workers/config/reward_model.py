@@ -1,0 +1,117 @@
+"""Where scores come from: reward manager, scorers, a discriminative reward model."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from verl.base_config import BaseConfig, section, setting, subsection
+from verl.utils.profiler.config import RewardProfilerConfig
+from verl.workers.config.engine import NO_MEGATRON, NO_ULYSSES, FSDPEngineConfig, Strategy
+from verl.workers.config.model import NO_FUSED, NO_SHM
+from verl.workers.config.rollout import RewardRolloutConfig
+
+NO_REWARD_LOOP = "reward loops are not in this version; use reward_model.reward_manager"
+
+
+def _forward_only() -> FSDPEngineConfig:
+    return FSDPEngineConfig(forward_only=True)
+
+
+@section
+class SandboxFusionConfig(BaseConfig):
+    """A service that runs generated code."""
+
+    url: str | None = setting(
+        None, refuse="scoring code in a sandbox is not in this version; score it in a custom_reward_function"
+    )
+    """Address of the service."""
+    max_concurrent: int = setting(64, ge=1)
+    """Most requests at once."""
+    memory_limit_mb: int = setting(1024, ge=1)
+    """Memory of one run."""
+
+
+@section
+class RewardModelModelConfig(BaseConfig):
+    """The reward model's weights and tokenizer."""
+
+    input_tokenizer: str | None = setting(None, interpolation="${actor_rollout_ref.model.path}")
+    """Tokenizer of the policy, where the reward model reads other tokens; null if they share one."""
+    path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1")
+    """Folder of the reward model, or its name on the Hugging Face hub."""
+    external_lib: str | None = setting(None, interpolation="${actor_rollout_ref.model.external_lib}")
+    """Module that every worker imports before it loads the model."""
+    trust_remote_code: bool = setting(False)
+    """Run Python code that comes with the model."""
+    override_config: dict[str, Any] = setting(factory=dict)
+    """Values that replace entries of the model's config."""
+    use_shm: bool = setting(False, refuse=NO_SHM)
+    """Copy the model into shared memory before loading."""
+    use_remove_padding: bool = setting(False)
+    """Pack sequences one after the other, so that no time goes into padding."""
+    use_fused_kernels: bool = setting(
+        False, interpolation="${actor_rollout_ref.model.use_fused_kernels}", refuse=NO_FUSED
+    )
+    """Use fused kernels."""
+    fsdp_config: FSDPEngineConfig = subsection(_forward_only)
+    """Sharding, precision, offload."""
+
+
+@section
+class RewardModelConfig(BaseConfig):
+    """Scoring of responses by rules, by a function of yours, or by a model."""
+
+    enable: bool = setting(False)
+    """Score with a discriminative reward model."""
+    enable_resource_pool: bool = setting(False)
+    """Give the reward model ranks of its own instead of sharing those of the policy."""
+    n_gpus_per_node: int = setting(8, ge=1)
+    """Ranks per node of that pool."""
+    nnodes: int = setting(0, ge=0)
+    """Nodes of that pool."""
+    strategy: Strategy = setting("fsdp", refuse_values=NO_MEGATRON)
+    """Back end; `fsdp` and `fsdp2` are both served by FSDP2."""
+    model: RewardModelModelConfig = subsection(RewardModelModelConfig)
+    """The reward model's weights and tokenizer."""
+    rollout: RewardRolloutConfig = subsection(RewardRolloutConfig)
+    """The engine that serves a generative reward model."""
+    micro_batch_size: int | None = setting(None, ge=1)
+    """Older form of `micro_batch_size_per_gpu`: sequences per pass over all ranks together."""
+    micro_batch_size_per_gpu: int | None = setting(None, ge=1)
+    """Sequences per forward pass on one rank."""
+    max_length: int | None = setting(None, ge=1)
+    """Longest prompt and response together that the reward model reads; null is no limit."""
+    use_dynamic_bsz: bool = setting(False, interpolation="${critic.use_dynamic_bsz}")
+    """Fill passes by tokens instead of by sequences."""
+    forward_max_token_len_per_gpu: int = setting(32768, ge=1, interpolation="${critic.forward_max_token_len_per_gpu}")
+    """Tokens per pass on one rank, with `use_dynamic_bsz`."""
+    ulysses_sequence_parallel_size: int = setting(1, ge=1, refuse=NO_ULYSSES)
+    """Ranks that share one sequence."""
+    reward_manager: str = setting("naive")
+    """Registered reward manager: how responses become calls of a scorer."""
+    reward_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the reward manager."""
+    reward_format: str | None = setting(None)
+    """Registered scorer for all rows, whatever their data source; null goes by data source."""
+    scorer_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the scorer, such as `format_score` of countdown."""
+    max_error_rate: float = setting(0.1, ge=0, le=1)
+    """Fraction of a step's samples whose scorer may fail before the run stops."""
+    launch_reward_fn_async: bool = setting(
+        False, refuse="scoring beside other stages is not in this version; set launch_reward_fn_async=false"
+    )
+    """Score while log-probs are computed."""
+    num_workers: int = setting(1, ge=1, hint="scorers run in the driver in this version")
+    """Processes that score."""
+    use_reward_loop: bool = setting(True, hint="reward managers are called by the driver in this version")
+    """Score inside the rollout loop."""
+    reward_loop_source: Literal["register", "importlib"] = setting("register", refuse=NO_REWARD_LOOP)
+    """Where the reward loop comes from."""
+    reward_loop_module_path: str | None = setting(None, refuse=NO_REWARD_LOOP)
+    """File of a reward loop of your own."""
+    reward_loop_class_name: str | None = setting(None, refuse=NO_REWARD_LOOP)
+    """Its class."""
+    sandbox_fusion: SandboxFusionConfig = subsection(SandboxFusionConfig)
+    """A service that runs generated code."""
+    profiler: RewardProfilerConfig = subsection(RewardProfilerConfig)
+    """Profiling of the reward model's workers."""
