@@ -105,7 +105,7 @@ def tiny_model(
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,
-        "max_position_embeddings": 512,
+        "max_position_embeddings": 4096,
         "initializer_range": 0.2,
         "tie_word_embeddings": False,
         "pad_token_id": 0,

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 def hf_tokenizer(
     name_or_path: str,
     correct_pad_token: bool = True,
-    custom_chat_template: str | None = None,
+    chat_template: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a model folder or hub name, ready to pad.
@@ -26,7 +26,7 @@ def hf_tokenizer(
         name_or_path: model folder or hub name.
         correct_pad_token: give a tokenizer without pad token its end token as pad, and log that. Padding
             is told apart by masks alone, so the end token that a policy emits stays a token like any other.
-        custom_chat_template: Jinja text that replaces the tokenizer's own (``model.custom_chat_template``).
+        chat_template: Jinja text that replaces the tokenizer's own (``model.custom_chat_template``).
         kwargs: for ``AutoTokenizer.from_pretrained``, for example ``trust_remote_code=True``.
 
     Raises:
@@ -40,8 +40,8 @@ def hf_tokenizer(
             f"no tokenizer can be read from '{path}': {str(error).strip().splitlines()[0]} A tokenizer's folder holds "
             "tokenizer.json and tokenizer_config.json; if it lies apart from the model, set model.tokenizer_path."
         ) from error
-    if custom_chat_template is not None:
-        tokenizer.chat_template = custom_chat_template
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     if tokenizer.pad_token_id is None and correct_pad_token:
         _pad_with_eos(tokenizer, path)
     return tokenizer

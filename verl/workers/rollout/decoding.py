@@ -1,0 +1,165 @@
+"""The model's side of decoding: a batch of rows, their next-token logits, their keys and values.
+
+Transformers' own cache copies everything at every token; here a token is written in place into a
+buffer that is allocated once, and attention reads a view of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+
+class _BufferedLayer(DynamicLayer):
+    """One layer; ``keys`` and ``values`` are views of the filled part of two buffers."""
+
+    def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self._capacity = capacity
+        self._store(keys, values)
+
+    def _store(self, keys: Tensor, values: Tensor) -> None:
+        self._key_buffer, self._value_buffer = (self._with_room(states) for states in (keys, values))
+        self._show(keys.shape[2])
+
+    def _with_room(self, states: Tensor) -> Tensor:
+        rows, heads, filled, width = states.shape
+        buffer = states.new_empty(rows, heads, self._capacity, width)
+        buffer[:, :, :filled] = states
+        return buffer
+
+    def _show(self, filled: int) -> None:
+        self.keys, self.values = self._key_buffer[:, :, :filled], self._value_buffer[:, :, :filled]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the states of new tokens; all states so far."""
+        start = self.keys.shape[2]
+        end = start + key_states.shape[2]
+        self._key_buffer[:, :, start:end] = key_states
+        self._value_buffer[:, :, start:end] = value_states
+        self._show(end)
+        return self.keys, self.values
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows of the batch but these."""
+        self._store(self.keys[rows], self.values[rows])
+
+    @property
+    def nbytes(self) -> int:
+        return self._key_buffer.nbytes + self._value_buffer.nbytes
+
+
+class DecodingCache(Cache):
+    """A cache with room for the prompt and the response of every row.
+
+    Args:
+        prefilled: caches of prompts of one width; together, along the batch, all distinct prompts.
+        prompt_of_row: (bsz,) for each row to decode, the prompt from which it goes on.
+        capacity: most tokens of a row, prompt and response.
+    """
+
+    def __init__(self, prefilled: Sequence[DynamicCache], prompt_of_row: Tensor, capacity: int) -> None:
+        self._buffered = []
+        for layers in zip(*(cache.layers for cache in prefilled), strict=True):
+            keys, values = torch.cat([x.keys for x in layers]), torch.cat([x.values for x in layers])
+            self._buffered.append(_BufferedLayer(keys[prompt_of_row], values[prompt_of_row], capacity))
+        super().__init__(layers=list(self._buffered))
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows of the batch but these."""
+        for layer in self._buffered:
+            layer.keep(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the buffers."""
+        return sum(layer.nbytes for layer in self._buffered)
+
+
+class DecodingBatch:
+    """Rows that go on from their prompts, one token of each at a time.
+
+    Equal prompts go through the model once. Rows are padded on the left to the longest prompt.
+
+    Args:
+        prompts: token ids of each row.
+        max_new_tokens: most tokens that will follow a prompt.
+        module: causal language model, in eval mode.
+        prefill_tokens: most prompt tokens, with padding, in one forward pass (but at least one prompt).
+
+    Attributes:
+        rows: (n,) the rows still in the batch, as indices into ``prompts``.
+        logits: (n, vocab) of the next token of each of these.
+    """
+
+    def __init__(
+        self, prompts: list[list[int]], max_new_tokens: int, module: PreTrainedModel, prefill_tokens: int
+    ) -> None:
+        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        lengths = torch.tensor([len(prompt) for prompt in distinct])
+        width = int(lengths.max())
+        mask = torch.arange(width) >= width - lengths[:, None]  # (distinct, width)
+        ids = torch.zeros(len(distinct), width, dtype=torch.long)
+        ids[mask] = torch.tensor([token for prompt in distinct for token in prompt])
+        prompt_of_row = torch.tensor([distinct[tuple(prompt)] for prompt in prompts])
+
+        self._module = module
+        self._is_padded = not bool(mask.all())
+        device = module.device
+        logits, caches = self._prefill(ids.to(device), mask.to(device), max(1, prefill_tokens // width))
+        prompt_of_row, mask, lengths = prompt_of_row.to(device), mask.to(device), lengths.to(device)
+        self.rows = torch.arange(len(prompts), device=device)
+        self.logits = logits[prompt_of_row]
+        capacity = width + max_new_tokens
+        self._cache = DecodingCache(caches, prompt_of_row, capacity)
+        self._mask = torch.cat([mask[prompt_of_row], mask.new_ones(len(prompts), max_new_tokens)], dim=-1)
+        self._positions = lengths[prompt_of_row]  # (n,) of the next token
+        self._filled = width
+
+    def _prefill(self, ids: Tensor, mask: Tensor, rows_at_once: int) -> tuple[Tensor, list[DynamicCache]]:
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        logits, caches = [], []
+        for start in range(0, len(ids), rows_at_once):
+            part = slice(start, start + rows_at_once)
+            caches.append(DynamicCache())
+            logits.append(self._forward(ids[part], mask[part], positions[part], caches[-1]))
+        return torch.cat(logits), caches
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        output = self._module(
+            input_ids=ids,
+            attention_mask=mask if self._is_padded else None,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        return output.logits[:, -1]
+
+    def forward(self, tokens: Tensor) -> None:
+        """Append one token to each row; ``logits`` are then those of the token after it.
+
+        Args:
+            tokens: (n,) in the order of ``rows``.
+        """
+        self._filled += 1
+        self.logits = self._forward(
+            tokens[:, None], self._mask[:, : self._filled], self._positions[:, None], self._cache
+        )
+        self._positions = self._positions + 1
+
+    def keep(self, places: Tensor) -> None:
+        """Drop all rows but those at these places of ``rows``."""
+        self.rows, self._mask, self._positions = self.rows[places], self._mask[places], self._positions[places]
+        self._cache.keep(places)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of keys and values."""
+        return self._cache.nbytes
