@@ -1,0 +1,98 @@
+"""Countdown: reach a target with given numbers and + - * /."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from verl.errors import RewardError
+from verl.utils.reward_score import register_scorer
+
+OPEN, CLOSE = "<answer>", "</answer>"
+MAX_LENGTH = 256
+"""Longest expression that is read, in characters; bounds the depth of the tree and the size of the numbers."""
+ALLOWED = re.compile(r"[0-9+\-*/()\s]*")
+
+
+def extract_solution(solution_str: str) -> str | None:
+    """The text of the last ``<answer>...</answer>``, or None."""
+    end = solution_str.rfind(CLOSE)
+    start = solution_str.rfind(OPEN, 0, end) if end >= 0 else -1
+    return solution_str[start + len(OPEN) : end].strip() if start >= 0 else None
+
+
+def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
+    """Value of an expression of integers, + - * / and parentheses, and the integers in it.
+
+    Nothing is executed: the text is parsed, and the tree may hold nothing but these. Arithmetic is
+    exact, so 1/3*3 is 1.
+
+    Returns:
+        None if it is not such an expression, divides by zero, or is longer than ``MAX_LENGTH``.
+    """
+    text = expression.strip()
+    if not text or len(text) > MAX_LENGTH or not ALLOWED.fullmatch(text) or "**" in text or "//" in text:
+        return None
+    try:
+        tree = ast.parse(f"({text})", mode="eval")
+        numbers: list[int] = []
+        return _value(tree.body, numbers), numbers
+    except (SyntaxError, ZeroDivisionError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _value(node: ast.expr, numbers: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        numbers.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
+        value = _value(node.operand, numbers)
+        return -value if isinstance(node.op, ast.USub) else value
+    if isinstance(node, ast.BinOp):
+        left, right = _value(node.left, numbers), _value(node.right, numbers)
+        match node.op:
+            case ast.Add():
+                return left + right
+            case ast.Sub():
+                return left - right
+            case ast.Mult():
+                return left * right
+            case ast.Div():
+                return left / right
+    raise ValueError(f"{type(node).__name__} is no part of a countdown expression")
+
+
+@register_scorer("countdown")
+def compute_score(
+    solution_str: str, ground_truth: Mapping[str, Any], format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """``score`` if the last answer reaches the target with each number used exactly as often as given.
+
+    Args:
+        solution_str: the response, with ``<answer>(1 + 2) * 3</answer>``.
+        ground_truth: ``{"target": 9, "numbers": [1, 2, 3]}``.
+        format_score: for a readable expression that is wrong.
+        score: for a right one.
+
+    Returns:
+        0 if there is no answer, or it is no expression.
+
+    Raises:
+        RewardError: the ground truth is not of that form.
+    """
+    try:
+        target, given = int(ground_truth["target"]), Counter(int(number) for number in ground_truth["numbers"])
+    except (TypeError, KeyError, ValueError) as error:
+        raise RewardError(
+            f"countdown: ground_truth is {ground_truth!r:.120}; expected {{'target': 9, 'numbers': [1, 2, 3]}}."
+        ) from error
+    expression = extract_solution(solution_str)
+    result = None if expression is None else evaluate(expression)
+    if result is None:
+        return 0.0
+    value, numbers = result
+    return score if value == target and Counter(numbers) == given else format_score

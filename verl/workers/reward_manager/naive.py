@@ -1,0 +1,195 @@
+"""The plain reward manager: decode each response, call the reward function, put the score on the last token."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from verl.errors import RewardError, SchemaError
+from verl.protocol import DataProto
+from verl.utils.reward_score import default_compute_score
+from verl.workers.reward_manager.abstract import AbstractRewardManager
+from verl.workers.reward_manager.function import RewardFunction, Sample, Score, token_scores
+from verl.workers.reward_manager.registry import register
+
+logger = logging.getLogger(__name__)
+
+
+@register("naive")
+class NaiveRewardManager(AbstractRewardManager):
+    """Scores every response by itself.
+
+    A reward function that raises, or returns something that is not a finite number, stops nothing
+    in silence: the sample gets score 0 and ``reward_status`` ``error``, and the first traceback is
+    logged with the count. Above ``max_error_rate`` the run stops with it.
+
+    ``rm_scores`` of a reward model, where the batch has them, are the score unless a rule was
+    chosen in so many words (a custom function, or ``reward_model.reward_format``); such a rule finds
+    the model's score as ``extra_info["rm_score"]``.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        num_examine: how many samples of each data source to log in every call.
+        compute_score: a function of either form (see :mod:`verl.workers.reward_manager.function`);
+            None goes by data source: :func:`verl.utils.reward_score.default_compute_score`.
+        reward_fn_key: column that says which scorer a sample belongs to.
+        max_error_rate: largest share of a batch that may fail.
+        max_concurrent: calls of an async function at once.
+        scorer_kwargs: further arguments of the reward function.
+
+    Raises:
+        ConfigError: the function has neither form.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int,
+        compute_score: Callable[..., Any] | None = None,
+        reward_fn_key: str = "data_source",
+        max_error_rate: float = 0.1,
+        max_concurrent: int = 64,
+        **scorer_kwargs: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.reward_fn_key = reward_fn_key
+        self.max_error_rate = max_error_rate
+        self.has_rule = compute_score is not None
+        self.function = RewardFunction(compute_score or default_compute_score, scorer_kwargs, max_concurrent)
+
+    def required_columns(self) -> dict[str, str]:
+        """``reward_model`` and the data source, if scores go by data source."""
+        if self.has_rule:
+            return {}
+        return {
+            self.reward_fn_key: "data.reward_fn_key",
+            "reward_model": "its ground_truth is what scorers compare with",
+        }
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        """Scores of a batch; see :meth:`AbstractRewardManager.__call__`.
+
+        Raises:
+            RewardError: more than ``max_error_rate`` of the samples failed.
+            SchemaError: the batch lacks a column.
+        """
+        samples = self.samples(data)
+        if "rm_scores" in data.batch.keys() and not self.has_rule:
+            scores, tokens = token_scores(data.batch["rm_scores"], data.batch["response_mask"])
+        elif self.function.form == "batch":
+            scores, tokens = self.function.score_batch(data, samples)
+        else:
+            scores, tokens = self.function.score_samples(samples), None
+        self._report_errors(samples, scores)
+        self._log_examples(data, samples, scores)
+        if tokens is None:
+            tokens = on_last_token(data.batch["response_mask"], [score.value for score in scores])
+        if not return_dict:
+            return tokens
+        return {"reward_tensor": tokens, "reward_extra_info": extra_info(scores)}
+
+    def samples(self, data: DataProto) -> list[Sample]:
+        """Each row of the batch as a reward function sees it."""
+        if "responses" not in data.batch.keys():
+            raise SchemaError("the batch has no 'responses' to score; they are made by the rollout.")
+        columns = data.non_tensor_batch
+        rows = range(len(data))
+        texts = decode_responses(data, self.tokenizer)
+        sources = columns.get(self.reward_fn_key, ["unknown"] * len(data))
+        uids = columns.get("uid", [f"row {row}" for row in rows])
+        truths = [_ground_truth(value) for value in columns.get("reward_model", [None] * len(data))]
+        extras = self._extra_infos(data)
+        return [Sample(str(sources[i]), texts[i], truths[i], extras[i], str(uids[i])) for i in rows]
+
+    def _extra_infos(self, data: DataProto) -> list[dict[str, Any]]:
+        columns = data.non_tensor_batch
+        extras = [dict(info or {}) for info in columns.get("extra_info", [None] * len(data))]
+        beside: dict[str, Sequence[Any]] = {}
+        if "__num_turns__" in columns:
+            beside["num_turns"] = columns["__num_turns__"].tolist()
+        if "reward_scores" in columns:
+            beside["rollout_reward_scores"] = columns["reward_scores"].tolist()
+        if "rm_scores" in data.batch.keys():
+            beside["rm_score"] = data.batch["rm_scores"].sum(-1).tolist()
+        for name, values in beside.items():
+            for info, value in zip(extras, values, strict=True):
+                info[name] = value
+        return extras
+
+    def _report_errors(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+        failed = [(sample, score.error) for sample, score in zip(samples, scores, strict=True) if score.error]
+        if not failed:
+            return
+        sample, error = failed[0]
+        rate = len(failed) / len(samples)
+        what = (
+            f"{len(failed)} of {len(samples)} samples could not be scored ({rate:.1%}). "
+            f"The first: sample {sample.uid}, data source '{sample.data_source}':\n{error}"
+        )
+        if rate > self.max_error_rate:
+            raise RewardError(
+                f"{what}\nThat is more than reward_model.max_error_rate={self.max_error_rate}. Correct the reward "
+                "function or the data; a higher rate lets the run go on, with the failed samples left out of training."
+            )
+        logger.warning("%s\nFailed samples score 0 and are left out of training.", what)
+
+    def _log_examples(self, data: DataProto, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+        shown: Counter[str] = Counter()
+        for row, (sample, score) in enumerate(zip(samples, scores, strict=True)):
+            if shown[sample.data_source] >= self.num_examine:
+                continue
+            shown[sample.data_source] += 1
+            prompt = self.tokenizer.decode(data.batch["prompts"][row], skip_special_tokens=True)
+            logger.info(
+                "[%s]\n[prompt] %s\n[response] %s\n[ground_truth] %s\n[score] %s",
+                sample.data_source,
+                prompt,
+                sample.solution_str,
+                sample.ground_truth,
+                score.value if score.error is None else "error",
+            )
+
+
+def decode_responses(data: DataProto, tokenizer: Any) -> list[str]:
+    """The text of each response without padding and special tokens."""
+    responses = data.batch["responses"]
+    valid = data.batch["attention_mask"][:, -responses.size(1) :].bool()
+    ids = [row[keep].tolist() for row, keep in zip(responses, valid, strict=True)]
+    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+
+
+def on_last_token(response_mask: torch.Tensor, scores: Sequence[float]) -> torch.Tensor:
+    """Scores on the last token that the policy chose; an empty response has no token to carry its score.
+
+    Args:
+        response_mask: (bsz, response_length) 1 on tokens that the policy chose.
+        scores: one per sample.
+
+    Returns:
+        (bsz, response_length) float32.
+
+    >>> on_last_token(torch.tensor([[1, 1, 0], [0, 0, 0]]), [0.5, 1.0])
+    tensor([[0.0000, 0.5000, 0.0000],
+            [0.0000, 0.0000, 0.0000]])
+    """
+    places = torch.arange(1, response_mask.size(1) + 1)
+    last = (response_mask.cpu().bool() * places).amax(-1, keepdim=True)  # (bsz, 1), counted from 1; 0 for none
+    return (places == last) * torch.tensor(scores, dtype=torch.float32).unsqueeze(-1)
+
+
+def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
+    """What the reward function said, as one list per name; None where a sample has no such value."""
+    names = dict.fromkeys(name for score in scores for name in score.extra)
+    columns: dict[str, list[Any]] = {name: [score.extra.get(name) for score in scores] for name in names}
+    columns["score"] = [score.value for score in scores]
+    columns["reward_status"] = ["ok" if score.error is None else "error" for score in scores]
+    return columns
+
+
+def _ground_truth(reward_model: Any) -> Any:
+    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
