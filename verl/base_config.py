@@ -68,33 +68,23 @@ class Meta:
     """The YAML default is ``???``: there is no sensible value until the feature is used."""
     internal: bool = False
     """Filled in by code between sections; not a key that users can set."""
+    path: bool = False
+    """A file or folder: loading expands ``~`` and ``$VARIABLES``."""
 
 
-def setting(
-    default: Any = dataclasses.MISSING,
-    *,
-    factory: Callable[..., Any] | None = None,
-    interpolation: str | None = None,
-    refuse: str | None = None,
-    refuse_values: Mapping[str, str] | None = None,
-    hint: str | None = None,
-    missing: bool = False,
-    internal: bool = False,
-    **bounds: Any,
-) -> Any:
-    """A field of a section: its default, its bounds (``ge``, ``gt``, ``le``, ``lt``) and its ``Meta``."""
-    meta = Meta(
-        interpolation=interpolation,
-        refuse=refuse,
-        refuse_values=refuse_values or {},
-        hint=hint,
-        missing=missing,
-        internal=internal,
-    )
+def setting(default: Any = dataclasses.MISSING, *, factory: Callable[..., Any] | None = None, **about: Any) -> Any:
+    """A field of a section.
+
+    Args:
+        default: its default; every section can be built without arguments.
+        factory: makes the default instead; may take the dict of the fields before it.
+        about: fields of ``Meta``, and bounds for pydantic (``ge``, ``gt``, ``le``, ``lt``).
+    """
+    meta = Meta(**{field.name: about.pop(field.name) for field in dataclasses.fields(Meta) if field.name in about})
     extra: dict[str, Any] = {_META: dataclasses.asdict(meta)}
     if factory is not None:
-        return Field(default_factory=factory, json_schema_extra=extra, **bounds)
-    return Field(default, json_schema_extra=extra, **bounds)
+        return Field(default_factory=factory, json_schema_extra=extra, **about)
+    return Field(default, json_schema_extra=extra, **about)
 
 
 def subsection(cls: Callable[[], Any], **meta: Any) -> Any:

@@ -23,7 +23,7 @@ class ModuleConfig(BaseConfig):
 
     hydra_target: ClassVar[str] = "verl.trainer.config.config.ModuleConfig"
 
-    path: str | None = setting(None)
+    path: str | None = setting(None, path=True)
     """File that holds the class."""
     name: str = setting("custom_reward_manager")
     """Name of the class."""
@@ -47,7 +47,7 @@ class RewardManagerConfig(BaseConfig):
 class CustomRewardFunctionConfig(BaseConfig):
     """A scorer of your own."""
 
-    path: str | None = setting(None)
+    path: str | None = setting(None, path=True)
     """Python file that holds the function; null scores by data source."""
     name: str = setting("compute_score")
     """Name of the function."""

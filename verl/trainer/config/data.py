@@ -16,7 +16,7 @@ NO_VISION = "images and videos are not in this version; leave it at its default"
 class CustomClassConfig(BaseConfig):
     """A dataset class of your own."""
 
-    path: str | None = setting(None)
+    path: str | None = setting(None, path=True)
     """File that holds the class."""
     name: str | None = setting(None)
     """Name of the class; a torch Dataset."""
@@ -26,7 +26,7 @@ class CustomClassConfig(BaseConfig):
 class SamplerConfig(BaseConfig):
     """A sampler class of your own, for a curriculum."""
 
-    class_path: str | None = setting(None)
+    class_path: str | None = setting(None, path=True)
     """File that holds the class."""
     class_name: str | None = setting(None)
     """Name of the class."""
@@ -53,10 +53,10 @@ class DataConfig(BaseConfig):
     use_shm: bool = setting(False, refuse=NO_SHM)
     """Copy the files into shared memory."""
     train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
-        "~/data/rlhf/gsm8k/train.parquet", validate_default=True
+        "~/data/rlhf/gsm8k/train.parquet", validate_default=True, path=True
     )
     """Training files: parquet, json or jsonl; one path or a list."""
-    val_files: Annotated[tuple[str, ...], OneOrMany] = setting("~/data/rlhf/gsm8k/test.parquet", validate_default=True)
+    val_files: Annotated[tuple[str, ...], OneOrMany] = setting("~/data/rlhf/gsm8k/test.parquet", validate_default=True, path=True)
     """Validation files, likewise."""
     train_max_samples: int = setting(-1, ge=-1)
     """Use only this many training rows; -1 uses all."""

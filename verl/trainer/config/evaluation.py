@@ -10,7 +10,7 @@ from verl.trainer.config.config import CustomRewardFunctionConfig, RayConfig
 class EvalDataConfig(BaseConfig):
     """Responses to score."""
 
-    path: str | None = setting(None, missing=True)
+    path: str | None = setting(None, missing=True, path=True)
     """File of responses, as `main_generation` writes it."""
     prompt_key: str = setting("prompt")
     """Column of the prompt."""

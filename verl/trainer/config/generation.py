@@ -30,13 +30,13 @@ class GenerationTrainerConfig(BaseConfig):
 class GenerationDataConfig(BaseConfig):
     """Prompts to answer, and where the answers go."""
 
-    path: str | None = setting(None, missing=True)
+    path: str | None = setting(None, missing=True, path=True)
     """File of prompts: parquet, json or jsonl."""
     prompt_key: str = setting("prompt")
     """Column of the prompt, a list of messages."""
     n_samples: int = setting(5, ge=1)
     """Responses per prompt."""
-    output_path: str | None = setting(None, missing=True)
+    output_path: str | None = setting(None, missing=True, path=True)
     """File to write: the prompts' rows and a column `responses`."""
     batch_size: int = setting(128, ge=1)
     """Prompts per batch."""

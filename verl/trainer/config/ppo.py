@@ -14,7 +14,7 @@ from verl.trainer.config.data import DataConfig
 from verl.trainer.config.trainer import TrainerConfig
 from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig
 from verl.workers.config.critic import FSDPCriticConfig
-from verl.workers.config.profiler import GlobalProfilerConfig
+from verl.utils.profiler.config import GlobalProfilerConfig
 from verl.workers.config.reward_model import RewardModelConfig
 
 

@@ -30,13 +30,14 @@ class BaseTrainerConfig(BaseConfig):
     default_local_dir: str = setting(
         "checkpoints/verl_examples/gsm8k",
         interpolation="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        path=True,
     )
     """Folder of the checkpoints."""
     default_hdfs_dir: str | None = setting(None, refuse=NO_HDFS)
     """Remote folder of the checkpoints."""
     resume_mode: Literal["auto", "disable", "resume_path"] = setting("auto")
     """Go on from the last checkpoint in `default_local_dir` if there is one, never, or from `resume_from_path`."""
-    resume_from_path: str | None = setting(None)
+    resume_from_path: str | None = setting(None, path=True)
     """Checkpoint folder (`.../global_step_N`) to go on from, with `resume_mode=resume_path`."""
     nnodes: int = setting(1, ge=1)
     """Nodes."""
@@ -66,9 +67,9 @@ class TrainerConfig(BaseTrainerConfig):
     """Validate and stop."""
     log_val_generations: int = setting(0, ge=0)
     """Validation samples that are shown in the trackers."""
-    rollout_data_dir: str | None = setting(None)
+    rollout_data_dir: str | None = setting(None, path=True)
     """Folder for all training responses, one jsonl per step."""
-    validation_data_dir: str | None = setting(None)
+    validation_data_dir: str | None = setting(None, path=True)
     """Folder for all validation responses, one jsonl per validation."""
     max_actor_ckpt_to_keep: int | None = setting(None, ge=1)
     """Actor checkpoints to keep; null keeps all."""
@@ -105,6 +106,7 @@ class SFTTrainerConfig(BaseTrainerConfig):
     default_local_dir: str = setting(
         "checkpoints/gsm8k-sft/test",
         interpolation="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        path=True,
     )
     """Folder of the checkpoints."""
     nnodes: int = setting(1, ge=1, interpolation="${oc.env:GROUP_WORLD_SIZE,1}")

@@ -67,11 +67,11 @@ class HFModelConfig(BaseConfig):
 
     hydra_target: ClassVar[str] = "verl.workers.config.HFModelConfig"
 
-    path: str = setting("~/models/deepseek-llm-7b-chat")
+    path: str = setting("~/models/deepseek-llm-7b-chat", path=True)
     """Folder of the model, or its name on the Hugging Face hub."""
-    hf_config_path: str | None = setting(None)
+    hf_config_path: str | None = setting(None, path=True)
     """Folder of the model's config, where it is not the model's own."""
-    tokenizer_path: str | None = setting(None)
+    tokenizer_path: str | None = setting(None, path=True)
     """Folder of the tokenizer, where it is not the model's own."""
     use_shm: bool = setting(False, refuse=NO_SHM)
     """Copy the model into shared memory before loading."""
