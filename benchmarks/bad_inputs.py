@@ -1,0 +1,55 @@
+"""Make every mistake of ``tests/bad_inputs.py`` on the command line and write what a user sees into docs/errors.md.
+
+    python benchmarks/bad_inputs.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.bad_inputs import BAD_INPUTS
+
+INTRO = """# Errors
+
+What you see when something is wrong, as `python benchmarks/bad_inputs.py` printed it: each mistake is made on the command line of `verl.trainer.main_ppo`, and the last lines of its error output are copied here. Folders are shortened to `…`.
+"""
+
+
+def message(arguments: list[str], folder: Path) -> str:
+    """The error output of a run, without logs of other libraries."""
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+    )
+    if done.returncode == 0:
+        raise SystemExit(f"this should have failed: {arguments}")
+    lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
+    start = max((i for i, line in enumerate(lines) if "Error:" in line and not line.startswith(" ")), default=0)
+    return "\n".join(lines[start:]).replace(str(folder), "…")
+
+
+def main() -> None:
+    """Write the page."""
+    parts = [INTRO]
+    for case in BAD_INPUTS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            text = message(case.make(folder), folder)
+        print(f"--- {case.title}\n{text}\n", flush=True)
+        parts.append(f"## {case.title[0].upper()}{case.title[1:]}\n\n```text\n{text}\n```\n")
+    (ROOT / "docs/errors.md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    main()

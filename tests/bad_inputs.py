@@ -1,0 +1,136 @@
+"""Inputs that a user gets wrong, and what the message must say.
+
+``tests/trainer/test_bad_inputs.py`` asserts it; ``benchmarks/bad_inputs.py`` prints each message
+into ``docs/errors.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
+
+
+@dataclass(frozen=True)
+class BadInput:
+    """One mistake."""
+
+    title: str
+    make: Callable[[Path], list[str]]
+    """Builds the files under a folder and returns the command line's overrides."""
+    says: tuple[str, ...]
+    """Each of these must be in the message."""
+
+
+def _changed(**changes: object) -> Callable[[Path], list[str]]:
+    return lambda folder: overrides(make_tiny_run(folder), folder, **changes)
+
+
+def _rows(rows: list[dict], **changes: object) -> Callable[[Path], list[str]]:
+    def make(folder: Path) -> list[str]:
+        paths = make_tiny_run(folder) | {"train": write_jsonl(folder / "bad.jsonl", rows)}
+        return overrides(paths, folder, **changes)
+
+    return make
+
+
+def _tokenizer(**fields: object) -> Callable[[Path], list[str]]:
+    """A model folder whose tokenizer_config.json has other ``fields`` (None removes one)."""
+
+    def make(folder: Path) -> list[str]:
+        paths = make_tiny_run(folder)
+        (Path(paths["model"]) / "chat_template.jinja").unlink(missing_ok=True)
+        config = Path(paths["model"]) / "tokenizer_config.json"
+        settings = json.loads(config.read_text()) | fields
+        config.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+        return overrides(paths, folder)
+
+    return make
+
+
+def _scorer(code: str) -> Callable[[Path], list[str]]:
+    def make(folder: Path) -> list[str]:
+        paths = make_tiny_run(folder)
+        (folder / "my_reward.py").write_text(code)
+        return overrides(paths, folder, custom_reward_function__path=str(folder / "my_reward.py"))
+
+    return make
+
+
+def _no_reward_column(row: dict) -> dict:
+    return {key: value for key, value in row.items() if key != "prompt"} | {"question": "what?"}
+
+
+def _broken_model(folder: Path) -> list[str]:
+    paths = make_tiny_run(folder)
+    shutil.rmtree(paths["model"])
+    return overrides(paths, folder)
+
+
+def _unwritable(folder: Path) -> list[str]:
+    # A file where a folder should be: no one can write into it, whatever the permissions of the user.
+    paths = make_tiny_run(folder)
+    (folder / "occupied").write_text("a file")
+    return overrides(paths, folder, trainer__default_local_dir=str(folder / "occupied" / "checkpoints"))
+
+
+BAD_INPUTS = [
+    BadInput("missing data file", _changed(data__train_files="nowhere/train.parquet"), ("nowhere/train.parquet",)),
+    BadInput(
+        "missing column",
+        _rows([_no_reward_column(row) for row in countdown_rows(8)]),
+        ("prompt", "question", "data.prompt_key"),
+    ),
+    BadInput("empty data set", _rows([]), ("bad.jsonl", "empty")),
+    BadInput(
+        "prompts all too long",
+        _changed(data__max_prompt_length=3, data__filter_overlong_prompts="true"),
+        ("max_prompt_length", "3"),
+    ),
+    BadInput(
+        "fewer prompts than a batch", _rows(countdown_rows(3)), ("data.train_batch_size", "4", "3")
+    ),
+    BadInput(
+        "unknown key",
+        _changed(**{"actor_rollout_ref__rollout__temprature": 0.7}),
+        ("temprature", "actor_rollout_ref.rollout.temperature"),
+    ),
+    BadInput(
+        "indivisible batch sizes",
+        _changed(actor_rollout_ref__actor__ppo_mini_batch_size=3),
+        ("ppo_mini_batch_size", "3", "train_batch_size"),
+    ),
+    BadInput("missing model folder", _broken_model, ("model",)),
+    BadInput("tokenizer without chat template", _tokenizer(chat_template=None), ("chat template",)),
+    BadInput(
+        "tokenizer without pad token and end token",
+        _tokenizer(pad_token=None, eos_token=None),
+        ("pad token",),
+    ),
+    BadInput(
+        "more ranks than resources",
+        _changed(trainer__controller="ray", trainer__n_gpus_per_node=64, data__train_batch_size=64,
+                 actor_rollout_ref__actor__ppo_mini_batch_size=64, actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=1),
+        ("64", "trainer.n_gpus_per_node"),
+    ),
+    BadInput("unwritable folder", _unwritable, ("occupied", "trainer.default_local_dir")),
+    BadInput(
+        "a scorer that raises",
+        _scorer(
+            "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+            "    return float(extra_info['difficulty'])\n"
+        ),
+        ("difficulty", "KeyError", "my_reward.py", "max_error_rate"),
+    ),
+    BadInput(
+        "a scorer that returns NaN",
+        _scorer(
+            "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return float('nan')\n"
+        ),
+        ("nan", "max_error_rate"),
+    ),
+]  # fmt: skip
