@@ -91,4 +91,8 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
         processor = AutoProcessor.from_pretrained(path, **kwargs)
     except (OSError, ValueError, ImportError) as error:
         raise ConfigError(f"the processor of '{path}' cannot be read: {str(error).strip().splitlines()[0]}") from error
-    return processor if isinstance(processor, ProcessorMixin) else None
+    if isinstance(processor, ProcessorMixin):
+        return processor
+    if Path(path).is_dir():
+        logger.warning("'%s' has files of a processor, but Transformers makes none of them: text alone is used.", path)
+    return None

@@ -1,0 +1,446 @@
+"""What every rollout engine must do, written against the contract alone.
+
+Each ``check_*`` function takes an :class:`EngineUnderTest`; ``test_conformance.py`` runs all of them for
+every engine that it lists. The oracle is a Transformers model and one full forward pass per response,
+without a cache, without padding and without a batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models import tiny_model, tiny_model_dir
+from verl.errors import RolloutError, SchemaError
+from verl.protocol import DataProto
+from verl.utils import hf_tokenizer
+from verl.workers.config import HFModelConfig, RolloutConfig, SamplingConfig
+from verl.workers.rollout.base import BaseRollout, RolloutOutput, RolloutRequest, SamplingParams, get_rollout_class
+
+VOCAB, EOS = 104, 1
+PROMPTS = [[10, 20, 30], [7], [40, 41, 42, 43, 44, 45, 46], [10, 20, 31], [90, 91, 92, 93], [10, 20, 30]]
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineUnderTest:
+    """An engine's name in the registry, and how exact it is.
+
+    Attributes:
+        name: ``rollout.name``.
+        folder: where tiny models may be written.
+        families: model families that the engine must serve.
+        log_prob_tolerance: largest difference to the oracle, in fp32.
+        device: where it runs.
+        settings: rollout settings that the engine needs.
+    """
+
+    name: str
+    folder: Path
+    families: tuple[str, ...] = ("qwen3", "qwen2", "llama")
+    log_prob_tolerance: float = 1e-5
+    device: str = "cpu"
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def build(self, family: str = "qwen3", *, eos: list[int] | None = None, **settings: Any) -> BaseRollout:
+        """The engine for a tiny model, asleep and without weights; ``eos`` are the model's own end tokens."""
+        path = Path(tiny_model_dir(self.folder / f"{family}-{eos}", family))
+        if eos is not None:
+            (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        defaults = {"dtype": "float32", "prompt_length": 8, "response_length": 12, "free_cache_engine": False}
+        config = RolloutConfig(name=self.name, **(defaults | self.settings | settings))
+        engine = get_rollout_class(self.name)
+        return engine(config, HFModelConfig(path=str(path)), hf_tokenizer(str(path)), self.device)
+
+    def ready(self, family: str = "qwen3", **settings: Any) -> BaseRollout:
+        """The engine, awake, with the weights of seed 0."""
+        engine = self.build(family, **settings)
+        engine.wake()
+        engine.load_weights(weights_of(family), version=0)
+        return engine
+
+
+@functools.cache
+def oracle(family: str = "qwen3", seed: int = 0) -> torch.nn.Module:
+    return tiny_model(family, seed=seed)
+
+
+def weights_of(family: str = "qwen3", seed: int = 0) -> Iterator[tuple[str, Tensor]]:
+    yield from oracle(family, seed).state_dict().items()
+
+
+@torch.no_grad()
+def oracle_log_probs(prompt: list[int], response: list[int], temperature: float, family: str, seed: int = 0) -> Tensor:
+    logits = oracle(family, seed)(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
+
+
+@torch.no_grad()
+def oracle_greedy(prompt: list[int], count: int, family: str = "qwen3", seed: int = 0) -> list[int]:
+    """``count`` most likely tokens, one full forward pass for each; end tokens are tokens like any other."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(oracle(family, seed)(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def request(prompt: list[int], seed: int = 0, **sampling: Any) -> RolloutRequest:
+    return RolloutRequest(list(prompt), SamplingParams(**({"max_tokens": 12, "seed": seed} | sampling)))
+
+
+def greedy(prompt: list[int], **sampling: Any) -> RolloutRequest:
+    return request(prompt, temperature=0.0, **({"ignore_eos": True} | sampling))
+
+
+def tokens_of(outputs: list[RolloutOutput]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def prompt_batch(prompts: list[list[int]], width: int = 8, indices: list[int] | None = None, **meta: Any) -> DataProto:
+    """Left-padded prompts as the driver sends them; the pad positions hold 99, to show that nobody looks."""
+    ids = torch.tensor([[99] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    return DataProto.from_dict(
+        tensors={"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)},
+        non_tensors={
+            "uid": np.array([f"prompt-{p}" for p in prompts], dtype=object),
+            "sample_index": np.array(indices or [0] * len(prompts)),
+        },
+        meta_info={"global_steps": 1, "validate": False} | meta,
+    )
+
+
+# ---- tokens and their log-probs
+
+
+def check_log_probs_equal_a_full_forward_pass(engine: EngineUnderTest) -> None:
+    ways = [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.5}]
+    for family in engine.families:
+        requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in ways]
+        outputs = engine.ready(family).generate(requests)
+        for asked, given in zip(requests, outputs, strict=True):
+            assert len(given.log_probs) == len(given.token_ids) >= 1
+            expected = oracle_log_probs(asked.prompt_ids, given.token_ids, asked.sampling.temperature, family)
+            torch.testing.assert_close(
+                torch.tensor(given.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
+            )
+
+
+def check_greedy_takes_the_most_likely_token(engine: EngineUnderTest) -> None:
+    for family in engine.families:
+        outputs = engine.ready(family).generate([greedy(p) for p in PROMPTS])
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert output.token_ids == oracle_greedy(prompt, 12, family)
+            expected = oracle_log_probs(prompt, output.token_ids, 1.0, family)
+            torch.testing.assert_close(
+                torch.tensor(output.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
+            )
+
+
+def check_draws_follow_the_distribution(engine: EngineUnderTest) -> None:
+    """Chi-square at the 0.1 % level of 2000 first tokens against the slow definition of top_k and top_p."""
+    ways = [
+        {"temperature": 0.25},
+        {"temperature": 0.5, "top_k": 4},
+        {"temperature": 0.5, "top_p": 0.6},
+        {"temperature": 0.5, "top_k": 6, "top_p": 0.5},
+    ]
+    prompt, draws = PROMPTS[0], 2000
+    running = engine.ready(max_num_seqs=1000)
+    with torch.no_grad():
+        logits = oracle()(input_ids=torch.tensor([prompt])).logits[0, -1].double()
+    for way in ways:
+        outputs = running.generate([request(prompt, seed=i, max_tokens=1, **way) for i in range(draws)])
+        counts = np.bincount([output.token_ids[0] for output in outputs], minlength=VOCAB)
+        expected = slow_distribution(logits, **way) * draws
+        assert counts[expected == 0].sum() == 0
+        assert_same_distribution(counts, expected)
+
+
+def slow_distribution(logits: Tensor, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> np.ndarray:
+    """softmax(logits / temperature), cut to top_k, then to the fewest tokens with the share top_p of what is left."""
+    probs = (logits / temperature).softmax(-1).tolist()
+    ranked = sorted(range(len(probs)), key=lambda v: (-probs[v], v))
+    ranked = ranked[:top_k] if top_k > 0 else ranked
+    mass, kept = sum(probs[v] for v in ranked), []
+    for v in ranked:
+        kept.append(v)
+        if sum(probs[w] for w in kept) >= top_p * mass:
+            break
+    total = sum(probs[v] for v in kept)
+    return np.array([probs[v] / total if v in kept else 0.0 for v in range(len(probs))])
+
+
+def assert_same_distribution(counts: np.ndarray, expected: np.ndarray) -> None:
+    """Pearson's chi-square; rare tokens (fewer than 5 expected) count as one. Wilson-Hilferty gives the quantile."""
+    common = expected >= 5
+    observed_cells = [*counts[common], counts[~common].sum()]
+    expected_cells = [*expected[common], expected[~common].sum()]
+    cells = [(o, e) for o, e in zip(observed_cells, expected_cells, strict=True) if e >= 1]
+    degrees = len(cells) - 1
+    assert degrees >= 1
+    statistic = sum((o - e) ** 2 / e for o, e in cells)
+    quantile = degrees * (1 - 2 / (9 * degrees) + 3.09 * math.sqrt(2 / (9 * degrees))) ** 3
+    assert statistic < quantile, f"chi-square {statistic:.1f} with {degrees} degrees; 0.1 % lie above {quantile:.1f}"
+
+
+# ---- independence
+
+
+def check_a_response_depends_on_its_own_request_alone(engine: EngineUnderTest) -> None:
+    ways = [{}, {"temperature": 0.0}, {"top_k": 10}, {"temperature": 0.7, "top_p": 0.9}]
+    requests = [request(p, seed=i, **ways[i % 4]) for i, p in enumerate(PROMPTS * 2)]
+    whole = tokens_of(engine.ready().generate(requests))
+    assert tokens_of(engine.ready(max_num_seqs=1).generate(requests)) == whole
+    assert tokens_of(engine.ready(max_num_seqs=5, max_num_batched_tokens=16).generate(requests)) == whole
+    order = [5, 0, 11, 3, 8, 1, 10, 2, 7]
+    assert tokens_of(engine.ready().generate([requests[i] for i in order])) == [whole[i] for i in order]
+
+
+def check_siblings_differ_and_a_seed_repeats(engine: EngineUnderTest) -> None:
+    running = engine.ready()
+    siblings = tokens_of(running.generate([request(PROMPTS[0], seed=i) for i in range(8)]))
+    assert len({tuple(tokens) for tokens in siblings}) == 8
+    assert tokens_of(running.generate([request(PROMPTS[0], seed=i) for i in range(8)])) == siblings
+
+
+def check_no_request_is_no_output(engine: EngineUnderTest) -> None:
+    assert engine.ready().generate([]) == []
+
+
+# ---- the end of a response
+
+
+def check_an_end_token_ends_the_response_and_is_kept(engine: EngineUnderTest) -> None:
+    chosen = oracle_greedy(PROMPTS[0], 12)
+    cut = chosen.index(chosen[4]) + 1
+    running = engine.build(eos=[EOS, chosen[4]])  # a model with two end tokens, of which the second comes up
+    running.wake()
+    running.load_weights(weights_of(), version=0)
+    stopped, ignored = running.generate([greedy(PROMPTS[0], ignore_eos=False), greedy(PROMPTS[0])])
+    assert (stopped.token_ids, stopped.finish_reason) == (chosen[:cut], "stop")
+    assert len(stopped.log_probs) == cut
+    assert (ignored.token_ids, ignored.finish_reason) == (chosen, "length")
+
+
+def check_stop_token_ids_stop_also_when_eos_is_ignored(engine: EngineUnderTest) -> None:
+    chosen = oracle_greedy(PROMPTS[2], 12)
+    cut = chosen.index(chosen[3]) + 1
+    first, second, third = engine.ready().generate(
+        [
+            greedy(PROMPTS[2], stop_token_ids=(chosen[3],)),
+            greedy(PROMPTS[2]),
+            greedy(PROMPTS[2], stop_token_ids=(chosen[3], 3, 2, 0)),
+        ]
+    )
+    assert (first.token_ids, first.finish_reason) == (chosen[:cut], "stop")
+    assert (second.token_ids, second.finish_reason) == (chosen, "length")
+    assert third == first
+
+
+def check_a_stop_text_ends_at_the_token_that_completes_it(engine: EngineUnderTest) -> None:
+    running = engine.ready()
+    chosen = next(c for p in PROMPTS if len(set(c := oracle_greedy(p, 12))) > 6 and not set(c[:8]) & {0, 1, 2, 3})
+    prompt = next(p for p in PROMPTS if oracle_greedy(p, 12) == chosen)
+    text = [running.tokenizer.decode([token]) for token in chosen]
+    stop = text[4] + text[5]
+    cut = next(i for i in range(1, 12) if text[i - 1] + text[i] == stop) + 1
+    ended, other = running.generate([greedy(prompt, stop=("no such text", stop)), greedy(prompt, stop=("no such",))])
+    assert (ended.token_ids, ended.finish_reason) == (chosen[:cut], "stop")
+    assert (other.token_ids, other.finish_reason) == (chosen, "length")
+
+
+def check_each_request_has_its_own_length(engine: EngineUnderTest) -> None:
+    outputs = engine.ready().generate([greedy(PROMPTS[0], max_tokens=n) for n in (1, 12, 5)])
+    chosen = oracle_greedy(PROMPTS[0], 12)
+    assert tokens_of(outputs) == [chosen[:1], chosen, chosen[:5]]
+    assert [output.finish_reason for output in outputs] == ["length"] * 3
+
+
+# ---- weights
+
+
+def check_new_weights_are_used_at_once_and_stamped(engine: EngineUnderTest) -> None:
+    running = engine.ready()
+    before = running.generate([greedy(PROMPTS[0])])[0]
+    running.load_weights(weights_of(seed=1), version=5)
+    after = running.generate([greedy(PROMPTS[0])])[0]
+    assert (before.weight_version, after.weight_version) == (0, 5)
+    assert before.token_ids == oracle_greedy(PROMPTS[0], 12)
+    assert after.token_ids == oracle_greedy(PROMPTS[0], 12, seed=1) != before.token_ids
+
+
+def check_weights_that_do_not_fit_are_named(engine: EngineUnderTest) -> None:
+    running = engine.ready()
+    weights = dict(weights_of())
+    weights["model.norm.wait"] = weights.pop("model.norm.weight")
+    weights["lm_head.weight"] = weights["lm_head.weight"][:100]
+    seen = []
+    with pytest.raises(RolloutError) as error:
+        running.load_weights(((name, seen.append(name) or tensor) for name, tensor in weights.items()), version=1)
+    for part in ("model.norm.wait", "model.norm.weight", "lm_head.weight", "[100, 64]", "[104, 64]"):
+        assert part in str(error.value)
+    assert len(seen) == len(weights)  # a collective iterator is drained, or the other ranks wait for ever
+    with pytest.raises(RolloutError, match="no weights"):
+        running.generate([greedy(PROMPTS[0])])
+
+
+def check_awake_loads_once_per_version(engine: EngineUnderTest) -> None:
+    running, loads = engine.build(free_cache_engine=False), []
+
+    def weights(seed: int) -> Iterator[tuple[str, Tensor]]:
+        loads.append(seed)
+        return weights_of(seed=seed)
+
+    for version, seed in ((3, 0), (3, 0), (4, 1), (4, 1)):
+        with running.awake(lambda seed=seed: weights(seed), version) as awake:
+            output = awake.generate([greedy(PROMPTS[1])])[0]
+        assert output.weight_version == version
+        assert output.token_ids == oracle_greedy(PROMPTS[1], 12, seed=seed)
+    assert loads == [0, 1]
+
+
+def check_asleep_without_weights_it_loads_again(engine: EngineUnderTest) -> None:
+    running = engine.build(free_cache_engine=True)
+    for _ in range(2):
+        with running.awake(weights_of, version=3):
+            assert running.generate([greedy(PROMPTS[1])])[0].token_ids == oracle_greedy(PROMPTS[1], 12)
+
+
+def check_it_sleeps_after_an_error(engine: EngineUnderTest) -> None:
+    running = engine.build(free_cache_engine=True)
+    with pytest.raises(ZeroDivisionError), running.awake(weights_of, version=1):
+        raise ZeroDivisionError
+    with pytest.raises(RolloutError, match="awake"):
+        running.generate([greedy(PROMPTS[0])])
+
+
+# ---- what is refused
+
+
+def check_what_cannot_be_served_is_refused(engine: EngineUnderTest) -> None:
+    running = engine.ready()
+    for bad, words in (
+        (request([]), "request 1 has an empty prompt"),
+        (request([5, VOCAB]), "outside of the vocabulary of 104"),
+        (request([5] * 8, max_tokens=13), "8 prompt tokens and asks for 13 more, but there is room for 20"),
+    ):
+        with pytest.raises(RolloutError, match=words):
+            running.generate([request(PROMPTS[0]), bad])
+
+
+def check_without_weights_nothing_is_generated(engine: EngineUnderTest) -> None:
+    running = engine.build()
+    running.wake()
+    with pytest.raises(RolloutError, match="no weights"):
+        running.generate([request(PROMPTS[0])])
+
+
+# ---- columns
+
+
+def check_the_columns_by_hand(engine: EngineUnderTest) -> None:
+    chosen = [oracle_greedy(prompt, 4) for prompt in ([10, 20, 30], [7])]
+    end = chosen[1][1]
+    running = engine.build(response_length=4, eos=[end])
+    batch = prompt_batch([[10, 20, 30], [7]], width=5, do_sample=False)
+    with running.awake(weights_of, version=9):
+        columns = running.generate_sequences(batch)
+    # The second response ends with its second token, unless that token comes earlier, in either response.
+    lengths = [next((i + 1 for i, token in enumerate(c) if token == end), 4) for c in chosen]
+    rows = [c[:n] + [0] * (4 - n) for c, n in zip(chosen, lengths, strict=True)]
+    mask = [[1] * n + [0] * (4 - n) for n in lengths]
+    expected = {
+        "prompts": [[99, 99, 10, 20, 30], [99, 99, 99, 99, 7]],
+        "responses": rows,
+        "response_mask": mask,
+        "input_ids": [[99, 99, 10, 20, 30, *rows[0]], [99, 99, 99, 99, 7, *rows[1]]],
+        "attention_mask": [[0, 0, 1, 1, 1, *mask[0]], [0, 0, 0, 0, 1, *mask[1]]],
+        "position_ids": [
+            [0, 0, 0, 1, 2, *[2 + min(i, lengths[0]) for i in range(1, 5)]],
+            [0, 0, 0, 0, 0, *[0 + min(i, lengths[1]) for i in range(1, 5)]],
+        ],
+    }
+    assert lengths[1] <= 2
+    assert set(columns.batch.keys()) == {*expected, "rollout_log_probs"}
+    for name, values in expected.items():
+        assert columns.batch[name].dtype == torch.int64
+        assert columns.batch[name].tolist() == values, name
+    log_probs = columns.batch["rollout_log_probs"]
+    assert log_probs.dtype == torch.float32
+    assert log_probs.shape == (2, 4)
+    for row, (prompt, response) in enumerate(zip(([10, 20, 30], [7]), chosen, strict=True)):
+        n = lengths[row]
+        torch.testing.assert_close(
+            log_probs[row, :n], oracle_log_probs(prompt, response[:n], 1.0, "qwen3"), atol=1e-5, rtol=1e-5
+        )
+        assert log_probs[row, n:].tolist() == [0.0] * (4 - n)
+    assert set(columns.non_tensor_batch) == {"finish_reason", "weight_version"}
+    assert columns.non_tensor_batch["finish_reason"].tolist() == ["stop" if end in c else "length" for c in chosen]
+    assert columns.non_tensor_batch["weight_version"].tolist() == [9, 9]
+
+
+def check_columns_do_not_depend_on_order_or_split(engine: EngineUnderTest) -> None:
+    batch = prompt_batch(PROMPTS[:5] * 2, indices=[0] * 5 + [1] * 5)
+    running = engine.ready()
+    whole = running.generate_sequences(batch).batch["responses"]
+    parts = [running.generate_sequences(part).batch["responses"] for part in batch.chunk(2)]
+    assert torch.equal(torch.cat(parts), whole)
+    order = [9, 3, 0, 7, 1, 2, 8, 4, 6, 5]
+    assert torch.equal(running.generate_sequences(batch[order]).batch["responses"], whole[order])
+    assert not torch.equal(whole[:5], whole[5:])  # siblings differ
+
+
+def check_step_and_seed_change_the_samples(engine: EngineUnderTest) -> None:
+    running, other = engine.ready(), engine.ready(seed=43)
+    responses = [
+        engine_.generate_sequences(prompt_batch(PROMPTS[:3], global_steps=step)).batch["responses"].tolist()
+        for engine_, step in ((running, 1), (running, 1), (running, 2), (other, 1))
+    ]
+    assert responses[0] == responses[1]
+    assert responses[0] != responses[2] != responses[3] != responses[0]
+
+
+def check_validation_has_parameters_of_its_own(engine: EngineUnderTest) -> None:
+    chosen = oracle_greedy(PROMPTS[0], 12)
+    running = engine.ready(ignore_eos=True)
+
+    def responses(engine_: BaseRollout, **meta: Any) -> list[list[int]]:
+        return engine_.generate_sequences(prompt_batch([PROMPTS[0]] * 3, **meta)).batch["responses"].tolist()
+
+    assert responses(running, validate=True) == [chosen] * 3  # greedy by default
+    assert responses(running) != [chosen] * 3
+    assert responses(running, do_sample=False) == [chosen] * 3
+    sampled = engine.ready(ignore_eos=True, val_kwargs=SamplingConfig(do_sample=True, temperature=1.0))
+    assert responses(sampled, validate=True) == responses(running)  # the same seeds, the same parameters
+    top_1 = engine.ready(ignore_eos=True, val_kwargs=SamplingConfig(do_sample=True, temperature=1.0, top_k=1))
+    assert responses(top_1, validate=True) == [chosen] * 3
+    short = engine.ready(ignore_eos=True, val_kwargs=SamplingConfig(max_tokens=5, stop_token_ids=(chosen[2],)))
+    cut = min(chosen.index(chosen[2]) + 1, 5)
+    assert responses(short, validate=True) == [chosen[:cut] + [0] * (12 - cut)] * 3
+
+
+def check_prompts_that_do_not_fit_are_refused_by_uid(engine: EngineUnderTest) -> None:
+    running = engine.ready()
+    empty = prompt_batch([[5, 6], [7]])
+    empty.batch["attention_mask"][1] = 0
+    with pytest.raises(RolloutError, match=r"prompt 'prompt-\[7\]' is empty"):
+        running.generate_sequences(empty)
+    with pytest.raises(RolloutError, match=r"prompt 'prompt-\[5.*has 9 tokens, more than rollout.prompt_length=8"):
+        running.generate_sequences(prompt_batch([[7], [5] * 9], width=9))
+    right = prompt_batch([[5, 6], [7]])
+    right.batch["attention_mask"] = right.batch["attention_mask"].flip(-1)
+    with pytest.raises(SchemaError, match="padding on the left"):
+        running.generate_sequences(right)
+
+
+CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.errors import ConfigError
+from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.sampling import TokenSampler, inverse_cdf, kept_tokens, sample_seed, uniforms
+
+F64 = torch.float64
+
+
+def test_sample_seed_is_the_same_on_every_machine():
+    # blake2b with 8 bytes of "42|7|3-0|1", big endian, without its lowest bit: computed once, written down here.
+    assert sample_seed(42, 7, "3-0", 1) == 0x182DA6083E9CE2CF
+    seeds = {sample_seed(g, s, u, i) for g in (1, 2) for s in (1, 2) for u in ("a", "b", 3) for i in range(4)}
+    assert len(seeds) == 2 * 2 * 3 * 4
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_a_longer_draw_starts_alike():
+    for short, long in ((1, 2), (3, 40), (16, 17), (20, 1000)):
+        assert torch.equal(uniforms(5, long)[:short], uniforms(5, short))
+
+
+def test_inverse_cdf_by_hand():
+    # cdf of [.25 0 .5 .25] is .25 .25 .75 1: u < .25 → 0, .25 ≤ u < .75 → 2, else 3; token 1 never.
+    probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]], dtype=F64)
+    for u, token in ((0.0, 0), (0.2499, 0), (0.25, 2), (0.7499, 2), (0.75, 3), (1 - 2**-53, 3)):
+        assert inverse_cdf(probs, torch.tensor([u], dtype=F64)).tolist() == [token]
+    assert inverse_cdf(8 * probs, torch.tensor([0.25], dtype=F64)).tolist() == [2]  # the sum need not be 1
+    # The last tokens have probability 0: not even the largest u may reach them.
+    assert inverse_cdf(torch.tensor([[0.3, 0.1, 0.0, 0.0]], dtype=F64), torch.tensor([1 - 2**-53], dtype=F64)) == 1
+
+
+@pytest.mark.parametrize(
+    "top_k, top_p, kept",
+    [
+        (-1, 1.0, [1, 1, 1, 1, 1]),
+        (0, 1.0, [1, 1, 1, 1, 1]),
+        (1, 1.0, [0, 1, 0, 0, 0]),
+        (2, 1.0, [1, 1, 0, 0, 0]),  # tokens 0, 2 and 3 are equal: the lower id comes first
+        (3, 1.0, [1, 1, 1, 0, 0]),
+        (99, 1.0, [1, 1, 1, 1, 1]),
+        (-1, 0.001, [0, 1, 0, 0, 0]),  # the first token always stays
+        (-1, 0.375, [0, 1, 0, 0, 0]),  # mass .375 reaches .375
+        (-1, 0.376, [1, 1, 0, 0, 0]),
+        (-1, 0.75, [1, 1, 1, 0, 0]),  # .375 + .1875 + .1875 = .75
+        (3, 0.75, [1, 1, 0, 0, 0]),  # of the mass .75 of three tokens .5625 is the share .75
+        (3, 0.76, [1, 1, 1, 0, 0]),
+    ],
+)
+def test_kept_tokens_by_hand(top_k, top_p, kept):
+    probs = torch.tensor([[0.1875, 0.375, 0.1875, 0.1875, 0.0625]], dtype=F64)
+    got = kept_tokens(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=F64))
+    assert got.int().tolist() == [kept]
+
+
+def test_rows_have_their_own_parameters():
+    logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]]).repeat(3, 1)
+    params = [
+        SamplingParams(max_tokens=4, seed=1, temperature=0.0),
+        SamplingParams(max_tokens=9, seed=2, temperature=2.0, top_k=1),
+        SamplingParams(max_tokens=2, seed=3, temperature=0.5),
+    ]
+    sampler = TokenSampler(params, torch.device("cpu"))
+    tokens, log_probs = sampler(logits, torch.arange(3), step=1)
+    # log-probs: greedy at temperature 1; top_k=1 at temperature 2 of the untruncated softmax.
+    assert tokens[:2].tolist() == [3, 3]
+    full = logits[0].double()
+    torch.testing.assert_close(log_probs[0].double(), full.log_softmax(-1)[3])
+    torch.testing.assert_close(log_probs[1].double(), (full / 2).log_softmax(-1)[3])
+    expected = inverse_cdf((full[None] / 0.5).softmax(-1), uniforms(3, 2)[1:])
+    assert tokens[2] == expected.item()
+    # A subset of the rows, in any order, gets the same.
+    again, _ = sampler(logits[:2], torch.tensor([2, 0]), step=1)
+    assert again.tolist() == [tokens[2], tokens[0]]
+
+
+def test_a_large_vocabulary_is_worked_on_in_parts(monkeypatch):
+    logits = torch.randn(7, 11, generator=torch.Generator().manual_seed(0))
+    sampler = TokenSampler([SamplingParams(max_tokens=1, seed=i, top_p=0.8) for i in range(7)], torch.device("cpu"))
+    whole = sampler(logits, torch.arange(7), 0)
+    monkeypatch.setattr("verl.workers.rollout.sampling._CHUNK_ELEMENTS", 22)
+    parts = sampler(logits, torch.arange(7), 0)
+    assert torch.equal(whole[0], parts[0])
+    assert torch.equal(whole[1], parts[1])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    weights=st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any),
+    top_k=st.integers(-1, 9),
+    top_p=st.floats(0.01, 1.0),
+)
+def test_kept_tokens_against_the_slow_definition(weights, top_k, top_p):
+    total = sum(weights)
+    probs = torch.tensor([weights], dtype=F64) / total
+    ranked = sorted(range(len(weights)), key=lambda v: (-weights[v], v))
+    ranked = ranked[:top_k] if top_k > 0 else ranked
+    mass = sum(weights[v] for v in ranked) / total
+    kept, reached = set(), 0.0
+    for v in ranked:
+        if kept and top_p < 1 and reached >= top_p * mass - 1e-12:
+            break
+        kept.add(v)
+        reached += weights[v] / total
+    got = kept_tokens(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=F64))[0]
+    on_the_edge = any(abs(sum(weights[w] for w in ranked[:i]) / total - top_p * mass) < 1e-9 for i in range(9))
+    if not on_the_edge:
+        assert set(got.nonzero().flatten().tolist()) == kept
+
+
+@pytest.mark.parametrize(
+    "field, value",
+    [("max_tokens", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("stop", ("",))],
+)
+def test_parameters_out_of_range_are_refused_with_their_bounds(field, value):
+    good = SamplingParams(max_tokens=1, seed=0)
+    with pytest.raises(ConfigError, match=f"sampling parameter {field}="):
+        dataclasses.replace(good, **{field: value})
