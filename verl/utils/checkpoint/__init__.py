@@ -1,0 +1,111 @@
+"""What every writer of checkpoints needs: folders that appear whole, errors that all ranks see, random states."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl.errors import CheckpointError
+
+__all__ = ["LocalFolder", "on_all_ranks", "rng_state", "set_rng_state"]
+
+logger = logging.getLogger(__name__)
+
+
+class LocalFolder:
+    """A folder that all ranks write together, beside its place, and that is renamed when it is whole.
+
+    Works on a file system that the nodes share, and where each node has its own.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.final = Path(path).expanduser().absolute()
+        self.partial = self.final.with_name(self.final.name + ".partial")
+
+    def open(self) -> None:
+        """Make the empty folder ``partial``; leftovers of a save that broke off go. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if one cannot.
+        """
+        with on_all_ranks(f"write {self.final}"):
+            if dist.get_rank() == 0 and self.partial.exists():
+                shutil.rmtree(self.partial)
+        with on_all_ranks(f"write {self.final}"):
+            self.partial.mkdir(parents=True, exist_ok=True)
+
+    def commit(self) -> None:
+        """Put ``partial`` in the place of ``final``. Collective.
+
+        Raises:
+            CheckpointError: on every rank, if one cannot.
+        """
+        with on_all_ranks(f"write {self.final}"):
+            if dist.get_rank() == 0:
+                self._rename()
+        with on_all_ranks(f"write {self.final}"):
+            if self.partial.exists():  # a node with a file system of its own
+                try:
+                    self._rename()
+                except FileNotFoundError:
+                    logger.debug("%s was renamed by another rank of this node", self.partial)
+
+    def _rename(self) -> None:
+        if self.final.exists():
+            shutil.rmtree(self.final)
+        self.partial.replace(self.final)
+
+
+@contextmanager
+def on_all_ranks(task: str) -> Iterator[None]:
+    """Run the block on every rank; if it fails on one, raise on all, so that none waits for ever.
+
+    The block must hold no collective operation after a point where it may fail.
+
+    Raises:
+        CheckpointError: naming the first rank that failed, and why.
+    """
+    problem: Exception | None = None
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        problem = error
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, None if problem is None else f"{problem}")
+    failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
+    if failed:
+        rank, text = failed[0]
+        raise CheckpointError(f"cannot {task}: {text} (rank {rank})") from problem
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of every random generator of this process, as tensors and plain numbers."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore what ``rng_state`` gave."""
+    torch.set_rng_state(state["torch"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -1,0 +1,197 @@
+"""Causal attention over packed sequences, plugged into Transformers models under the name ``verl_packed``.
+
+A packed row holds sequences one after the other. Each token attends to the earlier tokens of its own
+sequence and to nothing else, so no padding is computed and no mask of (tokens x tokens) is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from verl.errors import ConfigError
+
+PACKED_ATTENTION = "verl_packed"
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the sequences of a packed row begin and end."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence, none of them 0."""
+    cu_seqlens: Tensor
+    """(sequences + 1,) int32 running sums of ``lengths`` from 0, on the device of the row."""
+
+    @classmethod
+    def of(cls, lengths: list[int], device: torch.device) -> Packing:
+        """The packing of sequences of these lengths."""
+        sums = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(tuple(lengths), sums.to(device, non_blocking=True))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+
+def packed_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **extras: Any,
+) -> tuple[Tensor, None]:
+    """Attention of one layer, in the form that Transformers calls.
+
+    Args:
+        module: the attention layer.
+        query: (1, heads, tokens, head_dim).
+        key, value: (1, kv_heads, tokens, head_dim).
+        attention_mask: None; who sees whom follows from ``packing``.
+        packing: the sequences of the row.
+        scaling: factor of the scores, by default 1 / sqrt(head_dim).
+        dropout: of the attention weights.
+        sliding_window: tokens that a token sees, itself included; None is all.
+        softcap: c in scores → c · tanh(scores / c); None leaves them.
+        extras: what Transformers hands to every attention; a term that changes the result is refused.
+
+    Returns:
+        (1, tokens, heads, head_dim), and no attention weights.
+
+    Raises:
+        ConfigError: the layer needs something that packing does not have (attention sinks, a bias by
+            position, a mask of its own).
+    """
+    wanted = [name for name in ("s_aux", "position_bias") if extras.get(name) is not None]
+    wanted += ["attention_mask"] if attention_mask is not None else []
+    if packing is None or wanted or not getattr(module, "is_causal", True):
+        raise ConfigError(f"{type(module).__name__} cannot run packed (it needs {', '.join(wanted) or 'padded input'}).")
+    window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
+    kernel = _varlen_kernel(query.device.type, query.dtype, query.shape[-1], value.shape[-1], softcap is not None)
+    if kernel is not None:
+        rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (tokens, heads, head_dim)
+        return kernel(*rows, packing, scaling, dropout, window, softcap).unsqueeze(0), None
+    pieces = zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
+    outputs = [_attend(q, k, v, scaling, dropout, window, softcap) for q, k, v in pieces]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None, softcap: float | None
+) -> Tensor:
+    """Causal attention inside one sequence, (1, heads, length, head_dim)."""
+    grouped = q.shape[1] != k.shape[1]
+    length = q.shape[2]
+    band = None
+    if window is not None and window < length:
+        ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
+        band = ones.tril().triu(1 - window)
+    if softcap is None:
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scaling, enable_gqa=grouped
+        )
+    if grouped:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    scores = softcap * torch.tanh(scores / softcap)
+    visible = band if band is not None else torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
+    weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+VarlenKernel = Callable[..., Tensor]
+
+
+def _varlen_kernel(
+    device: str, dtype: torch.dtype, head_dim: int, value_dim: int, has_softcap: bool
+) -> VarlenKernel | None:
+    """A GPU kernel that takes the whole packed row at once, if there is one for this case."""
+    if device != "cuda" or dtype not in _HALF or head_dim != value_dim or head_dim > 256:
+        return None
+    if find_spec("flash_attn") is not None:
+        return _flash_attn
+    return None if has_softcap else _torch_varlen()
+
+
+def _flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q=packing.cu_seqlens,
+        cu_seqlens_k=packing.cu_seqlens,
+        max_seqlen_q=packing.longest,
+        max_seqlen_k=packing.longest,
+        dropout_p=dropout,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1, -1) if window is None else (window - 1, 0),
+        softcap=softcap or 0.0,
+    )
+
+
+@cache
+def _torch_varlen() -> VarlenKernel | None:
+    """PyTorch's own variable-length attention, where this build and this GPU have it."""
+    if find_spec("torch.nn.attention.varlen") is None or torch.cuda.get_device_capability() < (8, 0):
+        return None
+    from torch.nn.attention.varlen import varlen_attn
+
+    def kernel(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        packing: Packing,
+        scaling: float | None,
+        dropout: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if dropout:
+            raise ConfigError("attention dropout needs flash-attn; install it, or set attention_dropout=0.")
+        return varlen_attn(
+            q,
+            k,
+            v,
+            packing.cu_seqlens,
+            packing.cu_seqlens,
+            packing.longest,
+            packing.longest,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+
+    return kernel
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention_forward)

@@ -1,0 +1,242 @@
+"""Sharded checkpoints that any number of ranks can read, and export to the Transformers format.
+
+::
+
+    {local_path}/
+      fsdp_config.json                       {"FSDP_version": 2, "world_size": W}
+      model_world_size_{W}_rank_{R}.pt       rows of each weight that rank R holds
+      optim_world_size_{W}_rank_{R}.pt       the same rows of the optimizer's state, and its step counts
+      extra_state_world_size_{W}_rank_{R}.pt schedule, random states, weight version, step
+      huggingface/                           config, tokenizer; safetensors if "hf_model" is saved
+
+The ``.pt`` files hold plain tensors, numbers and strings, and are read with ``weights_only=True``:
+reading one never runs code from it. A checkpoint is written beside its place and renamed when whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.errors import CheckpointError
+from verl.utils.checkpoint import LocalFolder, on_all_ranks, rng_state, set_rng_state
+from verl.workers.engine.fsdp.export import save_huggingface
+from verl.workers.engine.fsdp.model import own_state
+from verl.workers.engine.fsdp.sharding import local_part
+
+if TYPE_CHECKING:
+    from verl.workers.engine.fsdp.engine import FSDPEngine
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+def shard_file(kind: str, world_size: int, rank: int) -> str:
+    """``model_world_size_2_rank_0.pt`` and its kind."""
+    return f"{kind}_world_size_{world_size}_rank_{rank}.pt"
+
+
+# ---- writing ------------------------------------------------------------------------------------
+
+
+def save_engine(engine: FSDPEngine, local_path: str, global_step: int, contents: Sequence[str]) -> None:
+    """Write ``contents`` of ``engine`` to the folder ``local_path``. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if one could not write; what was at ``local_path`` stays.
+    """
+    target = LocalFolder(local_path)
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    target.open()
+    with on_all_ranks(f"write the checkpoint {target.final}"):
+        for kind, state in _states(engine, global_step, contents):
+            torch.save(state, target.partial / shard_file(kind, world_size, rank))
+        if rank == 0:
+            described = {"FSDP_version": 2, "world_size": world_size}
+            (target.partial / "fsdp_config.json").write_text(json.dumps(described))
+    save_huggingface(engine, target.partial / "huggingface", with_weights="hf_model" in contents)
+    target.commit()
+
+
+def _states(engine: FSDPEngine, global_step: int, contents: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    if "model" in contents:
+        yield "model", _tensors_state(own_state(engine.model))
+    if "optimizer" in contents and engine.optimizer is not None:
+        yield "optim", _optimizer_state(engine)
+    if "extra" in contents:
+        yield (
+            "extra_state",
+            {
+                "format": FORMAT,
+                "lr_scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
+                "rng": rng_state(),
+                "weight_version": engine.weight_version,
+                "global_step": global_step,
+            },
+        )
+
+
+def _tensors_state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Rows of each tensor that this rank holds, with the whole shape and the number of the first row."""
+    parts = {name: local_part(tensor) for name, tensor in tensors.items()}
+    return {
+        "format": FORMAT,
+        "tensors": {name: local.cpu() for name, (local, _) in parts.items()},
+        "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        "first_rows": {name: start for name, (_, start) in parts.items()},
+    }
+
+
+def _optimizer_state(engine: FSDPEngine) -> dict[str, Any]:
+    """Moments as rows like the weights, under ``<weight>/<moment>``; the rest as it is."""
+    assert engine.optimizer is not None
+    rows: dict[str, Tensor] = {}
+    other: dict[str, Any] = {}
+    for name, parameter in engine.model.named_parameters():
+        for key, value in engine.optimizer.state.get(parameter, {}).items():
+            is_rows = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+            (rows if is_rows else other)[f"{name}/{key}"] = value
+    return _tensors_state(rows) | {"other": other}
+
+
+# ---- reading ------------------------------------------------------------------------------------
+
+
+def load_engine(engine: FSDPEngine, local_path: str, contents: Sequence[str]) -> None:
+    """Read ``contents`` back into ``engine``, whatever number of ranks wrote them. Collective.
+
+    Raises:
+        CheckpointError: on every rank, if one finds a file missing, damaged or of another model.
+    """
+    folder = Path(local_path).expanduser()
+    with on_all_ranks(f"resume from {folder}"):
+        saved_ranks = saved_world_size(folder)
+        if "model" in contents:
+            _load_rows(own_state(engine.model), read_shards(folder, "model", saved_ranks))
+        if "optimizer" in contents and engine.optimizer is not None:
+            _load_optimizer(engine, read_shards(folder, "optim", saved_ranks))
+        if "extra" in contents:
+            _load_extra(engine, folder, saved_ranks)
+
+
+def saved_world_size(folder: Path) -> int:
+    """The number of ranks that wrote ``folder``.
+
+    Raises:
+        CheckpointError: ``fsdp_config.json`` is missing or damaged.
+    """
+    path = folder / "fsdp_config.json"
+    try:
+        return int(json.loads(path.read_text())["world_size"])
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing, so {folder} is not a whole FSDP checkpoint.") from None
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}.") from error
+
+
+def read_shards(folder: Path, kind: str, world_size: int) -> list[dict[str, Any]]:
+    """What every rank wrote of one kind; tensors stay on disk until they are used.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    return [read_state(folder / shard_file(kind, world_size, rank)) for rank in range(world_size)]
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """One ``.pt`` file, without running code from it.
+
+    Raises:
+        CheckpointError: it is missing, cut short, or not one of ours.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except FileNotFoundError:
+        found = sorted(p.name for p in path.parent.glob("*.pt")) if path.parent.is_dir() else []
+        raise CheckpointError(f"{path} is missing. The folder holds {', '.join(found) or 'no .pt file'}.") from None
+    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        first = (str(error).strip().splitlines() or ["damaged"])[0]
+        raise CheckpointError(f"{path} cannot be read: {first} Resume from another step.") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(
+            f"{path} is not a checkpoint file of this version (format {FORMAT}). Convert it to a model folder with "
+            "the version that wrote it, and start from that (model.path)."
+        )
+    return state
+
+
+def assemble(shards: list[dict[str, Any]], name: str, start: int, stop: int) -> Tensor:
+    """Rows ``start`` to ``stop`` of tensor ``name``, from the ranks that hold them.
+
+    Raises:
+        CheckpointError: the files together do not hold these rows.
+    """
+    shape = shards[0]["shapes"][name]
+    if not shape:
+        return shards[0]["tensors"][name]
+    result = torch.empty((stop - start, *shape[1:]), dtype=shards[0]["tensors"][name].dtype)
+    done = start
+    for shard in sorted(shards, key=lambda item: item["first_rows"][name]):
+        local, first = shard["tensors"][name], shard["first_rows"][name]
+        begin, end = max(done, first), min(stop, first + local.shape[0])
+        if begin == done and end > begin:
+            result[begin - start : end - start] = local[begin - first : end - first]
+            done = end
+    if done < stop:
+        raise CheckpointError(f"the checkpoint's files hold rows up to {done} of '{name}', which has {shape[0]}.")
+    return result
+
+
+def _load_rows(tensors: Mapping[str, Tensor], shards: list[dict[str, Any]]) -> None:
+    saved = shards[0]["shapes"]
+    missing, unknown = sorted(tensors.keys() - saved.keys()), sorted(saved.keys() - tensors.keys())
+    if missing or unknown:
+        raise CheckpointError(
+            f"the checkpoint is of another model: it lacks {missing[:3] or 'nothing'} and has {unknown[:3] or 'nothing'} "
+            "that this model lacks."
+        )
+    for name, tensor in tensors.items():
+        if list(tensor.shape) != saved[name]:
+            raise CheckpointError(f"'{name}' has shape {saved[name]} in the checkpoint and {list(tensor.shape)} here.")
+        local, start = local_part(tensor)
+        rows = local.shape[0] if local.dim() else 0
+        with torch.no_grad():
+            local.copy_(assemble(shards, name, start, start + rows))
+
+
+def _load_optimizer(engine: FSDPEngine, shards: list[dict[str, Any]]) -> None:
+    assert engine.optimizer is not None
+    moments: dict[str, Tensor] = {}
+    for name, parameter in engine.model.named_parameters():
+        keys = [key for key in shards[0]["shapes"] if key.rsplit("/", 1)[0] == name]
+        fresh = {key.rsplit("/", 1)[1]: torch.zeros_like(parameter) for key in keys}
+        plain = {
+            key.rsplit("/", 1)[1]: value.clone() if isinstance(value, Tensor) else value
+            for key, value in shards[0]["other"].items()
+            if key.rsplit("/", 1)[0] == name
+        }
+        moments |= {f"{name}/{key}": value for key, value in fresh.items()}
+        if fresh or plain:
+            engine.optimizer.state[parameter] = plain | fresh
+    _load_rows(moments, shards)
+
+
+def _load_extra(engine: FSDPEngine, folder: Path, saved_ranks: int) -> None:
+    rank = dist.get_rank()
+    state = read_state(folder / shard_file("extra_state", saved_ranks, min(rank, saved_ranks - 1)))
+    if engine.scheduler is not None and state["lr_scheduler"] is not None:
+        engine.scheduler.load_state_dict(state["lr_scheduler"])
+        for group, lr in zip(engine.scheduler.optimizer.param_groups, state["lr_scheduler"]["_last_lr"], strict=True):
+            group["lr"] = lr
+    if rank < saved_ranks:
+        set_rng_state(state["rng"])
+    engine.weight_version = int(state["weight_version"])

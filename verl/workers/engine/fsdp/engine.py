@@ -1,0 +1,285 @@
+"""Training under FSDP2: what ``BaseEngine`` promises, for language, value and reward models."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.utils.device import ensure_process_group, get_device
+from verl.utils.model import torch_dtype
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.base import BaseEngine, BatchTotals, EngineRegistry, LossFn, MicroBatchConfig
+from verl.workers.engine.fsdp.checkpoint import load_engine, save_engine
+from verl.workers.engine.fsdp.inputs import ModelInputs, prepare_inputs
+from verl.workers.engine.fsdp.micro_batches import MetricSum, batch_totals, split_micro_batches
+from verl.workers.engine.fsdp.model import (
+    HeadedModel,
+    ModelType,
+    build_model,
+    enable_gradient_checkpointing,
+)
+from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler
+from verl.workers.engine.fsdp.packing_check import choose_form
+from verl.workers.engine.fsdp.sharding import full_tensor, make_mesh, needs_sharding, shard_model
+
+logger = logging.getLogger(__name__)
+
+
+class FSDPEngine(BaseEngine):
+    """One model under FSDP2 on this rank.
+
+    Args:
+        model_config: which model, and how it runs.
+        engine_config: placement, precision, offload; ``forward_only`` makes it a frozen model.
+        optimizer_config: None for a frozen model.
+        device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
+        timeout_s: seconds after which a collective that does not finish is an error.
+    """
+
+    model_type: ModelType = "language_model"
+    output_names = frozenset({"log_probs", "entropy"})
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: FSDPEngineConfig,
+        optimizer_config: FSDPOptimizerConfig | None = None,
+        device_name: str | None = None,
+        timeout_s: float = 600,
+    ) -> None:
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = optimizer_config
+        self.device = get_device(device_name)
+        ensure_process_group(self.device, timeout_s)
+        self.mesh = make_mesh(self.device, engine_config.fsdp_size)
+        self.model: HeadedModel
+        self.optimizer: Optimizer | None = None
+        self.scheduler: LambdaLR | None = None
+        self.is_packed = False
+        self._contexts = 0
+
+    # ---- set-up -------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Build, shard, and make the optimizer; see :class:`BaseEngine`."""
+        config = self.engine_config
+        if config.full_determinism:
+            torch.use_deterministic_algorithms(True)
+        torch.manual_seed(config.seed)
+        dtype = torch_dtype(config.model_dtype)
+        model = build_model(self.model_type, self.model_config, dtype, with_weights=dist.get_rank() == 0)
+        model.requires_grad_(not config.forward_only)
+        if self.model_config.enable_gradient_checkpointing and not config.forward_only:
+            enable_gradient_checkpointing(model)
+        if needs_sharding(config, self.mesh):
+            shard_model(model, config, self.mesh)
+        else:
+            model.to(self.device)
+        self.model = model.eval()
+        self.is_packed = choose_form(model, self.model_config.use_remove_padding, self.device)
+        if not config.forward_only:
+            if self.optimizer_config is None:
+                raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
+            self.optimizer = build_optimizer(model.parameters(), self.optimizer_config)
+            self.scheduler = build_scheduler(self.optimizer, self.optimizer_config)
+        self._offload()
+
+    # ---- modes and memory ---------------------------------------------------------------------
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        """Weights and optimizer on the device, layers in training mode."""
+        with self._awake(optimizer=True):
+            self.model.train()
+            try:
+                yield
+            finally:
+                self.model.eval()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Weights on the device, layers in inference mode."""
+        with self._awake(optimizer=False):
+            yield
+
+    @contextmanager
+    def _awake(self, optimizer: bool) -> Iterator[None]:
+        self.to(self.device.type, model=True, optimizer=optimizer)
+        self._contexts += 1
+        try:
+            yield
+        finally:
+            self._contexts -= 1
+            self._reshard()
+            if self._contexts == 0:
+                self._offload()
+
+    def _offload(self) -> None:
+        config = self.engine_config
+        self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
+
+    def _reshard(self) -> None:
+        """Give the root's gathered parameters back; a forward without a backward leaves them."""
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move weights and optimizer state; nothing to do on a CPU, or where FSDP itself streams from the host."""
+        if self.device.type == "cpu" or self.engine_config.offload_policy:
+            return
+        target = torch.device("cpu") if device == "cpu" else self.device
+        if model:
+            self.model.to(target)
+        if optimizer and self.optimizer is not None:
+            for state in self.optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.dim():
+                        state[key] = value.to(target, non_blocking=True)
+        if target.type == "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    # ---- computing ----------------------------------------------------------------------------
+
+    def _inputs(self, data: DataProto) -> ModelInputs:
+        return prepare_inputs(data, self.is_packed, self.device, at_token=self.model_type == "reward_model")
+
+    @torch.no_grad()
+    def infer_batch(
+        self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Columns without gradients; see :class:`BaseEngine`."""
+        self._check_outputs(outputs)
+        columns = {name: torch.zeros(batch.batch["response_mask"].shape) for name in outputs}
+        for part in split_micro_batches(batch, micro, self.device):
+            inputs = self._inputs(part.data)
+            flat = self.model(inputs, frozenset(outputs), temperature)
+            for name in () if part.is_filler else outputs:
+                columns[name][part.rows] = inputs.scatter(flat[name]).float().cpu()
+        self._reshard()
+        return columns
+
+    def forward_backward_batch(
+        self, batch: DataProto, loss_fn: LossFn, micro: MicroBatchConfig, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """Gradients of one mini-batch; see :class:`BaseEngine`."""
+        outputs = frozenset(getattr(loss_fn, "outputs", {"log_probs"}))
+        self._check_outputs(outputs)
+        totals = batch_totals(batch, self.get_data_parallel_size(), self.device)
+        metrics = MetricSum(totals)
+        for part in split_micro_batches(batch, micro, self.device):
+            num_tokens = int(part.data.batch["response_mask"].sum())
+            found = self._forward_backward(part.data, loss_fn, outputs, totals, temperature)
+            if not part.is_filler:
+                metrics.add(found, num_tokens)
+        return metrics.reduce()
+
+    def _forward_backward(
+        self, data: DataProto, loss_fn: LossFn, outputs: frozenset[str], totals: BatchTotals, temperature: float
+    ) -> dict:
+        inputs = self._inputs(data)
+        flat = self.model(inputs, outputs, temperature)
+        columns = {name: inputs.scatter(values) for name, values in flat.items()}
+        loss, metrics = loss_fn(columns, data.to(self.device), totals)
+        if not loss.requires_grad:  # every rank must run the same backward collectives
+            loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
+        loss.backward()
+        return dict(metrics)
+
+    def _check_outputs(self, outputs: set[str] | frozenset[str]) -> None:
+        if unknown := outputs - self.output_names:
+            raise ConfigError(
+                f"a {self.model_type} has no output {', '.join(sorted(unknown))}; it has {', '.join(self.output_names)}."
+            )
+
+    # ---- the optimizer ------------------------------------------------------------------------
+
+    def _trained(self) -> tuple[Optimizer, LambdaLR, FSDPOptimizerConfig]:
+        if self.optimizer is None or self.scheduler is None or self.optimizer_config is None:
+            raise ConfigError("this model is frozen (forward_only=true) and has no optimizer.")
+        return self.optimizer, self.scheduler, self.optimizer_config
+
+    def optimizer_zero_grad(self) -> None:
+        """Forget the gradients."""
+        self._trained()[0].zero_grad(set_to_none=True)
+
+    def optimizer_step(self) -> float:
+        """Clip and update; see :class:`BaseEngine`."""
+        optimizer, _, config = self._trained()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad)
+        grad_norm = full_tensor(norm, self.device).item()
+        if not torch.isfinite(torch.tensor(grad_norm)):
+            logger.warning("gradient norm is %s: this step does not change the weights", grad_norm)
+            optimizer.zero_grad(set_to_none=True)
+            return grad_norm
+        optimizer.step()
+        self.weight_version += 1
+        return grad_norm
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule; the learning rate until now."""
+        _, scheduler, _ = self._trained()
+        lr = float(scheduler.get_last_lr()[0])
+        scheduler.step()
+        return lr
+
+    # ---- weights and ranks --------------------------------------------------------------------
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """Each weight whole, one at a time, so that no rank ever holds the whole model twice."""
+        for name, parameter in self.model.named_parameters():
+            yield name, full_tensor(parameter, self.device)
+
+    def get_data_parallel_size(self) -> int:
+        """All ranks hold different rows."""
+        return dist.get_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank."""
+        return dist.get_rank()
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The default group."""
+        return dist.group.WORLD
+
+    def save_checkpoint(
+        self, local_path: str, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra")
+    ) -> None:
+        """Write a checkpoint; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
+        save_engine(self, local_path, global_step, contents)
+
+    def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
+        """Read a checkpoint back; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
+        load_engine(self, local_path, contents)
+
+
+@EngineRegistry.register("language_model", ("fsdp", "fsdp2"))
+class FSDPLanguageModelEngine(FSDPEngine):
+    """A causal language model: log_probs and entropy of response tokens."""
+
+
+@EngineRegistry.register("value_model", ("fsdp", "fsdp2"))
+class FSDPValueModelEngine(FSDPEngine):
+    """A value model: ``values`` of the state before each response token."""
+
+    model_type = "value_model"
+    output_names = frozenset({"values"})
+
+
+@EngineRegistry.register("reward_model", ("fsdp", "fsdp2"))
+class FSDPRewardModelEngine(FSDPEngine):
+    """A discriminative reward model: ``scores``, the head's output at the tokens themselves."""
+
+    model_type = "reward_model"
+    output_names = frozenset({"scores"})

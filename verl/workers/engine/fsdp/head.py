@@ -1,0 +1,144 @@
+"""Log-probs and entropy of chosen tokens, straight from hidden states, without tokens x vocabulary in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+CHUNK_ELEMENTS = 2**25
+"""Largest number of logits that exist at once (128 MiB in fp32)."""
+
+
+@dataclass(frozen=True)
+class LogitRule:
+    """What a model does to its logits after the output projection: z → c·tanh(s·z / c)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, config: PretrainedConfig) -> LogitRule:
+        """Read it from the Transformers config (Gemma's soft cap, Cohere's and Granite's scale)."""
+        text = config.get_text_config()
+        scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
+        divisor = getattr(text, "logits_scaling", None) or 1.0
+        return cls(scale / divisor, getattr(text, "final_logit_softcapping", None))
+
+    def apply_(self, logits: Tensor) -> Tensor:
+        """The rule, in place."""
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """Gradient before the rule from the one after it, in place; ``logits`` are those after it."""
+        if self.softcap is not None:
+            grad.mul_(1 - (logits / self.softcap).square_())
+        return grad.mul_(self.scale) if self.scale != 1.0 else grad
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    rule: LogitRule = LogitRule(),  # noqa: B008 (frozen)
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(target) and H(p) for p = softmax(rule(hidden Wᵀ + b) / temperature), in fp32.
+
+    Logits are made for a few rows at a time and made again in the backward pass, which knows
+
+        ∂ log p(y) / ∂z = 1_y - p          ∂H / ∂z = -p (log p + H)
+
+    so that never more than ``chunk_elements`` logits exist.
+
+    Args:
+        hidden: (N, H).
+        weight: (V, H).
+        bias: (V,), or None.
+        targets: (N,).
+        temperature: divides the logits.
+        with_entropy: compute the entropy too.
+        rule: what the model does to its logits.
+        chunk_elements: the bound on logits.
+
+    Returns:
+        (N,) log-probs and (N,) entropy, or None without ``with_entropy``; both fp32.
+    """
+    rows = max(1, chunk_elements // weight.shape[0])
+    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, rule, rows)  # type: ignore[misc]
+    return log_probs, entropy if with_entropy else None
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        with_entropy: bool,
+        rule: LogitRule,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = hidden.new_empty(len(hidden), dtype=wide)
+        log_z, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = _logits(hidden[part], weight, bias, rule, wide).div_(temperature)
+            log_z[part] = logits.logsumexp(-1)
+            log_probs[part] = logits.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1) - log_z[part]
+            if with_entropy:
+                logits.sub_(log_z[part].unsqueeze(-1))
+                entropy[part] = -(logits.exp().mul_(logits)).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropy)
+        ctx.settings = temperature, rule, rows, wide
+        ctx.set_materialize_grads(False)
+        if not with_entropy:
+            entropy = entropy.new_empty(0)
+            ctx.mark_non_differentiable(entropy)
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
+        temperature, rule, rows, wide = ctx.settings
+        grad_log_probs, grad_entropy = grads
+        grad_hidden = torch.zeros_like(hidden)
+        grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias) if bias is not None else None
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            plain = _logits(hidden[part], weight, bias, rule, wide)
+            log_p = (plain / temperature).sub_(log_z[part].unsqueeze(-1))
+            grad = torch.zeros_like(log_p)
+            p = log_p.exp()
+            if grad_entropy is not None:
+                torch.mul(p, log_p + entropy[part].unsqueeze(-1), out=grad)
+                grad.mul_(-grad_entropy[part].unsqueeze(-1))
+            if grad_log_probs is not None:
+                grad.addcmul_(p, grad_log_probs[part].unsqueeze(-1), value=-1)
+                grad.scatter_add_(-1, targets[part].unsqueeze(-1), grad_log_probs[part].unsqueeze(-1))
+            grad = rule.backward_(grad.div_(temperature), plain).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            if grad_weight is not None:
+                grad_weight.addmm_(grad.t(), hidden[part])
+            if grad_bias is not None:
+                grad_bias += grad.sum(0)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, rule: LogitRule, dtype: torch.dtype) -> Tensor:
+    return rule.apply_(torch.nn.functional.linear(hidden, weight, bias).to(dtype))

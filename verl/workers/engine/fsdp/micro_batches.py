@@ -1,0 +1,108 @@
+"""Cutting a rank's rows into forward passes, as many on every rank, and adding up their metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl.protocol import DataProto
+from verl.utils.seqlen_balancing import micro_batches_by_tokens
+from verl.workers.engine.base import BatchTotals, Metrics, MicroBatchConfig, Share
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows of a batch."""
+
+    rows: list[int]
+    data: DataProto
+    is_filler: bool
+    """Computed only so that all ranks take part in the same collectives; it has no valid token."""
+
+
+def global_sum(values: list[int], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
+    """Integers summed (or reduced by ``op``) over all ranks."""
+    total = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(total, op=op)
+    return total.tolist()
+
+
+def batch_totals(batch: DataProto, dp_size: int, device: torch.device) -> BatchTotals:
+    """The denominators of the mini-batch of which ``batch`` is this rank's part. Collective."""
+    tokens, sequences = global_sum([int(batch.batch["response_mask"].sum()), len(batch)], device)
+    return BatchTotals(dp_size=dp_size, batch_num_tokens=max(tokens, 1), global_batch_size=sequences)
+
+
+def split_micro_batches(batch: DataProto, micro: MicroBatchConfig, device: torch.device) -> Iterator[MicroBatch]:
+    """The forward passes over ``batch``: the same number on every rank, the last ones fillers if need be. Collective."""
+    parts = _parts(batch, micro, 1)
+    count = global_sum([len(parts)], device, dist.ReduceOp.MAX)[0]
+    if micro.use_dynamic_bsz and len(parts) < count <= len(batch):
+        parts = _parts(batch, micro, count)
+    for rows in parts:
+        yield MicroBatch(rows, batch.select_idxs(rows), is_filler=False)
+    for _ in range(count - len(parts)):
+        yield MicroBatch([], _filler(batch), is_filler=True)
+
+
+def _parts(batch: DataProto, micro: MicroBatchConfig, least: int) -> list[list[int]]:
+    size = micro.micro_batch_size_per_gpu or len(batch)
+    if micro.use_dynamic_bsz:
+        assert micro.max_token_len_per_gpu is not None
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        return micro_batches_by_tokens(lengths, micro.max_token_len_per_gpu, min_count=least)
+    return [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
+
+
+def _filler(batch: DataProto) -> DataProto:
+    """The first row with an empty response."""
+    row = batch.select_idxs([0])
+    columns = dict(row.batch.items())
+    columns["response_mask"] = torch.zeros_like(columns["response_mask"])
+    return DataProto.from_dict(tensors=columns, meta_info=row.meta_info)
+
+
+class MetricSum:
+    """Metrics of one mini-batch, from the metrics of its micro-batches on all ranks.
+
+    A mean over the valid tokens of a micro-batch counts by that micro-batch's share of the mini-batch's
+    valid tokens, so the result is the mean over all of them, however they are laid out.
+    """
+
+    def __init__(self, totals: BatchTotals) -> None:
+        self._tokens = totals.batch_num_tokens
+        self._values: dict[str, list[tuple[float, torch.Tensor]]] = {}
+
+    def add(self, metrics: Metrics, num_tokens: int) -> None:
+        """Take in one micro-batch with ``num_tokens`` valid tokens."""
+        for name, value in metrics.items():
+            if isinstance(value, Share):
+                weight, value = 1.0, value.value
+            elif num_tokens == 0:
+                continue  # the mean over no token
+            else:
+                weight = 1.0 if _extreme(name) else num_tokens / self._tokens
+            tensor = torch.as_tensor(value).detach()
+            self._values.setdefault(name, []).append((weight, tensor))
+
+    def reduce(self) -> dict[str, float]:
+        """The metrics of the mini-batch, the same on every rank. Collective."""
+        mine = {name: _combine(name, [w * float(v) for w, v in parts]) for name, parts in self._values.items()}
+        ranks: list[dict[str, float] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(ranks, mine)
+        found = [rank for rank in ranks if rank is not None]
+        names = sorted({name for rank in found for name in rank})
+        return {name: _combine(name, [rank[name] for rank in found if name in rank]) for name in names}
+
+
+def _extreme(name: str) -> bool:
+    return name.endswith(("_max", "_min"))
+
+
+def _combine(name: str, values: list[float]) -> float:
+    if not _extreme(name):
+        return sum(values)
+    return max(values) if name.endswith("_max") else min(values)

@@ -1,0 +1,109 @@
+"""Whether a model can run packed: tried once, on two short sequences, against the model's own forward.
+
+A model whose layers look beyond attention masks (recurrent layers, convolutions, attention sinks) would
+mix up packed sequences without an error. So would a head that does more to its logits than
+``LogitRule`` knows. Both show in this trial, whatever the architecture is called.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.workers.engine.fsdp.attention import Packing
+from verl.workers.engine.fsdp.inputs import ModelInputs
+from verl.workers.engine.fsdp.model import HeadedModel, use_packed_attention
+
+logger = logging.getLogger(__name__)
+
+_LENGTHS = (5, 3)
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+"""Largest difference relative to the largest number; 5e-2 in half precision."""
+
+
+@torch.no_grad()
+def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device) -> bool:
+    """Give ``model`` packed attention if that is wanted and right for it; whether it has it. Collective.
+
+    Raises:
+        ConfigError: also padded, the model's log-probs cannot be computed by this engine.
+    """
+    sequences = _sequences(model, device)
+    expected = torch.cat([_run(model, [ids], packed=False, reference=True) for ids in sequences])
+    padded = torch.cat([_run(model, [ids], packed=False) for ids in sequences])
+    if not _agree(padded, expected):
+        raise ConfigError(
+            f"{type(model.hf).__name__} does more to its logits than this engine knows (log-probs differ by "
+            f"{_difference(padded, expected):.2g} from the model's own), so it cannot be trained here."
+        )
+    if not packed_wanted:
+        return False
+    before = model.hf.config._attn_implementation
+    reason = _why_not_packed(model, sequences, expected)
+    if reason is None:
+        return True
+    model.hf.set_attn_implementation(before)
+    logger.warning(
+        "%s runs padded: %s. Results are the same, at the cost of the padding; set use_remove_padding=false to "
+        "silence this.",
+        type(model.hf).__name__,
+        reason,
+    )
+    return False
+
+
+def _why_not_packed(model: HeadedModel, sequences: list[Tensor], expected: Tensor) -> str | None:
+    if not use_packed_attention(model):
+        return "its code has no exchangeable attention"
+    try:
+        packed = _run(model, sequences, packed=True)
+    except (ConfigError, TypeError) as error:
+        return str(error)
+    if not _agree(packed, expected):
+        return f"packed sequences see each other (log-probs differ by {_difference(packed, expected):.2g})"
+    return None
+
+
+def _sequences(model: HeadedModel, device: torch.device) -> list[Tensor]:
+    vocabulary = model.hf.config.get_text_config().vocab_size
+    ids = (torch.arange(1, sum(_LENGTHS) + 1, device=device) * 7919) % vocabulary
+    return list(ids.split(_LENGTHS))
+
+
+def _run(model: HeadedModel, sequences: list[Tensor], packed: bool, reference: bool = False) -> Tensor:
+    """Log-probs of each token given those before it and itself (a copy task, which is as good as any), or hidden states."""
+    ids = torch.cat(sequences)
+    positions = torch.cat([torch.arange(len(part), device=ids.device) for part in sequences])
+    everything = torch.arange(len(ids), device=ids.device)
+    inputs = ModelInputs(
+        input_ids=ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        attention_mask=None if packed else torch.ones_like(ids, dtype=torch.bool).unsqueeze(0),
+        packing=Packing.of([len(part) for part in sequences], ids.device) if packed else None,
+        take=everything,
+        targets=ids,
+        rows=torch.zeros_like(ids),
+        columns=everything,
+        shape=(1, len(ids)),
+    )
+    if model.head.out_features == 1:
+        name = "hidden"
+    else:
+        name = "reference" if reference else "log_probs"
+    return model(inputs, frozenset({name}), 1.0)[name].float()
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).abs().max())
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    """The same decision on every rank."""
+    tolerance = _TOLERANCE.get(torch.get_default_dtype(), 5e-2) * max(1.0, float(expected.abs().max()))
+    verdict = torch.tensor(float(_difference(found, expected) <= tolerance), device=expected.device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+    return bool(verdict)
