@@ -1,0 +1,42 @@
+"""What travels between the stages and the processes of a run: ``DataProto`` and its tools.
+
+- ``data_proto.py``: DataProto: named columns with one row per sample; select, union, chunk, concat, ...
+- ``columns.py``: the arithmetic of columns: equality, union, index checks
+- ``padding.py``: rows added so that a batch divides over ranks, and their removal
+- ``future.py``: DataProtoFuture: a batch that other processes are still computing
+- ``wire.py``: columns as flat buffers, for pickle and for collectives
+- ``files.py``: columns in a file that cannot run code
+- ``gather.py``: the batch of all ranks, on each of them
+"""
+
+from verl.protocol.columns import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict
+from verl.protocol.data_proto import DataProto, DataProtoItem, collate_fn, fold_batch_dim, unfold_batch_dim
+from verl.protocol.future import DataProtoFuture
+from verl.protocol.gather import all_gather_data_proto
+from verl.protocol.padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
+from verl.protocol.wire import (
+    deserialize_single_tensor,
+    deserialize_tensordict,
+    serialize_single_tensor,
+    serialize_tensordict,
+)
+
+__all__ = [
+    "DataProto",
+    "DataProtoConfig",
+    "DataProtoFuture",
+    "DataProtoItem",
+    "all_gather_data_proto",
+    "collate_fn",
+    "deserialize_single_tensor",
+    "deserialize_tensordict",
+    "fold_batch_dim",
+    "list_of_dict_to_dict_of_list",
+    "pad_dataproto_to_divisor",
+    "serialize_single_tensor",
+    "serialize_tensordict",
+    "unfold_batch_dim",
+    "union_numpy_dict",
+    "union_tensor_dict",
+    "unpad_dataproto",
+]

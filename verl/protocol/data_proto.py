@@ -1,0 +1,543 @@
+"""``DataProto``: the batch that every stage takes and adds columns to."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+
+from verl.errors import SchemaError
+from verl.protocol import convert, files
+from verl.protocol.columns import (
+    Columns,
+    RowIndex,
+    as_column,
+    check_columns_agree,
+    describe,
+    listing,
+    only,
+    row_indices,
+    union_meta_info,
+    union_numpy_dict,
+    union_tensor_dict,
+)
+from verl.protocol.padding import DataProtoConfig
+from verl.protocol.wire import deserialize_tensordict, owned, serialize_tensordict
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DataProtoItem:
+    """One row of a ``DataProto``: each column's value there, without the batch dimension."""
+
+    batch: TensorDict | None = None
+    non_tensor_batch: dict[str, Any] = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class DataProto:
+    """Named columns with one row per sample, and constants of the run beside them.
+
+    ``data.batch["responses"]`` and ``data.non_tensor_batch["uid"]`` are columns; ``data.responses``
+    finds either. The columns that verl knows are declared in ``verl/schema.py``; others are the user's.
+
+    Methods return a new object, which shares unchanged columns with the old one and has a
+    ``meta_info`` dict of its own. The exceptions are those that users know as in place: ``reorder``,
+    ``pop``, ``union``, ``rename`` and ``padding``. They replace columns of this object and never
+    write into a tensor. ``a | b`` is ``union`` into a new object.
+
+    There may be no columns at all, or only non-tensor ones.
+
+    Args:
+        batch: tensor columns, each (bsz, ...).
+        non_tensor_batch: columns of Python objects or numpy values, each (bsz, ...).
+        meta_info: constants that belong to all rows, such as ``global_steps``.
+        auto_padding: dispatch may pad this batch if it does not divide over the ranks.
+
+    Raises:
+        SchemaError: the columns do not all have the same number of rows.
+    """
+
+    batch: TensorDict | None = None
+    non_tensor_batch: Columns = field(default_factory=dict)
+    meta_info: dict[str, Any] = field(default_factory=dict)
+    auto_padding: bool = False
+
+    def __post_init__(self) -> None:
+        self.check_consistency()
+
+    # ---- making one ---------------------------------------------------------------------------
+
+    @classmethod
+    def from_single_dict(
+        cls,
+        data: Mapping[str, Tensor | np.ndarray | list],
+        meta_info: dict[str, Any] | None = None,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """From one dict of columns: tensors go to ``batch``, arrays and lists to ``non_tensor_batch``."""
+        tensors = {key: value for key, value in data.items() if isinstance(value, Tensor)}
+        others: dict[str, Any] = {key: value for key, value in data.items() if key not in tensors}
+        return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor] | None = None,
+        non_tensors: Mapping[str, np.ndarray | list] | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> DataProto:
+        """From columns of tensors, and columns of other values: arrays, or lists with one value per row.
+
+        Args:
+            tensors: columns of ``batch``.
+            non_tensors: columns of ``non_tensor_batch``.
+            meta_info: entries that belong to all rows.
+            num_batch_dims: how many leading dimensions all tensors share.
+            auto_padding: dispatch may pad this batch if it does not divide over the ranks.
+
+        Raises:
+            SchemaError: a column has another number of rows than the others, or is neither of these.
+        """
+        batch = convert.tensordict_of(tensors, num_batch_dims) if tensors else None
+        columns = {key: as_column(key, value) for key, value in (non_tensors or {}).items()}
+        return cls(batch, columns, dict(meta_info or {}), auto_padding)
+
+    @classmethod
+    def from_tensordict(
+        cls,
+        tensor_dict: TensorDictBase | None = None,
+        meta_info: dict[str, Any] | None = None,
+        num_batch_dims: int = 1,
+    ) -> DataProto:
+        """From a TensorDict: non-tensors with one value per row become columns, others ``meta_info``."""
+        tensors, non_tensors, found = convert.parts_of(tensor_dict)
+        return cls.from_dict(tensors, non_tensors, union_meta_info(found, meta_info or {}), num_batch_dims)
+
+    def to_tensordict(self) -> TensorDict:
+        """All of it in one TensorDict; ``from_tensordict`` undoes it."""
+        size = [len(self)] if self.batch is None else self.batch.batch_size
+        return convert.whole_tensordict(dict(self._tensors()), self.non_tensor_batch, self.meta_info, size)
+
+    # ---- looking at it ------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        if self.batch is not None:
+            return self.batch.batch_size[0]
+        return next((len(column) for column in self.non_tensor_batch.values()), 0)
+
+    if not TYPE_CHECKING:  # a type checker should go on to find misspelled methods
+
+        def __getattr__(self, name: str) -> Any:
+            """``data.<column>`` is the column, wherever it is kept."""
+            # Copying and unpickling ask objects that have no fields yet for special methods.
+            if name.startswith("__") or "meta_info" not in self.__dict__:
+                raise AttributeError(name)
+            for key, column in (*self._tensors(), *self.non_tensor_batch.items()):
+                if key == name:
+                    return column
+            raise AttributeError(
+                f"DataProto has neither attribute nor column '{name}'; columns: {listing(self._keys())}."
+            )
+
+    def __getitem__(self, item: int | slice | RowIndex) -> Any:
+        """``data[3]`` is a ``DataProtoItem``; a slice, list, array, tensor or mask gives a ``DataProto``."""
+        if isinstance(item, slice):
+            return self.slice(item.start, item.stop, item.step)
+        if isinstance(item, int | np.integer):
+            row = int(row_indices([int(item)], len(self))[0])
+            values = {key: column[row] for key, column in self.non_tensor_batch.items()}
+            return DataProtoItem(None if self.batch is None else self.batch[row], values, dict(self.meta_info))
+        return self.select_idxs(item)
+
+    def check_consistency(self) -> None:
+        """Make sure that every column is a tensor or an array, and that all have the same rows.
+
+        Raises:
+            SchemaError: they do not; the message names the column.
+        """
+        if self.batch is not None and not self.batch.batch_size:
+            raise SchemaError("batch has no batch dimension; make it with batch_size=[number of rows].")
+        for key, value in self._tensors():
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                raise SchemaError(
+                    f"column '{key}' of batch is a {type(value).__name__}; columns there are dense tensors. "
+                    "Pad ragged values, flatten nested ones (flatten_keys), and put objects into non_tensor_batch."
+                )
+        for key, value in self.non_tensor_batch.items():
+            if not isinstance(value, np.ndarray):
+                raise SchemaError(
+                    f"column '{key}' of non_tensor_batch is a {type(value).__name__}; use a numpy array with one "
+                    "value per row (DataProto.from_dict makes it from a list)."
+                )
+            if value.ndim == 0 or len(value) != len(self):
+                raise SchemaError(
+                    f"column '{key}' has {len(value) if value.ndim else 'no'} rows, the batch has {len(self)}; "
+                    "a value that belongs to all rows goes to meta_info."
+                )
+
+    def get_data_info(self) -> str:
+        """Its columns with dtypes and shapes, one a line, then the entries of ``meta_info``."""
+        lines = [f"batch {key}: {describe(value)}" for key, value in self._tensors()]
+        lines += [f"non_tensor_batch {key}: {describe(value)}" for key, value in self.non_tensor_batch.items()]
+        lines += [f"meta_info {key}: {describe(value)}" for key, value in self.meta_info.items()]
+        return "\n".join([f"{len(self)} rows", *lines])
+
+    def print_size(self, prefix: str = "") -> str:
+        """Log how much memory the columns take (objects count as their references alone), and return the line."""
+        tensors = sum(value.nbytes for _, value in self._tensors())
+        others = sum(column.nbytes for column in self.non_tensor_batch.values())
+        line = f"{prefix}{' ' if prefix else ''}{len(self)} rows: tensors {tensors:,} bytes, others {others:,} bytes"
+        logger.info("%s", line)
+        return line
+
+    def _tensors(self) -> list[tuple[str, Tensor]]:
+        return [] if self.batch is None else list(self.batch.items())
+
+    def _keys(self) -> list[str]:
+        return [*(key for key, _ in self._tensors()), *self.non_tensor_batch]
+
+    # ---- choosing columns ---------------------------------------------------------------------
+
+    def select(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
+    ) -> DataProto:
+        """Some of the columns; None keeps all of a kind, ``[]`` none of it. The number of rows stays known.
+
+        Raises:
+            SchemaError: a named column does not exist.
+        """
+        chosen = DataProto(
+            self._with_tensors(only(dict(self._tensors()), batch_keys, "batch")),
+            only(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
+            only(self.meta_info, meta_info_keys, "meta_info"),
+            self.auto_padding,
+        )
+        return copy.deepcopy(chosen) if deepcopy else chosen
+
+    def pop(
+        self,
+        batch_keys: Sequence[str] | None = None,
+        non_tensor_batch_keys: Sequence[str] | None = None,
+        meta_info_keys: Sequence[str] | None = None,
+    ) -> DataProto:
+        """Take columns out of this batch, in place, and return them as another; None takes none of a kind.
+
+        Raises:
+            SchemaError: a named column does not exist.
+        """
+        taken = self.select(batch_keys or [], non_tensor_batch_keys or [], meta_info_keys or [])
+        self.batch = self._with_tensors({k: v for k, v in self._tensors() if k not in (batch_keys or [])})
+        self.non_tensor_batch = {k: v for k, v in self.non_tensor_batch.items() if k not in taken.non_tensor_batch}
+        self.meta_info = {k: v for k, v in self.meta_info.items() if k not in taken.meta_info}
+        return taken
+
+    def rename(
+        self, old_keys: str | Sequence[str] | None = None, new_keys: str | Sequence[str] | None = None
+    ) -> DataProto:
+        """Give tensor columns other names, in place; returns this batch.
+
+        Raises:
+            SchemaError: the lists differ in length, a column does not exist, or a new name is taken.
+        """
+        old = [old_keys] if isinstance(old_keys, str) else list(old_keys or [])
+        new = [new_keys] if isinstance(new_keys, str) else list(new_keys or [])
+        if len(old) != len(new):
+            raise SchemaError(f"rename needs one new name for each old one, got {old} and {new}.")
+        tensors = dict(self._tensors())
+        only(tensors, old, "batch")
+        names = [dict(zip(old, new, strict=True)).get(key, key) for key in tensors]
+        if len(set(names)) < len(names):
+            raise SchemaError(f"renaming {old} to {new} gives two columns one name; columns: {listing(tensors)}.")
+        self.batch = self._with_tensors(dict(zip(names, tensors.values(), strict=True)))
+        return self
+
+    def union(self, other: DataProto) -> DataProto:
+        """Add the columns and the ``meta_info`` of ``other``, in place; returns this batch.
+
+        Raises:
+            SchemaError: the numbers of rows differ, or both have an entry and its values differ (NaN
+                equals NaN). Nothing is changed then.
+        """
+        united = self | other
+        self.batch, self.non_tensor_batch, self.meta_info = united.batch, united.non_tensor_batch, united.meta_info
+        return self
+
+    def __or__(self, other: DataProto) -> DataProto:
+        """``a | b``: a new batch with the columns of both; see ``union``."""
+        if self._keys() and other._keys() and len(self) != len(other):
+            raise SchemaError(
+                f"cannot unite {len(self)} rows (columns {listing(self._keys())}) with {len(other)} rows "
+                f"(columns {listing(other._keys())}): rows must correspond one to one."
+            )
+        batches = [batch for batch in (self.batch, other.batch) if batch is not None]
+        batch = union_tensor_dict(*batches) if len(batches) == 2 else next(iter(batches), None)
+        return DataProto(
+            batch,
+            union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch),
+            union_meta_info(self.meta_info, other.meta_info),
+            self.auto_padding or other.auto_padding,
+        )
+
+    def to(self, device: str | torch.device | int) -> DataProto:
+        """The batch with its tensors on ``device``."""
+        batch = None if self.batch is None else self.batch.to(device)
+        return DataProto(batch, dict(self.non_tensor_batch), dict(self.meta_info), self.auto_padding)
+
+    # ---- choosing rows ------------------------------------------------------------------------
+
+    def select_idxs(self, idxs: RowIndex) -> DataProto:
+        """The rows with these numbers, in this order, repeatedly if named repeatedly; or those of a mask."""
+        rows = row_indices(idxs, len(self))
+        return self._map(lambda tensor: tensor[rows.to(tensor.device)], lambda array: array[rows.numpy()], len(rows))
+
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
+        """The rows from ``start`` up to ``end``; shares memory with this batch."""
+        part = slice(start, end, step)
+        if step is not None and step < 1:
+            return self.select_idxs(range(len(self))[part])
+        return self._map(lambda tensor: tensor[part], lambda array: array[part], len(range(len(self))[part]))
+
+    def reorder(self, indices: RowIndex) -> None:
+        """Put the rows in this order, in place: row ``indices[i]`` becomes row ``i``.
+
+        Raises:
+            SchemaError: ``indices`` does not name every row once; ``select_idxs`` can drop or repeat rows.
+        """
+        rows = row_indices(indices, len(self))
+        if sorted(rows.tolist()) != list(range(len(self))):
+            raise SchemaError(
+                f"reorder needs each of the {len(self)} rows once, got {len(rows)} indices "
+                f"({len(set(rows.tolist()))} different). To drop or repeat rows use select_idxs."
+            )
+        ordered = self.select_idxs(rows)
+        self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
+
+    def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
+        """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b."""
+        rows = torch.arange(len(self))
+        return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
+
+    def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray | Tensor) -> DataProto:
+        """Row ``i`` ``repeat_times[i]`` times, copies next to each other."""
+        times = torch.as_tensor(repeat_times)
+        if times.shape != (len(self),):
+            raise SchemaError(f"repeat_times needs one count for each of {len(self)} rows, got {describe(times)}.")
+        return self.select_idxs(torch.arange(len(self)).repeat_interleave(times.long().cpu()))
+
+    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> DataProto:
+        """Columns (bsz, n·k, ...) to (bsz·n, k, ...): ``n_split`` pieces of a row become rows of their own.
+
+        Columns that are not in ``split_keys`` are repeated, ``n_split`` times each row.
+
+        Raises:
+            SchemaError: a column's second dimension does not divide by ``n_split``.
+        """
+        split = set(only(dict.fromkeys(self._keys()), split_keys or [], "the batch"))
+        pieces = self.repeat(n_split)
+        for column_of in (dict(self._tensors()), self.non_tensor_batch):
+            for key in split & column_of.keys():
+                column = column_of[key]
+                if column.ndim < 2 or column.shape[1] % n_split:
+                    raise SchemaError(f"column '{key}' {tuple(column.shape)} does not split into {n_split} pieces.")
+                shape = (column.shape[0] * n_split, column.shape[1] // n_split, *column.shape[2:])
+                target = pieces.batch if isinstance(column, Tensor) else pieces.non_tensor_batch
+                assert target is not None
+                target[key] = column.reshape(shape)
+        return pieces
+
+    # ---- parts and wholes ---------------------------------------------------------------------
+
+    def is_padding_enabled(self) -> bool:
+        """Whether dispatch may pad this batch, or ``chunk`` make parts of unequal length."""
+        return self.auto_padding or DataProtoConfig.auto_padding
+
+    def padding(self, padding_size: int, padding_candidate: str = "") -> None:
+        """Add copies of a row at the end, in place.
+
+        Args:
+            padding_size: how many copies.
+            padding_candidate: ``"first"`` copies the first row, otherwise the last.
+        """
+        if padding_size == 0:
+            return
+        row = 0 if padding_candidate == "first" else len(self) - 1
+        padded = self.select_idxs([*range(len(self)), *[row] * padding_size])
+        self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """``chunks`` contiguous parts of equal length, which share memory with this batch.
+
+        With padding enabled the length need not divide: the first parts are then one row longer.
+
+        Raises:
+            SchemaError: the length does not divide, and padding is not enabled.
+        """
+        if chunks < 1 or (len(self) % chunks and not self.is_padding_enabled()):
+            raise SchemaError(
+                f"{len(self)} rows do not divide into {chunks} equal chunks. Change the batch size, pad with "
+                "pad_dataproto_to_divisor, or allow uneven chunks with auto_padding=True."
+            )
+        small, longer = divmod(len(self), chunks)
+        bounds = [i * small + min(i, longer) for i in range(chunks + 1)]
+        return [self.slice(start, end) for start, end in itertools.pairwise(bounds)]
+
+    def split(self, split_size: int) -> list[DataProto]:
+        """Contiguous parts of ``split_size`` rows, the last one possibly shorter; they share memory."""
+        if split_size < 1:
+            raise SchemaError(f"split_size must be a positive number of rows, got {split_size}.")
+        return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
+
+    @staticmethod
+    def concat(data: list[DataProto]) -> DataProto:
+        """The rows of all, one batch after the other. ``meta_info`` is united.
+
+        Raises:
+            SchemaError: there is none, their columns differ, or an entry of ``meta_info`` has
+                different values: what differs between parts belongs into a column.
+        """
+        if not data:
+            raise SchemaError("concat needs at least one batch.")
+        meta_info = data[0].meta_info
+        for part in data[1:]:
+            meta_info = union_meta_info(meta_info, part.meta_info)
+        if len(data) == 1:
+            return data[0].select()
+        check_columns_agree([dict(part._tensors()) for part in data], "tensor column")
+        check_columns_agree([part.non_tensor_batch for part in data], "non-tensor column")
+        batches = [part.batch for part in data if part.batch is not None]
+        keys = data[0].non_tensor_batch
+        return DataProto(
+            torch.cat(batches, dim=0) if batches else None,  # type: ignore[arg-type]
+            {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in keys},
+            dict(meta_info),
+            any(part.auto_padding for part in data),
+        )
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: dict[str, Any] | None = None,
+    ) -> Iterator[DataProto]:
+        """Mini-batches of this batch, ``epochs`` times over.
+
+        Args:
+            mini_batch_size: rows of each; must divide the number of rows.
+            epochs: how often every row comes.
+            seed: of the order, where ``dataloader_kwargs`` asks for ``shuffle=True``.
+            dataloader_kwargs: further arguments of ``torch.utils.data.DataLoader``.
+
+        Raises:
+            SchemaError: ``mini_batch_size`` does not divide the number of rows.
+        """
+        if mini_batch_size < 1 or len(self) % mini_batch_size:
+            raise SchemaError(f"mini_batch_size={mini_batch_size} does not divide the batch of {len(self)} rows.")
+        return convert.mini_batches(len(self), self.select_idxs, mini_batch_size, epochs, seed, dataloader_kwargs)
+
+    # ---- processes and files ------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Tensors as flat buffers, which pickle hands over without a copy; see ``wire.py``."""
+        return {**self.__dict__, "batch": None if self.batch is None else serialize_tensordict(self.batch)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Columns are the receiver's own: writing to them reaches no other process."""
+        self.__dict__.update(state)
+        self.batch = None if state["batch"] is None else deserialize_tensordict(state["batch"])
+        self.non_tensor_batch = {key: owned(column) for key, column in state["non_tensor_batch"].items()}
+
+    def save_to_disk(self, filepath: str | PathLike[str]) -> None:
+        """Write it to one file of data alone; see ``files.py`` for what it can hold.
+
+        Raises:
+            DataError: a value cannot be stored; the message names its column and type.
+        """
+        batch = None if self.batch is None else (tuple(self.batch.batch_size), dict(self._tensors()))
+        files.write(filepath, batch, self.non_tensor_batch, self.meta_info)
+
+    @staticmethod
+    def load_from_disk(filepath: str | PathLike[str]) -> DataProto:
+        """Read what ``save_to_disk`` wrote. No code of the file is ever run.
+
+        Raises:
+            DataError: the file is missing, damaged, or of another kind.
+        """
+        batch, non_tensor_batch, meta_info = files.read(filepath)
+        tensors = None if batch is None else TensorDict(dict(batch[1]), batch_size=list(batch[0]))
+        return DataProto(tensors, non_tensor_batch, meta_info)
+
+    # ---- helpers ------------------------------------------------------------------------------
+
+    def _with_tensors(self, tensors: dict[str, Any]) -> TensorDict | None:
+        return None if self.batch is None else TensorDict(tensors, batch_size=self.batch.batch_size)
+
+    def _map(
+        self, of_tensor: Callable[[Tensor], Tensor], of_array: Callable[[np.ndarray], np.ndarray], rows: int
+    ) -> DataProto:
+        """The same change of rows to every column."""
+        batch = None
+        if self.batch is not None:
+            tensors: dict[str, Any] = {key: of_tensor(value) for key, value in self._tensors()}
+            batch = TensorDict(tensors, batch_size=[rows, *self.batch.batch_size[1:]])
+        columns = {key: of_array(value) for key, value in self.non_tensor_batch.items()}
+        return DataProto(batch, columns, dict(self.meta_info), self.auto_padding)
+
+
+def collate_fn(x: list[DataProtoItem]) -> DataProto:
+    """Rows to a batch: tensors are stacked, other values become object columns.
+
+    The rows' ``meta_info`` is united.
+    """
+    tensors = [dict(item.batch.items()) if item.batch is not None else {} for item in x]
+    return DataProto.concat(
+        [
+            DataProto.from_dict(
+                {key: value.unsqueeze(0) for key, value in tensor.items()},
+                {key: [value] for key, value in item.non_tensor_batch.items()},
+                item.meta_info,
+            )
+            for tensor, item in zip(tensors, x, strict=True)
+        ]
+    )
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Every column (bsz, ...) as (new_bsz, bsz / new_bsz, ...): consecutive rows become one.
+
+    Raises:
+        SchemaError: ``new_batch_size`` does not divide the number of rows.
+    """
+    if new_batch_size < 1 or len(data) % new_batch_size:
+        raise SchemaError(f"{len(data)} rows do not fold into {new_batch_size}; use a divisor.")
+    group = len(data) // new_batch_size
+    return _reshape_rows(data, 1, (new_batch_size, group))
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Every column (b1, b2, ..., rest) as (b1·b2·..., rest) over the first ``batch_dims`` dimensions."""
+    return _reshape_rows(data, batch_dims, (-1,))
+
+
+def _reshape_rows(data: DataProto, old_dims: int, new: tuple[int, ...]) -> DataProto:
+    tensors = {key: value.reshape(*new, *value.shape[old_dims:]) for key, value in data._tensors()}
+    arrays = {key: value.reshape(*new, *value.shape[old_dims:]) for key, value in data.non_tensor_batch.items()}
+    return DataProto.from_dict(tensors, arrays, data.meta_info, num_batch_dims=len(new), auto_padding=data.auto_padding)

@@ -1,0 +1,333 @@
+"""Every column of a batch, declared once: name, dtype, dimensions, meaning, and who makes it.
+
+Padding: prompts are padded on the left, responses on the right, so that position ``prompt_length``
+of a row is always its first response token. ``sequence_length`` is ``prompt_length +
+response_length``; before generation, when there are only prompts, it is ``prompt_length``.
+
+Per-token columns of a response are 0 where ``response_mask`` is 0. Index t speaks of the
+prediction of ``responses[:, t]`` from everything before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from verl.errors import SchemaError
+from verl.utils.registry import suggest
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Args:
+        name: its key in ``batch`` or, with dtype ``object``, in ``non_tensor_batch``.
+        dtype: torch's name of the dtype; ``object`` for Python values.
+        dims: a name for each dimension; equal names mean equal sizes; ``...`` stands for any more.
+        meaning: what a value says.
+        producer: the stage that makes it.
+        consumers: the stages that read it.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[str, ...]
+    meaning: str
+    producer: str
+    consumers: tuple[str, ...] = ()
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is kept in ``batch``; else in ``non_tensor_batch``."""
+        return self.dtype != "object"
+
+
+ROW = ("bsz",)
+PROMPT = ("bsz", "prompt_length")
+RESPONSE = ("bsz", "response_length")
+SEQUENCE = ("bsz", "sequence_length")
+
+_SEQUENCES = (
+    Column("prompts", "int64", PROMPT, "prompt tokens, padded on the left", "generate_sequences", ("reward",)),
+    Column(
+        "responses", "int64", RESPONSE, "sampled tokens, padded on the right", "generate_sequences", ("reward", "actor")
+    ),
+    Column(
+        "response_mask",
+        "int64",
+        RESPONSE,
+        "1 on tokens that the policy chose, its end-of-sequence token among them",
+        "generate_sequences",
+        ("advantages", "actor", "critic"),
+    ),
+    Column(
+        "input_ids",
+        "int64",
+        SEQUENCE,
+        "prompt and response, one after the other",
+        "the data set (prompt alone), then generate_sequences",
+        ("generate_sequences", "actor", "reference", "critic", "reward model"),
+    ),
+    Column(
+        "attention_mask",
+        "int64",
+        SEQUENCE,
+        "1 on tokens, 0 on padding",
+        "the data set (prompt alone), then generate_sequences",
+        ("generate_sequences", "actor", "reference", "critic", "reward model"),
+    ),
+    Column(
+        "position_ids",
+        "int64",
+        ("bsz", "...", "sequence_length"),
+        "0 on the first token, then 1, 2, ...; vision models have one row for each of several axes",
+        "the data set (prompt alone), then generate_sequences",
+        ("generate_sequences", "actor", "reference", "critic", "reward model"),
+    ),
+)
+
+_LOG_PROBS = (
+    Column(
+        "rollout_log_probs",
+        "float32",
+        RESPONSE,
+        "log-probabilities under the engine that sampled",
+        "generate_sequences",
+        ("metrics", "rollout correction"),
+    ),
+    Column(
+        "old_log_probs",
+        "float32",
+        RESPONSE,
+        "log-probabilities under the policy at the start of the update",
+        "actor.compute_log_prob",
+        ("KL in the reward", "actor"),
+    ),
+    Column(
+        "ref_log_prob",
+        "float32",
+        RESPONSE,
+        "log-probabilities under the frozen reference policy",
+        "ref.compute_ref_log_prob",
+        ("KL in the reward", "actor"),
+    ),
+    Column(
+        "entropys",
+        "float32",
+        RESPONSE,
+        "entropy of the policy's next-token distribution, in nats",
+        "actor.compute_log_prob",
+        ("metrics",),
+    ),
+    Column(
+        "sum_pi_squared",
+        "float32",
+        RESPONSE,
+        "sum of the squared next-token probabilities",
+        "actor.compute_log_prob, with actor.calculate_sum_pi_squared=true",
+        ("advantages",),
+    ),
+    Column(
+        "rollout_is_weights",
+        "float32",
+        RESPONSE,
+        "importance weight of the policy over the rollout engine",
+        "rollout correction (algorithm.rollout_correction)",
+        ("actor",),
+    ),
+    Column(
+        "teacher_logprobs",
+        "float32",
+        ("bsz", "response_length", "..."),
+        "log-probabilities under a teacher",
+        "the teacher of a distillation",
+        ("actor",),
+    ),
+)
+
+_REWARDS = (
+    Column(
+        "rm_scores", "float32", RESPONSE, "score of the reward model, on the last token",
+        "reward_model.compute_rm_score", ("reward",),
+    ),
+    Column(
+        "token_level_scores", "float32", RESPONSE, "score of the reward function, on the last token", "reward",
+        ("advantages", "metrics"),
+    ),
+    Column(
+        "token_level_rewards", "float32", RESPONSE, "scores, minus KL to the reference if the reward has it",
+        "advantages", ("advantages", "metrics"),
+    ),
+    Column(
+        "reward_baselines", "float32", ROW, "score of the greedy response to the same prompt",
+        "a greedy rollout (adv_estimator=remax)", ("advantages",),
+    ),
+    Column(
+        "values", "float32", RESPONSE, "value of the state before the token", "critic.compute_values",
+        ("advantages", "critic"),
+    ),
+    Column("advantages", "float32", RESPONSE, "how much better than expected the token was", "advantages", ("actor",)),
+    Column("returns", "float32", RESPONSE, "what the critic should have said", "advantages", ("critic", "metrics")),
+)  # fmt: skip
+
+_OTHER_TENSORS = (
+    Column(
+        "routed_experts",
+        "int64",
+        ("bsz", "sequence_length", "layers", "top_k"),
+        "experts that the rollout engine chose, to be replayed in training",
+        "generate_sequences, for mixture-of-experts models",
+        ("actor",),
+    ),
+    Column(
+        "dummy_tensor",
+        "uint8",
+        ("bsz", "one"),
+        "nothing; gives rows to a batch of prompts that is not tokenized yet",
+        "the data set",
+    ),
+)
+
+_OBJECTS = (
+    Column("uid", "object", ROW, "id of the group: responses with one uid are siblings of one prompt", "the trainer",
+           ("generate_sequences", "advantages")),
+    Column("sample_index", "object", ROW, "position among the siblings", "the trainer", ("generate_sequences",)),
+    Column("raw_prompt", "object", ROW, "messages of the prompt: list of {role, content}", "the data set",
+           ("generate_sequences", "reward")),
+    Column("data_source", "object", ROW, "name of the data set; chooses the scorer", "the data set",
+           ("reward", "validation")),
+    Column("ability", "object", ROW, "kind of task, for the reader", "the data set"),
+    Column("reward_model", "object", ROW, "{style: rule or model, ground_truth}", "the data set", ("reward",)),
+    Column("extra_info", "object", ROW, "what else the data set says of the prompt", "the data set", ("reward",)),
+    Column("index", "object", ROW, "number of the prompt in its data set", "the data set"),
+    Column("finish_reason", "object", ROW, "why generation ended: stop, length or abort", "generate_sequences",
+           ("metrics",)),
+    Column("weight_version", "object", ROW, "version of the weights that sampled it", "generate_sequences",
+           ("metrics",)),
+    Column("agent_name", "object", ROW, "agent loop that answers the prompt", "the data set", ("agent loop",)),
+    Column("tools_kwargs", "object", ROW, "arguments for each tool", "the data set", ("agent loop",)),
+    Column("interaction_kwargs", "object", ROW, "arguments for the interaction", "the data set", ("agent loop",)),
+    Column("__num_turns__", "object", ROW, "messages in the conversation", "agent loop", ("reward", "metrics")),
+    Column("multi_modal_inputs", "object", ROW, "pixel values and the like, as the processor made them", "the data set",
+           ("actor", "reference", "critic")),
+    Column("tool_extra_fields", "object", ROW, "what tools returned beside their text", "agent loop", ("reward",)),
+    Column("ground_truth_answers", "object", ROW, "the true answers, beside decoded responses", "reward",
+           ("batch reward functions",)),
+)  # fmt: skip
+
+COLUMNS: Mapping[str, Column] = {
+    column.name: column for column in (*_SEQUENCES, *_LOG_PROBS, *_REWARDS, *_OTHER_TENSORS, *_OBJECTS)
+}
+"""All columns that verl knows, by name. Any other column is the user's own and is left alone."""
+
+
+def require(batch: DataProto | Mapping[str, Any], columns: Iterable[str], stage: str) -> None:
+    """Make sure that ``batch`` has the columns that ``stage`` needs.
+
+    Args:
+        batch: a ``DataProto``, or a mapping from names to columns.
+        columns: names of the columns needed.
+        stage: who needs them, for the message: ``"advantage estimator 'gae'"``.
+
+    Raises:
+        SchemaError: one is missing; the message names it, the columns there are, and its maker.
+    """
+    present = _columns_of(batch)
+    missing = [name for name in columns if name not in present]
+    if not missing:
+        return
+    makers = "; ".join(_maker(name, present) for name in missing)
+    raise SchemaError(
+        f"{stage} needs column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, which the batch "
+        f"lacks (has: {', '.join(sorted(present)) or 'nothing'}). {makers}."
+    )
+
+
+def _maker(name: str, present: Mapping[str, Any]) -> str:
+    if name in COLUMNS:
+        return f"'{name}' is made by {COLUMNS[name].producer}"
+    return f"'{name}' is not a column that verl makes; a data set or stage of yours must{suggest(name, list(present))}"
+
+
+def check_columns(batch: DataProto | Mapping[str, Any]) -> None:
+    """Make sure that the known columns of ``batch`` have the dtype and the dimensions declared here.
+
+    Raises:
+        SchemaError: one has not; the message says what it is and what it should be.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    present = _columns_of(batch)
+    for name in present.keys() & COLUMNS.keys():
+        column, value = COLUMNS[name], present[name]
+        _check_dtype(column, value)
+        for dim, size in _bind(column, tuple(value.shape)).items():
+            known, where = sizes.setdefault(dim, (size, name))
+            if known != size:
+                raise SchemaError(
+                    f"column '{name}' {tuple(value.shape)} has {dim}={size}, but '{where}' has {dim}={known}; "
+                    f"'{name}' should be ({', '.join(column.dims)})."
+                )
+    _check_sequence_length(sizes)
+
+
+def _check_dtype(column: Column, value: Any) -> None:
+    if isinstance(value, np.ndarray):
+        if column.is_tensor:
+            raise SchemaError(f"column '{column.name}' is a numpy array; it should be a tensor of {column.dtype}.")
+        return
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype != column.dtype:
+        remedy = "put it into non_tensor_batch" if not column.is_tensor else f"convert it in {column.producer}"
+        raise SchemaError(f"column '{column.name}' has dtype {dtype}, it should be {column.dtype}; {remedy}.")
+
+
+def _bind(column: Column, shape: tuple[int, ...]) -> dict[str, int]:
+    """The size of each named dimension."""
+    dims = column.dims
+    if "..." in dims:
+        at = dims.index("...")
+        after = len(dims) - at - 1
+        fits = len(shape) >= len(dims) - 1
+        dims, shape = dims[:at] + dims[at + 1 :], shape[:at] + shape[len(shape) - after :]
+    else:
+        fits = not column.is_tensor or len(shape) == len(dims)
+    if not fits:
+        raise SchemaError(f"column '{column.name}' has shape {shape}; it should be ({', '.join(column.dims)}).")
+    sizes = dict(zip(dims, shape, strict=False))
+    if sizes.pop("one", 1) != 1:
+        raise SchemaError(f"column '{column.name}' has shape {shape}; its last dimension should be 1.")
+    return sizes
+
+
+def _check_sequence_length(sizes: Mapping[str, tuple[int, str]]) -> None:
+    lengths = {dim: sizes[dim][0] for dim in ("prompt_length", "response_length", "sequence_length") if dim in sizes}
+    if len(lengths) == 3 and lengths["sequence_length"] != lengths["prompt_length"] + lengths["response_length"]:
+        raise SchemaError(
+            f"column '{sizes['sequence_length'][1]}' is {lengths['sequence_length']} long, but prompts and responses "
+            f"together are {lengths['prompt_length']} + {lengths['response_length']}; it should be both, one after "
+            "the other."
+        )
+
+
+def _columns_of(batch: DataProto | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    return {**dict(batch.batch.items() if batch.batch is not None else ()), **batch.non_tensor_batch}
+
+
+def table() -> str:
+    """All columns as a Markdown table, for the documentation."""
+    lines = ["| column | dtype | dimensions | meaning | made by | read by |", "|---|---|---|---|---|---|"]
+    for column in COLUMNS.values():
+        dims, consumers = ", ".join(column.dims), ", ".join(column.consumers)
+        lines.append(
+            f"| `{column.name}` | {column.dtype} | ({dims}) | {column.meaning} | {column.producer} | {consumers} |"
+        )
+    return "\n".join(lines)
