@@ -439,7 +439,7 @@ def check_prompts_that_do_not_fit_are_refused_by_uid(engine: EngineUnderTest) ->
         running.generate_sequences(prompt_batch([[7], [5] * 9], width=9))
     right = prompt_batch([[5, 6], [7]])
     right.batch["attention_mask"] = right.batch["attention_mask"].flip(-1)
-    with pytest.raises(SchemaError, match="padding on the left"):
+    with pytest.raises(SchemaError, match="padded on the left"):
         running.generate_sequences(right)
 
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.models import tiny_model_dir, tiny_tokenizer
+from tests.models import FAMILIES, tiny_model_dir, tiny_tokenizer
 from verl.errors import ConfigError
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.tokenizer import require_chat_template
@@ -30,6 +30,14 @@ def test_it_loads_and_speaks(tmp_path):
     text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert text == "<user>1 + 2?<assistant>"
     require_chat_template(tokenizer)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_becomes_the_same_tokens_in_every_model_folder(tmp_path, family):
+    tokenizer, text = hf_tokenizer(tiny_model_dir(tmp_path, family)), "12 + ab\n c"
+    assert len(tokenizer) == 104
+    assert tokenizer(text)["input_ids"] == tiny_tokenizer("char")(text)["input_ids"]
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_a_missing_folder_is_named_with_its_neighbour(tmp_path):

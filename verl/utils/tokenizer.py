@@ -6,12 +6,21 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from verl.errors import ConfigError
 from verl.utils.model import resolve_model_path
 
 logger = logging.getLogger(__name__)
+
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def hf_tokenizer(
@@ -34,7 +43,8 @@ def hf_tokenizer(
     """
     path = resolve_model_path(name_or_path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **kwargs)
+        loader = PreTrainedTokenizerFast if _is_plain(path) else AutoTokenizer
+        tokenizer = loader.from_pretrained(path, **kwargs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"no tokenizer can be read from '{path}': {str(error).strip().splitlines()[0]} A tokenizer's folder holds "
@@ -45,6 +55,16 @@ def hf_tokenizer(
     if tokenizer.pad_token_id is None and correct_pad_token:
         _pad_with_eos(tokenizer, path)
     return tokenizer
+
+
+def _is_plain(path: str) -> bool:
+    """The folder says that its tokenizer.json is all there is to the tokenizer.
+
+    AutoTokenizer does not believe that for some model types (qwen2 among them) and puts the family's own
+    splitting rules in place of those in tokenizer.json, so that text becomes other tokens, without a word.
+    """
+    declared = get_tokenizer_config(path)
+    return declared.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in declared
 
 
 def _pad_with_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
