@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.utils.data import Dataset, Sampler, SequentialSampler
 
 from verl.errors import ConfigError
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.sampler import SeededShuffle
+from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.import_utils import load_object
 
 if TYPE_CHECKING:
-    from verl.trainer.config import DataConfig
+    from verl.trainer.config import DataConfig, SFTDataConfig
+    from verl.trainer.config.data import CustomClassConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,15 +47,7 @@ def create_rl_dataset(
         ConfigError: ``data.custom_cls`` names no class, or one that is not a torch ``Dataset``.
         DataError: the files cannot be used.
     """
-    cls: Any = RLHFDataset
-    custom = data_config.custom_cls
-    if custom is not None and custom.path:
-        cls = load_object(custom.path, custom.name or "", "data.custom_cls")
-        if not (isinstance(cls, type) and issubclass(cls, Dataset)):
-            raise ConfigError(
-                f"data.custom_cls: '{custom.name}' in {custom.path} is not a class that inherits from "
-                "torch.utils.data.Dataset. Let it inherit from verl.utils.dataset.rl_dataset.RLHFDataset, for example."
-            )
+    cls = _dataset_class(data_config.custom_cls, RLHFDataset)
     dataset = cls(
         data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples
     )
@@ -60,16 +55,78 @@ def create_rl_dataset(
     return dataset
 
 
-def create_rl_sampler(data_config: DataConfig, dataset: Dataset) -> Sampler[int]:
-    """The order of the training prompts: a seeded shuffle, new in each epoch, or as they stand.
+def create_sft_dataset(
+    data_paths: str | Sequence[str], data_config: SFTDataConfig, tokenizer: Any, max_samples: int = -1
+) -> Dataset:
+    """The data set of a supervised run.
+
+    :class:`SFTDataset` if ``data.prompt_key`` is set, :class:`MultiTurnSFTDataset` if it is not, or the
+    class that ``data.custom_cls`` names, called with the same arguments.
+
+    Args:
+        data_paths: ``data.train_files`` or ``data.val_files``.
+        data_config: the ``data`` section.
+        tokenizer: tokenizer of the model.
+        max_samples: keep only so many rows; -1 keeps all.
+
+    Raises:
+        ConfigError: ``data.custom_cls`` is no data set, or only one of the two keys is set.
+        DataError: the files cannot be used.
+    """
+    if bool(data_config.prompt_key) != bool(data_config.response_key):
+        raise ConfigError(
+            f"data.prompt_key={data_config.prompt_key} and data.response_key={data_config.response_key}: "
+            "set both, or neither for conversations in data.messages_key."
+        )
+    default = SFTDataset if data_config.prompt_key else MultiTurnSFTDataset
+    cls = _dataset_class(data_config.custom_cls, default)
+    return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples)
+
+
+def create_rl_sampler(data_config: DataConfig | SFTDataConfig, dataset: Dataset) -> Sampler[int]:
+    """The order of the training rows: a seeded shuffle, new in each epoch, or as they stand.
 
     The state of the shuffle is part of a ``StatefulDataLoader``'s state, so a resumed run sees
     the rest of the epoch that was interrupted, and then the epochs that would have followed.
+    The class that ``data.sampler`` names takes its place; it is called as
+    ``cls(data_source=dataset, data_config=data_config)``.
 
     Args:
-        data_config: ``shuffle`` and ``seed`` of the ``data`` section; no seed is seed 1.
+        data_config: ``shuffle``, ``seed`` and ``sampler`` of the ``data`` section; no seed is seed 1.
         dataset: the data set to be read.
+
+    Raises:
+        ConfigError: ``data.sampler`` names no class, or one that is not a torch ``Sampler``.
     """
+    custom = data_config.get("sampler")
+    if custom is not None and custom.class_path:
+        return _custom_sampler(custom.class_path, custom.class_name or "")(data_source=dataset, data_config=data_config)
     if not data_config.shuffle:
         return SequentialSampler(cast(Sized, dataset))
     return SeededShuffle(cast(Sized, dataset), seed=1 if data_config.seed is None else data_config.seed)
+
+
+def _dataset_class(custom: CustomClassConfig, default: type[Dataset]) -> Any:
+    if not custom.path:
+        return default
+    cls = load_object(custom.path, custom.name or "", "data.custom_cls")
+    if not (isinstance(cls, type) and issubclass(cls, Dataset)):
+        raise ConfigError(
+            f"data.custom_cls: '{custom.name}' in {custom.path} is not a class that inherits from "
+            f"torch.utils.data.Dataset. Let it inherit from {default.__module__}.{default.__name__}, for example."
+        )
+    return cls
+
+
+def _custom_sampler(path: str, name: str) -> Any:
+    cls = load_object(path, name, "data.sampler")
+    if not (isinstance(cls, type) and issubclass(cls, Sampler)):
+        raise ConfigError(
+            f"data.sampler: '{name}' in {path} is not a class that inherits from torch.utils.data.Sampler."
+        )
+    if hasattr(cls, "update"):
+        raise ConfigError(
+            f"data.sampler: {name} has an 'update' method, and samplers that learn from the batches are not in this "
+            "version. Take the method out, or order the data file."
+        )
+    return cls

@@ -18,26 +18,6 @@ T = TypeVar("T")
 MEDIA = ("image", "image_url", "video", "audio", "input_audio")
 
 
-def require_chat_template(tokenizer: Any) -> None:
-    """Check that a tokenizer can turn messages into a prompt and pad it.
-
-    Raises:
-        DataError: it has no chat template, or no pad token.
-    """
-    name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-    if not getattr(tokenizer, "chat_template", None):
-        raise DataError(
-            f"the tokenizer '{name}' has no chat template, so messages cannot become a prompt. "
-            "Use the tokenizer of an instruction-tuned model, or set one: "
-            "actor_rollout_ref.model.custom_chat_template, or tokenizer.chat_template in code."
-        )
-    if tokenizer.pad_token_id is None:
-        raise DataError(
-            f"the tokenizer '{name}' has no pad token. Set one that never occurs in a text, or "
-            "tokenizer.pad_token = tokenizer.eos_token."
-        )
-
-
 def as_messages(prompt: Any, place: str) -> list[Message]:
     """A prompt as a list of messages, checked.
 

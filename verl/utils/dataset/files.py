@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from verl.errors import DataError
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".ndjson")
@@ -91,6 +93,24 @@ def require_columns(files: Sequence[DataFile], wanted: dict[str, str]) -> None:
                     f"{file.path} has no column '{column}' ({source}). "
                     f"Its columns: {', '.join(file.columns)}. {_remedy(source)}"
                 )
+
+
+def choose_rows(files: Sequence[DataFile], max_samples: int, shuffle: bool, seed: int | None) -> list[tuple[int, int]]:
+    """Which rows a data set keeps, as (number of the file, number of the row).
+
+    Args:
+        files: opened files.
+        max_samples: how many rows to keep; -1, 0 or more than there are keeps all.
+        shuffle: keep a random choice, not the first.
+        seed: of that choice; None is 1.
+    """
+    rows = [(f, r) for f, file in enumerate(files) for r in range(len(file))]
+    if not 0 < max_samples < len(rows):
+        return rows
+    if not shuffle:
+        return rows[:max_samples]
+    chosen = np.random.default_rng(1 if seed is None else seed).choice(len(rows), size=max_samples, replace=False)
+    return [rows[number] for number in chosen]
 
 
 def _remedy(source: str) -> str:

@@ -28,11 +28,11 @@ from verl.utils.dataset.chat import (
     encode,
     render,
     rendered,
-    require_chat_template,
     token_lengths,
     truncate,
 )
-from verl.utils.dataset.files import DataFile, Row, open_files, require_columns
+from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
+from verl.utils.tokenizer import require_chat_template
 
 if TYPE_CHECKING:
     from verl.trainer.config import DataConfig
@@ -64,7 +64,8 @@ class RLHFDataset(Dataset):
             ``data.seed`` alone if ``data.shuffle``, else the first.
 
     Raises:
-        DataError: a file, a row, or the tokenizer cannot be used.
+        DataError: a file or a row cannot be used.
+        ConfigError: the tokenizer has no chat template.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class RLHFDataset(Dataset):
             require_columns(self.files, {config.reward_fn_key: "data.reward_fn_key"})
         self._refuse_unusable_columns()
         self.columns = list(dict.fromkeys(name for file in self.files for name in file.columns))
-        self.rows = self._choose([(f, r) for f, file in enumerate(self.files) for r in range(len(file))], max_samples)
+        self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_prompts()
 
     def __len__(self) -> int:
@@ -170,14 +171,6 @@ class RLHFDataset(Dataset):
                     f"{file.path}, row {number}: column '{key}' holds {len(value)} item(s), and verl trains on text "
                     "only for now. Remove these rows, or the column if the text stands alone."
                 )
-
-    def _choose(self, rows: list[tuple[int, int]], max_samples: int) -> list[tuple[int, int]]:
-        if not 0 < max_samples < len(rows):
-            return rows
-        if not self.config.shuffle:
-            return rows[:max_samples]
-        chosen = np.random.default_rng(self.config.seed or 0).choice(len(rows), size=max_samples, replace=False)
-        return [rows[number] for number in chosen]
 
     def _messages(self) -> Iterator[tuple[str, list[Message]]]:
         for item, prompt in enumerate(self.source_column(self.config.prompt_key)):

@@ -15,7 +15,7 @@ your own with ``@register_scorer("my/source")``, or set ``custom_reward_function
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from verl.errors import ConfigError, RewardError
@@ -96,9 +96,11 @@ def default_compute_score(
     Raises:
         UnknownDataSourceError: no scorer for this source.
         ConfigError: no scorer has a setting of that name.
-        RewardError: the scorer could not decide.
+        RewardError: there is no ground truth, or the scorer could not decide.
     """
     scorer = get_scorer(data_source)
+    if ground_truth is None:
+        raise RewardError("the row has no reward_model.ground_truth, which its scorer compares with.")
     beside = {
         "extra_info": extra_info,
         "sandbox_fusion_url": sandbox_fusion_url,
@@ -106,13 +108,24 @@ def default_compute_score(
         "memory_limit_mb": memory_limit_mb,
     }
     wanted = inspect.signature(scorer).parameters
-    if unknown := [name for name in kwargs if name not in wanted and name not in _settings()]:
-        raise ConfigError(
-            f"no scorer takes the setting '{unknown[0]}'.{suggest(unknown[0], _settings())} "
-            f"Settings there are: {', '.join(_settings())}."
-        )
+    if not wanted.keys() >= kwargs.keys():
+        check_settings(kwargs)
     given = {name: value for name, value in {**beside, **kwargs}.items() if name in wanted}
     return scorer(solution_str=solution_str, ground_truth=ground_truth, **given)
+
+
+def check_settings(names: Iterable[str]) -> None:
+    """Check names of settings such as ``format_score``.
+
+    Raises:
+        ConfigError: a setting that no scorer takes.
+    """
+    known = _settings()
+    for name in names:
+        if name not in known:
+            raise ConfigError(
+                f"no scorer takes the setting '{name}'.{suggest(name, known)} Settings there are: {', '.join(known)}."
+            )
 
 
 def _settings() -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from verl.protocol import DataProto
+from verl.utils.dataset.rl_dataset import RLHFDataset
 
 
 class AbstractRewardManager(ABC):
@@ -47,6 +48,10 @@ class AbstractRewardManager(ABC):
             info always has ``score`` and ``reward_status`` (``ok`` or ``error``).
         """
 
-    def required_columns(self) -> dict[str, str]:
-        """Columns that the data files must have for this manager, each with who needs it."""
-        return {}
+    def check_dataset(self, dataset: RLHFDataset) -> None:  # noqa: B027 - a hook that may stay empty
+        """Look for what scoring will need in the data, before any model loads.
+
+        Raises:
+            DataError: a column is missing.
+            UnknownDataSourceError: a row has a data source that nothing scores.
+        """

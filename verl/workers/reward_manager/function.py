@@ -29,9 +29,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from tensordict import TensorDict
 
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
+from verl.schema import require
 from verl.utils.reward_score import UnknownDataSourceError
 
 SAMPLE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -85,6 +87,17 @@ class RewardBatch(DataProto):
         return batch
 
 
+def tensors_of(data: DataProto) -> TensorDict:
+    """The tensor columns of a batch that is to be scored.
+
+    Raises:
+        SchemaError: one that scoring reads is missing.
+    """
+    require(data, ("prompts", "responses", "attention_mask", "response_mask"), "the reward manager")
+    assert data.batch is not None
+    return data.batch
+
+
 class Attempt:
     """Runs a user's code and keeps what it raised, so that one bad sample does not end a run.
 
@@ -110,6 +123,13 @@ class Attempt:
         return True
 
 
+def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function below any ``functools.partial``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
 def form_of(function: Callable[..., Any], bound: Mapping[str, Any]) -> Form:
     """Which form a reward function has.
 
@@ -123,7 +143,7 @@ def form_of(function: Callable[..., Any], bound: Mapping[str, Any]) -> Form:
     parameters = inspect.signature(function).parameters
     named = {name for name, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    shown = f"{getattr(function, '__name__', function)}{inspect.signature(function)}"
+    shown = f"{getattr(unwrapped(function), '__name__', function)}{inspect.signature(function)}"
     if "solution_str" in named:
         form, given = "sample", {*SAMPLE_PARAMETERS, *bound}
     elif "data" in named:
@@ -174,12 +194,13 @@ class RewardFunction:
         Returns:
             a score per sample, and the token scores (bsz, response_length) if the function gave any.
         """
-        shape = (len(samples), data.batch["responses"].size(1))
+        response_mask = tensors_of(data)["response_mask"]
+        shape = (len(samples), response_mask.size(1))
         with Attempt() as attempt:
             result = _checked_tensor(self._call(data=RewardBatch.of(data, samples)), shape)
             if result.dim() == 1:
                 return [guarded(value) for value in result.tolist()], None
-            return token_scores(result, data.batch["response_mask"])
+            return token_scores(result, response_mask)
         return [Score(0.0, error=attempt.error)] * len(samples), None
 
     def _arguments(self, sample: Sample) -> dict[str, Any]:

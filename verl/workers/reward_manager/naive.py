@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 
-from verl.errors import RewardError, SchemaError
+from verl.errors import RewardError
 from verl.protocol import DataProto
-from verl.utils.reward_score import default_compute_score
+from verl.schema import require
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.reward_score import default_compute_score, get_scorer
 from verl.workers.reward_manager.abstract import AbstractRewardManager
-from verl.workers.reward_manager.function import RewardFunction, Sample, Score, token_scores
+from verl.workers.reward_manager.function import RewardFunction, Sample, Score, tensors_of, token_scores, unwrapped
 from verl.workers.reward_manager.registry import register
 
 logger = logging.getLogger(__name__)
@@ -59,17 +61,22 @@ class NaiveRewardManager(AbstractRewardManager):
         self.num_examine = num_examine
         self.reward_fn_key = reward_fn_key
         self.max_error_rate = max_error_rate
-        self.has_rule = compute_score is not None
-        self.function = RewardFunction(compute_score or default_compute_score, scorer_kwargs, max_concurrent)
+        function = compute_score or default_compute_score
+        self.has_rule = unwrapped(function) is not default_compute_score
+        self.function = RewardFunction(function, scorer_kwargs, max_concurrent)
 
-    def required_columns(self) -> dict[str, str]:
-        """``reward_model`` and the data source, if scores go by data source."""
+    def check_dataset(self, dataset: RLHFDataset) -> None:
+        """See :meth:`AbstractRewardManager.check_dataset`; a rule of one's own may need nothing."""
         if self.has_rule:
-            return {}
-        return {
-            self.reward_fn_key: "data.reward_fn_key",
-            "reward_model": "its ground_truth is what scorers compare with",
-        }
+            return
+        dataset.require_columns(
+            {
+                self.reward_fn_key: "data.reward_fn_key",
+                "reward_model": "scorers compare with its ground_truth",
+            }
+        )
+        for source in dict.fromkeys(map(str, dataset.source_column(self.reward_fn_key))):
+            get_scorer(source)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Scores of a batch; see :meth:`AbstractRewardManager.__call__`.
@@ -78,25 +85,26 @@ class NaiveRewardManager(AbstractRewardManager):
             RewardError: more than ``max_error_rate`` of the samples failed.
             SchemaError: the batch lacks a column.
         """
+        tensors = tensors_of(data)
         samples = self.samples(data)
-        if "rm_scores" in data.batch.keys() and not self.has_rule:
-            scores, tokens = token_scores(data.batch["rm_scores"], data.batch["response_mask"])
+        if not self.has_rule and "rm_scores" in tensors.keys():
+            scores, tokens = token_scores(tensors["rm_scores"], tensors["response_mask"])
         elif self.function.form == "batch":
             scores, tokens = self.function.score_batch(data, samples)
         else:
+            if not self.has_rule:
+                require(data, ("reward_model",), "scoring by data source")
             scores, tokens = self.function.score_samples(samples), None
         self._report_errors(samples, scores)
         self._log_examples(data, samples, scores)
         if tokens is None:
-            tokens = on_last_token(data.batch["response_mask"], [score.value for score in scores])
+            tokens = on_last_token(tensors["response_mask"], [score.value for score in scores])
         if not return_dict:
             return tokens
         return {"reward_tensor": tokens, "reward_extra_info": extra_info(scores)}
 
     def samples(self, data: DataProto) -> list[Sample]:
         """Each row of the batch as a reward function sees it."""
-        if "responses" not in data.batch.keys():
-            raise SchemaError("the batch has no 'responses' to score; they are made by the rollout.")
         columns = data.non_tensor_batch
         rows = range(len(data))
         texts = decode_responses(data, self.tokenizer)
@@ -107,15 +115,15 @@ class NaiveRewardManager(AbstractRewardManager):
         return [Sample(str(sources[i]), texts[i], truths[i], extras[i], str(uids[i])) for i in rows]
 
     def _extra_infos(self, data: DataProto) -> list[dict[str, Any]]:
-        columns = data.non_tensor_batch
+        columns, tensors = data.non_tensor_batch, tensors_of(data)
         extras = [dict(info or {}) for info in columns.get("extra_info", [None] * len(data))]
         beside: dict[str, Sequence[Any]] = {}
         if "__num_turns__" in columns:
             beside["num_turns"] = columns["__num_turns__"].tolist()
         if "reward_scores" in columns:
             beside["rollout_reward_scores"] = columns["reward_scores"].tolist()
-        if "rm_scores" in data.batch.keys():
-            beside["rm_score"] = data.batch["rm_scores"].sum(-1).tolist()
+        if "rm_scores" in tensors.keys():
+            beside["rm_score"] = tensors["rm_scores"].sum(-1).tolist()
         for name, values in beside.items():
             for info, value in zip(extras, values, strict=True):
                 info[name] = value
@@ -144,7 +152,7 @@ class NaiveRewardManager(AbstractRewardManager):
             if shown[sample.data_source] >= self.num_examine:
                 continue
             shown[sample.data_source] += 1
-            prompt = self.tokenizer.decode(data.batch["prompts"][row], skip_special_tokens=True)
+            prompt = self.tokenizer.decode(tensors_of(data)["prompts"][row], skip_special_tokens=True)
             logger.info(
                 "[%s]\n[prompt] %s\n[response] %s\n[ground_truth] %s\n[score] %s",
                 sample.data_source,
@@ -157,8 +165,9 @@ class NaiveRewardManager(AbstractRewardManager):
 
 def decode_responses(data: DataProto, tokenizer: Any) -> list[str]:
     """The text of each response without padding and special tokens."""
-    responses = data.batch["responses"]
-    valid = data.batch["attention_mask"][:, -responses.size(1) :].bool()
+    tensors = tensors_of(data)
+    responses = tensors["responses"]
+    valid = tensors["attention_mask"][:, -responses.size(1) :].bool()
     ids = [row[keep].tolist() for row, keep in zip(responses, valid, strict=True)]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
 

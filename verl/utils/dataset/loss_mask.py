@@ -1,0 +1,121 @@
+r"""Which tokens of a conversation the assistant wrote.
+
+The template renders the whole conversation once, and those ids are what is trained on. In it, the
+turn of an assistant begins where the prompt ends that the model would be given (the messages before
+it, with the generation prompt), and ends with its end-of-turn token::
+
+    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
+                                                         └──── loss ───┘
+
+What follows that token (here a newline) is written by the template, never by the model. At both ends
+of a turn the text so far, tokenized by itself, must be a prefix of the whole, token by token: then
+training sees exactly what a rollout sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.errors import DataError
+from verl.utils.dataset.chat import Message, encode, render
+
+
+def mask_assistant(
+    messages: list[Message], tokenizer: Any, place: str, strict: bool = True, **template_kwargs: Any
+) -> tuple[list[int], list[int]]:
+    """Token ids of a conversation, and 1 for those that the assistant wrote.
+
+    Args:
+        messages: checked messages.
+        tokenizer: has a chat template.
+        place: file and row, for error messages.
+        strict: refuse a conversation in which the prompt of a turn is no prefix of the whole, as text or
+            as tokens. Otherwise turns are found by their header, and borders inside a token are
+            moved to the token's end.
+        template_kwargs: variables of the template: tools, enable_thinking, ...
+
+    Returns:
+        ids and mask, lists of one length.
+
+    Raises:
+        DataError: the template refuses the messages, a turn cannot be found, or ``strict`` is violated.
+    """
+    whole = render(messages, tokenizer, place, **template_kwargs)
+    ids = encode(whole, tokenizer)
+    mask = [0] * len(ids)
+    cursor = 0
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        where = f"{place}: message {number}"
+        start = _turn_start(messages[:number], whole, cursor, tokenizer, where, strict, template_kwargs)
+        cursor = _turn_end(messages[: number + 1], whole, start, tokenizer, where, template_kwargs)
+        first = _border(whole[:start], ids, tokenizer, where, strict)
+        last = _border(whole[:cursor], ids, tokenizer, where, strict)
+        mask[first:last] = [1] * (last - first)
+    return ids, mask
+
+
+def _turn_start(
+    before: list[Message], whole: str, cursor: int, tokenizer: Any, place: str, strict: bool, kwargs: dict[str, Any]
+) -> int:
+    prompt = render(before, tokenizer, place, add_generation_prompt=True, **kwargs)
+    if whole.startswith(prompt) and len(prompt) >= cursor:
+        return len(prompt)
+    if strict:
+        common = _agreement(whole, prompt)
+        raise DataError(
+            f"{place}: the chat template writes the prompt of this turn otherwise than the whole conversation. "
+            f"They part at {prompt[common : common + 40]!r} and {whole[common : common + 40]!r}. The model would be "
+            "trained on a context that it never sees. Split the conversation, or set "
+            "data.ignore_input_ids_mismatch=true to train on it as the template writes the whole."
+        )
+    header = prompt[len(render(before, tokenizer, place, **kwargs)) :]
+    # A template may open a thought in the header that it leaves out of finished turns.
+    for candidate in (header, header.split("\n")[0] + "\n"):
+        found = whole.find(candidate, cursor) if candidate.strip() else -1
+        if found >= 0:
+            return found + len(candidate)
+    raise DataError(
+        f"{place}: the header {header!r} of this turn is not in the conversation as the template writes it."
+    )
+
+
+def _turn_end(
+    through: list[Message], whole: str, start: int, tokenizer: Any, place: str, kwargs: dict[str, Any]
+) -> int:
+    closed = render(through, tokenizer, place, **kwargs)
+    stripped = closed.rstrip()
+    mark = max((token for token in _special_tokens(tokenizer) if stripped.endswith(token)), key=len, default="")
+    if whole.startswith(closed):
+        return len(stripped) if mark else len(closed)
+    # Later turns can change how earlier ones are written (thoughts are left out); their end mark stays.
+    found = whole.find(mark, start) if mark else -1
+    if found < 0:
+        raise DataError(f"{place}: the end of this turn is not in the conversation as the template writes it.")
+    return found + len(mark)
+
+
+def _special_tokens(tokenizer: Any) -> list[str]:
+    return [token.content for token in tokenizer.added_tokens_decoder.values()]
+
+
+def _border(text: str, ids: list[int], tokenizer: Any, place: str, strict: bool) -> int:
+    """How many of ``ids`` belong to ``text``, the beginning of the conversation."""
+    beginning = encode(text, tokenizer)
+    if strict and ids[: len(beginning)] != beginning:
+        first = _agreement(ids, beginning)
+        raise DataError(
+            f"{place}: the text up to a border of this turn tokenizes otherwise alone than within the whole, from "
+            f"token {first} on: {tokenizer.convert_ids_to_tokens(beginning[first : first + 4])} and "
+            f"{tokenizer.convert_ids_to_tokens(ids[first : first + 4])}. A turn that begins with a space or a newline "
+            "is the usual cause; strip it, or set data.ignore_input_ids_mismatch=true to let a token straddle the "
+            "border."
+        )
+    return min(len(beginning), len(ids))
+
+
+def _agreement(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How long two sequences agree."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

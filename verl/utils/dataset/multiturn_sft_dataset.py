@@ -1,0 +1,157 @@
+"""Conversations for supervised training, with the loss on what the assistant says."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from verl.errors import DataError
+from verl.utils.dataset.chat import Message, as_messages, render, token_lengths, truncate
+from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
+from verl.utils.dataset.loss_mask import mask_assistant
+from verl.utils.tokenizer import require_chat_template
+
+if TYPE_CHECKING:
+    from verl.trainer.config import SFTDataConfig
+
+Item = dict[str, torch.Tensor]
+
+
+class MultiTurnSFTDataset(Dataset):
+    """Conversations as token ids and the mask of the tokens to learn.
+
+    ``loss_mask`` is 1 on what the model would have to write: each assistant turn after its header,
+    up to and with its end-of-turn token (see :mod:`verl.utils.dataset.loss_mask`).
+
+    An item holds ``input_ids``, ``attention_mask``, ``position_ids`` and ``loss_mask``, int64, of
+    shape (max_length,), padded at the right, or, with ``pad_mode=no_padding``, as long as the
+    conversation is. Columns of the file: ``data.messages_key``, and, if they are there,
+    ``data.tools_key`` (a list, or its JSON text) and ``data.enable_thinking_key``.
+
+    Args:
+        data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.
+        tokenizer: has a chat template and a pad token.
+        config: the ``data`` section of a supervised run.
+        max_samples: keep only so many conversations, -1 for all: a random choice that depends on
+            ``data.seed`` alone if ``data.shuffle``, else the first.
+
+    Raises:
+        DataError: a file or a row cannot be used, or ``data.truncation`` is ``error`` and a conversation is
+            longer than ``data.max_length``.
+        ConfigError: the tokenizer has no chat template.
+    """
+
+    def __init__(
+        self, data_files: str | Sequence[str], tokenizer: Any, config: SFTDataConfig, max_samples: int = -1
+    ) -> None:
+        require_chat_template(tokenizer)
+        self.tokenizer = tokenizer
+        self.config = config
+        self.files: list[DataFile] = open_files(data_files, "data.train_files or data.val_files")
+        require_columns(self.files, self.needed_columns())
+        self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
+        self._check_conversations()
+
+    def needed_columns(self) -> dict[str, str]:
+        """Columns that every file must have, each with the key that names it."""
+        return {self.config.messages_key: "data.messages_key"}
+
+    def conversation(self, row: Row, place: str) -> list[Message]:
+        """The messages of a row, checked."""
+        return as_messages(row[self.config.messages_key], place)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, item: int) -> Item:
+        place, row = self._locate(item)
+        ids, mask = mask_assistant(
+            self.conversation(row, place),
+            self.tokenizer,
+            place,
+            strict=not self.config.ignore_input_ids_mismatch,
+            **self._template_kwargs(row, place),
+        )
+        # One list, so that ids and mask are cut at the same places.
+        pairs = truncate(
+            list(zip(ids, mask, strict=True)), self.config.max_length, self.config.truncation, place, "data.max_length"
+        )
+        columns = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
+        length = len(pairs) if self.config.pad_mode == "no_padding" else self.config.max_length
+        return right_pad(columns[:, 0], columns[:, 1], length, self.tokenizer.pad_token_id)
+
+    def _locate(self, item: int) -> tuple[str, Row]:
+        file, number = self.rows[item]
+        return f"{self.files[file].path}, row {number}", self.files[file].row(number)
+
+    def _template_kwargs(self, row: Row, place: str) -> dict[str, Any]:
+        kwargs = dict(self.config.apply_chat_template_kwargs)
+        tools = row.get(self.config.tools_key)
+        if tools:
+            kwargs["tools"] = _tools(tools, place)
+        thinking = row.get(self.config.enable_thinking_key)
+        if thinking is not None:
+            kwargs["enable_thinking"] = bool(thinking)
+        return kwargs
+
+    def _check_conversations(self) -> None:
+        """Every message of every row; and every length, unless long conversations are to be cut."""
+        measure = self.config.truncation == "error"
+        texts: list[str] = []
+        for place, row in map(self._locate, range(len(self))):
+            messages = self.conversation(row, place)
+            if not any(message["role"] == "assistant" for message in messages):
+                raise DataError(f"{place}: no message has the role 'assistant', so there is nothing to learn.")
+            if measure:
+                texts.append(render(messages, self.tokenizer, place, **self._template_kwargs(row, place)))
+        limit = self.config.max_length
+        too_long = [(n, item) for item, n in enumerate(token_lengths(texts, self.tokenizer)) if n > limit]
+        if too_long:
+            length, item = too_long[0]
+            raise DataError(
+                f"{len(too_long)} of {len(self)} conversations are longer than data.max_length={limit} and "
+                f"data.truncation is 'error': the first is {self._locate(item)[0]} with {length} tokens, the longest "
+                f"has {max(too_long)[0]}. Raise data.max_length, or set data.truncation to left, right or middle."
+            )
+
+
+def _tools(value: Any, place: str) -> list[Any]:
+    try:
+        tools = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place}: the tools are not valid JSON ({error}): {value!r:.80}.") from error
+    if not isinstance(tools, list):
+        raise DataError(f"{place}: the tools are {type(tools).__name__}, not a list: {tools!r:.80}.")
+    return tools
+
+
+def right_pad(ids: torch.Tensor, loss_mask: torch.Tensor, length: int, pad_token_id: int) -> Item:
+    """A sequence at the left of ``length`` places, with the mask and positions that belong to it."""
+    padding = (0, length - len(ids))
+    attention_mask = torch.nn.functional.pad(torch.ones_like(ids), padding)
+    return {
+        "input_ids": torch.nn.functional.pad(ids, padding, value=pad_token_id),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(0) - 1).clamp(min=0),
+        "loss_mask": torch.nn.functional.pad(loss_mask, padding),
+    }
+
+
+def sft_collate_fn(
+    tokenizer: Any, config: SFTDataConfig
+) -> Callable[[list[Item]], dict[str, torch.Tensor | np.ndarray]]:
+    """The function that pads rows of a supervised data set to the longest among them and stacks them."""
+    return functools.partial(pad_to_longest, pad_token_id=tokenizer.pad_token_id)
+
+
+def pad_to_longest(items: list[Item], pad_token_id: int) -> dict[str, torch.Tensor | np.ndarray]:
+    """Items of a supervised data set to columns of shape (bsz, longest)."""
+    longest = max(len(item["input_ids"]) for item in items)
+    padded = [right_pad(item["input_ids"], item["loss_mask"], longest, pad_token_id) for item in items]
+    return {key: torch.stack([item[key] for item in padded]) for key in padded[0]}

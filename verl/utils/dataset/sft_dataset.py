@@ -1,0 +1,42 @@
+"""Pairs of prompt and response for supervised training, with the loss on the response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.errors import DataError
+from verl.utils.dataset.chat import Message, as_messages
+from verl.utils.dataset.files import Row
+from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+
+
+class SFTDataset(MultiTurnSFTDataset):
+    """A conversation of one turn: ``data.prompt_key`` asks, ``data.response_key`` answers.
+
+    The prompt is text or a list of messages. Where the two lie deeper in a column,
+    ``data.prompt_dict_keys`` and ``data.response_dict_keys`` lead to them:
+    ``prompt_key=extra_info prompt_dict_keys=[question]``. Items are those of
+    :class:`MultiTurnSFTDataset`.
+    """
+
+    def needed_columns(self) -> dict[str, str]:
+        """The two columns; see :meth:`MultiTurnSFTDataset.needed_columns`."""
+        return {self.config.prompt_key or "": "data.prompt_key", self.config.response_key or "": "data.response_key"}
+
+    def conversation(self, row: Row, place: str) -> list[Message]:
+        """Prompt and response as messages."""
+        config = self.config
+        prompt = _descend(row[config.prompt_key or ""], config.prompt_dict_keys, place, "data.prompt_dict_keys")
+        response = _descend(row[config.response_key or ""], config.response_dict_keys, place, "data.response_dict_keys")
+        if not isinstance(response, str):
+            raise DataError(f"{place}: the response is {type(response).__name__} {response!r:.80}, not text.")
+        return [*as_messages(prompt, place), {"role": "assistant", "content": response}]
+
+
+def _descend(value: Any, keys: Sequence[str], place: str, setting: str) -> Any:
+    for key in keys:
+        if not isinstance(value, dict) or key not in value:
+            raise DataError(f"{place}: {setting} asks for '{key}' in {value!r:.120}, which has no such key.")
+        value = value[key]
+    return value
