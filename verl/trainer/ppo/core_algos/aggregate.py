@@ -1,0 +1,94 @@
+"""The only place where per-token losses become one number."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.utils.registry import suggest
+from verl.utils.torch_functional import entropy_from_logits, zero_masked
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str,
+    dp_size: int = 1,
+    batch_num_tokens: float | Tensor | None = None,
+    global_batch_size: float | Tensor | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """Reduce per-token losses to a scalar, with the denominators of the whole mini-batch.
+
+    With l the losses, m the mask, N the valid tokens and B the sequences of the mini-batch over
+    all ranks, and dp the number of ranks (gradients are averaged over ranks, so each carries dp)::
+
+        token-mean               dp · Σ_i Σ_t l·m / N
+        token-sum                dp · Σ_i Σ_t l·m
+        seq-mean-token-sum       dp · Σ_i (Σ_t l·m) / B
+        seq-mean-token-mean      dp · Σ_i (Σ_t l·m / Σ_t m) / B
+        seq-mean-token-sum-norm  dp · Σ_i (Σ_t l·m) / (B · S)    S = loss_scale_factor or response_length
+
+    Law: over any partition of a mini-batch into micro-batches and ranks, the sum of
+    ``agg_loss(part, **totals) / dp_size`` is ``agg_loss(whole)``. The last mode is Dr. GRPO's
+    constant length normaliser (arXiv:2503.20783); some releases of verl leave out its B, and
+    their loss then grows with the batch.
+
+    A sequence without a valid token adds nothing, and counts in B. What ``loss_mat`` holds at
+    masked places is never read.
+
+    Args:
+        loss_mat: (bsz, response_length) per-token losses.
+        loss_mask: (bsz, response_length) 1 on tokens that count.
+        loss_agg_mode: one of the modes above.
+        dp_size: data-parallel ranks.
+        batch_num_tokens: N; None takes the valid tokens of ``loss_mask``.
+        global_batch_size: B; None takes the rows of ``loss_mat``.
+        loss_scale_factor: S; None takes the width of ``loss_mat``.
+
+    Returns:
+        scalar, connected to the graph also when no token is valid.
+
+    Raises:
+        ConfigError: there is no such mode.
+    """
+    if loss_agg_mode not in LOSS_AGG_MODES:
+        raise ConfigError(
+            f"unknown loss_agg_mode '{loss_agg_mode}'.{suggest(loss_agg_mode, list(LOSS_AGG_MODES))} "
+            f"Known: {', '.join(LOSS_AGG_MODES)}."
+        )
+    losses = zero_masked(loss_mat, loss_mask)
+    lengths = loss_mask.bool().sum(-1)  # (bsz,)
+    tokens = lengths.sum() if batch_num_tokens is None else batch_num_tokens
+    sequences = loss_mat.shape[0] if global_batch_size is None else global_batch_size
+    if loss_agg_mode == "token-mean":
+        return dp_size * losses.sum() / torch.as_tensor(tokens).clamp(min=1)
+    if loss_agg_mode == "token-sum":
+        return dp_size * losses.sum()
+    per_sequence = losses.sum(-1)  # (bsz,)
+    if loss_agg_mode == "seq-mean-token-mean":
+        per_sequence = per_sequence / lengths.clamp(min=1)
+    if loss_agg_mode == "seq-mean-token-sum-norm":
+        per_sequence = per_sequence / (loss_scale_factor or max(loss_mat.shape[-1], 1))
+    return dp_size * per_sequence.sum() / torch.as_tensor(sequences).clamp(min=1)
+
+
+def compute_entropy_loss(
+    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean", **totals: float | None
+) -> Tensor:
+    """Entropy of softmax(logits), reduced as a loss is (PPO adds ``-entropy_coeff`` times this).
+
+    Args:
+        logits: (bsz, response_length, vocabulary).
+        response_mask: (bsz, response_length) 1 on tokens that count.
+        loss_agg_mode: see :func:`agg_loss`.
+        totals: global counts for :func:`agg_loss`.
+
+    Returns:
+        scalar.
+    """
+    logits = zero_masked(logits, response_mask.unsqueeze(-1))
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, **totals)  # type: ignore[arg-type]

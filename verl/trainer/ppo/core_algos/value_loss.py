@@ -1,0 +1,44 @@
+"""The critic's loss."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.trainer.ppo.core_algos.aggregate import agg_loss
+from verl.utils.torch_functional import masked_mean, zero_masked
+
+
+def compute_value_loss(
+    vpreds: Tensor,
+    returns: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    loss_agg_mode: str = "token-mean",
+    **totals: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Squared error of the critic, with the move away from the old values clipped.
+
+        l_t = ½ · max((v - R)², (clip(v, v_old - c, v_old + c) - R)²)
+
+    Paper: PPO, https://arxiv.org/abs/1707.06347 (the clip is that of its reference code).
+
+    Args:
+        vpreds: (bsz, response_length) v, with gradient.
+        returns: (bsz, response_length) R, the targets.
+        values: (bsz, response_length) v_old, of the critic before the update.
+        response_mask: (bsz, response_length) 1 on tokens that count.
+        cliprange_value: c.
+        loss_agg_mode: see :func:`agg_loss`.
+        totals: global counts for :func:`agg_loss` (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor).
+
+    Returns:
+        the loss, and the fraction of valid tokens whose clipped error is the larger one; scalars.
+    """
+    vpreds, returns, values = (zero_masked(x, response_mask) for x in (vpreds, returns, values))
+    clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
+    plain_error, clipped_error = (vpreds - returns) ** 2, (clipped - returns) ** 2
+    loss_mat = 0.5 * torch.maximum(plain_error, clipped_error)
+    clip_fraction = masked_mean((clipped_error > plain_error).float(), response_mask)
+    return agg_loss(loss_mat, response_mask, loss_agg_mode, **totals), clip_fraction  # type: ignore[arg-type]
