@@ -142,7 +142,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_data_parallel_rank(self) -> int:
-        """This rank among them."""
+        """The number of this rank among them."""
 
     @abstractmethod
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -163,9 +163,7 @@ class BaseEngine(ABC):
         """
 
     @abstractmethod
-    def load_checkpoint(
-        self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")
-    ) -> None:
+    def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
         """Read ``contents`` back, also where another number of ranks wrote them.
 
         Raises:

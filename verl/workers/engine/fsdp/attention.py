@@ -14,8 +14,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verl.errors import ConfigError
@@ -64,7 +64,8 @@ def packed_attention_forward(
     Args:
         module: the attention layer.
         query: (1, heads, tokens, head_dim).
-        key, value: (1, kv_heads, tokens, head_dim).
+        key: (1, kv_heads, tokens, head_dim).
+        value: as ``key``.
         attention_mask: None; who sees whom follows from ``packing``.
         packing: the sequences of the row.
         scaling: factor of the scores, by default 1 / sqrt(head_dim).
@@ -83,7 +84,9 @@ def packed_attention_forward(
     wanted = [name for name in ("s_aux", "position_bias") if extras.get(name) is not None]
     wanted += ["attention_mask"] if attention_mask is not None else []
     if packing is None or wanted or not getattr(module, "is_causal", True):
-        raise ConfigError(f"{type(module).__name__} cannot run packed (it needs {', '.join(wanted) or 'padded input'}).")
+        raise ConfigError(
+            f"{type(module).__name__} cannot run packed (it needs {', '.join(wanted) or 'padded input'})."
+        )
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
     kernel = _varlen_kernel(query.device.type, query.dtype, query.shape[-1], value.shape[-1], softcap is not None)
     if kernel is not None:
@@ -105,7 +108,7 @@ def _attend(
         ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
         band = ones.tril().triu(1 - window)
     if softcap is None:
-        return F.scaled_dot_product_attention(
+        return functional.scaled_dot_product_attention(
             q, k, v, attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scaling, enable_gqa=grouped
         )
     if grouped:
@@ -114,7 +117,7 @@ def _attend(
     scores = softcap * torch.tanh(scores / softcap)
     visible = band if band is not None else torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+    return functional.dropout(weights, dropout) @ v
 
 
 VarlenKernel = Callable[..., Tensor]

@@ -201,8 +201,8 @@ def _load_rows(tensors: Mapping[str, Tensor], shards: list[dict[str, Any]]) -> N
     missing, unknown = sorted(tensors.keys() - saved.keys()), sorted(saved.keys() - tensors.keys())
     if missing or unknown:
         raise CheckpointError(
-            f"the checkpoint is of another model: it lacks {missing[:3] or 'nothing'} and has {unknown[:3] or 'nothing'} "
-            "that this model lacks."
+            f"the checkpoint is of another model: it lacks {missing[:3] or 'nothing'}, and it has "
+            f"{unknown[:3] or 'nothing'} that this model lacks."
         )
     for name, tensor in tensors.items():
         if list(tensor.shape) != saved[name]:

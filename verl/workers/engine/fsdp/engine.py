@@ -88,6 +88,7 @@ class FSDPEngine(BaseEngine):
             model.to(self.device)
         self.model = model.eval()
         self.is_packed = choose_form(model, self.model_config.use_remove_padding, self.device)
+        self._reshard()  # or the optimizer would be given the gathered copies
         if not config.forward_only:
             if self.optimizer_config is None:
                 raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
@@ -130,9 +131,10 @@ class FSDPEngine(BaseEngine):
         self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
 
     def _reshard(self) -> None:
-        """Give the root's gathered parameters back; a forward without a backward leaves them."""
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()
+        """Give gathered parameters back; a forward without a backward leaves those of some units."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and optimizer state; nothing to do on a CPU, or where FSDP itself streams from the host."""
@@ -200,7 +202,8 @@ class FSDPEngine(BaseEngine):
     def _check_outputs(self, outputs: set[str] | frozenset[str]) -> None:
         if unknown := outputs - self.output_names:
             raise ConfigError(
-                f"a {self.model_type} has no output {', '.join(sorted(unknown))}; it has {', '.join(self.output_names)}."
+                f"a {self.model_type} has no output {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(sorted(self.output_names))}."
             )
 
     # ---- the optimizer ------------------------------------------------------------------------
@@ -238,6 +241,7 @@ class FSDPEngine(BaseEngine):
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Each weight whole, one at a time, so that no rank ever holds the whole model twice."""
+        self._reshard()
         for name, parameter in self.model.named_parameters():
             yield name, full_tensor(parameter, self.device)
 
@@ -246,7 +250,7 @@ class FSDPEngine(BaseEngine):
         return dist.get_world_size()
 
     def get_data_parallel_rank(self) -> int:
-        """This rank."""
+        """The number of this rank."""
         return dist.get_rank()
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:

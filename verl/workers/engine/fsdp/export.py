@@ -43,9 +43,7 @@ def save_huggingface(engine: FSDPEngine, folder: Path, with_weights: bool) -> No
             write_tokenizer(engine.model_config, folder)
 
 
-def write_model_folder(
-    hf: PreTrainedModel, head_name: str, weights: dict[str, Tensor] | None, folder: Path
-) -> None:
+def write_model_folder(hf: PreTrainedModel, head_name: str, weights: dict[str, Tensor] | None, folder: Path) -> None:
     """Config, generation config and, unless None, ``weights`` of a model whose head is ``head_name``."""
     folder.mkdir(parents=True, exist_ok=True)
     if weights is not None:

@@ -50,7 +50,7 @@ def token_log_probs(
     targets: Tensor,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    rule: LogitRule = LogitRule(),  # noqa: B008 (frozen)
+    rule: LogitRule = LogitRule(),
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and H(p) for p = softmax(rule(hidden Wᵀ + b) / temperature), in fp32.

@@ -37,7 +37,7 @@ def batch_totals(batch: DataProto, dp_size: int, device: torch.device) -> BatchT
 
 
 def split_micro_batches(batch: DataProto, micro: MicroBatchConfig, device: torch.device) -> Iterator[MicroBatch]:
-    """The forward passes over ``batch``: the same number on every rank, the last ones fillers if need be. Collective."""
+    """The forward passes over ``batch``, the same number on every rank; the last may be fillers. Collective."""
     parts = _parts(batch, micro, 1)
     count = global_sum([len(parts)], device, dist.ReduceOp.MAX)[0]
     if micro.use_dynamic_bsz and len(parts) < count <= len(batch):

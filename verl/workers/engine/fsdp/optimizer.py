@@ -39,7 +39,9 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
     try:
         return cls(parameters, **settings)
     except TypeError as error:
-        raise ConfigError(f"optim.override_optimizer_config: {config.optimizer} refuses its settings: {error}.") from error
+        raise ConfigError(
+            f"optim.override_optimizer_config: {config.optimizer} refuses its settings: {error}."
+        ) from error
 
 
 def lr_factor(step: int, config: FSDPOptimizerConfig) -> float:

@@ -75,7 +75,7 @@ def _sequences(model: HeadedModel, device: torch.device) -> list[Tensor]:
 
 
 def _run(model: HeadedModel, sequences: list[Tensor], packed: bool, reference: bool = False) -> Tensor:
-    """Log-probs of each token given those before it and itself (a copy task, which is as good as any), or hidden states."""
+    """At each token, the log-prob of that token itself (as good a probe as any), or the hidden state."""
     ids = torch.cat(sequences)
     positions = torch.cat([torch.arange(len(part), device=ids.device) for part in sequences])
     everything = torch.arange(len(ids), device=ids.device)
@@ -90,10 +90,8 @@ def _run(model: HeadedModel, sequences: list[Tensor], packed: bool, reference: b
         columns=everything,
         shape=(1, len(ids)),
     )
-    if model.head.out_features == 1:
-        name = "hidden"
-    else:
-        name = "reference" if reference else "log_probs"
+    language = "reference" if reference else "log_probs"
+    name = "hidden" if model.head.out_features == 1 else language
     return model(inputs, frozenset({name}), 1.0)[name].float()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -80,8 +81,9 @@ def shard_model(model: HeadedModel, config: FSDPEngineConfig, mesh: DeviceMesh) 
         )
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
     if config.forward_prefetch:
-        for unit, following in zip(units, units[1:], strict=False):
-            assert isinstance(unit, FSDPModule) and isinstance(following, FSDPModule)
+        for unit, following in pairwise(units):
+            assert isinstance(unit, FSDPModule)
+            assert isinstance(following, FSDPModule)
             unit.set_modules_to_forward_prefetch([following])
     if mesh.size() > 1:
         for name, parameter in model.named_parameters():
@@ -136,7 +138,7 @@ def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """This rank's rows of ``tensor``, and the number of the first of them.
+    """The rows of this rank of ``tensor``, and the number of the first of them.
 
     FSDP2 cuts along the first dimension into ceil(rows / ranks) rows per rank; the last ranks may have
     fewer, or none.
