@@ -1,0 +1,284 @@
+"""``@register``: how a method of a worker becomes one call of the driver.
+
+::
+
+    class Echo(Worker):
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+        def double(self, batch: DataProto) -> DataProto: ...
+
+    group.double(batch)     # cut over the data-parallel ranks, run on all, joined again
+
+What each mode does is in :mod:`verl.single_controller.base.dispatch`:
+
+====================== ============================================= ==============================
+``Dispatch``           rank r gets                                   the driver gets
+====================== ============================================= ==============================
+RANK_ZERO              everything, on rank 0 only                    rank 0's output
+ONE_TO_ALL             everything                                    list of outputs
+ALL_TO_ALL, DP_COMPUTE element r of each argument                    list of outputs
+DP_COMPUTE_PROTO       part r of each batch, the rest as it is       concatenated outputs
+..._PROTO_WITH_FUNC    the same, after a function                    concatenated outputs
+DP_COMPUTE_METRIC      part r of each batch, never padded            list of outputs
+DIRECT_ROLLOUT_METHOD  (called on the worker itself)
+nd compute             the part of its data-parallel rank in a mesh  concatenated, one rank for each
+====================== ============================================= ==============================
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, ClassVar, TypedDict, TypeVar
+
+from verl.errors import ConfigError
+from verl.single_controller.base import dispatch as modes
+from verl.utils.registry import suggest
+
+MAGIC_ATTR = "__verl_registration__"
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class DispatchPair(TypedDict):
+    """The two functions of a dispatch mode."""
+
+    dispatch_fn: Callable[..., Any]
+    collect_fn: Callable[..., Any]
+
+
+class _Members(type):
+    """Makes the class of a dynamic enumeration iterable and subscriptable, like those of ``enum``."""
+
+    _members: dict[str, Any]
+
+    def __iter__(cls) -> Iterator[Any]:
+        return iter(cls._members.values())
+
+    def __len__(cls) -> int:
+        return len(cls._members)
+
+    def __contains__(cls, member: object) -> bool:
+        return member in cls._members.values()
+
+    def __getitem__(cls, name: str) -> Any:
+        if name not in cls._members:
+            near = suggest(name, list(cls._members))
+            raise ConfigError(f"unknown {cls.__name__} mode '{name}'.{near} Known: {', '.join(cls._members)}.")
+        return cls._members[name]
+
+
+class DynamicEnum(metaclass=_Members):
+    """Named members to which :meth:`register` adds more."""
+
+    _members: ClassVar[dict[str, Any]]
+
+    def __init_subclass__(cls) -> None:
+        cls._members = {}
+
+    def __init__(self, name: str, value: int) -> None:
+        self.name = name
+        self.value = value
+
+    @classmethod
+    def register(cls, name: str) -> Any:
+        """Add the member ``name``, in capitals; an existing one is returned as it is."""
+        name = name.upper()
+        if name not in cls._members:
+            member = cls(name, len(cls._members))
+            cls._members[name] = member
+            setattr(cls, name, member)
+        return cls._members[name]
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+    def __reduce__(self) -> Any:
+        # A worker process has not seen the modes that the driver's own script registered.
+        return type(self).register, (self.name,)
+
+
+class Dispatch(DynamicEnum):
+    """How arguments are dealt to the ranks and outputs collected; see the table of this module."""
+
+    RANK_ZERO: ClassVar[Dispatch]
+    ONE_TO_ALL: ClassVar[Dispatch]
+    ALL_TO_ALL: ClassVar[Dispatch]
+    DP_COMPUTE: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO: ClassVar[Dispatch]
+    DP_COMPUTE_PROTO_WITH_FUNC: ClassVar[Dispatch]
+    DP_COMPUTE_METRIC: ClassVar[Dispatch]
+    DIRECT_ROLLOUT_METHOD: ClassVar[Dispatch]
+
+
+class Execute(DynamicEnum):
+    """Which ranks run the method: all, or rank 0 alone."""
+
+    ALL: ClassVar[Execute]
+    RANK_ZERO: ClassVar[Execute]
+
+
+_PAIRS: dict[Dispatch, DispatchPair] = {}
+
+
+def _checked_pair(pair: Mapping[str, Any]) -> DispatchPair:
+    if not isinstance(pair, Mapping) or set(pair) != {"dispatch_fn", "collect_fn"}:
+        raise ConfigError(
+            f"a dispatch mode is a member of Dispatch or a dict with 'dispatch_fn' and 'collect_fn', got {pair!r}."
+        )
+    for name, function in pair.items():
+        if not callable(function):
+            raise ConfigError(f"{name} of a dispatch mode must be a function, got {function!r}.")
+    return DispatchPair(dispatch_fn=pair["dispatch_fn"], collect_fn=pair["collect_fn"])
+
+
+def update_dispatch_mode(
+    dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> None:
+    """Give a registered mode its functions, or other ones.
+
+    Raises:
+        ConfigError: ``dispatch_mode`` is no member of Dispatch, or something is not callable.
+    """
+    if dispatch_mode not in Dispatch:
+        raise ConfigError(f"{dispatch_mode!r} is no dispatch mode. Register it first: Dispatch.register(name).")
+    _PAIRS[dispatch_mode] = _checked_pair({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
+
+
+def register_dispatch_mode(
+    dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
+) -> Dispatch:
+    """Add a mode of your own: ``Dispatch.<NAME>`` with its pair of functions.
+
+    Args:
+        dispatch_mode_name: name of the new member.
+        dispatch_fn: ``(group, *args, **kwargs) -> args, kwargs``, each value a list with one element per rank.
+        collect_fn: ``(group, outputs) -> result``.
+
+    Raises:
+        ConfigError: the name is taken; change an existing mode with :func:`update_dispatch_mode`.
+    """
+    if dispatch_mode_name.upper() in [member.name for member in Dispatch]:
+        raise ConfigError(
+            f"dispatch mode '{dispatch_mode_name}' exists already. Choose another name, or replace its functions "
+            "with update_dispatch_mode."
+        )
+    mode = Dispatch.register(dispatch_mode_name)
+    update_dispatch_mode(mode, dispatch_fn, collect_fn)
+    return mode
+
+
+for _name, _dispatch_fn, _collect_fn in (
+    ("RANK_ZERO", modes.dispatch_as_is, modes.collect_as_is),
+    ("ONE_TO_ALL", modes.dispatch_one_to_all, modes.collect_as_is),
+    ("ALL_TO_ALL", modes.dispatch_as_is, modes.collect_as_is),
+    ("DP_COMPUTE", modes.dispatch_as_is, modes.collect_as_is),
+    ("DP_COMPUTE_PROTO", modes.dispatch_dp_compute_data_proto, modes.collect_dp_compute_data_proto),
+    ("DP_COMPUTE_PROTO_WITH_FUNC", modes.dispatch_dp_compute_data_proto_with_func, modes.collect_dp_compute_data_proto),
+    ("DP_COMPUTE_METRIC", modes.dispatch_dp_compute_metric, modes.collect_as_is),
+    ("DIRECT_ROLLOUT_METHOD", modes.dispatch_refused, modes.collect_as_is),
+):
+    register_dispatch_mode(_name, _dispatch_fn, _collect_fn)
+
+Execute.register("ALL")
+Execute.register("RANK_ZERO")
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchPair:
+    """Dispatch over the data-parallel ranks of a device mesh, which the workers describe when they know it.
+
+    Each rank files its place with ``_register_dispatch_collect_info(mesh_name, dp_rank, is_collect)``;
+    the group asks for it at the first call. Ranks of equal ``dp_rank`` get the same part of a batch;
+    of their outputs only that of the rank with ``is_collect`` is used. A batch that does not divide
+    over the data-parallel ranks is padded with repeated samples, and the output is cut again.
+    """
+    return {
+        "dispatch_fn": functools.partial(modes.dispatch_nd_compute_data_proto, mesh_name),
+        "collect_fn": functools.partial(modes.collect_nd_compute_data_proto, mesh_name),
+    }
+
+
+def get_dispatch_pair(dispatch_mode: Dispatch | Mapping[str, Any]) -> DispatchPair:
+    """The functions of a mode.
+
+    Raises:
+        ConfigError: the mode was registered by name only.
+    """
+    if not isinstance(dispatch_mode, Dispatch):
+        return _checked_pair(dispatch_mode)
+    if dispatch_mode not in _PAIRS:
+        raise ConfigError(f"{dispatch_mode!r} has no functions yet. Set them with update_dispatch_mode.")
+    return _PAIRS[dispatch_mode]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What ``@register`` says about a method."""
+
+    dispatch_mode: Dispatch | Mapping[str, Any]
+    execute_mode: Execute
+    blocking: bool
+
+
+def register(
+    dispatch_mode: Dispatch | Mapping[str, Any] = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[Method], Method]:
+    """Make a worker's method callable on its worker group.
+
+    Args:
+        dispatch_mode: a member of :class:`Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
+        execute_mode: run on all ranks, or on rank 0 alone (``Dispatch.RANK_ZERO`` implies it).
+        blocking: wait for the result. Otherwise the driver gets a ``DataProtoFuture`` where outputs are
+            concatenated, and what the controller has for a result to come elsewhere: references of
+            Ray, or the values themselves when the worker lives in the driver's process.
+        materialize_futures: resolve a ``DataProtoFuture`` before the method sees it.
+
+    Raises:
+        ConfigError: a mode is none, or the method is a coroutine.
+    """
+    if not isinstance(dispatch_mode, Dispatch):
+        _checked_pair(dispatch_mode)
+    if not isinstance(execute_mode, Execute):
+        raise ConfigError(f"execute_mode must be one of {list(Execute)}, got {execute_mode!r}.")
+    if dispatch_mode is Dispatch.RANK_ZERO:
+        execute_mode = Execute.RANK_ZERO
+
+    def decorate(method: Method) -> Method:
+        if inspect.iscoroutinefunction(method):
+            raise ConfigError(
+                f"{method.__qualname__} is a coroutine; a rank runs one call after the other. Make it an ordinary "
+                "method, and run the event loop inside of it."
+            )
+
+        @functools.wraps(method)
+        def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _naming_the_rank(self, method.__name__):
+                (args, kwargs), padded = modes.receive(args, kwargs, materialize_futures)
+                return modes.remove_padding(method(self, *args, **kwargs), padded)
+
+        setattr(inner, MAGIC_ATTR, Registration(dispatch_mode, execute_mode, blocking))
+        return inner  # pyright: ignore[reportReturnType]
+
+    return decorate
+
+
+class _naming_the_rank:  # noqa: N801  (a context manager, read as a verb)
+    """Adds to an exception that passes where it was raised: worker class, method, rank, and when."""
+
+    def __init__(self, worker: Any, method: str) -> None:
+        self.worker, self.method = worker, method
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        # A worker may call its own registered methods: the innermost one is where it happened.
+        if error is not None and not hasattr(error, "failed_at"):
+            rank = getattr(self.worker, "rank", "?")
+            error.add_note(f"raised in {type(self.worker).__name__}.{self.method} on rank {rank}")
+            error.failed_at = time.time()  # pyright: ignore[reportAttributeAccessIssue]
