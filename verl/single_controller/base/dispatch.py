@@ -122,8 +122,8 @@ def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) ->
     def unpack(value: Any) -> Any:
         if isinstance(value, FutureShare):
             return unpack(value.get()) if materialize else value.later()
-        if isinstance(value, DataProtoFuture) and materialize:
-            return value.get()
+        if isinstance(value, DataProtoFuture):
+            return value.get() if materialize else value
         if isinstance(value, Share):
             shares.append(value)
             return value.rows
