@@ -5,6 +5,7 @@ from verl.trainer.config.config import CheckpointConfig, CustomRewardFunctionCon
 from verl.trainer.config.data import DataConfig
 from verl.trainer.config.evaluation import EvalConfig
 from verl.trainer.config.generation import GenerationConfig
+from verl.trainer.config.load import load_config
 from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.sft import SFTConfig, SFTDataConfig
 from verl.trainer.config.trainer import SFTTrainerConfig, TrainerConfig
@@ -26,4 +27,5 @@ __all__ = [
     "SFTDataConfig",
     "SFTTrainerConfig",
     "TrainerConfig",
+    "load_config",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from verl.base_config import BaseConfig, section, setting, subsection
+from verl.workers.config.actor import KLKind
 
 NO_CORRECTION = "rollout correction is not in this version; leave it at its default (the gap is logged at every step)"
 NO_FILTER = "dynamic sampling is not in this version; set algorithm.filter_groups.enable=false"
@@ -85,7 +86,7 @@ class AlgoConfig(BaseConfig):
     """Divide by the group's standard deviation (GRPO); false is Dr. GRPO (arXiv:2503.20783)."""
     use_kl_in_reward: bool = setting(False)
     """Take the divergence from the reference off the reward of every token."""
-    kl_penalty: str = setting("kl")
+    kl_penalty: KLKind = setting("kl")
     """Its estimator: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = subsection(KLControlConfig)
     """Its weight."""

@@ -56,7 +56,9 @@ class DataConfig(BaseConfig):
         "~/data/rlhf/gsm8k/train.parquet", validate_default=True, path=True
     )
     """Training files: parquet, json or jsonl; one path or a list."""
-    val_files: Annotated[tuple[str, ...], OneOrMany] = setting("~/data/rlhf/gsm8k/test.parquet", validate_default=True, path=True)
+    val_files: Annotated[tuple[str, ...], OneOrMany] = setting(
+        "~/data/rlhf/gsm8k/test.parquet", validate_default=True, path=True
+    )
     """Validation files, likewise."""
     train_max_samples: int = setting(-1, ge=-1)
     """Use only this many training rows; -1 uses all."""

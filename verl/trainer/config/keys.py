@@ -44,7 +44,7 @@ class Key:
     @property
     def follows(self) -> bool:
         """Whether the default is another field's value (and the key has no interpolation that says so)."""
-        return self.field.default_factory_takes_validated_data and self.meta.interpolation is None
+        return bool(self.field.default_factory_takes_validated_data) and self.meta.interpolation is None
 
     @property
     def yaml_default(self) -> Any:

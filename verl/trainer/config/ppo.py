@@ -12,9 +12,9 @@ from verl.trainer.config.config import (
 )
 from verl.trainer.config.data import DataConfig
 from verl.trainer.config.trainer import TrainerConfig
+from verl.utils.profiler.config import GlobalProfilerConfig
 from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig
 from verl.workers.config.critic import FSDPCriticConfig
-from verl.utils.profiler.config import GlobalProfilerConfig
 from verl.workers.config.reward_model import RewardModelConfig
 
 

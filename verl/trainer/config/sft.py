@@ -18,7 +18,9 @@ from verl.workers.config.optimizer import FSDPOptimizerConfig
 class SFTDataConfig(BaseConfig):
     """Conversations, or pairs of prompt and response."""
 
-    train_files: Annotated[tuple[str, ...], OneOrMany] = setting("~/data/gsm8k/train.parquet", validate_default=True, path=True)
+    train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
+        "~/data/gsm8k/train.parquet", validate_default=True, path=True
+    )
     """Training files: parquet, json or jsonl; one path or a list."""
     val_files: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None, path=True)
     """Validation files, likewise; null validates nothing."""

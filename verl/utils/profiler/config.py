@@ -12,7 +12,7 @@ _TRACED = "cuda,nvtx,cublas,ucx"
 
 
 def _nsys_controller() -> dict[str, Any]:
-    return {"trace": _TRACED, "cuda-memory-usage": "true", "cuda-graph-trace": "graph"}
+    return {"trace": _TRACED, "cuda-memory-usage": True, "cuda-graph-trace": "graph"}
 
 
 def _nsys_worker() -> dict[str, Any]:

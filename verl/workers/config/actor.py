@@ -11,6 +11,9 @@ from verl.workers.config.engine import NO_MEGATRON, NO_ULYSSES, FSDPEngineConfig
 from verl.workers.config.model import NO_FUSED
 from verl.workers.config.optimizer import FSDPOptimizerConfig
 
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 NO_ROUTER_REPLAY = "router replay is not in this version; leave it disabled"
@@ -107,7 +110,7 @@ class ActorConfig(BaseConfig):
     """Compile the log-prob and entropy kernels."""
     kl_loss_coef: float = setting(0.001, ge=0)
     """Weight of that divergence."""
-    kl_loss_type: str = setting("low_var_kl")
+    kl_loss_type: KLKind = setting("low_var_kl")
     """Its estimator: kl (k1), abs, mse (k2), low_var_kl (k3); with `+` the gradient is that of k2."""
     ppo_epochs: int = setting(1, ge=1)
     """Passes over the batch of a step."""

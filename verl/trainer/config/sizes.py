@@ -1,0 +1,138 @@
+"""What a configuration amounts to: sizes that follow from others, as one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl.trainer.config.generation import GenerationConfig
+from verl.trainer.config.ppo import PPOConfig
+from verl.trainer.config.sft import SFTConfig
+from verl.trainer.config.validate_run import rank_count
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+NO_GPU = "cpu (trainer.device=cuda, but this machine has no CUDA device)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a reinforcement-learning run; what depends on the data is None while that is unknown."""
+
+    ranks: int
+    device: str
+    prompts_per_step: int
+    responses_per_prompt: int
+    mini_batches_per_step: int
+    """Optimizer steps of one pass over a step's batch."""
+    passes_per_step: int
+    """``ppo_epochs``."""
+    mini_batch_per_rank: int
+    """Responses of one mini-batch on one rank."""
+    micro_batch: str
+    """What one forward and backward pass holds."""
+    max_tokens_per_step: int
+    """Prompts and responses, if all had full length."""
+    steps_per_epoch: int | None
+    total_steps: int
+    """0 while the size of the data is unknown."""
+
+    @property
+    def responses_per_step(self) -> int:
+        """Responses that one step trains on."""
+        return self.prompts_per_step * self.responses_per_prompt
+
+    @property
+    def optimizer_steps_per_step(self) -> int:
+        """Updates of the policy in one step."""
+        return self.mini_batches_per_step * self.passes_per_step
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Updates of the policy in the whole run."""
+        return self.optimizer_steps_per_step * self.total_steps
+
+    def rows(self) -> list[tuple[str, str]]:
+        """What the table says, line by line."""
+        unknown = "known once the data is read"
+        total = f"{self.total_steps:,}" if self.total_steps else unknown
+        updates = f"{self.optimizer_steps_per_step:,} per step"
+        return [
+            ("device", self.device),
+            ("ranks", f"{self.ranks:,}"),
+            ("prompts per step", f"{self.prompts_per_step:,}"),
+            ("responses per step", f"{self.responses_per_step:,} ({self.responses_per_prompt} per prompt)"),
+            ("mini-batches per step", f"{self.mini_batches_per_step:,}"),
+            ("mini-batch per rank", f"{self.mini_batch_per_rank:,} responses"),
+            ("micro-batch per rank", self.micro_batch),
+            ("tokens per step, at most", f"{self.max_tokens_per_step:,}"),
+            ("steps per epoch", unknown if self.steps_per_epoch is None else f"{self.steps_per_epoch:,}"),
+            ("steps", total),
+            ("optimizer steps", f"{self.optimizer_steps:,} ({updates})" if self.total_steps else updates),
+        ]
+
+    def __str__(self) -> str:
+        width = max(len(name) for name, _ in self.rows())
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in self.rows())
+
+
+def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
+    """The sizes of a run.
+
+    Args:
+        config: a checked configuration.
+        dataset_len: training prompts, once they are known; an incomplete last batch is left out.
+    """
+    actor, data, trainer = config.actor_rollout_ref.actor, config.data, config.trainer
+    ranks, n = rank_count(trainer), config.actor_rollout_ref.rollout.n
+    steps_per_epoch = None if dataset_len is None else dataset_len // data.train_batch_size
+    total = trainer.total_training_steps or (steps_per_epoch or 0) * trainer.total_epochs
+    by_tokens = f"up to {actor.ppo_max_token_len_per_gpu:,} tokens"
+    return Sizes(
+        ranks=ranks,
+        device=described_device(config),
+        prompts_per_step=data.train_batch_size,
+        responses_per_prompt=n,
+        mini_batches_per_step=data.train_batch_size // actor.ppo_mini_batch_size,
+        passes_per_step=actor.ppo_epochs,
+        mini_batch_per_rank=actor.ppo_mini_batch_size * n // ranks,
+        micro_batch=by_tokens if actor.use_dynamic_bsz else f"{actor.ppo_micro_batch_size_per_gpu} responses",
+        max_tokens_per_step=data.train_batch_size * n * (data.max_prompt_length + data.max_response_length),
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total,
+    )
+
+
+def sizes_table(sizes: Sizes) -> Table:
+    """The sizes as a table for a terminal; ``str(sizes)`` is the same as plain text."""
+    from rich.table import Table
+
+    table = Table(title="This run", show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in sizes.rows():
+        table.add_row(name, value)
+    return table
+
+
+def resolve_device(config: PPOConfig | SFTConfig | GenerationConfig | Any, cuda_available: bool | None = None) -> str:
+    """Where a run computes: "cuda" if ``trainer.device`` says so and there is one, else "cpu".
+
+    Args:
+        config: a configuration with a ``trainer`` section.
+        cuda_available: whether the ranks have CUDA devices; None asks this process.
+    """
+    if config.trainer.device == "cpu":
+        return "cpu"
+    if cuda_available is None:
+        import torch
+
+        cuda_available = torch.cuda.is_available()
+    return "cuda" if cuda_available else "cpu"
+
+
+def described_device(config: PPOConfig | SFTConfig) -> str:
+    """The device in words, with the reason where it is not the one that was asked for."""
+    device = resolve_device(config)
+    return device if device == config.trainer.device else NO_GPU
