@@ -189,7 +189,7 @@ _OTHER_TENSORS = (
     Column(
         "dummy_tensor",
         "uint8",
-        ("bsz", "one"),
+        ("bsz", "..."),
         "nothing; gives rows to a batch of prompts that is not tokenized yet",
         "the data set",
     ),
@@ -262,57 +262,62 @@ def check_columns(batch: DataProto | Mapping[str, Any]) -> None:
     Raises:
         SchemaError: one has not; the message says what it is and what it should be.
     """
-    sizes: dict[str, tuple[int, str]] = {}
     present = _columns_of(batch)
-    for name in present.keys() & COLUMNS.keys():
-        column, value = COLUMNS[name], present[name]
-        _check_dtype(column, value)
-        for dim, size in _bind(column, tuple(value.shape)).items():
-            known, where = sizes.setdefault(dim, (size, name))
-            if known != size:
+    sizes: dict[str, int] = {}
+    where: dict[str, str] = {}
+    for name, column in COLUMNS.items():
+        if name not in present:
+            continue
+        _check_dtype(column, present[name])
+        for dim, size in _sizes(column, tuple(present[name].shape)).items():
+            if sizes.setdefault(dim, size) != size:
                 raise SchemaError(
-                    f"column '{name}' {tuple(value.shape)} has {dim}={size}, but '{where}' has {dim}={known}; "
-                    f"'{name}' should be ({', '.join(column.dims)})."
+                    f"column '{name}' should be {_dims(column)}; it has {dim}={size}, but '{where[dim]}' has "
+                    f"{dim}={sizes[dim]}."
                 )
-    _check_sequence_length(sizes)
+            where.setdefault(dim, name)
+    _check_sequence_length(sizes, where)
 
 
 def _check_dtype(column: Column, value: Any) -> None:
-    if isinstance(value, np.ndarray):
-        if column.is_tensor:
-            raise SchemaError(f"column '{column.name}' is a numpy array; it should be a tensor of {column.dtype}.")
-        return
+    is_tensor = not isinstance(value, np.ndarray)
+    if column.is_tensor != is_tensor:
+        place = "a tensor, in batch" if column.is_tensor else "an array, in non_tensor_batch"
+        raise SchemaError(f"column '{column.name}' is a {type(value).__name__}; it should be {place}.")
     dtype = str(value.dtype).removeprefix("torch.")
-    if dtype != column.dtype:
-        remedy = "put it into non_tensor_batch" if not column.is_tensor else f"convert it in {column.producer}"
-        raise SchemaError(f"column '{column.name}' has dtype {dtype}, it should be {column.dtype}; {remedy}.")
-
-
-def _bind(column: Column, shape: tuple[int, ...]) -> dict[str, int]:
-    """The size of each named dimension."""
-    dims = column.dims
-    if "..." in dims:
-        at = dims.index("...")
-        after = len(dims) - at - 1
-        fits = len(shape) >= len(dims) - 1
-        dims, shape = dims[:at] + dims[at + 1 :], shape[:at] + shape[len(shape) - after :]
-    else:
-        fits = not column.is_tensor or len(shape) == len(dims)
-    if not fits:
-        raise SchemaError(f"column '{column.name}' has shape {shape}; it should be ({', '.join(column.dims)}).")
-    sizes = dict(zip(dims, shape, strict=False))
-    if sizes.pop("one", 1) != 1:
-        raise SchemaError(f"column '{column.name}' has shape {shape}; its last dimension should be 1.")
-    return sizes
-
-
-def _check_sequence_length(sizes: Mapping[str, tuple[int, str]]) -> None:
-    lengths = {dim: sizes[dim][0] for dim in ("prompt_length", "response_length", "sequence_length") if dim in sizes}
-    if len(lengths) == 3 and lengths["sequence_length"] != lengths["prompt_length"] + lengths["response_length"]:
+    if is_tensor and dtype != column.dtype:
         raise SchemaError(
-            f"column '{sizes['sequence_length'][1]}' is {lengths['sequence_length']} long, but prompts and responses "
-            f"together are {lengths['prompt_length']} + {lengths['response_length']}; it should be both, one after "
-            "the other."
+            f"column '{column.name}' has dtype {dtype}, it should be {column.dtype}; convert it where it is made "
+            f"({column.producer})."
+        )
+
+
+def _sizes(column: Column, shape: tuple[int, ...]) -> dict[str, int]:
+    """The size of each named dimension."""
+    dims, sizes = column.dims, shape
+    if "..." in dims:
+        before = dims.index("...")
+        after = len(dims) - before - 1
+        dims = dims[:before] + dims[before + 1 :]
+        sizes = shape[:before] + shape[max(before, len(shape) - after) :]
+    # Objects may be kept with more dimensions, such as one text for each of two answers.
+    if len(sizes) < len(dims) or (column.is_tensor and len(sizes) > len(dims)):
+        raise SchemaError(f"column '{column.name}' should be {_dims(column)}, got shape {shape}.")
+    return dict(zip(dims, sizes, strict=False))
+
+
+def _dims(column: Column) -> str:
+    return f"({', '.join(column.dims)})"
+
+
+def _check_sequence_length(sizes: Mapping[str, int], where: Mapping[str, str]) -> None:
+    if not {"prompt_length", "response_length", "sequence_length"} <= sizes.keys():
+        return
+    prompt, response, sequence = sizes["prompt_length"], sizes["response_length"], sizes["sequence_length"]
+    if sequence != prompt + response:
+        raise SchemaError(
+            f"column '{where['sequence_length']}' has length {sequence}, but prompts and responses together have "
+            f"{prompt} + {response}; it should hold both, one after the other."
         )
 
 

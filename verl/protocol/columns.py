@@ -7,13 +7,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from verl.errors import SchemaError
 
 Columns = dict[str, np.ndarray]
 RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
+
+
+# ---- making and describing ----------------------------------------------------------------------
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
@@ -43,41 +45,22 @@ def as_column(key: str, values: Any) -> np.ndarray:
     )
 
 
-def only(entries: Mapping[str, Any], keys: Sequence[str] | None, where: str) -> dict[str, Any]:
-    """The entries named, in their own order; all for None.
-
-    Raises:
-        SchemaError: a name is not there.
-    """
-    if keys is None:
-        return dict(entries)
-    missing = [key for key in keys if key not in entries]
-    if missing:
-        raise SchemaError(f"{where} has no '{missing[0]}'; it has: {listing(entries)}.")
-    return {key: value for key, value in entries.items() if key in keys}
+def describe(value: Any) -> str:
+    """A value in a few words, for messages: ``float32 (8, 16)`` for arrays, a short repr otherwise."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"{value.dtype} {value.shape}"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_columns_agree(parts: Sequence[Mapping[str, Any]], kind: str) -> None:
-    """Make sure that batches can be put one below the other.
+def listing(names: Iterable[Any]) -> str:
+    """Names for a message, sorted; ``nothing`` if there are none."""
+    return ", ".join(sorted(map(str, names))) or "nothing"
 
-    Raises:
-        SchemaError: a part lacks a column, or has it with other dimensions or another dtype.
-    """
-    first = parts[0]
-    for number, part in enumerate(parts):
-        for key in first.keys() ^ part.keys():
-            lacking = number if key in first else 0
-            raise SchemaError(
-                f"{kind} '{key}' is missing in batch {lacking} of {len(parts)} (it has: {listing(parts[lacking])}); "
-                "batches to be joined need the same columns."
-            )
-        for key, value in part.items():
-            same_dtype = value.dtype == first[key].dtype or not isinstance(value, Tensor)
-            if value.shape[1:] != first[key].shape[1:] or not same_dtype:
-                raise SchemaError(
-                    f"{kind} '{key}' is {describe(first[key])} in batch 0 and {describe(value)} in batch {number}; "
-                    "only the number of rows may differ. Pad to one length, or convert to one dtype, first."
-                )
+
+# ---- equality and union -------------------------------------------------------------------------
 
 
 def same_value(a: Any, b: Any) -> bool:
@@ -92,9 +75,8 @@ def same_value(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(same_value(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(same_value(x, y) for x, y in zip(a, b, strict=True))
-    equal = a == b
     # Only a NaN differs from itself.
-    return bool(equal) or bool(a != a and b != b)
+    return bool(a == b) or bool(a != a and b != b)
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:
@@ -112,42 +94,23 @@ def _same_array(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.all((a == b) | ((a != a) & (b != b))))
 
 
-def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
-    """The columns of both, in a new TensorDict.
-
-    Raises:
-        SchemaError: the numbers of rows differ, or both hold a column and its values differ.
-    """
-    if tensor_dict1.batch_size != tensor_dict2.batch_size:
-        raise SchemaError(
-            f"cannot unite a batch of {tuple(tensor_dict1.batch_size)} rows with one of "
-            f"{tuple(tensor_dict2.batch_size)}: rows must correspond one to one."
-        )
-    united = _unite(dict(tensor_dict1.items()), dict(tensor_dict2.items()), "column")
-    return TensorDict(united, batch_size=tensor_dict1.batch_size)
-
-
 def union_numpy_dict(tensor_dict1: Columns, tensor_dict2: Columns) -> Columns:
     """The columns of both, in a new dict.
 
     Raises:
         SchemaError: both hold a column and its values differ.
     """
-    return _unite(tensor_dict1, tensor_dict2, "column")
+    return unite(tensor_dict1, tensor_dict2, "column")
 
 
-def union_meta_info(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
+def unite(a: Mapping[str, Any], b: Mapping[str, Any], what: str) -> dict[str, Any]:
     """The entries of both, in a new dict.
 
     Raises:
         SchemaError: both hold an entry and its values differ.
     """
-    return _unite(a, b, "meta_info entry")
-
-
-def _unite(a: Mapping[str, Any], b: Mapping[str, Any], what: str) -> dict[str, Any]:
-    for key in a.keys() & b.keys():
-        if not same_value(a[key], b[key]):
+    for key in a:
+        if key in b and not same_value(a[key], b[key]):
             raise SchemaError(
                 f"{what} '{key}' is in both batches with different values: {describe(a[key])} and "
                 f"{describe(b[key])}. Drop it from one side (select or pop), or rename it."
@@ -155,19 +118,21 @@ def _unite(a: Mapping[str, Any], b: Mapping[str, Any], what: str) -> dict[str, A
     return {**a, **b}
 
 
-def describe(value: Any) -> str:
-    """A value in a few words, for messages: ``float32 (8, 16)`` for arrays, a short repr otherwise."""
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if isinstance(value, np.ndarray):
-        return f"{value.dtype} {value.shape}"
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+# ---- choosing -----------------------------------------------------------------------------------
 
 
-def listing(names: Iterable[Any]) -> str:
-    """Names for a message, sorted; ``nothing`` if there are none."""
-    return ", ".join(sorted(map(str, names))) or "nothing"
+def only(entries: Mapping[str, Any], keys: Sequence[str] | None, where: str) -> dict[str, Any]:
+    """The entries named, in their own order; all for None.
+
+    Raises:
+        SchemaError: a name is not there.
+    """
+    if keys is None:
+        return dict(entries)
+    missing = [key for key in keys if key not in entries]
+    if missing:
+        raise SchemaError(f"{where} has no '{missing[0]}'; it has: {listing(entries)}.")
+    return {key: value for key, value in entries.items() if key in keys}
 
 
 def row_indices(index: RowIndex, length: int) -> Tensor:
@@ -177,22 +142,57 @@ def row_indices(index: RowIndex, length: int) -> Tensor:
         SchemaError: not one-dimensional, neither whole numbers nor booleans, a mask of another
             length than the batch, or a row that does not exist.
     """
-    rows = index.detach().cpu() if isinstance(index, Tensor) else torch.as_tensor(np.asarray(index))
-    if rows.numel() == 0 and rows.dtype != torch.bool:
-        rows = rows.long()
-    if rows.ndim != 1 or rows.is_floating_point() or rows.is_complex():
+    given: Any = index
+    rows = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
+    if rows.ndim != 1 or (rows.dtype.kind not in "iub" and rows.size):
         raise SchemaError(
-            f"rows are selected by a one-dimensional list of whole numbers or booleans, got {describe(rows)}."
+            f"rows are chosen by a one-dimensional list of whole numbers or booleans, got {describe(rows)}."
         )
-    if rows.dtype == torch.bool:
+    if rows.dtype == bool:
         if len(rows) != length:
-            raise SchemaError(f"a mask of {len(rows)} values cannot select from a batch of {length} rows.")
-        return rows.nonzero().flatten()
-    rows = rows.long()
-    if len(rows) and not (-length <= int(rows.min()) and int(rows.max()) < length):
-        bad = next(i for i in rows.tolist() if not -length <= i < length)
-        raise SchemaError(f"row {bad} does not exist: the batch has {length} rows.")
-    return torch.where(rows < 0, rows + length, rows)
+            raise SchemaError(f"a mask of {len(rows)} values cannot choose from a batch of {length} rows.")
+        return torch.from_numpy(rows.nonzero()[0])
+    outside = (rows < -length) | (rows >= length)
+    if outside.any():
+        raise SchemaError(f"row {rows[outside][0]} does not exist: the batch has {length} rows.")
+    return torch.from_numpy(np.where(rows < 0, rows + length, rows).astype(np.int64))
+
+
+def take(column: Any, rows: Tensor) -> Any:
+    """The rows of a tensor or an array, in new memory."""
+    return column[rows.to(column.device)] if isinstance(column, Tensor) else column[rows.numpy()]
+
+
+# ---- joining ------------------------------------------------------------------------------------
+
+
+def concat_columns(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any]:
+    """Each column of all parts, one below the other.
+
+    Raises:
+        SchemaError: a part lacks a column, or has it with other dimensions or another dtype.
+    """
+    first = parts[0]
+    for number, part in enumerate(parts):
+        for key in first.keys() ^ part.keys():
+            lacking = number if key in first else 0
+            raise SchemaError(
+                f"{kind} '{key}' is missing in batch {lacking} of {len(parts)} (it has: {listing(parts[lacking])}); "
+                "batches to be joined need the same columns."
+            )
+        for key, value in part.items():
+            # numpy may widen, as it must for texts of different lengths; torch would do so silently.
+            same_dtype = value.dtype == first[key].dtype or not isinstance(value, Tensor)
+            if value.shape[1:] != first[key].shape[1:] or not same_dtype:
+                raise SchemaError(
+                    f"{kind} '{key}' is {describe(first[key])} in batch 0 and {describe(value)} in batch {number}; "
+                    "only the number of rows may differ. Pad to one length, or convert to one dtype, first."
+                )
+    return {key: _concat([part[key] for part in parts]) for key in first}
+
+
+def _concat(values: list[Any]) -> Any:
+    return torch.cat(values) if isinstance(values[0], Tensor) else np.concatenate(values)
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from verl.errors import SchemaError
-from verl.protocol import convert, files
+from verl.errors import DataError, SchemaError
+from verl.protocol import files
 from verl.protocol.columns import (
     Columns,
     RowIndex,
     as_column,
-    check_columns_agree,
+    concat_columns,
     describe,
     listing,
     only,
     row_indices,
-    union_meta_info,
+    take,
     union_numpy_dict,
-    union_tensor_dict,
+    unite,
 )
 from verl.protocol.padding import DataProtoConfig
+from verl.protocol.tensordicts import (
+    make_tensordict,
+    parts_of,
+    tensordict_of,
+    union_tensor_dict,
+    whole_tensordict,
+)
 from verl.protocol.wire import deserialize_tensordict, owned, serialize_tensordict
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict, TensorDictBase
+
 logger = logging.getLogger(__name__)
+
+META = "meta_info entry"
 
 
 @dataclass
@@ -112,7 +125,7 @@ class DataProto:
         Raises:
             SchemaError: a column has another number of rows than the others, or is neither of these.
         """
-        batch = convert.tensordict_of(tensors, num_batch_dims) if tensors else None
+        batch = tensordict_of(tensors, num_batch_dims) if tensors else None
         columns = {key: as_column(key, value) for key, value in (non_tensors or {}).items()}
         return cls(batch, columns, dict(meta_info or {}), auto_padding)
 
@@ -124,13 +137,12 @@ class DataProto:
         num_batch_dims: int = 1,
     ) -> DataProto:
         """From a TensorDict: non-tensors with one value per row become columns, others ``meta_info``."""
-        tensors, non_tensors, found = convert.parts_of(tensor_dict)
-        return cls.from_dict(tensors, non_tensors, union_meta_info(found, meta_info or {}), num_batch_dims)
+        tensors, non_tensors, found = parts_of(tensor_dict)
+        return cls.from_dict(tensors, non_tensors, unite(found, meta_info or {}, META), num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """All of it in one TensorDict; ``from_tensordict`` undoes it."""
-        size = [len(self)] if self.batch is None else self.batch.batch_size
-        return convert.whole_tensordict(dict(self._tensors()), self.non_tensor_batch, self.meta_info, size)
+        """All of it in one TensorDict; ``from_tensordict`` undoes it, with arrays of objects for non-tensors."""
+        return whole_tensordict(dict(self._tensors()), self.non_tensor_batch, self.meta_info, len(self))
 
     # ---- looking at it ------------------------------------------------------------------------
 
@@ -153,7 +165,14 @@ class DataProto:
                 f"DataProto has neither attribute nor column '{name}'; columns: {listing(self._keys())}."
             )
 
-    def __getitem__(self, item: int | slice | RowIndex) -> Any:
+    def __iter__(self) -> Iterator[DataProtoItem]:
+        return (self[row] for row in range(len(self)))
+
+    @overload
+    def __getitem__(self, item: int) -> DataProtoItem: ...
+    @overload
+    def __getitem__(self, item: builtins.slice | RowIndex) -> DataProto: ...
+    def __getitem__(self, item: int | builtins.slice | RowIndex) -> DataProto | DataProtoItem:
         """``data[3]`` is a ``DataProtoItem``; a slice, list, array, tensor or mask gives a ``DataProto``."""
         if isinstance(item, slice):
             return self.slice(item.start, item.stop, item.step)
@@ -232,6 +251,14 @@ class DataProto:
         )
         return copy.deepcopy(chosen) if deepcopy else chosen
 
+    def __copy__(self) -> DataProto:
+        return self.select()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataProto:
+        batch = None if self.batch is None else self.batch.clone()
+        others, meta_info = copy.deepcopy((self.non_tensor_batch, self.meta_info), memo)
+        return DataProto(batch, others, meta_info, self.auto_padding)
+
     def pop(
         self,
         batch_keys: Sequence[str] | None = None,
@@ -292,7 +319,7 @@ class DataProto:
         return DataProto(
             batch,
             union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch),
-            union_meta_info(self.meta_info, other.meta_info),
+            unite(self.meta_info, other.meta_info, META),
             self.auto_padding or other.auto_padding,
         )
 
@@ -306,14 +333,15 @@ class DataProto:
     def select_idxs(self, idxs: RowIndex) -> DataProto:
         """The rows with these numbers, in this order, repeatedly if named repeatedly; or those of a mask."""
         rows = row_indices(idxs, len(self))
-        return self._map(lambda tensor: tensor[rows.to(tensor.device)], lambda array: array[rows.numpy()], len(rows))
+        return self._map(lambda _, column: take(column, rows), len(rows))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """The rows from ``start`` up to ``end``; shares memory with this batch."""
         part = slice(start, end, step)
-        if step is not None and step < 1:
-            return self.select_idxs(range(len(self))[part])
-        return self._map(lambda tensor: tensor[part], lambda array: array[part], len(range(len(self))[part]))
+        rows = range(len(self))[part]
+        if step is not None and step < 0:  # torch has no such views
+            return self.select_idxs(rows)
+        return self._map(lambda _, column: column[part], len(rows))
 
     def reorder(self, indices: RowIndex) -> None:
         """Put the rows in this order, in place: row ``indices[i]`` becomes row ``i``.
@@ -332,6 +360,8 @@ class DataProto:
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
         """Every row ``repeat_times`` times: a a b b if ``interleave``, else a b a b."""
+        if repeat_times < 0:
+            raise SchemaError(f"rows cannot be repeated {repeat_times} times.")
         rows = torch.arange(len(self))
         return self.select_idxs(rows.repeat_interleave(repeat_times) if interleave else rows.repeat(repeat_times))
 
@@ -350,18 +380,19 @@ class DataProto:
         Raises:
             SchemaError: a column's second dimension does not divide by ``n_split``.
         """
-        split = set(only(dict.fromkeys(self._keys()), split_keys or [], "the batch"))
-        pieces = self.repeat(n_split)
-        for column_of in (dict(self._tensors()), self.non_tensor_batch):
-            for key in split & column_of.keys():
-                column = column_of[key]
-                if column.ndim < 2 or column.shape[1] % n_split:
-                    raise SchemaError(f"column '{key}' {tuple(column.shape)} does not split into {n_split} pieces.")
-                shape = (column.shape[0] * n_split, column.shape[1] // n_split, *column.shape[2:])
-                target = pieces.batch if isinstance(column, Tensor) else pieces.non_tensor_batch
-                assert target is not None
-                target[key] = column.reshape(shape)
-        return pieces
+        columns = {**dict(self._tensors()), **self.non_tensor_batch}
+        split = only(columns, split_keys or [], "the batch")
+        for key, column in split.items():
+            if column.ndim < 2 or column.shape[1] % n_split:
+                raise SchemaError(f"column '{key}' {tuple(column.shape)} does not split into {n_split} pieces a row.")
+        rows = torch.arange(len(self)).repeat_interleave(n_split)
+
+        def pieces(key: str, column: Any) -> Any:
+            if key not in split:
+                return take(column, rows)
+            return column.reshape(len(rows), column.shape[1] // n_split, *column.shape[2:])
+
+        return self._map(pieces, len(rows))
 
     # ---- parts and wholes ---------------------------------------------------------------------
 
@@ -374,10 +405,15 @@ class DataProto:
 
         Args:
             padding_size: how many copies.
-            padding_candidate: ``"first"`` copies the first row, otherwise the last.
+            padding_candidate: ``"first"`` or ``"last"`` row; empty means the last.
+
+        Raises:
+            SchemaError: there is no row to copy, or ``padding_candidate`` is something else.
         """
-        if padding_size == 0:
-            return
+        if padding_size < 0 or padding_candidate not in ("", "first", "last"):
+            raise SchemaError(
+                f"padding takes a number of rows and 'first' or 'last', got {padding_size} and '{padding_candidate}'."
+            )
         row = 0 if padding_candidate == "first" else len(self) - 1
         padded = self.select_idxs([*range(len(self)), *[row] * padding_size])
         self.batch, self.non_tensor_batch = padded.batch, padded.non_tensor_batch
@@ -417,19 +453,14 @@ class DataProto:
             raise SchemaError("concat needs at least one batch.")
         meta_info = data[0].meta_info
         for part in data[1:]:
-            meta_info = union_meta_info(meta_info, part.meta_info)
+            meta_info = unite(meta_info, part.meta_info, META)
         if len(data) == 1:
             return data[0].select()
-        check_columns_agree([dict(part._tensors()) for part in data], "tensor column")
-        check_columns_agree([part.non_tensor_batch for part in data], "non-tensor column")
-        batches = [part.batch for part in data if part.batch is not None]
-        keys = data[0].non_tensor_batch
-        return DataProto(
-            torch.cat(batches, dim=0) if batches else None,  # type: ignore[arg-type]
-            {key: np.concatenate([part.non_tensor_batch[key] for part in data]) for key in keys},
-            dict(meta_info),
-            any(part.auto_padding for part in data),
-        )
+        tensors = concat_columns([dict(part._tensors()) for part in data], "tensor column")
+        columns = concat_columns([part.non_tensor_batch for part in data], "non-tensor column")
+        size = next((part.batch.batch_size[1:] for part in data if part.batch is not None), None)
+        batch = None if size is None else make_tensordict(tensors, [sum(map(len, data)), *size])
+        return DataProto(batch, columns, dict(meta_info), any(part.auto_padding for part in data))
 
     def make_iterator(
         self,
@@ -451,7 +482,14 @@ class DataProto:
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size:
             raise SchemaError(f"mini_batch_size={mini_batch_size} does not divide the batch of {len(self)} rows.")
-        return convert.mini_batches(len(self), self.select_idxs, mini_batch_size, epochs, seed, dataloader_kwargs)
+        loader: Any = DataLoader(
+            range(len(self)),  # type: ignore[arg-type]
+            batch_size=mini_batch_size,
+            collate_fn=self.select_idxs,
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
+            **(dataloader_kwargs or {}),
+        )
+        return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     # ---- processes and files ------------------------------------------------------------------
 
@@ -471,8 +509,8 @@ class DataProto:
         Raises:
             DataError: a value cannot be stored; the message names its column and type.
         """
-        batch = None if self.batch is None else (tuple(self.batch.batch_size), dict(self._tensors()))
-        files.write(filepath, batch, self.non_tensor_batch, self.meta_info)
+        size = None if self.batch is None else tuple(self.batch.batch_size)
+        files.write(filepath, size, dict(self._tensors()), self.non_tensor_batch, self.meta_info)
 
     @staticmethod
     def load_from_disk(filepath: str | PathLike[str]) -> DataProto:
@@ -481,63 +519,22 @@ class DataProto:
         Raises:
             DataError: the file is missing, damaged, or of another kind.
         """
-        batch, non_tensor_batch, meta_info = files.read(filepath)
-        tensors = None if batch is None else TensorDict(dict(batch[1]), batch_size=list(batch[0]))
-        return DataProto(tensors, non_tensor_batch, meta_info)
+        size, tensors, non_tensor_batch, meta_info = files.read(filepath)
+        try:
+            return DataProto(None if size is None else make_tensordict(tensors, size), non_tensor_batch, meta_info)
+        except (SchemaError, RuntimeError) as error:
+            raise DataError(f"{filepath}: its columns do not fit together ({error}). Write the file anew.") from error
 
     # ---- helpers ------------------------------------------------------------------------------
 
     def _with_tensors(self, tensors: dict[str, Any]) -> TensorDict | None:
-        return None if self.batch is None else TensorDict(tensors, batch_size=self.batch.batch_size)
+        return None if self.batch is None else make_tensordict(tensors, self.batch.batch_size)
 
-    def _map(
-        self, of_tensor: Callable[[Tensor], Tensor], of_array: Callable[[np.ndarray], np.ndarray], rows: int
-    ) -> DataProto:
-        """The same change of rows to every column."""
+    def _map(self, change: Callable[[str, Any], Any], rows: int) -> DataProto:
+        """``change(name, column)`` of every column; each result has ``rows`` rows."""
         batch = None
         if self.batch is not None:
-            tensors: dict[str, Any] = {key: of_tensor(value) for key, value in self._tensors()}
-            batch = TensorDict(tensors, batch_size=[rows, *self.batch.batch_size[1:]])
-        columns = {key: of_array(value) for key, value in self.non_tensor_batch.items()}
+            tensors = {key: change(key, value) for key, value in self._tensors()}
+            batch = make_tensordict(tensors, [rows, *self.batch.batch_size[1:]])
+        columns = {key: change(key, value) for key, value in self.non_tensor_batch.items()}
         return DataProto(batch, columns, dict(self.meta_info), self.auto_padding)
-
-
-def collate_fn(x: list[DataProtoItem]) -> DataProto:
-    """Rows to a batch: tensors are stacked, other values become object columns.
-
-    The rows' ``meta_info`` is united.
-    """
-    tensors = [dict(item.batch.items()) if item.batch is not None else {} for item in x]
-    return DataProto.concat(
-        [
-            DataProto.from_dict(
-                {key: value.unsqueeze(0) for key, value in tensor.items()},
-                {key: [value] for key, value in item.non_tensor_batch.items()},
-                item.meta_info,
-            )
-            for tensor, item in zip(tensors, x, strict=True)
-        ]
-    )
-
-
-def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Every column (bsz, ...) as (new_bsz, bsz / new_bsz, ...): consecutive rows become one.
-
-    Raises:
-        SchemaError: ``new_batch_size`` does not divide the number of rows.
-    """
-    if new_batch_size < 1 or len(data) % new_batch_size:
-        raise SchemaError(f"{len(data)} rows do not fold into {new_batch_size}; use a divisor.")
-    group = len(data) // new_batch_size
-    return _reshape_rows(data, 1, (new_batch_size, group))
-
-
-def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Every column (b1, b2, ..., rest) as (b1·b2·..., rest) over the first ``batch_dims`` dimensions."""
-    return _reshape_rows(data, batch_dims, (-1,))
-
-
-def _reshape_rows(data: DataProto, old_dims: int, new: tuple[int, ...]) -> DataProto:
-    tensors = {key: value.reshape(*new, *value.shape[old_dims:]) for key, value in data._tensors()}
-    arrays = {key: value.reshape(*new, *value.shape[old_dims:]) for key, value in data.non_tensor_batch.items()}
-    return DataProto.from_dict(tensors, arrays, data.meta_info, num_batch_dims=len(new), auto_padding=data.auto_padding)

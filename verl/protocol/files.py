@@ -12,6 +12,7 @@ dicts of all these.
 from __future__ import annotations
 
 import json
+import os
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -23,38 +24,48 @@ import torch
 from torch import Tensor
 
 from verl.errors import DataError
-from verl.protocol.columns import object_array
+from verl.protocol.columns import describe, object_array
 
 FORMAT = "verl.DataProto.1"
 TREE = "tree"
 TAG = "$"
+NUMBERS, OBJECTS = "biufc", "UO"  # kinds of numpy dtypes: booleans and numbers; texts and objects
 
-DAMAGED = (safetensors.SafetensorError, KeyError, TypeError, AttributeError, UnicodeError, json.JSONDecodeError)
+# What decoding can meet in a file that somebody made up or cut off; a ValueError also stands for bad JSON.
+DAMAGED = (safetensors.SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError)
 
-Batch = tuple[tuple[int, ...], dict[str, Tensor]]
 
-
-def write(path: str | PathLike[str], batch: Batch | None, columns: dict[str, np.ndarray], meta: dict[str, Any]) -> None:
-    """Write batch size and tensor columns, non-tensor columns and ``meta_info``; folders are made.
+def write(
+    path: str | PathLike[str],
+    batch_size: tuple[int, ...] | None,
+    tensors: dict[str, Tensor],
+    columns: dict[str, np.ndarray],
+    meta_info: dict[str, Any],
+) -> None:
+    """Write the parts of a ``DataProto``; missing folders are made, and an older file is replaced in one step.
 
     Raises:
         DataError: a value is of a type that data files do not hold.
     """
     encoder = _Encoder()
     tree = {
-        "batch_size": None if batch is None else list(batch[0]),
-        "batch": {key: encoder.encode(value, f"column '{key}'") for key, value in (batch[1] if batch else {}).items()},
+        "batch_size": batch_size,
+        "batch": {key: encoder.encode(value, f"column '{key}'") for key, value in tensors.items()},
         "non_tensor_batch": {key: encoder.encode(value, f"column '{key}'") for key, value in columns.items()},
-        "meta_info": {key: encoder.encode(value, f"meta_info '{key}'") for key, value in meta.items()},
+        "meta_info": {key: encoder.encode(value, f"meta_info '{key}'") for key, value in meta_info.items()},
     }
-    text = json.dumps(tree, ensure_ascii=False).encode()
+    entries = {**encoder.tensors, TREE: _bytes_tensor(json.dumps(tree).encode())}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    entries = {**encoder.tensors, TREE: _bytes_tensor(text)}
-    safetensors.torch.save_file(entries, path, metadata={"format": FORMAT})
+    # A batch that was read from the older file still has it mapped, so that one is not written into.
+    unfinished = f"{os.fspath(path)}.unfinished"
+    safetensors.torch.save_file(entries, unfinished, metadata={"format": FORMAT})
+    os.replace(unfinished, path)
 
 
-def read(path: str | PathLike[str]) -> tuple[Batch | None, dict[str, np.ndarray], dict[str, Any]]:
-    """What ``write`` wrote.
+def read(
+    path: str | PathLike[str],
+) -> tuple[tuple[int, ...] | None, dict[str, Tensor], dict[str, np.ndarray], dict[str, Any]]:
+    """What ``write`` wrote: batch size, tensors, other columns, meta_info.
 
     Raises:
         DataError: there is no such file, it is damaged, or not written by ``write``.
@@ -63,19 +74,21 @@ def read(path: str | PathLike[str]) -> tuple[Batch | None, dict[str, np.ndarray]
         raise DataError(f"{path}: no such file; expected one that DataProto.save_to_disk wrote.")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            if (file.metadata() or {}).get("format") != FORMAT:
-                raise DataError(f"{path}: a safetensors file, but not one that DataProto.save_to_disk wrote.")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}
-        tree = json.loads(tensors[TREE].numpy().tobytes())
-        decode = _Decoder(tensors).decode
-        columns = {key: decode(value) for key, value in tree["non_tensor_batch"].items()}
-        meta = {key: decode(value) for key, value in tree["meta_info"].items()}
-        batch = {key: decode(value) for key, value in tree["batch"].items()}
-        return None if tree["batch_size"] is None else (tuple(tree["batch_size"]), batch), columns, meta
+            kind = (file.metadata() or {}).get("format")
+            if kind != FORMAT:
+                raise ValueError(f"its format is {kind}, not {FORMAT}")
+            entries = {key: file.get_tensor(key) for key in file.keys()}
+        tree = json.loads(entries[TREE].numpy().tobytes())
+        decode = _Decoder(entries).decode
+        tensors, columns, meta_info = (
+            {key: decode(value) for key, value in tree[part].items()}
+            for part in ("batch", "non_tensor_batch", "meta_info")
+        )
+        return None if tree["batch_size"] is None else tuple(tree["batch_size"]), tensors, columns, meta_info
     except DAMAGED as error:
         raise DataError(
-            f"{path}: damaged, or not a file that DataProto.save_to_disk wrote ({error}). Pickle files are not "
-            "read, as they could run code. Write the file anew."
+            f"{path}: damaged, or not a file that DataProto.save_to_disk wrote ({error}). Write it anew. Pickle "
+            "files are never read, as they could run code."
         ) from error
 
 
@@ -100,16 +113,13 @@ class _Encoder:
 
     def _tagged(self, value: Any, where: str) -> dict[str, Any]:
         if isinstance(value, Tensor):
+            if value.dtype in (torch.complex32, torch.complex128):
+                raise DataError(f"{where} holds {describe(value)}; the only complex dtype of data files is complex64.")
             return {TAG: "tensor", "value": self._apart(value)}
         if isinstance(value, bytes):
             return {TAG: "bytes", "value": self._apart(_bytes_tensor(value))}
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-            flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-            raw = self._apart(torch.from_numpy(flat.copy()))
-            return {TAG: "array", "value": raw, "dtype": value.dtype.str, "shape": list(value.shape)}
-        if isinstance(value, np.ndarray) and value.dtype.kind in "UO":
-            items = [self.encode(item, where) for item in value.ravel().tolist()]
-            return {TAG: "objects", "value": items, "dtype": value.dtype.str, "shape": list(value.shape)}
+        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in NUMBERS + OBJECTS:
+            return self._array(np.asarray(value), where)
         if isinstance(value, tuple):
             return {TAG: "tuple", "value": [self.encode(item, where) for item in value]}
         if type(value) is dict:
@@ -119,6 +129,12 @@ class _Encoder:
             f"{where} holds a {type(value).__module__}.{type(value).__qualname__}, which a data file cannot. "
             "Drop it with select or pop, or convert it to numbers, text, lists, dicts, arrays or tensors."
         )
+
+    def _array(self, array: np.ndarray, where: str) -> dict[str, Any]:
+        kind = {"dtype": array.dtype.str, "shape": list(array.shape)}
+        if array.dtype.kind in OBJECTS:
+            return {TAG: "objects", "value": [self.encode(item, where) for item in array.ravel().tolist()], **kind}
+        return {TAG: "numbers", "value": self._apart(_bytes_tensor(array.tobytes())), **kind}
 
     def _apart(self, tensor: Tensor) -> str:
         name = str(len(self.tensors))
@@ -145,14 +161,28 @@ class _Decoder:
             case "tensor":
                 return self.tensors[content]
             case "bytes":
-                return self.tensors[content].numpy().tobytes()
-            case "array":
-                array = self.tensors[content].numpy().view(np.dtype(value["dtype"])).reshape(value["shape"])
-                return array if array.ndim else array[()]
+                return self._bytes(content)
+            case "numbers":
+                return _shaped(np.frombuffer(self._bytes(content), _dtype(value, NUMBERS)).copy(), value)
             case "objects":
-                return object_array(self.decode(content)).astype(np.dtype(value["dtype"])).reshape(value["shape"])
+                return _shaped(object_array(self.decode(content)).astype(_dtype(value, OBJECTS)), value)
             case "tuple":
                 return tuple(self.decode(content))
             case "dict":
                 return {self.decode(key): self.decode(item) for key, item in content}
         raise KeyError(f"unknown kind of value '{tag}'")
+
+    def _bytes(self, name: str) -> bytes:
+        return self.tensors[name].numpy().tobytes()
+
+
+def _dtype(value: dict[str, Any], kinds: str) -> np.dtype:
+    dtype = np.dtype(value["dtype"])
+    if dtype.kind not in kinds:
+        raise ValueError(f"dtype {dtype} where one of the kinds {kinds} belongs")
+    return dtype
+
+
+def _shaped(array: np.ndarray, value: dict[str, Any]) -> Any:
+    shaped = array.reshape(value["shape"])
+    return shaped if shaped.ndim else shaped[()]

@@ -15,12 +15,16 @@ What arrives lies on the CPU, contiguous and without gradient.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
+
+from verl.protocol.tensordicts import make_tensordict
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 WireTensor = tuple[str, tuple[int, ...], np.ndarray]
 """dtype name, shape, bytes."""
@@ -48,8 +52,7 @@ def serialize_tensordict(batch: TensorDict) -> WireTensorDict:
 def deserialize_tensordict(arr: WireTensorDict) -> TensorDict:
     """The TensorDict of ``serialize_tensordict``."""
     batch_size, columns = arr
-    tensors: dict[str, Any] = {key: deserialize_single_tensor(value) for key, value in columns.items()}
-    return TensorDict(tensors, batch_size=list(batch_size))
+    return make_tensordict({key: deserialize_single_tensor(value) for key, value in columns.items()}, batch_size)
 
 
 def owned(array: np.ndarray) -> np.ndarray:

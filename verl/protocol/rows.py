@@ -1,0 +1,47 @@
+"""Rows to a batch, and batches whose rows are grouped."""
+
+from __future__ import annotations
+
+from verl.errors import SchemaError
+from verl.protocol.data_proto import DataProto, DataProtoItem
+
+
+def collate_fn(x: list[DataProtoItem]) -> DataProto:
+    """The batch of these rows: tensors are stacked, other values become object columns.
+
+    Raises:
+        SchemaError: there are no rows, or they do not have the same columns and ``meta_info``.
+    """
+    return DataProto.concat([_single(item) for item in x])
+
+
+def _single(item: DataProtoItem) -> DataProto:
+    tensors = {key: value.unsqueeze(0) for key, value in item.batch.items()} if item.batch is not None else {}
+    others = {key: [value] for key, value in item.non_tensor_batch.items()}
+    return DataProto.from_dict(tensors, others, item.meta_info)
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Every column (bsz, ...) as (new_bsz, bsz / new_bsz, ...): consecutive rows become one.
+
+    Raises:
+        SchemaError: ``new_batch_size`` does not divide the number of rows.
+    """
+    if new_batch_size < 1 or len(data) % new_batch_size:
+        raise SchemaError(f"{len(data)} rows do not fold into {new_batch_size}; use a divisor.")
+    return _reshape(data, 1, (new_batch_size, len(data) // new_batch_size))
+
+
+def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
+    """Every column (b1, b2, ..., rest) as (b1·b2·..., rest), over the first ``batch_dims`` dimensions."""
+    return _reshape(data, batch_dims, (-1,))
+
+
+def _reshape(data: DataProto, old_dims: int, new: tuple[int, ...]) -> DataProto:
+    def reshaped(columns: dict) -> dict:
+        return {key: value.reshape(*new, *value.shape[old_dims:]) for key, value in columns.items()}
+
+    tensors = reshaped(dict(data.batch.items()) if data.batch is not None else {})
+    return DataProto.from_dict(
+        tensors, reshaped(data.non_tensor_batch), data.meta_info, len(new), auto_padding=data.auto_padding
+    )
