@@ -260,10 +260,14 @@ def check_a_stop_text_ends_at_the_token_that_completes_it(engine: EngineUnderTes
 
 
 def check_each_request_has_its_own_length(engine: EngineUnderTest) -> None:
-    outputs = engine.ready().generate([greedy(PROMPTS[0], max_tokens=n) for n in (1, 12, 5)])
-    chosen = oracle_greedy(PROMPTS[0], 12)
-    assert tokens_of(outputs) == [chosen[:1], chosen, chosen[:5]]
-    assert [output.finish_reason for output in outputs] == ["length"] * 3
+    """Rows end one by one; those that go on must go on from their own past."""
+    lengths = [2, 12, 1, 9, 3, 6]
+    requests = [greedy(p, max_tokens=n) for p, n in zip(PROMPTS, lengths, strict=True)]
+    for asked, given, length in zip(requests, engine.ready().generate(requests), lengths, strict=True):
+        assert given.token_ids == oracle_greedy(asked.prompt_ids, length)
+        assert given.finish_reason == "length"
+        expected = oracle_log_probs(asked.prompt_ids, given.token_ids, 1.0, "qwen3")
+        torch.testing.assert_close(torch.tensor(given.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5)
 
 
 # ---- weights

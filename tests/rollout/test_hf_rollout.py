@@ -32,9 +32,13 @@ def test_greedy_equals_generate_of_transformers_token_for_token(tmp_path, family
     width = max(map(len, PROMPTS))
     ids = torch.tensor([[0] * (width - len(p)) + p for p in PROMPTS])
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in PROMPTS])
-    theirs = oracle(family).generate(
-        input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=1
-    )[:, width:].tolist()
+    theirs = (
+        oracle(family)
+        .generate(
+            input_ids=ids, attention_mask=mask, do_sample=False, max_new_tokens=12, pad_token_id=0, eos_token_id=1
+        )[:, width:]
+        .tolist()
+    )
     ours = EngineUnderTest("hf", tmp_path).ready(family).generate([greedy(p, ignore_eos=False) for p in PROMPTS])
     for output, expected in zip(ours, theirs, strict=True):
         ends = expected.index(1) + 1 if 1 in expected else len(expected)

@@ -26,7 +26,13 @@ def params(**fields):
 
 def test_ends_by_hand():
     going, lengths, reasons = run(
-        [params(), params(max_tokens=2), params(ignore_eos=True), params(stop_token_ids=(7, 9)), params(ignore_eos=True)],
+        [
+            params(),
+            params(max_tokens=2),
+            params(ignore_eos=True),
+            params(stop_token_ids=(7, 9)),
+            params(ignore_eos=True),
+        ],
         [[5, 1, 1, 5], [5, 5, 1, 1], [1, 1, 1, 1], [7, 5, 5, 5], [5, 5, 5, 1]],
     )
     assert going == [[0, 1, 2, 4], [2, 4], [2, 4], []]

@@ -34,7 +34,7 @@ def test_paths(tmp_path, monkeypatch):
 
 def test_dtypes():
     assert torch_dtype("bf16") is torch_dtype("bfloat16") is torch_dtype(torch.bfloat16) is torch.bfloat16
-    with pytest.raises(ConfigError, match="dtype 'int4' is unknown. Use one of: bfloat16"):
+    with pytest.raises(ConfigError, match=r"dtype 'int4' is unknown. Use one of: bfloat16"):
         torch_dtype("int4")
 
 
