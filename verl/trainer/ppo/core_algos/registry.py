@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from verl.errors import ConfigError, SchemaError
+from verl.errors import ConfigError
+from verl.schema import COLUMNS, require
 from verl.utils.registry import Registry, suggest
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -18,23 +19,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 SETTINGS = frozenset({"gamma", "lam", "norm_adv_by_std_in_grpo", "config"})
 """Parameters that come from ``algorithm.*``; ``config`` is that whole section."""
 
-COLUMNS = frozenset(
-    {
-        "index", "token_level_rewards", "token_level_scores", "response_mask", "values", "reward_baselines",
-        "old_log_probs", "rollout_log_probs", "ref_log_prob", "entropys", "rollout_is_weights", "rm_scores",
-        "prompts", "responses", "input_ids", "attention_mask", "position_ids", "uid", "sample_index", "data_source",
-        "reward_model", "extra_info", "raw_prompt",
-    }
-)  # fmt: skip
-"""Parameters that come from the batch; ``index`` is the group id of each sample (``uid``)."""
-
 LOSS_ARGUMENTS = (
     "old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "config", "rollout_is_weights",
 )  # fmt: skip
 """What a policy loss is called with, by keyword."""
 
-LOSS_COLUMNS = frozenset({"rollout_log_probs", "ref_log_prob", "returns", "values"})
-"""Batch columns that a policy loss may ask for beside them."""
+_LOSS_COLUMNS = COLUMNS.keys() - {"old_log_probs"}  # a loss gets it as old_log_prob
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +32,8 @@ class EstimatorNeeds:
     """What an estimator is called with, as its signature declares it."""
 
     columns: frozenset[str]
-    """Batch columns without which it cannot run: ``values`` asks for a critic, ``index`` for group ids,
-    ``reward_baselines`` for a greedy rollout."""
+    """Batch columns (of ``verl.schema``) without which it cannot run: ``values`` asks for a critic,
+    ``index`` for group ids, ``reward_baselines`` for a greedy rollout."""
     optional_columns: frozenset[str]
     """Columns with a default: handed over if the batch has them, never made for its sake."""
     settings: frozenset[str]
@@ -64,9 +54,10 @@ def register_adv_est(name: str, paper: str = "") -> Callable[[F], F]:
     """Decorator: file an advantage estimator under ``name`` (``algorithm.adv_estimator``).
 
     Its parameter names are what it needs. A batch column (``token_level_rewards``,
-    ``response_mask``, ``values``, ...) without a default is computed for it; one with a default is
-    handed over if it is there. Settings (``gamma``, ``lam``, ...) come from ``algorithm``. Another
-    parameter is allowed only with a default, as a constant of the estimator.
+    ``response_mask``, ``values``, ...; ``index`` is the group id) without a default is computed for
+    it; one with a default is handed over if it is there. Settings (``gamma``, ``lam``, ...) come
+    from ``algorithm``. Another parameter is allowed only with a default, as a constant of the
+    estimator. ``**kwargs`` gets all other columns.
 
     Example:
         >>> @register_adv_est("total_reward")
@@ -131,19 +122,17 @@ def compute_advantages(name: str, columns: Mapping[str, Any], settings: Mapping[
         ConfigError: a setting that it needs is missing.
     """
     needs, function = adv_needs(name), get_adv_estimator_fn(name)
-    if lacking := sorted(needs.columns - columns.keys()):
-        raise SchemaError(
-            f"advantage estimator '{_plain(name)}' needs {_quoted(lacking)}, which the batch lacks "
-            f"(has: {', '.join(sorted(columns))}). {_remedy(lacking)}"
-        )
+    # An estimator calls the group ids `index`; the batch calls them `uid`.
+    required = ["uid" if name == "index" and "index" not in columns else name for name in sorted(needs.columns)]
+    require(columns, required, f"advantage estimator '{_plain(name)}'")
     wanted = needs.columns | (needs.optional_columns & columns.keys())
     if needs.wants_all:
         wanted |= columns.keys()
     arguments = {key: columns[key] for key in wanted}
     arguments |= {key: settings[key] for key in needs.settings & settings.keys()}
-    required = {p.name for p in inspect.signature(function).parameters.values() if _is_required(p)}
-    if lacking := sorted(required - arguments.keys()):
-        raise ConfigError(f"advantage estimator '{_plain(name)}' needs the settings {_quoted(lacking)} of algorithm.*.")
+    parameters = inspect.signature(function).parameters.values()
+    if lacking := [p.name for p in parameters if _is_required(p) and p.name not in arguments]:
+        raise ConfigError(f"advantage estimator '{_plain(name)}' needs settings that it was not given: {lacking}.")
     return function(**arguments)
 
 
@@ -164,11 +153,11 @@ def register_policy_loss(name: str, paper: str = "") -> Callable[[F], F]:
 
     def file(function: F) -> F:
         parameters = inspect.signature(function).parameters.values()
-        known = {*LOSS_ARGUMENTS, *LOSS_COLUMNS}
         for parameter in parameters:
-            _refuse_unknown(f"policy loss '{name}'", parameter, known)
+            _refuse_unknown(f"policy loss '{name}'", parameter, _LOSS_COLUMNS | set(LOSS_ARGUMENTS))
         _losses.register(name)(function)
-        _loss_columns.setdefault(name, frozenset(p.name for p in parameters) & LOSS_COLUMNS)
+        named = {p.name for p in parameters} - set(LOSS_ARGUMENTS)
+        _loss_columns.setdefault(name, frozenset(named & _LOSS_COLUMNS))
         return function
 
     return file
@@ -205,7 +194,7 @@ def policy_loss_columns(name: str) -> frozenset[str]:
 def _estimator_needs(name: str, function: Callable, paper: str) -> EstimatorNeeds:
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
-        _refuse_unknown(f"advantage estimator '{name}'", parameter, COLUMNS | SETTINGS)
+        _refuse_unknown(f"advantage estimator '{name}'", parameter, COLUMNS.keys() | SETTINGS)
     columns = {p.name for p in parameters.values() if p.name in COLUMNS}
     optional = {key for key in columns if not _is_required(parameters[key])}
     return EstimatorNeeds(
@@ -217,7 +206,7 @@ def _estimator_needs(name: str, function: Callable, paper: str) -> EstimatorNeed
     )
 
 
-def _refuse_unknown(owner: str, parameter: inspect.Parameter, known: set[str] | frozenset[str]) -> None:
+def _refuse_unknown(owner: str, parameter: inspect.Parameter, known: Set[str]) -> None:
     """A required parameter must be known; a constant with a default must not look like a known one misspelt."""
     if parameter.name in known or parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return
@@ -225,7 +214,8 @@ def _refuse_unknown(owner: str, parameter: inspect.Parameter, known: set[str] | 
     if _is_required(parameter) or hint:
         raise ConfigError(
             f"{owner} has a parameter '{parameter.name}', which nothing provides.{hint} "
-            f"Parameters may be: {', '.join(sorted(known))}; or a constant with a default."
+            f"Parameters may be {', '.join(sorted(known))}; **kwargs, which gets columns of your own; "
+            "or a constant with a default."
         )
 
 
@@ -240,18 +230,3 @@ def _takes_kwargs(parameters: Mapping[str, inspect.Parameter]) -> bool:
 
 def _plain(name: str) -> str:
     return str(getattr(name, "value", name))
-
-
-def _quoted(names: list[str]) -> str:
-    return ", ".join(f"'{name}'" for name in names)
-
-
-def _remedy(lacking: list[str]) -> str:
-    makers = {
-        "values": "'values' is made by critic.compute_values: set critic.enable=true.",
-        "reward_baselines": "'reward_baselines' is the score of a greedy response, which the trainer generates.",
-        "index": "'index' is the group id of each sample: give the batch a 'uid' column.",
-        "token_level_rewards": "'token_level_rewards' is made from token_level_scores by the trainer.",
-    }
-    free = [name for name in estimator_names() if not _needs[name].columns & set(lacking)]
-    return " ".join([*(makers[name] for name in lacking if name in makers), f"Without: {', '.join(free) or 'none'}."])
