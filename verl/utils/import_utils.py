@@ -40,11 +40,13 @@ def load_module(path: str, setting: str) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # before running it: dataclasses and pickle look their module up
+    complete = False
     try:
         spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
+        complete = True
+    finally:
+        if not complete:
+            del sys.modules[name]
     return module
 
 

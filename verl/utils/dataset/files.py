@@ -42,7 +42,7 @@ class DataFile:
             self._rows = _read_json(path)
             self.columns = list(dict.fromkeys(key for row in self._rows for key in row))
         if len(self) == 0:
-            raise DataError(f"{path} has no rows. Point the setting at a file with data, or make the file again.")
+            raise DataError(f"{path} is empty: it has no rows. Name a file with data, or make this one again.")
 
     def __len__(self) -> int:
         return len(self._rows) if self._table is None else self._table.num_rows
