@@ -92,9 +92,11 @@ class AlgoConfig(BaseConfig):
     """Its weight."""
     use_pf_ppo: bool = setting(False, refuse=NO_PF_PPO)
     """Reweight samples by their score."""
-    pf_ppo: PFPPOConfig = subsection(PFPPOConfig)
+    pf_ppo: PFPPOConfig = subsection(PFPPOConfig, hint="part of PF-PPO, which is not in this version")
     """How samples are weighted."""
-    filter_groups: FilterGroupsConfig = subsection(FilterGroupsConfig)
+    filter_groups: FilterGroupsConfig = subsection(
+        FilterGroupsConfig, hint="part of dynamic sampling, which is not in this version"
+    )
     """Dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = subsection(RolloutCorrectionConfig)
     """Correction for the gap between rollout and trainer."""

@@ -9,7 +9,7 @@ from verl.workers.config.model import NO_SHM
 
 Truncation = Literal["error", "left", "right", "middle"]
 
-NO_VISION = "images and videos are not in this version; leave it at its default"
+NO_VISION = "images and videos are not in this version"
 
 
 @section
@@ -92,7 +92,7 @@ class DataConfig(BaseConfig):
     """Seed of that shuffle; null takes 1."""
     dataloader_num_workers: int = setting(8, ge=0)
     """Processes that read rows."""
-    image_patch_size: int = setting(14, ge=1)
+    image_patch_size: int = setting(14, ge=1, hint=NO_VISION)
     """Patch size of the vision encoder."""
     validation_shuffle: bool = setting(False)
     """Shuffle validation rows."""
@@ -102,19 +102,19 @@ class DataConfig(BaseConfig):
     """Processes that measure prompts."""
     truncation: Truncation = setting("error")
     """What happens to a longer prompt: an error, or a cut at the left, right or middle."""
-    image_key: str = setting("images")
+    image_key: str = setting("images", hint=NO_VISION)
     """Column of images."""
-    video_key: str = setting("videos")
+    video_key: str = setting("videos", hint=NO_VISION)
     """Column of videos."""
     trust_remote_code: bool = setting(False)
     """Run Python code that comes with the tokenizer."""
     custom_cls: CustomClassConfig = subsection(CustomClassConfig)
     """A dataset class of your own."""
-    return_multi_modal_inputs: bool = setting(True, hint="images and videos are not in this version")
+    return_multi_modal_inputs: bool = setting(True, hint=NO_VISION)
     """Add the processed images to each row."""
     sampler: SamplerConfig = subsection(SamplerConfig)
     """A sampler class of your own."""
-    datagen: DatagenConfig = subsection(DatagenConfig)
+    datagen: DatagenConfig = subsection(DatagenConfig, hint="part of generating rows, which is not in this version")
     """A generator of new rows."""
     apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
     """Further arguments of the chat template, such as `enable_thinking`."""

@@ -1,6 +1,6 @@
 """Write the YAML files and the reference from the configuration classes.
 
-    python -m verl.trainer.config.generate
+python -m verl.trainer.config.generate
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from verl.trainer.config.sft import SFTConfig
 
 logger = logging.getLogger(__name__)
 
-_NOTE = "# Made from the classes in verl/trainer/config and verl/workers/config by\n#     python -m verl.trainer.config.generate\n"
+_NOTE = """\
+# Made from the classes in verl/trainer/config and verl/workers/config by
+#     python -m verl.trainer.config.generate
+"""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -58,18 +58,25 @@ class Key:
         return usual if same(self.default, usual) else self.default
 
 
-def iter_keys(root: type[BaseConfig], default: BaseConfig | None = None, prefix: str = "") -> Iterator[Key]:
-    """Every key below ``root``, sections before what they hold, in the order of the classes."""
+def iter_keys(
+    root: type[BaseConfig], default: BaseConfig | None = None, prefix: str = "", hint: str | None = None
+) -> Iterator[Key]:
+    """Every key below ``root``, sections before what they hold, in the order of the classes.
+
+    The hint of a section holds for all below it that say nothing of their own.
+    """
     default = root() if default is None else default
     for name, field in config_fields(root).items():
         meta = meta_of(field)
         if meta.internal:
             continue
+        if not (meta.hint or meta.refuse or meta.refuse_values):
+            meta = replace(meta, hint=hint)
         value, below = getattr(default, name), section_of(field)
         key = Key(prefix + name, root, field, meta, value, below)
         yield key
         if below is not None:
-            yield from iter_keys(below, value, f"{key.path}.")
+            yield from iter_keys(below, value, f"{key.path}.", meta.hint)
 
 
 def leaves(root: type[BaseConfig]) -> dict[str, Key]:

@@ -12,7 +12,7 @@ from verl.trainer.config.config import (
 )
 from verl.trainer.config.data import DataConfig
 from verl.trainer.config.trainer import TrainerConfig
-from verl.utils.profiler.config import GlobalProfilerConfig
+from verl.utils.profiler.config import PART_OF_PROFILING, GlobalProfilerConfig
 from verl.workers.config.actor_rollout_ref import ActorRolloutRefConfig
 from verl.workers.config.critic import FSDPCriticConfig
 from verl.workers.config.reward_model import RewardModelConfig
@@ -38,7 +38,7 @@ class PPOConfig(BaseConfig):
     """From scores to advantages."""
     trainer: TrainerConfig = subsection(TrainerConfig)
     """The run."""
-    global_profiler: GlobalProfilerConfig = subsection(GlobalProfilerConfig)
+    global_profiler: GlobalProfilerConfig = subsection(GlobalProfilerConfig, hint=PART_OF_PROFILING)
     """Profiling."""
     transfer_queue: TransferQueueConfig = subsection(TransferQueueConfig)
     """A queue of samples between stages."""

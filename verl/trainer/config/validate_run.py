@@ -14,6 +14,7 @@ from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.problems import Problem
 from verl.trainer.config.sft import SFTConfig
 from verl.utils.registry import suggest
+from verl.workers.config.engine import FSDPEngineConfig
 from verl.workers.config.rollout import RolloutConfig, SamplingConfig
 
 Problems = Iterator[Problem]
@@ -170,6 +171,30 @@ def resuming(config: PPOConfig | SFTConfig) -> Problems:
 def _checkpoints_beside(path: Path) -> str:
     steps = sorted((int(p.name.rpartition("_")[2]), p.name) for p in path.parent.glob("global_step_[0-9]*"))
     return f"there is {', '.join(name for _, name in steps[-3:])}" if steps else f"{path.parent} holds no checkpoint"
+
+
+def engines(config: PPOConfig | SFTConfig) -> Problems:
+    """Sharding groups divide the ranks, and what is trained has a format that can be trained."""
+    sections: dict[str, FSDPEngineConfig] = {}
+    if isinstance(config, PPOConfig):
+        roles = config.actor_rollout_ref
+        sections["actor_rollout_ref.actor.fsdp_config"] = roles.actor.fsdp_config
+        if needs_reference(config):
+            sections["actor_rollout_ref.ref.fsdp_config"] = roles.ref.fsdp_config
+        if needs_critic(config):
+            sections["critic.model.fsdp_config"] = config.critic.model.fsdp_config
+    else:
+        sections["engine"] = config.engine
+    ranks = rank_count(config.trainer)
+    for name, engine in sections.items():
+        size = engine.fsdp_size
+        if size == 0 or (0 < size < ranks and ranks % size):
+            yield Problem(f"{name}.fsdp_size", size, f"it does not divide {ranks} ranks", f"divisors of {ranks}, or -1")
+        if not engine.forward_only:
+            for key in ("dtype", "model_dtype"):
+                if engine[key] in ("fp16", "float16"):
+                    wrong = "gradients underflow in fp16"
+                    yield Problem(f"{name}.{key}", engine[key], wrong, "bfloat16, fp32")
 
 
 def trackers(config: PPOConfig | SFTConfig) -> Problems:

@@ -8,6 +8,8 @@ from verl.base_config import BaseConfig, section, setting, subsection
 
 NO_PROFILER = "profilers are not in this version; leave it at its default (timing_s/* is always logged)"
 
+PART_OF_PROFILING = "part of profiling, which is not in this version"
+
 _TRACED = "cuda,nvtx,cublas,ucx"
 
 

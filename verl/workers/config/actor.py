@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 from verl.base_config import BaseConfig, section, setting, subsection
-from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.profiler.config import PART_OF_PROFILING, ProfilerConfig
 from verl.workers.config.checkpoint import CheckpointConfig
 from verl.workers.config.engine import NO_MEGATRON, NO_ULYSSES, FSDPEngineConfig, Strategy
-from verl.workers.config.model import NO_FUSED
+from verl.workers.config.model import ALWAYS_FUSED
 from verl.workers.config.optimizer import FSDPOptimizerConfig
 
 KLKind = Literal[
@@ -17,6 +17,7 @@ KLKind = Literal[
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 NO_ROUTER_REPLAY = "router replay is not in this version; leave it disabled"
+OTHER_LOSSES = "belongs to policy losses that are not in this version"
 NO_SUM_PI = "estimators that need Σπ² are not in this version; leave it false and use grpo, rloo or gae"
 
 
@@ -28,15 +29,15 @@ class PolicyLossConfig(BaseConfig):
 
     loss_mode: str = setting("vanilla")
     """Registered policy loss; `vanilla` is the clipped surrogate of PPO."""
-    clip_cov_ratio: float = setting(0.0002, ge=0, le=1)
+    clip_cov_ratio: float = setting(0.0002, ge=0, le=1, hint=OTHER_LOSSES)
     """`clip_cov`: fraction of tokens whose gradient is dropped."""
-    clip_cov_lb: float = setting(1.0)
+    clip_cov_lb: float = setting(1.0, hint=OTHER_LOSSES)
     """`clip_cov`: covariance above which a token may be dropped."""
-    clip_cov_ub: float = setting(5.0)
+    clip_cov_ub: float = setting(5.0, hint=OTHER_LOSSES)
     """`clip_cov`: covariance below which a token may be dropped."""
-    kl_cov_ratio: float = setting(0.0002, ge=0, le=1)
+    kl_cov_ratio: float = setting(0.0002, ge=0, le=1, hint=OTHER_LOSSES)
     """`kl_cov`: fraction of tokens that get a KL penalty."""
-    ppo_kl_coef: float = setting(0.1, ge=0)
+    ppo_kl_coef: float = setting(0.1, ge=0, hint=OTHER_LOSSES)
     """`kl_cov`: weight of that penalty."""
 
 
@@ -80,9 +81,9 @@ class ActorConfig(BaseConfig):
     """The same, downwards; left alone it follows `clip_ratio`."""
     clip_ratio_high: float = setting(factory=_follows_clip_ratio, ge=0)
     """The same, upwards; above `clip_ratio_low` it is clip-higher (arXiv:2503.14476)."""
-    tau_pos: float = setting(1.0, gt=0)
+    tau_pos: float = setting(1.0, gt=0, hint=OTHER_LOSSES)
     """`sapo`: temperature for positive advantages."""
-    tau_neg: float = setting(1.05, gt=0)
+    tau_neg: float = setting(1.05, gt=0, hint=OTHER_LOSSES)
     """`sapo`: temperature for negative advantages."""
     freeze_vision_tower: bool = setting(
         False, refuse="vision models are not in this version; set freeze_vision_tower=false"
@@ -123,10 +124,10 @@ class ActorConfig(BaseConfig):
     optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig)
     """Optimizer and schedule."""
     use_fused_kernels: bool = setting(
-        False, interpolation="${oc.select:actor_rollout_ref.model.use_fused_kernels,false}", refuse=NO_FUSED
+        False, interpolation="${oc.select:actor_rollout_ref.model.use_fused_kernels,false}", hint=ALWAYS_FUSED
     )
     """Compute log-probs and entropy straight from the last hidden state."""
-    profiler: ProfilerConfig = subsection(ProfilerConfig)
+    profiler: ProfilerConfig = subsection(ProfilerConfig, hint=PART_OF_PROFILING)
     """Profiling of the actor's workers."""
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     """Replaying the expert choices of rollout."""
@@ -146,9 +147,9 @@ class FSDPActorConfig(ActorConfig):
     """Largest norm of the gradient of one step."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1, refuse=NO_ULYSSES)
     """Ranks that share one sequence."""
-    entropy_from_logits_with_chunking: bool = setting(False)
+    entropy_from_logits_with_chunking: bool = setting(False, hint=ALWAYS_FUSED)
     """Compute the entropy in slices: less memory, a little slower."""
-    entropy_checkpointing: bool = setting(False)
+    entropy_checkpointing: bool = setting(False, hint=ALWAYS_FUSED)
     """Compute the entropy again in the backward pass instead of keeping its inputs."""
     fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig)
     """Sharding, precision, offload."""
@@ -194,7 +195,7 @@ class RefConfig(BaseConfig):
         16384, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}"
     )
     """Tokens per pass on one rank, with `log_prob_use_dynamic_bsz`."""
-    profiler: ProfilerConfig = subsection(ProfilerConfig)
+    profiler: ProfilerConfig = subsection(ProfilerConfig, hint=PART_OF_PROFILING)
     """Profiling of the reference's workers."""
     router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
     """Replaying the expert choices of rollout."""
@@ -207,7 +208,7 @@ class RefConfig(BaseConfig):
         refuse=NO_ULYSSES,
     )
     """Ranks that share one sequence."""
-    entropy_from_logits_with_chunking: bool = setting(False, hint="no entropy is computed for the reference")
+    entropy_from_logits_with_chunking: bool = setting(False, hint=ALWAYS_FUSED)
     """Compute the entropy in slices."""
-    entropy_checkpointing: bool = setting(False, hint="the reference has no backward pass")
+    entropy_checkpointing: bool = setting(False, hint=ALWAYS_FUSED)
     """Compute the entropy again in the backward pass."""

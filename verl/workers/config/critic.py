@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from verl.base_config import BaseConfig, section, setting, subsection
-from verl.utils.profiler.config import ProfilerConfig
+from verl.utils.profiler.config import PART_OF_PROFILING, ProfilerConfig
 from verl.workers.config.actor import LossAggMode
 from verl.workers.config.checkpoint import CheckpointConfig
 from verl.workers.config.engine import NO_MEGATRON, NO_ULYSSES, FSDPEngineConfig, Strategy
-from verl.workers.config.model import NO_LORA, NO_OFFLOAD, NO_SHM, TiledMlpConfig
+from verl.workers.config.model import NO_LORA, NO_OFFLOAD, NO_SHM, PART_OF_LORA, TiledMlpConfig
 from verl.workers.config.optimizer import FSDPOptimizerConfig
 
 
@@ -45,11 +45,11 @@ class FSDPCriticModelCfg(BaseConfig):
     """Pack sequences one after the other, so that no time goes into padding."""
     lora_rank: int = setting(0, ge=0, refuse=NO_LORA)
     """Rank of the LoRA adapter; 0 trains all parameters."""
-    lora_alpha: int = setting(16, ge=1)
+    lora_alpha: int = setting(16, ge=1, hint=PART_OF_LORA)
     """Scale of the LoRA adapter."""
-    target_modules: Annotated[tuple[str, ...] | str, "module names"] = setting("all-linear")
+    target_modules: Annotated[tuple[str, ...] | str, "module names"] = setting("all-linear", hint=PART_OF_LORA)
     """Layers that get an adapter."""
-    tiled_mlp: TiledMlpConfig = subsection(TiledMlpConfig)
+    tiled_mlp: TiledMlpConfig = subsection(TiledMlpConfig, hint="part of the tiled MLP, which is not in this version")
     """Feed-forward layers in slices."""
     fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig)
     """Sharding, precision, offload."""
@@ -97,7 +97,7 @@ class CriticConfig(BaseConfig):
     """Optimizer and schedule."""
     checkpoint: CheckpointConfig = subsection(CheckpointConfig)
     """What a checkpoint holds."""
-    profiler: ProfilerConfig = subsection(ProfilerConfig)
+    profiler: ProfilerConfig = subsection(ProfilerConfig, hint=PART_OF_PROFILING)
     """Profiling of the critic's workers."""
 
 

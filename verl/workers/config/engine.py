@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from verl.base_config import BaseConfig, OneOrMany, section, setting, subsection
+from verl.workers.config.model import ALWAYS_FUSED
 
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
 DType = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
@@ -67,11 +68,11 @@ class FSDPEngineConfig(BaseConfig):
     """Allow only deterministic kernels: slower, bit-equal from run to run."""
     ulysses_sequence_parallel_size: Annotated[int, "ranks"] = setting(1, ge=1, refuse=NO_ULYSSES)
     """Ranks that share one sequence."""
-    entropy_from_logits_with_chunking: bool = setting(False)
+    entropy_from_logits_with_chunking: bool = setting(False, hint=ALWAYS_FUSED)
     """Compute the entropy in slices: less memory, a little slower."""
     use_torch_compile: bool = setting(True, hint="this version runs its small kernels uncompiled; results are the same")
     """Compile the log-prob and entropy kernels."""
-    entropy_checkpointing: bool = setting(False)
+    entropy_checkpointing: bool = setting(False, hint=ALWAYS_FUSED)
     """Compute the entropy again in the backward pass instead of keeping its inputs."""
     forward_only: bool = setting(False)
     """The model is never trained: no optimizer, no gradients."""

@@ -7,7 +7,9 @@ from typing import Annotated, Any, ClassVar
 from verl.base_config import BaseConfig, OneOrMany, section, setting, subsection
 
 NO_LORA = "LoRA is not in this version; leave it at its default and train all parameters"
-NO_FUSED = "fused kernels are not in this version; set use_fused_kernels=false"
+ALWAYS_FUSED = "log-probs and entropy always come from hidden states in slices, never from all logits at once"
+PART_OF_MTP = "part of multi-token prediction, which is not in this version"
+PART_OF_LORA = "part of LoRA, which is not in this version"
 NO_OFFLOAD = "activation offload is not in this version; use enable_gradient_checkpointing=true"
 NO_SHM = "copying models or data into shared memory is not in this version; set use_shm=false"
 NO_TILED_MLP = "the tiled MLP is not in this version; use gradient checkpointing and smaller token budgets"
@@ -17,7 +19,7 @@ NO_TILED_MLP = "the tiled MLP is not in this version; use gradient checkpointing
 class FusedKernelConfig(BaseConfig):
     """Choice of the fused log-prob kernel."""
 
-    impl_backend: str = setting("torch", refuse=NO_FUSED)
+    impl_backend: str = setting("torch", hint=ALWAYS_FUSED)
     """Implementation of the fused kernels."""
 
 
@@ -91,21 +93,21 @@ class HFModelConfig(BaseConfig):
     """Pack sequences one after the other, so that no time goes into padding."""
     lora_rank: int = setting(0, ge=0, refuse=NO_LORA)
     """Rank of the LoRA adapter; 0 trains all parameters."""
-    lora_alpha: int = setting(16, ge=1)
+    lora_alpha: int = setting(16, ge=1, hint=PART_OF_LORA)
     """Scale of the LoRA adapter."""
-    target_modules: Annotated[tuple[str, ...] | str, "module names"] = setting("all-linear")
+    target_modules: Annotated[tuple[str, ...] | str, "module names"] = setting("all-linear", hint=PART_OF_LORA)
     """Layers that get an adapter."""
-    exclude_modules: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None)
+    exclude_modules: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None, hint=PART_OF_LORA)
     """Layers that get none."""
     lora_adapter_path: str | None = setting(None, refuse=NO_LORA)
     """Adapter to go on training."""
     use_liger: bool = setting(False, refuse="Liger kernels are not in this version; set use_liger=false")
     """Patch the model with Liger kernels."""
-    use_fused_kernels: bool = setting(False, refuse=NO_FUSED)
+    use_fused_kernels: bool = setting(False, hint=ALWAYS_FUSED)
     """Compute log-probs and entropy straight from the last hidden state."""
     fused_kernel_options: FusedKernelConfig = subsection(FusedKernelConfig)
     """Choice of the fused log-prob kernel."""
-    tiled_mlp: TiledMlpConfig = subsection(TiledMlpConfig)
+    tiled_mlp: TiledMlpConfig = subsection(TiledMlpConfig, hint="part of the tiled MLP, which is not in this version")
     """Feed-forward layers in slices."""
-    mtp: MtpConfig = subsection(MtpConfig)
+    mtp: MtpConfig = subsection(MtpConfig, hint=PART_OF_MTP)
     """Multi-token prediction heads."""

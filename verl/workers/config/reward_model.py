@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from verl.base_config import BaseConfig, section, setting, subsection
-from verl.utils.profiler.config import RewardProfilerConfig
+from verl.utils.profiler.config import PART_OF_PROFILING, RewardProfilerConfig
 from verl.workers.config.engine import NO_MEGATRON, NO_ULYSSES, FSDPEngineConfig, Strategy
-from verl.workers.config.model import NO_FUSED, NO_SHM
+from verl.workers.config.model import ALWAYS_FUSED, NO_SHM
 from verl.workers.config.rollout import RewardRolloutConfig
 
 NO_REWARD_LOOP = "reward loops are not in this version; use reward_model.reward_manager"
@@ -50,7 +50,7 @@ class RewardModelModelConfig(BaseConfig):
     use_remove_padding: bool = setting(False)
     """Pack sequences one after the other, so that no time goes into padding."""
     use_fused_kernels: bool = setting(
-        False, interpolation="${actor_rollout_ref.model.use_fused_kernels}", refuse=NO_FUSED
+        False, interpolation="${actor_rollout_ref.model.use_fused_kernels}", hint=ALWAYS_FUSED
     )
     """Use fused kernels."""
     fsdp_config: FSDPEngineConfig = subsection(_forward_only)
@@ -73,7 +73,9 @@ class RewardModelConfig(BaseConfig):
     """Back end; `fsdp` and `fsdp2` are both served by FSDP2."""
     model: RewardModelModelConfig = subsection(RewardModelModelConfig)
     """The reward model's weights and tokenizer."""
-    rollout: RewardRolloutConfig = subsection(RewardRolloutConfig)
+    rollout: RewardRolloutConfig = subsection(
+        RewardRolloutConfig, hint="part of serving a reward model, which is not in this version"
+    )
     """The engine that serves a generative reward model."""
     micro_batch_size: int | None = setting(None, ge=1)
     """Older form of `micro_batch_size_per_gpu`: sequences per pass over all ranks together."""
@@ -111,7 +113,9 @@ class RewardModelConfig(BaseConfig):
     """File of a reward loop of your own."""
     reward_loop_class_name: str | None = setting(None, refuse=NO_REWARD_LOOP)
     """Its class."""
-    sandbox_fusion: SandboxFusionConfig = subsection(SandboxFusionConfig)
+    sandbox_fusion: SandboxFusionConfig = subsection(
+        SandboxFusionConfig, hint="part of scoring in a sandbox, which is not in this version"
+    )
     """A service that runs generated code."""
-    profiler: RewardProfilerConfig = subsection(RewardProfilerConfig)
+    profiler: RewardProfilerConfig = subsection(RewardProfilerConfig, hint=PART_OF_PROFILING)
     """Profiling of the reward model's workers."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from verl.base_config import BaseConfig, OneOrMany, section, setting, subsection
-from verl.utils.profiler.config import RolloutProfilerConfig
+from verl.utils.profiler.config import PART_OF_PROFILING, RolloutProfilerConfig
 from verl.workers.config.agent import AgentLoopConfig, MultiTurnConfig
 from verl.workers.config.engine import DType
-from verl.workers.config.model import MtpConfig
+from verl.workers.config.model import PART_OF_MTP, MtpConfig
 
 ENGINE = "used by the vllm and sglang engines; the hf engine has no such choice"
-NO_OTHER_ENGINE = "is not in this version yet; use hf"
+NO_OTHER_ENGINE = "this engine is not in this version yet; use hf"
 
 
 @section
@@ -83,7 +83,7 @@ class CheckpointEngineConfig(BaseConfig):
     """Transport of the weights."""
     update_weights_bucket_megabytes: int = setting(2048, ge=1, hint=ENGINE)
     """Size of one transfer."""
-    engine_kwargs: dict[str, Any] = setting(factory=dict)
+    engine_kwargs: dict[str, Any] = setting(factory=dict, hint=ENGINE)
     """Settings of the transport."""
 
 
@@ -203,7 +203,9 @@ class RolloutConfig(ServingConfig):
     """Tokens per pass on one rank, with `log_prob_use_dynamic_bsz`."""
     val_kwargs: SamplingConfig = subsection(SamplingConfig)
     """How validation samples."""
-    multi_turn: MultiTurnConfig = subsection(MultiTurnConfig)
+    multi_turn: MultiTurnConfig = subsection(
+        MultiTurnConfig, hint="part of conversations, which are not in this version"
+    )
     """Conversations and tools."""
     calculate_log_probs: bool = setting(
         False, hint="the hf engine always returns log-probs and the gap is always logged"
@@ -213,29 +215,33 @@ class RolloutConfig(ServingConfig):
     """Agent loops."""
     checkpoint_engine: CheckpointEngineConfig = subsection(CheckpointEngineConfig)
     """How new weights reach the engine."""
-    trace: TraceConfig = subsection(TraceConfig)
+    trace: TraceConfig = subsection(TraceConfig, hint="part of rollout tracing, which is not in this version")
     """Recording in a tracing service."""
     skip_rollout: bool = setting(
         False, refuse="replaying stored rollouts is not in this version; set skip_rollout=false"
     )
     """Read stored responses instead of sampling."""
-    skip_dump_dir: str | None = setting(None)
+    skip_dump_dir: str | None = setting(None, hint="part of skip_rollout, which is not in this version")
     """Folder of the stored responses."""
-    profiler: RolloutProfilerConfig = subsection(RolloutProfilerConfig)
+    profiler: RolloutProfilerConfig = subsection(RolloutProfilerConfig, hint=PART_OF_PROFILING)
     """Profiling of the rollout workers."""
-    prometheus: PrometheusConfig = subsection(PrometheusConfig)
+    prometheus: PrometheusConfig = subsection(
+        PrometheusConfig, hint="part of serving metrics, which is not in this version"
+    )
     """Serving the engine's metrics."""
     quantization: str | None = setting(
         None, refuse="quantized rollout is not in this version; leave rollout.quantization null"
     )
     """Quantization inside the engine."""
-    quantization_config_file: str | None = setting(None)
+    quantization_config_file: str | None = setting(None, hint="part of quantized rollout, which is not in this version")
     """Settings of the quantization."""
     enable_rollout_routing_replay: bool = setting(
         False, refuse="router replay is not in this version; set enable_rollout_routing_replay=false"
     )
     """Return the expert choices."""
-    mtp: MtpConfig | None = setting(None, interpolation="${oc.select:actor_rollout_ref.model.mtp, null}")
+    mtp: MtpConfig | None = setting(
+        None, interpolation="${oc.select:actor_rollout_ref.model.mtp, null}", hint=PART_OF_MTP
+    )
     """Multi-token prediction, as the model section says."""
 
 
