@@ -10,12 +10,28 @@ from typing import Any, Literal, TypeVar
 from jinja2.exceptions import TemplateError
 
 from verl.errors import DataError
+from verl.utils.tokenizer import require_chat_template
 
 Message = dict[str, Any]
 Truncation = Literal["error", "left", "right", "middle"]
 T = TypeVar("T")
 
 MEDIA = ("image", "image_url", "video", "audio", "input_audio")
+
+
+def require_usable(tokenizer: Any) -> None:
+    """Check that a tokenizer can turn messages into a prompt, and pad it.
+
+    Raises:
+        ConfigError: it has no chat template.
+        DataError: it has no pad token.
+    """
+    require_chat_template(tokenizer)
+    if tokenizer.pad_token_id is None:
+        raise DataError(
+            f"the tokenizer '{tokenizer.name_or_path}' has no pad token, so rows cannot be brought to one length. "
+            "Load it with verl.utils.hf_tokenizer, or set tokenizer.pad_token = tokenizer.eos_token."
+        )
 
 
 def as_messages(prompt: Any, place: str) -> list[Message]:

@@ -72,11 +72,12 @@ def _turn_start(
             "data.ignore_input_ids_mismatch=true to train on it as the template writes the whole."
         )
     header = prompt[len(render(before, tokenizer, place, **kwargs)) :]
-    # A template may open a thought in the header that it leaves out of finished turns.
-    for candidate in (header, header.split("\n")[0] + "\n"):
-        found = whole.find(candidate, cursor) if candidate.strip() else -1
-        if found >= 0:
-            return found + len(candidate)
+    # A template may put a thought into the header that it leaves out of finished turns: its first line will do.
+    found = {text: whole.find(text, cursor) for text in (header, header.split("\n")[0] + "\n") if text.strip()}
+    places = [(at, -len(text)) for text, at in found.items() if at >= 0]
+    if places:
+        at, length = min(places)  # the first, and of two at one place the longer
+        return at - length
     raise DataError(
         f"{place}: the header {header!r} of this turn is not in the conversation as the template writes it."
     )

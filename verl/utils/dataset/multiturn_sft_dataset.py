@@ -12,10 +12,9 @@ import torch
 from torch.utils.data import Dataset
 
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message, as_messages, render, token_lengths, truncate
+from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths, truncate
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.loss_mask import mask_assistant
-from verl.utils.tokenizer import require_chat_template
 
 if TYPE_CHECKING:
     from verl.trainer.config import SFTDataConfig
@@ -50,7 +49,7 @@ class MultiTurnSFTDataset(Dataset):
     def __init__(
         self, data_files: str | Sequence[str], tokenizer: Any, config: SFTDataConfig, max_samples: int = -1
     ) -> None:
-        require_chat_template(tokenizer)
+        require_usable(tokenizer)
         self.tokenizer = tokenizer
         self.config = config
         self.files: list[DataFile] = open_files(data_files, "data.train_files or data.val_files")

@@ -28,11 +28,11 @@ from verl.utils.dataset.chat import (
     encode,
     render,
     rendered,
+    require_usable,
     token_lengths,
     truncate,
 )
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
-from verl.utils.tokenizer import require_chat_template
 
 if TYPE_CHECKING:
     from verl.trainer.config import DataConfig
@@ -76,7 +76,7 @@ class RLHFDataset(Dataset):
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        require_chat_template(tokenizer)
+        require_usable(tokenizer)
         self.tokenizer = tokenizer
         self.config = config
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
