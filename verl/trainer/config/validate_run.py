@@ -38,15 +38,20 @@ def rank_count(trainer: Any) -> int:
 
 
 def needs_critic(config: PPOConfig) -> bool:
-    """Whether a critic is trained: as ``critic.enable`` says, else if the estimator reads values."""
-    if config.critic.enable is not None:
-        return config.critic.enable
-    return _reads(config.algorithm.adv_estimator, "values")
+    """Whether a critic is trained; not for an unknown estimator, which is a problem of its own."""
+    from verl.trainer.ppo.utils import need_critic
+
+    try:
+        return need_critic(config)
+    except ConfigError:
+        return False
 
 
 def needs_reference(config: PPOConfig) -> bool:
     """Whether the reference policy is used."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
+    from verl.trainer.ppo.utils import need_reference_policy
+
+    return need_reference_policy(config)
 
 
 def estimator(config: PPOConfig) -> Problems:
@@ -219,13 +224,3 @@ def controller(config: PPOConfig | SFTConfig | GenerationConfig) -> Problems:
     if config.trainer.controller == "ray" and importlib.util.find_spec("ray") is None:
         remedy = "pip install 'verl[ray]', or set trainer.controller=local with one rank"
         yield Problem("trainer.controller", "ray", "Ray is not installed", remedy=remedy)
-
-
-def _reads(name: str, column: str) -> bool:
-    """Whether an estimator reads a column; an unknown estimator reads nothing (and is a problem of its own)."""
-    from verl.trainer.ppo import core_algos
-
-    try:
-        return column in core_algos.adv_needs(name).columns
-    except ConfigError:
-        return False
