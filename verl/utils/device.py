@@ -73,9 +73,11 @@ def ensure_process_group(device: torch.device, timeout_s: float = 600) -> None:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """``perf/*`` memory of this process in GiB: host memory in use; on a GPU also the peaks so far."""
-    metrics = {"perf/cpu_memory_used_gb": psutil.Process().memory_info().rss / 2**30}
+    """``perf/*`` memory in GiB, of the rank that uses most: host memory now; on a GPU the peaks so far. Collective."""
+    used = {"perf/cpu_memory_used_gb": float(psutil.Process().memory_info().rss)}
     if device.type == "cuda":
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated(device) / 2**30
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved(device) / 2**30
-    return metrics
+        used["perf/max_memory_allocated_gb"] = float(torch.cuda.max_memory_allocated(device))
+        used["perf/max_memory_reserved_gb"] = float(torch.cuda.max_memory_reserved(device))
+    largest = torch.tensor(list(used.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return dict(zip(used, (largest / 2**30).tolist(), strict=True))

@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from verl.errors import ConfigError
@@ -76,6 +77,8 @@ default ``{"log_probs"}``, each (bsz, response_length), zero where ``response_ma
 class BaseEngine(ABC):
     """One model, and unless it is frozen its optimizer, on this rank."""
 
+    device: torch.device
+    """Where it computes."""
     weight_version: int = 0
     """Optimizer steps that have changed the weights; restored by ``load_checkpoint``."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -28,7 +29,7 @@ from verl.workers.engine.fsdp.model import (
     build_model,
     enable_gradient_checkpointing,
 )
-from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler
+from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler, clip_gradients
 from verl.workers.engine.fsdp.packing_check import choose_form
 from verl.workers.engine.fsdp.sharding import full_tensor, make_mesh, needs_sharding, shard_model
 
@@ -163,6 +164,8 @@ class FSDPEngine(BaseEngine):
     ) -> dict[str, Tensor]:
         """Columns without gradients; see :class:`BaseEngine`."""
         self._check_outputs(outputs)
+        _check_temperature(temperature)
+        assert batch.batch is not None
         columns = {name: torch.zeros(batch.batch["response_mask"].shape) for name in outputs}
         for part in split_micro_batches(batch, micro, self.device):
             inputs = self._inputs(part.data)
@@ -178,13 +181,13 @@ class FSDPEngine(BaseEngine):
         """Gradients of one mini-batch; see :class:`BaseEngine`."""
         outputs = frozenset(getattr(loss_fn, "outputs", {"log_probs"}))
         self._check_outputs(outputs)
+        _check_temperature(temperature)
         totals = batch_totals(batch, self.get_data_parallel_size(), self.device)
         metrics = MetricSum(totals)
         for part in split_micro_batches(batch, micro, self.device):
-            num_tokens = int(part.data.batch["response_mask"].sum())
             found = self._forward_backward(part.data, loss_fn, outputs, totals, temperature)
             if not part.is_filler:
-                metrics.add(found, num_tokens)
+                metrics.add(found, part.num_tokens)
         return metrics.reduce()
 
     def _forward_backward(
@@ -220,9 +223,8 @@ class FSDPEngine(BaseEngine):
     def optimizer_step(self) -> float:
         """Clip and update; see :class:`BaseEngine`."""
         optimizer, _, config = self._trained()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_grad)
-        grad_norm = full_tensor(norm, self.device).item()
-        if not torch.isfinite(torch.tensor(grad_norm)):
+        grad_norm = clip_gradients(self.model.parameters(), config.clip_grad)
+        if not math.isfinite(grad_norm):
             logger.warning("gradient norm is %s: this step does not change the weights", grad_norm)
             optimizer.zero_grad(set_to_none=True)
             return grad_norm
@@ -266,6 +268,11 @@ class FSDPEngine(BaseEngine):
     def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
         """Read a checkpoint back; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
         load_engine(self, local_path, contents)
+
+
+def _check_temperature(temperature: float) -> None:
+    if temperature <= 0:
+        raise ConfigError(f"temperature={temperature}: log-probs need one above 0; a greedy policy is scored at 1.")
 
 
 @EngineRegistry.register("language_model", ("fsdp", "fsdp2"))

@@ -53,11 +53,12 @@ def prepare_inputs(batch: DataProto, packed: bool, device: torch.device, at_toke
     Raises:
         SchemaError: a response token has no token before it to predict it, or padding lies between tokens.
     """
+    assert batch.batch is not None
     columns = batch.batch
     mask, chosen = columns["attention_mask"].bool(), columns["response_mask"].bool()
     response_length = chosen.shape[1]
     prompt_length = mask.shape[1] - response_length
-    _check(mask, chosen, prompt_length)
+    _check(mask, chosen, prompt_length, at_token)
     rows, places = chosen.nonzero(as_tuple=True)
     where = places + prompt_length - (0 if at_token else 1)
     if packed:
@@ -89,14 +90,14 @@ def prepare_inputs(batch: DataProto, packed: bool, device: torch.device, at_toke
     )
 
 
-def _check(mask: Tensor, chosen: Tensor, prompt_length: int) -> None:
+def _check(mask: Tensor, chosen: Tensor, prompt_length: int, at_token: bool) -> None:
     """Refuse what the two forms would read differently."""
     blocks = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0]
     problems = {
         "has padding between its tokens; attention_mask must be zeros, then ones, then zeros": blocks > 1,
         "has response tokens (response_mask 1) where attention_mask is 0": (chosen & ~mask[:, prompt_length:]).any(-1),
         "has a response without a prompt; its first token has nothing before it to predict it": (
-            chosen.any(-1) & ~mask[:, :prompt_length].any(-1)
+            chosen.any(-1) & ~mask[:, :prompt_length].any(-1) & (not at_token)
         ),
         "has no token at all": blocks == 0,
     }

@@ -22,9 +22,14 @@ class MicroBatch:
     is_filler: bool
     """Computed only so that all ranks take part in the same collectives; it has no valid token."""
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens with ``response_mask`` 1."""
+        return _num_tokens(self.data)
 
-def global_sum(values: list[int], device: torch.device, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> list[int]:
-    """Integers summed (or reduced by ``op``) over all ranks."""
+
+def _global(values: list[int], device: torch.device, op: dist.ReduceOp.RedOpType) -> list[int]:
+    """Integers reduced by ``op`` over all ranks."""
     total = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(total, op=op)
     return total.tolist()
@@ -32,34 +37,45 @@ def global_sum(values: list[int], device: torch.device, op: dist.ReduceOp.RedOpT
 
 def batch_totals(batch: DataProto, dp_size: int, device: torch.device) -> BatchTotals:
     """The denominators of the mini-batch of which ``batch`` is this rank's part. Collective."""
-    tokens, sequences = global_sum([int(batch.batch["response_mask"].sum()), len(batch)], device)
+    tokens, sequences = _global([_num_tokens(batch), len(batch)], device, dist.ReduceOp.SUM)
     return BatchTotals(dp_size=dp_size, batch_num_tokens=max(tokens, 1), global_batch_size=sequences)
 
 
 def split_micro_batches(batch: DataProto, micro: MicroBatchConfig, device: torch.device) -> Iterator[MicroBatch]:
-    """The forward passes over ``batch``, the same number on every rank; the last may be fillers. Collective."""
-    parts = _parts(batch, micro, 1)
-    count = global_sum([len(parts)], device, dist.ReduceOp.MAX)[0]
-    if micro.use_dynamic_bsz and len(parts) < count <= len(batch):
-        parts = _parts(batch, micro, count)
+    """The forward passes over ``batch``, the same number on every rank; the last may be fillers. Collective.
+
+    Raises:
+        ConfigError: on every rank, if one has a sequence over the token budget.
+    """
+    size = micro.micro_batch_size_per_gpu or len(batch)
+    parts = [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
+    if micro.use_dynamic_bsz:
+        assert micro.max_token_len_per_gpu is not None
+        assert batch.batch is not None
+        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        longest = _global([max(lengths)], device, dist.ReduceOp.MAX)[0]
+        budget = micro.max_token_len_per_gpu
+        # Over the budget somewhere: every rank finds that out here, and none waits for the others.
+        parts = micro_batches_by_tokens(lengths if longest <= budget else [longest], budget)
+        count = _global([len(parts)], device, dist.ReduceOp.MAX)[0]
+        parts = micro_batches_by_tokens(lengths, budget, min_count=count)
+    else:
+        count = _global([len(parts)], device, dist.ReduceOp.MAX)[0]
     for rows in parts:
         yield MicroBatch(rows, batch.select_idxs(rows), is_filler=False)
     for _ in range(count - len(parts)):
         yield MicroBatch([], _filler(batch), is_filler=True)
 
 
-def _parts(batch: DataProto, micro: MicroBatchConfig, least: int) -> list[list[int]]:
-    size = micro.micro_batch_size_per_gpu or len(batch)
-    if micro.use_dynamic_bsz:
-        assert micro.max_token_len_per_gpu is not None
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
-        return micro_batches_by_tokens(lengths, micro.max_token_len_per_gpu, min_count=least)
-    return [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
+def _num_tokens(batch: DataProto) -> int:
+    assert batch.batch is not None
+    return int(batch.batch["response_mask"].sum())
 
 
 def _filler(batch: DataProto) -> DataProto:
     """The first row with an empty response."""
     row = batch.select_idxs([0])
+    assert row.batch is not None
     columns = dict(row.batch.items())
     columns["response_mask"] = torch.zeros_like(columns["response_mask"])
     return DataProto.from_dict(tensors=columns, meta_info=row.meta_info)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Iterable
+from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from verl.errors import ConfigError
 from verl.utils.registry import suggest
+from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from verl.workers.config import FSDPOptimizerConfig
 
 
@@ -30,7 +33,7 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
         known = [name for name, value in vars(module).items() if isinstance(value, type) and name != "Optimizer"]
         hint = suggest(config.optimizer, known)
         raise ConfigError(f"optim.optimizer={config.optimizer}: {config.optimizer_impl} has no such class.{hint}")
-    settings = {"lr": config.lr, "weight_decay": config.weight_decay}
+    settings: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if "betas" in cls.__init__.__code__.co_varnames:
         settings["betas"] = tuple(config.betas)
     settings |= config.override_optimizer_config or {}
@@ -44,37 +47,34 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
         ) from error
 
 
-def lr_factor(step: int, config: FSDPOptimizerConfig) -> float:
-    """The learning rate of optimizer schedule step ``step`` (from 0), as a fraction of ``lr``.
-
-    Warm-up over w steps is linear: the first step has 1/(w+1), step w the peak. After it ``constant`` stays,
-    and ``cosine`` falls over the rest of ``total_training_steps`` to ``min_lr_ratio``:
-
-        r + (1 - r) · (1 + cos(2π · num_cycles · progress)) / 2
-    """
-    total = config.total_training_steps
-    warmup = config.lr_warmup_steps if config.lr_warmup_steps > 0 else int(config.lr_warmup_steps_ratio * max(total, 0))
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if (config.warmup_style or config.lr_scheduler_type) == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    fall = (1 + math.cos(2 * math.pi * config.num_cycles * progress)) / 2
-    return config.min_lr_ratio + (1 - config.min_lr_ratio) * fall
+def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale all gradients so that their norm together is at most ``max_norm``; the norm before, in fp32. Collective."""
+    trained = [parameter for parameter in parameters if parameter.grad is not None]
+    if not trained:
+        return 0.0
+    norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in trained if p.grad is not None]
+    total = torch.linalg.vector_norm(torch.stack(norms))
+    norm = total.full_tensor() if isinstance(total, DTensor) else total
+    if torch.isfinite(norm):
+        torch.nn.utils.clip_grads_with_norm_(trained, max_norm, norm)
+    return norm.item()
 
 
 def build_scheduler(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaLR:
-    """The schedule of ``lr_factor``.
+    """Linear warm-up, then constant, or a cosine down to ``min_lr_ratio`` at ``total_training_steps``.
 
     Raises:
         ConfigError: the schedule depends on a length that is not known.
     """
-    needs_length = (config.warmup_style or config.lr_scheduler_type) != "constant" or (
-        config.lr_warmup_steps <= 0 and config.lr_warmup_steps_ratio > 0
-    )
-    if needs_length and config.total_training_steps <= 0:
+    total = config.total_training_steps
+    shape = config.warmup_style or config.lr_scheduler_type
+    by_ratio = config.lr_warmup_steps <= 0 and config.lr_warmup_steps_ratio > 0
+    if total <= 0 and (shape == "cosine" or by_ratio):
         raise ConfigError(
-            "this learning-rate schedule needs its length: set optim.total_training_steps (the trainer fills it in "
-            "from the length of the run)."
+            "this learning-rate schedule needs the number of its steps: set optim.total_training_steps "
+            "(the trainer does so from the length of the run)."
         )
-    return LambdaLR(optimizer, lambda step: lr_factor(step, config))
+    warmup = int(config.lr_warmup_steps_ratio * total) if by_ratio else max(config.lr_warmup_steps, 0)
+    if shape == "constant":
+        return get_constant_schedule_with_warmup(optimizer, warmup)
+    return get_cosine_schedule_with_warmup(optimizer, warmup, total, config.min_lr_ratio, config.num_cycles)

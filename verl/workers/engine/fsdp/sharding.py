@@ -122,12 +122,11 @@ def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
 def copy_into(parameter: DTensor, full: Tensor | None) -> None:
     """Scatter the whole tensor that rank 0 holds into every rank's part of ``parameter``. Collective."""
     mesh = parameter.device_mesh
-    local = parameter.to_local()
-    if full is None:
-        full = torch.empty(parameter.shape, dtype=parameter.dtype, device=mesh.device_type)
-    scattered = distribute_tensor(full.detach().to(mesh.device_type, parameter.dtype), mesh, parameter.placements)
+    whole = torch.empty(parameter.shape) if full is None else full.detach()
+    whole = whole.to(device=mesh.device_type, dtype=parameter.dtype)
+    scattered = distribute_tensor(whole, mesh, parameter.placements)
     with torch.no_grad():
-        local.copy_(scattered.to_local())
+        parameter.to_local().copy_(scattered.to_local())
 
 
 def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,0 +1,208 @@
+"""A worker around one engine: what every worker shares, and the one that supervised training uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+import transformers
+
+from verl.errors import CheckpointError, ConfigError
+from verl.protocol import DataProto
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.checkpoint import on_all_ranks
+from verl.utils.device import memory_metrics
+from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine import BaseEngine, EngineRegistry, LossFn, MicroBatchConfig
+from verl.workers.losses import sft_loss
+
+if TYPE_CHECKING:
+    from verl.trainer.config import SFTConfig
+
+
+class EngineWorker(Worker):
+    """Makes engines, and saves and restores the one that is trained.
+
+    Args:
+        checkpoint: what a checkpoint holds.
+        device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
+        timeout_s: seconds after which a collective that does not finish is an error.
+    """
+
+    def __init__(self, checkpoint: CheckpointConfig, device_name: str | None = None, timeout_s: float = 600) -> None:
+        super().__init__()
+        # A bar per rank, through Ray, is noise in the driver's log.
+        transformers.utils.logging.disable_progress_bar()
+        self.engine: BaseEngine | None = None
+        self.checkpoint = checkpoint
+        self.device_name = device_name
+        self.timeout_s = timeout_s
+        self._saved: list[str] = []
+
+    def make_engine(
+        self,
+        model_type: str,
+        strategy: str,
+        model: HFModelConfig,
+        placement: FSDPEngineConfig,
+        optimizer: FSDPOptimizerConfig | None = None,
+    ) -> BaseEngine:
+        """An engine with its model loaded; without an optimizer it is frozen."""
+        engine = EngineRegistry.new(
+            model_type,
+            strategy,
+            model_config=model,
+            engine_config=dataclasses.replace(placement, forward_only=optimizer is None),
+            optimizer_config=optimizer,
+            device_name=self.device_name,
+            timeout_s=self.timeout_s,
+        )
+        engine.initialize()
+        return engine
+
+    def join_mesh(self, name: str, engine: BaseEngine) -> None:
+        """Say which part of a batch this rank computes on mesh ``name``."""
+        self._register_dispatch_collect_info(name, dp_rank=engine.get_data_parallel_rank(), is_collect=True)
+
+    @property
+    def trained(self) -> BaseEngine:
+        """The engine that is trained.
+
+        Raises:
+            ConfigError: this worker trains none, or ``init_model`` was not called.
+        """
+        if self.engine is None:
+            raise ConfigError(
+                f"this {type(self).__name__} has no model to train. Call init_model first; a worker whose role is "
+                "only 'rollout' or 'ref' trains none."
+            )
+        return self.engine
+
+    def weights_replaced(self) -> None:
+        """Called after ``load_checkpoint``; for whoever holds copies of the weights."""
+
+    def with_memory(self, metrics: dict[str, float], engine: BaseEngine) -> DataProto:
+        """``metrics`` and the memory in use, as a batch without rows."""
+        return DataProto(meta_info={"metrics": metrics | memory_metrics(engine.device)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(
+        self,
+        local_path: str,
+        hdfs_path: str | None = None,
+        global_step: int = 0,
+        max_ckpt_to_keep: int | None = None,
+    ) -> None:
+        """Write the trained model, whole or not at all.
+
+        Args:
+            local_path: folder of the checkpoint.
+            hdfs_path: must be None; a second copy elsewhere is not made.
+            global_step: kept beside the state.
+            max_ckpt_to_keep: of the folders that this worker wrote, the number to keep; None keeps all.
+
+        Raises:
+            CheckpointError: it could not be written; what was at ``local_path`` before is untouched.
+        """
+        _refuse_hdfs(hdfs_path)
+        with self.trained.eval_mode():
+            self.trained.save_checkpoint(local_path, global_step, self.checkpoint.save_contents)
+        self._saved = [*(path for path in self._saved if path != local_path), local_path]
+        if max_ckpt_to_keep is not None and max_ckpt_to_keep > 0:
+            for path in self._saved[:-max_ckpt_to_keep]:
+                _remove(path)
+            self._saved = self._saved[-max_ckpt_to_keep:]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Read the trained model back.
+
+        Args:
+            local_path: folder of the checkpoint.
+            hdfs_path: must be None.
+            del_local_after_load: remove the folder once every rank has read it.
+
+        Raises:
+            CheckpointError: a file is missing, damaged or of another model.
+        """
+        _refuse_hdfs(hdfs_path)
+        with self.trained.train_mode():
+            self.trained.load_checkpoint(local_path, self.checkpoint.load_contents)
+        self.weights_replaced()
+        if del_local_after_load:
+            _remove(local_path)
+
+
+def _refuse_hdfs(hdfs_path: str | None) -> None:
+    if hdfs_path is not None:
+        raise CheckpointError(
+            f"hdfs_path={hdfs_path}: copying checkpoints to a remote file system is not in this version. Pass None, "
+            "and let trainer.default_local_dir lie on a mounted one."
+        )
+
+
+def _remove(path: str) -> None:
+    """Remove a folder that all ranks are done with. Collective."""
+    with on_all_ranks(f"remove {path}"):
+        pass
+    with on_all_ranks(f"remove {path}"):
+        if dist.get_rank() == 0 and Path(path).expanduser().is_dir():
+            shutil.rmtree(Path(path).expanduser())
+
+
+class TrainingWorker(EngineWorker):
+    """One language model and its optimizer, for supervised training.
+
+    Args:
+        config: the supervised run's configuration.
+        device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
+    """
+
+    def __init__(self, config: SFTConfig, device_name: str | None = None) -> None:
+        super().__init__(config.checkpoint, device_name)
+        self.config = config
+        self.loss_fn: LossFn = sft_loss
+        self.micro = MicroBatchConfig(
+            micro_batch_size_per_gpu=config.data.micro_batch_size_per_gpu,
+            use_dynamic_bsz=config.data.use_dynamic_bsz,
+            max_token_len_per_gpu=config.data.max_token_len_per_gpu,
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the model and make the optimizer."""
+        config = self.config
+        self.engine = self.make_engine(
+            "language_model", config.engine.strategy, config.model, config.engine, config.optim
+        )
+        self.join_mesh("train", self.engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_loss_fn(self, loss_fn: LossFn) -> None:
+        """Minimise ``loss_fn`` instead of the supervised loss."""
+        self.loss_fn = loss_fn
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    def train_batch(self, batch: DataProto) -> DataProto:
+        """One optimizer step; ``meta_info["metrics"]``: loss, grad_norm, skipped_steps, lr and memory."""
+        with self.trained.train_mode():
+            metrics = self.trained.train_batch(batch, self.loss_fn, self.micro)
+            metrics["lr"] = self.trained.lr_scheduler_step()
+        return self.with_memory(metrics, self.trained)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """log_probs, (bsz, response_length)."""
+        with self.trained.eval_mode():
+            return DataProto.from_dict(tensors=self.trained.infer_batch(batch, {"log_probs"}, self.micro))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move weights and optimizer state to ``"cpu"`` or to the engine's device."""
+        self.trained.to(device, model, optimizer)

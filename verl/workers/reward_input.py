@@ -1,0 +1,120 @@
+"""What a reward model reads: the policy's tokens, or the same conversation in its own tokens and template."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.schema import require
+from verl.utils.tokenizer import hf_tokenizer, require_chat_template
+from verl.utils.torch_functional import pad_2d_list_to_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.workers.config.reward_model import RewardModelModelConfig
+
+
+@dataclass(frozen=True)
+class RewardInput:
+    """How responses become the reward model's input.
+
+    Args:
+        policy_tokenizer: that made the batch; None if the reward model reads the same tokens.
+        own_tokenizer: of the reward model; None likewise.
+        max_length: tokens that the reward model reads, from the end; None is all.
+    """
+
+    policy_tokenizer: PreTrainedTokenizerBase | None = None
+    own_tokenizer: PreTrainedTokenizerBase | None = None
+    max_length: int | None = None
+
+    @classmethod
+    def of(cls, model: RewardModelModelConfig, max_length: int | None = None) -> RewardInput:
+        """From ``reward_model.model``: ``input_tokenizer`` null, or equal to the model's own, needs no translation.
+
+        Raises:
+            ConfigError: a tokenizer cannot be read, or the reward model's has no chat template to translate into.
+        """
+        if model.input_tokenizer is None or model.input_tokenizer == model.path:
+            return cls(max_length=max_length)
+        policy = hf_tokenizer(model.input_tokenizer, trust_remote_code=model.trust_remote_code)
+        try:
+            own = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        except ConfigError as error:
+            raise ConfigError(
+                f"whether the reward model reads the policy's tokens cannot be told: {error} If it does, set "
+                "reward_model.model.input_tokenizer=null."
+            ) from error
+        if own.get_vocab() == policy.get_vocab() and own.chat_template == policy.chat_template:
+            return cls(max_length=max_length)
+        require_chat_template(own)
+        return cls(policy, own, max_length)
+
+    def read(self, batch: DataProto) -> DataProto:
+        """The columns that the engine reads; ``response_mask`` is 1 on the last token of each row alone.
+
+        Raises:
+            SchemaError: translation needs ``raw_prompt``, which the batch lacks.
+        """
+        assert batch.batch is not None
+        if self.own_tokenizer is None:
+            ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
+        else:
+            rows = self._translate(batch)
+            ids = pad_2d_list_to_length(rows, self.own_tokenizer.pad_token_id or 0)
+            lengths = torch.tensor([len(row) for row in rows])
+            mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        from_end = mask.flip(-1).cumsum(-1).flip(-1)  # (bsz, length): tokens from here to the end
+        if self.max_length is not None:
+            mask = mask * (from_end <= self.max_length)
+        is_last = mask * (from_end == 1)
+        columns = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "responses": ids,
+            "response_mask": is_last,
+        }
+        return DataProto.from_dict(tensors=columns)
+
+    def _translate(self, batch: DataProto) -> list[list[int]]:
+        """Each conversation with its response in the reward model's chat template and tokens."""
+        assert batch.batch is not None
+        assert self.policy_tokenizer is not None
+        assert self.own_tokenizer is not None
+        require(batch, ("raw_prompt",), "a reward model with another tokenizer (set data.return_raw_chat=true);")
+        rows = []
+        for ids, length, messages in zip(
+            batch.batch["responses"].tolist(),
+            _lengths(batch).tolist(),
+            batch.non_tensor_batch["raw_prompt"],
+            strict=True,
+        ):
+            response = ids[:length]
+            while response and response[-1] in self.policy_tokenizer.all_special_ids:
+                response = response[:-1]  # end tokens are the template's business
+            text = self.policy_tokenizer.decode(response)
+            chat: list[dict[str, Any]] = [*messages, {"role": "assistant", "content": text}]
+            rendered = self.own_tokenizer.apply_chat_template(chat, tokenize=False)
+            rows.append(self.own_tokenizer(rendered, add_special_tokens=False)["input_ids"])
+        return rows
+
+    def place(self, scores: Tensor, batch: DataProto) -> Tensor:
+        """(bsz,) scores on the last response token of each row, (bsz, response_length); an empty response has none."""
+        assert batch.batch is not None
+        lengths = _lengths(batch)
+        columns = torch.arange(batch.batch["responses"].shape[1])
+        return scores.unsqueeze(-1) * (columns == (lengths - 1).unsqueeze(-1))
+
+
+def _lengths(batch: DataProto) -> Tensor:
+    """(bsz,) tokens of each response, those of tools included."""
+    assert batch.batch is not None
+    response_length = batch.batch["responses"].shape[1]
+    return batch.batch["attention_mask"][:, -response_length:].sum(-1)
