@@ -6,7 +6,7 @@ import pytest
 
 from tests.bad_inputs import BAD_INPUTS, BadInput
 from verl.errors import VerlError
-from verl.trainer.config.load import compose
+from verl.trainer.config.overrides import compose
 from verl.trainer.main_ppo import run_ppo
 
 
@@ -17,6 +17,6 @@ def test_bad_input_is_named(case: BadInput, tmp_path, monkeypatch, request):
     if "trainer.controller=ray" in arguments:
         request.getfixturevalue("ray_cluster")
     with pytest.raises(VerlError) as caught:
-        run_ppo(compose("ppo_trainer", arguments))
+        run_ppo(compose(arguments))
     for words in case.says:
         assert words in str(caught.value)

@@ -9,16 +9,14 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 from typing import Any
 
-from verl.trainer.config import PPOConfig, load_config
-from verl.trainer.config.load import hydra_entry
-from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
+from verl.trainer.config import PPOConfig
+from verl.trainer.config.load import hydra_entry, load_config
+from verl.trainer.config.sizes import derived_sizes, resolve_device
+from verl.trainer.controller import load_controller, run_under_controller
 from verl.trainer.ppo.utils import Needs, Role
-from verl.utils import env
-from verl.utils.console import show
 from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
@@ -81,7 +79,7 @@ class TaskRunner:
             ResourceError: there are fewer processes or devices than asked for.
         """
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-        from verl.trainer.ppo.reward import load_reward_manager
+        from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
         from verl.utils import hf_processor, hf_tokenizer
 
         needs = Needs.of(config)
@@ -106,7 +104,11 @@ class TaskRunner:
         val = create_rl_dataset(
             data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
         )
-        show(sizes_table(derived_sizes(config, len(train))))
+        reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
+        val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
+        for dataset in (train, val):
+            check_reward_data(config, reward_fn, dataset)
+        logger.warning("this run:\n%s", derived_sizes(config, len(train)))
 
         controller = load_controller(config.trainer.controller)
         trainer = RayPPOTrainer(
@@ -116,8 +118,8 @@ class TaskRunner:
             role_worker_mapping=self.role_worker_mapping,
             resource_pool_manager=self.init_resource_pool_mgr(config, controller),
             ray_worker_group_cls=controller.WorkerGroup,
-            reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
-            val_reward_fn=load_reward_manager(config, tokenizer, num_examine=1),
+            reward_fn=reward_fn,
+            val_reward_fn=val_reward_fn,
             train_dataset=train,
             val_dataset=val,
             collate_fn=collate_fn,
@@ -128,11 +130,6 @@ class TaskRunner:
         trainer.fit()
 
 
-def load_controller(name: str) -> Any:
-    """The controller module, ``verl.single_controller.ray`` or ``.local``; Ray is imported only for the first."""
-    return importlib.import_module(f"verl.single_controller.{name}")
-
-
 def run_ppo(config: PPOConfig, task_runner_class: type[TaskRunner] | None = None) -> None:
     """Run one training, on Ray or in this process (``trainer.controller``).
 
@@ -141,13 +138,7 @@ def run_ppo(config: PPOConfig, task_runner_class: type[TaskRunner] | None = None
         task_runner_class: a subclass of TaskRunner that assembles the run differently.
     """
     config = config if isinstance(config, PPOConfig) else load_config(config)
-    for module in env.external_modules():
-        importlib.import_module(module)
-    runner_class = task_runner_class or TaskRunner
-    if config.trainer.controller == "local":
-        runner_class().run(config)
-    else:
-        load_controller("ray").run_task(runner_class, config, config.ray_kwargs)
+    run_under_controller(task_runner_class or TaskRunner, config)
 
 
 def main() -> None:

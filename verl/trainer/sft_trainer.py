@@ -15,12 +15,13 @@ from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
-from verl.trainer.config import SFTConfig, load_config
-from verl.trainer.config.load import hydra_entry
+from verl.trainer.config import SFTConfig
+from verl.trainer.config.load import hydra_entry, load_config
 from verl.trainer.config.sizes import resolve_device
-from verl.trainer.controller import load_controller
+from verl.trainer.controller import load_controller, run_under_controller
 from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.schedule import Schedule
 from verl.trainer.timing import Stopwatch, stage
@@ -37,7 +38,6 @@ class SFTTrainer:
 
     Args:
         config: the whole configuration.
-        tokenizer: only for reports.
         workers: a worker group of :class:`verl.workers.engine_workers.TrainingWorker`, initialised.
         train_dataset, val_dataset: rows of input_ids, attention_mask, position_ids, loss_mask.
         collate_fn: rows to columns.
@@ -59,6 +59,7 @@ class SFTTrainer:
         self.train_dataloader = StatefulDataLoader(
             train_dataset,
             batch_size=data.train_batch_size,
+            num_workers=min(data.num_workers, os.cpu_count() or 1),
             sampler=train_sampler,
             drop_last=True,
             collate_fn=collate_fn,
@@ -67,6 +68,11 @@ class SFTTrainer:
         if val_dataset is not None:
             self.val_dataloader = StatefulDataLoader(
                 val_dataset, batch_size=data.train_batch_size, collate_fn=collate_fn
+            )
+        if len(self.train_dataloader) == 0:
+            raise DataError(
+                f"the training data has {len(train_dataset)} sequences, fewer than one batch of "
+                f"data.train_batch_size={data.train_batch_size}. Give more data, or lower data.train_batch_size."
             )
         self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * len(self.train_dataloader)
         self.schedule = Schedule.of(trainer, self.total_training_steps)
@@ -158,43 +164,48 @@ def to_batch(rows: dict[str, Any]) -> DataProto:
     )
 
 
+class SFTRunner:
+    """Assembles a supervised run from its configuration and drives it."""
+
+    def run(self, config: SFTConfig) -> None:
+        """Load data and model, train.
+
+        Raises:
+            DataError: a data file is unusable.
+            ResourceError: there are fewer processes or devices than asked for.
+        """
+        from verl.utils import hf_tokenizer
+        from verl.utils.dataset import create_rl_sampler, create_sft_dataset, sft_collate_fn
+        from verl.workers.engine_workers import TrainingWorker
+
+        model, data, trainer = config.model, config.data, config.trainer
+        tokenizer = hf_tokenizer(
+            model.tokenizer_path or model.path,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=model.custom_chat_template,
+        )
+        train = create_sft_dataset(data.train_files, data, tokenizer, max_samples=data.train_max_samples)
+        val = None
+        if data.val_files:
+            val = create_sft_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples)
+        controller, device = load_controller(trainer.controller), resolve_device(config)
+        ranks = [trainer.n_gpus_per_node] * trainer.nnodes
+        pools = controller.pool_manager({"global_pool": ranks}, {"sft": "global_pool"}, device)
+        pools.create_resource_pool()
+        workers = controller.WorkerGroup(
+            resource_pool=pools.get_resource_pool("sft"),
+            ray_cls_with_init=controller.WorkerGroup.describe(TrainingWorker, config=config, device_name=device),
+            device_name=device,
+        )
+        workers.init_model()
+        sampler = create_rl_sampler(data, train)
+        SFTTrainer(config, workers, train, val, sft_collate_fn(tokenizer, data), sampler).fit()
+
+
 def run_sft(config: SFTConfig) -> None:
-    """Load data and model, train."""
+    """Run one supervised training, on Ray or in this process (``trainer.controller``)."""
     config = config if isinstance(config, SFTConfig) else load_config(config, SFTConfig)
-    controller = load_controller(config.trainer.controller)
-    with controller.session(config):
-        _train(config, controller)
-
-
-def _train(config: SFTConfig, controller: Any) -> None:
-    from verl.utils import hf_tokenizer
-    from verl.utils.dataset import create_rl_sampler, create_sft_dataset, sft_collate_fn
-    from verl.workers.engine_workers import TrainingWorker
-
-    model, data, trainer = config.model, config.data, config.trainer
-    tokenizer = hf_tokenizer(
-        model.tokenizer_path or model.path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
-    train = create_sft_dataset(data.train_files, data, tokenizer, max_samples=data.train_max_samples)
-    val = (
-        create_sft_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples)
-        if data.val_files
-        else None
-    )
-    device = resolve_device(config)
-    pools = controller.pool_manager(
-        {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}, {"sft": "global_pool"}, device
-    )
-    pools.create_resource_pool()
-    workers = controller.WorkerGroup(
-        resource_pool=pools.get_resource_pool("sft"),
-        ray_cls_with_init=controller.WorkerGroup.describe(TrainingWorker, config=config),
-        device_name=device,
-    )
-    workers.init_model()
-    SFTTrainer(config, workers, train, val, sft_collate_fn(tokenizer, data), create_rl_sampler(data, train)).fit()
+    run_under_controller(SFTRunner, config)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.utils import env
 from verl.utils.registry import suggest
 
 
@@ -75,3 +76,9 @@ def load_object(path: str, name: str, setting: str) -> Any:
             f"{setting}.name='{name}': {path} has no such name.{suggest(name, known)} It has: {', '.join(known)}."
         )
     return getattr(module, name)
+
+
+def import_external_modules() -> None:
+    """Import the modules of ``VERL_USE_EXTERNAL_MODULES``, so that what they register is known in this process."""
+    for name in env.external_modules():
+        importlib.import_module(name)

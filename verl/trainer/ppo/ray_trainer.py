@@ -24,16 +24,19 @@ of the data: how samples are dealt to ranks is private to each call (:meth:`RayP
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs
 from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
-from verl.trainer.config import PPOConfig, load_config
+from verl.trainer.config import PPOConfig
+from verl.trainer.config.load import load_config
 from verl.trainer.config.sizes import derived_sizes
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.balance import inverse, layout_for_ranks, seqlen_metrics
@@ -125,13 +128,17 @@ class RayPPOTrainer:
 
     def _create_dataloaders(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, sampler: Any) -> None:
         data = self.config.data
-        common = {"collate_fn": collate_fn, "num_workers": data.loader_workers}
+        common = {"collate_fn": collate_fn, "num_workers": min(data.dataloader_num_workers, os.cpu_count() or 1)}
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         self.train_dataloader = StatefulDataLoader(
             train_dataset, batch_size=data.train_batch_size, sampler=sampler, drop_last=True, **common
         )
-        self.sizes = derived_sizes(self.config, len(train_dataset))
-        self.total_training_steps = self.sizes.total_steps
+        if len(self.train_dataloader) == 0:
+            raise DataError(
+                f"the training data has {len(train_dataset)} prompts (after filters), fewer than one batch of "
+                f"data.train_batch_size={data.train_batch_size}. Give more data, or lower data.train_batch_size."
+            )
+        self.total_training_steps = derived_sizes(self.config, len(train_dataset)).total_steps
         self.schedule = Schedule.of(self.config.trainer, self.total_training_steps)
         self.val_dataloader = None
         if val_dataset is not None:
@@ -170,7 +177,7 @@ class RayPPOTrainer:
 
     def _members_by_pool(self) -> dict[Any, dict[str, ClassWithInitArgs]]:
         """Which workers share the processes of each pool, with the configuration that each gets."""
-        config, wanted = self.config, {Role.ActorRollout}
+        config, device, wanted = self.config, self.device_name, {Role.ActorRollout}
         wanted |= {Role.Critic} if self.needs.critic else set()
         wanted |= {Role.RefPolicy} if self.needs.reference else set()
         wanted |= {Role.RewardModel} if self.needs.reward_model else set()
@@ -183,7 +190,8 @@ class RayPPOTrainer:
         pools: dict[Any, dict[str, ClassWithInitArgs]] = {}
         for role in sorted(wanted, key=str):
             pool = self.resource_pool_manager.get_resource_pool(role)
-            worker = self.ray_worker_group_cls.describe(self.role_worker_mapping[role], **arguments[role])
+            worker_cls = self.role_worker_mapping[role]
+            worker = self.ray_worker_group_cls.describe(worker_cls, **arguments[role], device_name=device)
             pools.setdefault(pool, {})[str(role)] = worker
         return pools
 
@@ -244,7 +252,7 @@ class RayPPOTrainer:
     def rollout(self, prompts: DataProto) -> DataProto:
         """n responses for each prompt, and the reward of a greedy one if the estimator wants it."""
         prompts = stages.name_groups(prompts, self.global_steps)
-        prompts.meta_info = {"global_steps": self.global_steps, "validate": False}
+        prompts = prompts | DataProto(meta_info={"global_steps": self.global_steps, "validate": False})
         repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.n)
         batch = repeated.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(repeated)
         if self.needs.greedy_baseline:
@@ -253,8 +261,7 @@ class RayPPOTrainer:
 
     def _greedy_baseline(self, prompts: DataProto) -> DataProto:
         """``reward_baselines``: for each sample the score of its prompt's greedy response."""
-        greedy = stages.repeat_prompts(prompts, 1)
-        greedy.meta_info = {"global_steps": self.global_steps, "validate": False, "do_sample": False}
+        greedy = stages.repeat_prompts(prompts, 1) | DataProto(meta_info={"do_sample": False})
         responses = greedy.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(greedy)
         scores, _ = self._score(responses, self.reward_fn)
         baselines = scores.sum(-1).repeat_interleave(self.config.actor_rollout_ref.rollout.n)

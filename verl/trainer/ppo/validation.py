@@ -76,8 +76,8 @@ class Validator:
         self, prompts: DataProto, step: int, number: int
     ) -> tuple[DataProto, torch.Tensor, dict[str, list]]:
         uids = np.array([f"val-{number}-{row}" for row in range(len(prompts))], dtype=object)
-        prompts = prompts | DataProto.from_dict(non_tensors={"uid": uids})
-        prompts.meta_info = {"global_steps": step, "validate": True}
+        meta = {"global_steps": step, "validate": True}
+        prompts = prompts | DataProto.from_dict(non_tensors={"uid": uids}, meta_info=meta)
         repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)
         batch = repeated.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(repeated)
         scores, extra = self.score(batch, self.reward_fn)

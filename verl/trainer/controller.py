@@ -1,0 +1,34 @@
+"""Where a run lives: in this process, or as a task on Ray with its workers around it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, Protocol
+
+from verl.utils.import_utils import import_external_modules
+
+
+class Runner(Protocol):
+    """Assembles and drives one run."""
+
+    def run(self, config: Any) -> None:
+        """Run to the end."""
+
+
+def load_controller(name: str) -> Any:
+    """The controller module, ``verl.single_controller.ray`` or ``.local``; Ray is imported only for the first."""
+    return importlib.import_module(f"verl.single_controller.{name}")
+
+
+def run_under_controller(runner_class: type[Runner], config: Any) -> None:
+    """Drive a run where ``trainer.controller`` says.
+
+    Args:
+        runner_class: made without arguments, in the process that drives.
+        config: a checked configuration with ``trainer.controller`` and ``ray_kwargs``.
+    """
+    import_external_modules()
+    if config.trainer.controller == "local":
+        runner_class().run(config)
+    else:
+        load_controller("ray").run_task(runner_class, config, config.ray_kwargs)
