@@ -243,17 +243,17 @@ def require(batch: DataProto | Mapping[str, Any], columns: Iterable[str], stage:
     missing = [name for name in columns if name not in present]
     if not missing:
         return
-    makers = "; ".join(_maker(name, present) for name in missing)
+    makers = " ".join(_maker(name, present) for name in missing)
     raise SchemaError(
         f"{stage} needs column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, which the batch "
-        f"lacks (has: {', '.join(sorted(present)) or 'nothing'}). {makers}."
+        f"lacks (has: {', '.join(sorted(present)) or 'nothing'}). {makers}"
     )
 
 
 def _maker(name: str, present: Mapping[str, Any]) -> str:
     if name in COLUMNS:
-        return f"'{name}' is made by {COLUMNS[name].producer}"
-    return f"'{name}' is not a column that verl makes; a data set or stage of yours must{suggest(name, list(present))}"
+        return f"'{name}' is made by {COLUMNS[name].producer}."
+    return f"verl does not make '{name}': a data set or a stage of yours must.{suggest(name, list(present))}"
 
 
 def check_columns(batch: DataProto | Mapping[str, Any]) -> None:

@@ -112,10 +112,17 @@ def unite(a: Mapping[str, Any], b: Mapping[str, Any], what: str) -> dict[str, An
     for key in a:
         if key in b and not same_value(a[key], b[key]):
             raise SchemaError(
-                f"{what} '{key}' is in both batches with different values: {describe(a[key])} and "
-                f"{describe(b[key])}. Drop it from one side (select or pop), or rename it."
+                f"{what} '{key}' is in both batches with different values: {describe(a[key])} and {describe(b[key])}"
+                f"{_first_difference(a[key], b[key])}. Drop it from one side (select or pop), or rename it."
             )
     return {**a, **b}
+
+
+def _first_difference(a: Any, b: Any) -> str:
+    if not isinstance(a, Tensor | np.ndarray) or a.ndim == 0 or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return ""
+    row = next(row for row, (x, y) in enumerate(zip(a, b, strict=True)) if not same_value(x, y))
+    return f", which differ from row {row} on"
 
 
 # ---- choosing -----------------------------------------------------------------------------------

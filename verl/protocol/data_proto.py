@@ -197,16 +197,13 @@ class DataProto:
                     "Pad ragged values, flatten nested ones (flatten_keys), and put objects into non_tensor_batch."
                 )
         for key, value in self.non_tensor_batch.items():
-            if not isinstance(value, np.ndarray):
+            if not isinstance(value, np.ndarray) or value.ndim == 0:
                 raise SchemaError(
-                    f"column '{key}' of non_tensor_batch is a {type(value).__name__}; use a numpy array with one "
-                    "value per row (DataProto.from_dict makes it from a list)."
+                    f"column '{key}' of non_tensor_batch is {describe(value)}; use a numpy array with one value per "
+                    "row (DataProto.from_dict makes it from a list). What belongs to all rows goes to meta_info."
                 )
-            if value.ndim == 0 or len(value) != len(self):
-                raise SchemaError(
-                    f"column '{key}' has {len(value) if value.ndim else 'no'} rows, the batch has {len(self)}; "
-                    "a value that belongs to all rows goes to meta_info."
-                )
+            if len(value) != len(self):
+                raise SchemaError(f"column '{key}' has {len(value)} rows, the batch has {len(self)}.")
 
     def get_data_info(self) -> str:
         """Its columns with dtypes and shapes, one a line, then the entries of ``meta_info``."""
@@ -314,8 +311,9 @@ class DataProto:
                 f"cannot unite {len(self)} rows (columns {listing(self._keys())}) with {len(other)} rows "
                 f"(columns {listing(other._keys())}): rows must correspond one to one."
             )
-        batches = [batch for batch in (self.batch, other.batch) if batch is not None]
-        batch = union_tensor_dict(*batches) if len(batches) == 2 else next(iter(batches), None)
+        batch = (self if other.batch is None else other).select().batch
+        if self.batch is not None and other.batch is not None:
+            batch = union_tensor_dict(self.batch, other.batch)
         return DataProto(
             batch,
             union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch),
@@ -325,8 +323,9 @@ class DataProto:
 
     def to(self, device: str | torch.device | int) -> DataProto:
         """The batch with its tensors on ``device``."""
-        batch = None if self.batch is None else self.batch.to(device)
-        return DataProto(batch, dict(self.non_tensor_batch), dict(self.meta_info), self.auto_padding)
+        moved = self.select()
+        moved.batch = self._with_tensors({key: value.to(device) for key, value in self._tensors()})
+        return moved
 
     # ---- choosing rows ------------------------------------------------------------------------
 

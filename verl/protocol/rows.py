@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from typing import Any
+
 from verl.errors import SchemaError
 from verl.protocol.data_proto import DataProto, DataProtoItem
 
@@ -29,19 +33,20 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
     """
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise SchemaError(f"{len(data)} rows do not fold into {new_batch_size}; use a divisor.")
-    return _reshape(data, 1, (new_batch_size, len(data) // new_batch_size))
+    return _reshape(data, 1, lambda _: (new_batch_size, len(data) // new_batch_size))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
     """Every column (b1, b2, ..., rest) as (b1·b2·..., rest), over the first ``batch_dims`` dimensions."""
-    return _reshape(data, batch_dims, (-1,))
+    return _reshape(data, batch_dims, lambda old: (math.prod(old),))
 
 
-def _reshape(data: DataProto, old_dims: int, new: tuple[int, ...]) -> DataProto:
-    def reshaped(columns: dict) -> dict:
-        return {key: value.reshape(*new, *value.shape[old_dims:]) for key, value in columns.items()}
+def _reshape(data: DataProto, old_dims: int, new: Callable[[tuple[int, ...]], tuple[int, ...]]) -> DataProto:
+    def reshaped(value: Any) -> Any:
+        return value.reshape(*new(tuple(value.shape[:old_dims])), *value.shape[old_dims:])
 
-    tensors = reshaped(dict(data.batch.items()) if data.batch is not None else {})
+    tensors = {key: reshaped(value) for key, value in data.batch.items()} if data.batch is not None else {}
+    others = {key: reshaped(value) for key, value in data.non_tensor_batch.items()}
     return DataProto.from_dict(
-        tensors, reshaped(data.non_tensor_batch), data.meta_info, len(new), auto_padding=data.auto_padding
+        tensors, others, data.meta_info, num_batch_dims=len(new((len(data),))), auto_padding=data.auto_padding
     )

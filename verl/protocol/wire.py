@@ -34,14 +34,19 @@ WireTensorDict = tuple[tuple[int, ...], dict[str, WireTensor]]
 
 def serialize_single_tensor(obj: Tensor) -> WireTensor:
     """dtype name, shape and bytes of a tensor; shares memory with a contiguous one on the CPU."""
-    dense = obj.detach().cpu().contiguous().resolve_conj().resolve_neg()
-    return str(dense.dtype).removeprefix("torch."), tuple(dense.shape), dense.reshape(-1).view(torch.uint8).numpy()
+    dense = obj.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return str(dense.dtype).removeprefix("torch."), tuple(dense.shape), _flat(dense).view(torch.uint8).numpy()
 
 
 def deserialize_single_tensor(arr: WireTensor) -> Tensor:
     """The tensor of ``serialize_single_tensor``, in memory that is safe to write to."""
     dtype, shape, data = arr
-    return torch.from_numpy(owned(data)).view(getattr(torch, dtype)).view(shape)
+    return _flat(torch.from_numpy(owned(data))).view(getattr(torch, dtype)).view(shape)
+
+
+def _flat(dense: Tensor) -> Tensor:
+    # With one element or none, a contiguous tensor may have any stride; a view as another dtype needs 1.
+    return dense.as_strided((dense.numel(),), (1,))
 
 
 def serialize_tensordict(batch: TensorDict) -> WireTensorDict:
