@@ -30,7 +30,7 @@ from verl.trainer.config.describe import allowed_values
 from verl.trainer.config.keys import Key, Tree, default_tree, drop, flat, get, iter_keys, leaves, nearest, put, same
 from verl.trainer.config.overrides import CONFIG_DIR, add_search_path, force_overrides, keys_set
 from verl.trainer.config.ppo import PPOConfig
-from verl.trainer.config.problems import Problem, report
+from verl.trainer.config.problems import Problem, report, shown
 from verl.trainer.config.rewrite import rewrite
 from verl.trainer.config.validate import validate
 from verl.utils import env
@@ -66,7 +66,7 @@ def load_config(
     _refuse(tree, raw, known, problems)
     _expand_paths(tree, known)
     rewrite(tree, raw, known, explicit, problems)
-    config, bad = _build(tree, root, known, problems)
+    config, bad = _build(tree, raw, root, known, problems)
     checked = [problem for problem in validate(config) if problem.key not in bad]
     problems += [problem for problem in checked if not problem.advice]
     if problems:
@@ -146,9 +146,12 @@ def _refuse(tree: Tree, raw: Tree, known: Mapping[str, Key], problems: list[Prob
 
 def _is_set(path: str, tree: Tree, raw: Tree, key: Key) -> bool:
     """Whether a key has another value than where nothing is set (a value derived from another key is not set)."""
-    if key.meta.interpolation is not None and get(raw, path) == key.meta.interpolation:
-        return False
-    return not same(get(tree, path, key.default), key.default)
+    return not _is_derived(path, raw, key) and not same(get(tree, path, key.default), key.default)
+
+
+def _is_derived(path: str, raw: Tree, key: Key) -> bool:
+    """Whether a key was left to its interpolation."""
+    return key.meta.interpolation is not None and get(raw, path) == key.meta.interpolation
 
 
 def _expand_paths(tree: Tree, known: Mapping[str, Key]) -> None:
@@ -164,7 +167,7 @@ def expanded(path: Any) -> Any:
 
 
 def _build(
-    tree: Tree, root: type[ConfigT], known: Mapping[str, Key], problems: list[Problem]
+    tree: Tree, raw: Tree, root: type[ConfigT], known: Mapping[str, Key], problems: list[Problem]
 ) -> tuple[ConfigT, set[str]]:
     """The typed configuration; keys of a wrong type or out of bounds keep their default and are returned too."""
     bad: set[str] = set()
@@ -174,10 +177,13 @@ def _build(
         except ValidationError as error:
             # A field that follows another one fails with it; only the other one is at fault.
             details = [detail for detail in error.errors() if detail["type"] != "default_factory_not_called"]
-            for path in dict.fromkeys(_key_of(detail["loc"], known) for detail in details):
-                bad.add(path)
+            paths = dict.fromkeys(_key_of(detail["loc"], known) for detail in details)
+            own = [path for path in paths if path not in known or not _is_derived(path, raw, known[path])]
+            for path in own or paths:
                 problems.append(_type_problem(path, get(tree, path), known.get(path)))
+            for path in paths:
                 drop(tree, path)
+            bad |= paths.keys()
 
 
 def _key_of(location: tuple[int | str, ...], known: Mapping[str, Key]) -> str:
@@ -191,7 +197,7 @@ def _type_problem(path: str, value: Any, key: Key | None) -> Problem:
         return Problem(
             path, value, "this is a section, it cannot be replaced by a value", remedy="set the keys below it"
         )
-    default = "" if key.default is None else f", default {key.yaml_default}"
+    default = "" if key.default is None else f", default {shown(key.yaml_default)}"
     return Problem(path, value, "this value cannot be used here", allowed=allowed_values(key.field) + default)
 
 
@@ -199,7 +205,7 @@ def _tell_hints(tree: Tree, raw: Tree, known: Mapping[str, Key]) -> None:
     """One log line for each reason why settings have no effect here."""
     by_reason: dict[str, list[str]] = {}
     for path, key in known.items():
-        if key.meta.hint and _is_set(path, tree, raw, key):
+        if key.section is None and key.meta.hint and _is_set(path, tree, raw, key):
             by_reason.setdefault(key.meta.hint, []).append(path)
     for reason, paths in by_reason.items():
         logger.warning("no effect: %s (%s)", ", ".join(paths), reason)

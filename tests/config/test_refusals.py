@@ -1,0 +1,116 @@
+"""Features that this version lacks: each setting away from its default is refused, with reason and remedy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.config.support import Run, only
+from verl.trainer.config import GenerationConfig, PPOConfig, SFTConfig
+from verl.trainer.config.keys import Key, iter_keys
+from verl.trainer.config.overrides import compose
+from verl.trainer.config.load import load_config
+from verl.errors import ConfigError
+
+REFUSED = {key.path: key for key in iter_keys(PPOConfig) if key.meta.refuse}
+BY_VALUE = {(key.path, value): reason for key in iter_keys(PPOConfig) for value, reason in key.meta.refuse_values.items()}
+
+
+def other_value(key: Key) -> Any:
+    """Something that the type allows and the default is not."""
+    samples: tuple[Any, ...] = (True, False, 2, 0.5, ["model"], [2], "R2", "token", "reinforce", "importlib", "x")
+    text = key.field.annotation.__name__ if isinstance(key.field.annotation, type) else str(key.field.annotation)
+    for sample in samples:
+        kind = "tuple" if isinstance(sample, list) else type(sample).__name__
+        literal = "Literal" in text and f"'{sample}'" in text
+        if sample != key.default and (literal or (kind in text and "Literal" not in text)):
+            return sample
+    raise AssertionError(f"no sample for {key.path}: {text}")
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_every_refused_setting_says_why_and_what_to_do(run: Run, path: str):
+    key = REFUSED[path]
+    assert key.meta.refuse is not None
+    reason, _, remedy = key.meta.refuse.partition("; ")
+    message = run.refusal({path: other_value(key)})
+    assert f"{path}=" in message
+    assert f": {reason}." in message
+    assert f"remedy: {remedy}" in message
+    assert remedy
+
+
+@pytest.mark.parametrize("path, value", BY_VALUE)
+def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value: str):
+    reason, _, remedy = BY_VALUE[path, value].partition("; ")
+    message = run.refusal({path: value})
+    assert f"{path}={value}: {reason}." in message
+    assert f"remedy: {remedy}" in message
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "actor_rollout_ref.rollout.multi_turn.enable",
+        "actor_rollout_ref.model.mtp.enable",
+        "actor_rollout_ref.model.lora_rank",
+        "actor_rollout_ref.model.use_liger",
+        "actor_rollout_ref.model.tiled_mlp.enabled",
+        "actor_rollout_ref.model.enable_activation_offload",
+        "actor_rollout_ref.actor.router_replay.mode",
+        "actor_rollout_ref.actor.use_prefix_grouper",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+        "actor_rollout_ref.actor.checkpoint.async_save",
+        "actor_rollout_ref.actor.profiler.enable",
+        "actor_rollout_ref.hybrid_engine",
+        "actor_rollout_ref.rollout.quantization",
+        "actor_rollout_ref.rollout.over_sample_rate",
+        "actor_rollout_ref.rollout.skip_rollout",
+        "actor_rollout_ref.rollout.trace.backend",
+        "algorithm.use_pf_ppo",
+        "algorithm.filter_groups.enable",
+        "algorithm.rollout_correction.rollout_is",
+        "data.tool_config_path",
+        "global_profiler.tool",
+        "reward_model.launch_reward_fn_async",
+        "reward_model.sandbox_fusion.url",
+        "trainer.default_hdfs_dir",
+        "trainer.esi_redundant_time",
+        "transfer_queue.enable",
+    ],
+)
+def test_what_is_not_built_is_refused(path: str):
+    assert path in REFUSED
+
+
+def test_engines_that_are_not_built_are_refused():
+    for engine in ("vllm", "sglang", "trtllm"):
+        assert BY_VALUE["actor_rollout_ref.rollout.name", engine].endswith("use hf")
+    assert BY_VALUE["actor_rollout_ref.actor.strategy", "megatron"].endswith("use fsdp2")
+
+
+def test_defaults_are_refused_nowhere(run: Run):
+    run.load()
+    run.load(root=SFTConfig)
+
+
+def test_a_refused_setting_is_told_once_where_others_follow_it(run: Run):
+    # critic.use_dynamic_bsz and others follow the actor; so does rollout.profiler.enable follow actor.profiler.enable.
+    message = only(run.refusal({"actor_rollout_ref.actor.profiler.enable": True}))
+    assert "actor_rollout_ref.actor.profiler.enable=true" in message
+
+
+def test_refused_in_generation_too(run: Run):
+    message = run.refusal({"rollout.name": "vllm"}, GenerationConfig)
+    assert "rollout.name=vllm: this engine is not in this version yet" in message
+
+
+def test_megatron_scripts_compose_and_are_refused(run: Run):
+    overrides = [f"{key}={value}" for key, value in run.ppo.items()]
+    overrides += ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "critic.megatron.use_mbridge=True"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(compose(overrides, "ppo_megatron_trainer"))
+    for key in ("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron", "megatron.use_mbridge=true"):
+        assert key in str(caught.value)
+    assert "use fsdp2" in str(caught.value)
