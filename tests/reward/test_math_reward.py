@@ -1,0 +1,97 @@
+"""MATH: what a box holds, equal values, and comparisons that would never end."""
+
+import threading
+import time
+
+import pytest
+
+from verl.errors import RewardError
+from verl.utils.reward_score import default_compute_score, math_reward
+from verl.utils.reward_score.math_reward import compute_score, is_equivalent, last_boxed
+
+
+@pytest.mark.parametrize(
+    "text, content",
+    [
+        (r"so $\boxed{3}$.", "3"),
+        (r"\boxed{1} or \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{ \{1, 2\} }", r"\{1, 2\}"),
+        (r"\fbox{x}", "x"),
+        (r"$\boxed 7$ is it", "7"),
+        (r"\boxed{\frac{1}{2}", None),
+        (r"\boxed", None),
+        ("3", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text, content):
+    assert last_boxed(text) == content
+
+
+@pytest.mark.parametrize(
+    "answer, truth, equal",
+    [
+        ("3", "3", True),
+        (r"\frac{1}{2}", "0.5", True),
+        ("1/2", r"\frac12", True),
+        ("x + 1", "1+x", True),
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        ("1,000", "1000", True),
+        (r"\{1, 2\}", r"\{2, 1\}", True),
+        ("(1, 2)", "(1,2)", True),
+        (r"\text{Monday}", "Monday", True),
+        ("3", "4", False),
+        ("(1, 2)", "(2, 1)", False),
+        (r"\frac{1}{2}", "2", False),
+        ("-3", "3", False),
+        (r"\frac{", "3", False),
+        ("hello", "3", False),
+        ("9" * 3000, "3", False),
+    ],
+)
+def test_equal_values(answer, truth, equal):
+    assert is_equivalent(answer, truth) is equal
+
+
+def test_score():
+    assert compute_score(r"thus \boxed{0.75}", r"\frac{3}{4}") == 1.0
+    assert compute_score(r"thus \boxed{0.75}", r"the answer is $\boxed{\frac{3}{4}}$") == 1.0
+    assert compute_score(r"thus \boxed{0.7}", r"\frac{3}{4}") == 0.0
+    assert compute_score(r"thus \boxed{0.7}", r"\frac{3}{4}", format_score=0.1) == 0.1
+    assert compute_score("thus 0.75", r"\frac{3}{4}", format_score=0.1) == 0.0
+    for source in ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"):
+        assert default_compute_score(source, r"\boxed{4}", "2+2") == 1.0
+
+
+def test_it_works_in_a_thread():
+    # The library's own time limits are signals, which only a main thread can take.
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(is_equivalent(r"\frac{2}{4}", "0.5"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 3
+
+
+def test_a_comparison_that_never_ends_is_an_error_and_not_a_zero():
+    started = time.perf_counter()
+    with pytest.raises(RewardError, match=r"9\^\{9\^\{9\^9\}\}.*given up after 0\.5 s"):
+        compute_score(r"\boxed{9^{9^{9^9}}}", "3", timeout_s=0.5)
+    assert time.perf_counter() - started < 5
+    assert is_equivalent("0.5", r"\frac{1}{2}")  # the next comparison has a process again
+
+
+def test_a_ground_truth_that_cannot_be_read():
+    with pytest.raises(RewardError, match="ground truth '' cannot be read"):
+        compute_score(r"\boxed{3}", "")
+
+
+def test_a_process_that_does_not_start(monkeypatch, tmp_path):
+    broken = tmp_path / "worker.py"
+    broken.write_text("raise SystemExit(1)")
+    monkeypatch.setattr(math_reward, "WORKER", broken)
+    monkeypatch.setattr(math_reward, "_VERIFIER", math_reward._Verifier())
+    with pytest.raises(RewardError, match="did not start"):
+        is_equivalent("1", "2")

@@ -1,0 +1,183 @@
+"""From the configuration to a reward manager."""
+
+import pytest
+import torch
+
+from tests.data.test_rl_dataset import jsonl
+from tests.reward.batches import LENGTH, TOKENIZER, batch_of
+from verl.errors import ConfigError, DataError, RewardError
+from verl.trainer.config import DataConfig, PPOConfig
+from verl.trainer.ppo.reward import check_reward_data, compute_reward, get_custom_reward_fn, load_reward_manager
+from verl.utils.dataset import RLHFDataset
+from verl.utils.reward_score import UnknownDataSourceError
+from verl.workers.reward_manager import NaiveRewardManager
+
+PER_SAMPLE = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    return {"score": float(solution_str == ground_truth) + bonus, "acc": solution_str == ground_truth}
+
+async def later(data_source, solution_str, ground_truth, extra_info):
+    return 0.25
+
+def neither(x, y):
+    return 0.0
+
+CONSTANT = 3
+"""
+PER_BATCH = """
+import torch
+from verl import DataProto
+
+def compute_reward(data: DataProto, **kwargs) -> torch.Tensor:
+    rewards = torch.zeros(len(data.batch))
+    for i in range(len(data.batch)):
+        rewards[i] = 1.0 if is_correct(data.responses[i], data.ground_truth_answers[i]) else 0.0
+    return rewards
+
+def is_correct(response, ground_truth):
+    return response.split("=")[-1] == ground_truth
+"""
+MANAGER = """
+from verl.workers.reward_manager import AbstractRewardManager
+import torch
+
+class Constant(AbstractRewardManager):
+    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key="data_source", value=1.0):
+        self.value = value
+
+    def __call__(self, data, return_dict=False):
+        return torch.full(data.batch["responses"].shape, self.value)
+"""
+
+
+def config(**sections):
+    return PPOConfig(**sections)
+
+
+def custom(tmp_path, code, name, **changes):
+    path = tmp_path / "my_reward.py"
+    path.write_text(code)
+    return {"custom_reward_function": {"path": str(path), "name": name, **changes}}
+
+
+def scores(settings, data, **kwargs):
+    tensor, extra = compute_reward(data, load_reward_manager(settings, TOKENIZER, num_examine=0, **kwargs))
+    return tensor.sum(-1).tolist(), extra
+
+
+def test_no_custom_function_scores_by_data_source():
+    assert get_custom_reward_fn(config()) is None
+    assert scores(config(), batch_of(["#### 3"], ["3"], "openai/gsm8k"))[0] == [1.0]
+
+
+def test_a_function_per_sample(tmp_path):
+    data = batch_of(["ab", "c"], ["ab", "x"])
+    settings = config(**custom(tmp_path, PER_SAMPLE, "compute_score", reward_kwargs={"bonus": 0.5}))
+    values, extra = scores(settings, data)
+    assert values == [1.5, 0.5]
+    assert extra == {"acc": [True, False], "score": [1.5, 0.5], "reward_status": ["ok", "ok"]}
+
+
+def test_settings_of_the_scorer_reach_a_custom_function(tmp_path):
+    settings = config(**custom(tmp_path, PER_SAMPLE, "compute_score"), reward_model={"scorer_kwargs": {"bonus": 0.5}})
+    assert scores(settings, batch_of(["ab"], ["ab"]))[0] == [1.5]
+
+
+def test_an_async_function(tmp_path):
+    assert scores(config(**custom(tmp_path, PER_SAMPLE, "later")), batch_of(["a", "b"]))[0] == [0.25, 0.25]
+
+
+def test_a_function_per_batch(tmp_path):
+    data = batch_of(["1+1=2", "1+1=3"], ["2", "2"])
+    values, extra = scores(config(**custom(tmp_path, PER_BATCH, "compute_reward")), data)
+    assert values == [1.0, 0.0]
+    assert extra == {"score": [1.0, 0.0], "reward_status": ["ok", "ok"]}
+
+
+@pytest.mark.parametrize(
+    "name, changes, says",
+    [
+        ("neither", {}, "(data: DataProto, **kwargs)"),
+        ("compute_scor", {}, "Did you mean 'compute_score'"),
+        ("CONSTANT", {}, "is int, not a function"),
+        ("compute_score", {"reward_kwargs": {"bonnus": 1}}, "takes no bonnus"),
+    ],
+)
+def test_a_function_that_cannot_be_called(tmp_path, name, changes, says):
+    with pytest.raises(ConfigError) as caught:
+        load_reward_manager(config(**custom(tmp_path, PER_SAMPLE, name, **changes)), TOKENIZER, 0)
+    assert says in str(caught.value)
+
+
+def test_a_missing_file():
+    settings = config(custom_reward_function={"path": "nowhere/my_reward.py"})
+    with pytest.raises(ConfigError, match=r"custom_reward_function\.path='nowhere/my_reward\.py'"):
+        get_custom_reward_fn(settings)
+
+
+def test_one_scorer_for_all_rows():
+    data = batch_of(["#### 3", "#### 4"], ["3", "3"], "whatever")
+    assert scores(config(reward_model={"reward_format": "gsm8k"}), data)[0] == [1.0, 0.0]
+    strict = config(reward_model={"reward_format": "gsm8k", "scorer_kwargs": {"format_score": 0.25}})
+    assert scores(strict, data)[0] == [1.0, 0.25]
+    box = batch_of([r"\fbox3"], ["3"], "whatever")
+    assert scores(config(reward_model={"reward_format": "math"}), box)[0] == [1.0]
+    with pytest.raises(UnknownDataSourceError, match="gsm9k"):
+        load_reward_manager(config(reward_model={"reward_format": "gsm9k"}), TOKENIZER, 0)
+
+
+def test_two_choices_of_a_reward(tmp_path):
+    settings = config(**custom(tmp_path, PER_SAMPLE, "compute_score"), reward_model={"reward_format": "gsm8k"})
+    with pytest.raises(ConfigError, match="Set one"):
+        load_reward_manager(settings, TOKENIZER, 0)
+
+
+def test_a_setting_that_no_scorer_takes_is_found_at_loading():
+    with pytest.raises(ConfigError, match="'format_scor'"):
+        load_reward_manager(config(reward_model={"scorer_kwargs": {"format_scor": 1}}), TOKENIZER, 0)
+
+
+def test_settings_reach_the_manager():
+    settings = config(
+        reward_model={"max_error_rate": 0.5, "reward_kwargs": {"max_concurrent": 3}}, data={"reward_fn_key": "k"}
+    )
+    manager = load_reward_manager(settings, TOKENIZER, 2)
+    assert isinstance(manager, NaiveRewardManager)
+    assert (manager.max_error_rate, manager.num_examine, manager.reward_fn_key) == (0.5, 2, "k")
+    assert manager.function.max_concurrent == 3
+    assert load_reward_manager(settings, TOKENIZER, 0, max_error_rate=0.0).max_error_rate == 0.0
+
+
+def test_a_manager_of_ones_own(tmp_path):
+    (tmp_path / "managers.py").write_text(MANAGER)
+    chosen = {"source": "importlib", "name": "Constant", "module": {"path": str(tmp_path / "managers.py")}}
+    settings = config(reward_manager=chosen, reward_model={"reward_kwargs": {"value": 2.0}})
+    values, extra = scores(settings, batch_of(["a"]))
+    assert values == [2.0 * LENGTH]
+    assert extra == {"score": [2.0 * LENGTH], "reward_status": ["ok"]}
+    with pytest.raises(ConfigError, match=r"reward_manager\.module\.path"):
+        load_reward_manager(config(reward_manager={"source": "importlib"}), TOKENIZER, 0)
+    with pytest.raises(ConfigError, match="unknown reward manager 'nobody'"):
+        load_reward_manager(config(reward_manager={"name": "nobody"}), TOKENIZER, 0)
+
+
+@pytest.mark.parametrize(
+    "result, says",
+    [
+        (torch.zeros(2, LENGTH - 1), "shape (2, 5); expected that of the responses, (2, 6)"),
+        ({"reward_tensor": torch.zeros(2, LENGTH), "reward_extra_info": {"acc": [1]}}, "'acc'] with 1 values for 2"),
+    ],
+)
+def test_what_a_manager_may_not_return(result, says):
+    with pytest.raises(RewardError) as caught:
+        compute_reward(batch_of(["a", "b"]), lambda data, return_dict: result)
+    assert says in str(caught.value)
+
+
+def test_data_is_checked_unless_a_model_scores(tmp_path):
+    dataset = RLHFDataset(jsonl(tmp_path / "x.jsonl", [{"prompt": "a"}]), TOKENIZER, DataConfig(max_prompt_length=20))
+    with pytest.raises(DataError, match="no column 'data_source'"):
+        check_reward_data(config(), load_reward_manager(config(), TOKENIZER, 0), dataset)
+    model = config(reward_model={"enable": True})
+    check_reward_data(model, load_reward_manager(model, TOKENIZER, 0), dataset)
+    check_reward_data(config(), load_reward_manager(config(), TOKENIZER, 0), [{"of my own": 1}])
