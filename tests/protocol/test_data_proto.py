@@ -142,6 +142,10 @@ def test_inconsistent_columns_are_refused():
         DataProto(TensorDict({"a": {"b": torch.zeros(2)}}, batch_size=[2]))
     with pytest.raises(SchemaError, match="'a' of batch"):
         DataProto(TensorDict({"a": torch.eye(2).to_sparse()}, batch_size=[2]))
+    ragged = [torch.zeros(2), torch.zeros(3)]
+    for layout in (torch.jagged, torch.strided):
+        with pytest.raises(SchemaError, match="'a' of batch is a .* Pad ragged values"):
+            DataProto(TensorDict({"a": torch.nested.nested_tensor(ragged, layout=layout)}, batch_size=[2]))
 
 
 def test_reports():

@@ -1,4 +1,4 @@
-"""all_gather_data_proto over gloo, in two processes."""
+"""all_gather_data_proto over gloo, between two workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tests.protocol.batches import same
 from verl.errors import SchemaError
@@ -33,6 +32,13 @@ def rows_of(rank: int) -> DataProto:
 
 def gather_on(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
+    try:
+        check_gathering(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+def check_gathering(rank: int) -> None:
     expected = DataProto.concat([rows_of(0), rows_of(1)])
     data = rows_of(rank)
     assert all_gather_data_proto(data) is data
@@ -44,8 +50,10 @@ def gather_on(rank: int, folder: str) -> None:
     for odd in (DataProto.from_dict({f"only_{rank}": torch.zeros(1)}), DataProto(meta_info={"rank": rank})):
         with pytest.raises(SchemaError, match=r"only_\d' is missing|'rank' is in both"):
             all_gather_data_proto(odd)
-    dist.destroy_process_group()
 
 
-def test_every_rank_gets_all_rows(tmp_path: Path):
-    mp.start_processes(gather_on, args=(str(tmp_path),), nprocs=WORLD, start_method="spawn")
+def test_every_rank_gets_all_rows(ray_cluster: None, tmp_path: Path):
+    import ray
+
+    worker = ray.remote(num_cpus=1)(gather_on)
+    ray.get([worker.remote(rank, str(tmp_path)) for rank in range(WORLD)])

@@ -50,7 +50,7 @@ def replaced(**columns: torch.Tensor | np.ndarray) -> DataProto:
 
 
 def test_every_known_column_is_declared():
-    assert WELL_KNOWN <= COLUMNS.keys()
+    assert COLUMNS.keys() >= WELL_KNOWN
     for name, column in COLUMNS.items():
         assert column.name == name
         assert column.meaning

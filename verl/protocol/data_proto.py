@@ -191,7 +191,7 @@ class DataProto:
         if self.batch is not None and not self.batch.batch_size:
             raise SchemaError("batch has no batch dimension; make it with batch_size=[number of rows].")
         for key, value in self._tensors():
-            if not isinstance(value, Tensor) or value.layout != torch.strided:
+            if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
                 raise SchemaError(
                     f"column '{key}' of batch is a {type(value).__name__}; columns there are dense tensors. "
                     "Pad ragged values, flatten nested ones (flatten_keys), and put objects into non_tensor_batch."
