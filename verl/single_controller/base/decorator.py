@@ -183,6 +183,8 @@ for _name, _dispatch_fn, _collect_fn in (
 ):
     register_dispatch_mode(_name, _dispatch_fn, _collect_fn)
 
+_BATCH_MODES = (Dispatch.DP_COMPUTE_PROTO, Dispatch.DP_COMPUTE_PROTO_WITH_FUNC, Dispatch.DP_COMPUTE_METRIC)
+
 Execute.register("ALL")
 Execute.register("RANK_ZERO")
 
@@ -246,8 +248,7 @@ def register(
         _checked_pair(dispatch_mode)
     if not isinstance(execute_mode, Execute):
         raise ConfigError(f"execute_mode must be one of {list(Execute)}, got {execute_mode!r}.")
-    if dispatch_mode is Dispatch.RANK_ZERO:
-        execute_mode = Execute.RANK_ZERO
+    dispatch_mode, execute_mode = _reconciled(dispatch_mode, execute_mode)
 
     def decorate(method: Method) -> Method:
         if inspect.iscoroutinefunction(method):
@@ -266,6 +267,21 @@ def register(
         return inner  # pyright: ignore[reportReturnType]
 
     return decorate
+
+
+def _reconciled(mode: Dispatch | Mapping[str, Any], execute: Execute) -> tuple[Dispatch | Mapping[str, Any], Execute]:
+    """Rank 0 alone gets its arguments as the driver passes them, not as one element of a list."""
+    if mode is Dispatch.RANK_ZERO:
+        return mode, Execute.RANK_ZERO
+    if execute is Execute.RANK_ZERO:
+        if mode in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL):
+            return Dispatch.RANK_ZERO, execute
+        if mode in (Dispatch.DP_COMPUTE, *_BATCH_MODES):
+            raise ConfigError(
+                f"{mode!r} deals a part to every rank, and with Execute.RANK_ZERO only rank 0 would compute. Use "
+                "Execute.ALL, or Dispatch.RANK_ZERO."
+            )
+    return mode, execute
 
 
 class _naming_the_rank:  # noqa: N801  (a context manager, read as a verb)

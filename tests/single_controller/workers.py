@@ -1,0 +1,193 @@
+"""Light workers: they compute on small batches, without a model and without torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from tensordict import TensorDict
+
+from verl.protocol import DataProto, DataProtoFuture
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import (
+    Dispatch,
+    Execute,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
+
+
+def batch_of(values: list[float], **kwargs) -> DataProto:
+    return DataProto.from_dict({"x": torch.tensor(values)}, **kwargs)
+
+
+def deal_reversed(group, *args):
+    """Element r of the reversed list to rank r."""
+    return tuple(list(reversed(arg)) for arg in args), {}
+
+
+def sum_outputs(group, outputs):
+    return sum(outputs)
+
+
+class Echo(Worker):
+    """Says what reached it: every method mixes its rank into the output."""
+
+    def __init__(self, offset: int = 0) -> None:
+        super().__init__()
+        self.offset = offset
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def rank_zero(self, x):
+        return (self.rank, x)
+
+    @register(execute_mode=Execute.RANK_ZERO)
+    def on_rank_zero(self, x):
+        return (self.rank, x)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def one_to_all(self, x, *, y=0):
+        return (self.rank, x, y)
+
+    @register()
+    def all_to_all(self, x, *, y):
+        return 100 * self.rank + 10 * x + y
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def dp_compute(self, x):
+        return (self.rank, x)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def proto(self, batch, factor=1):
+        """x · factor, and who computed the row."""
+        return DataProto.from_dict(
+            {"y": batch.batch["x"] * factor, "rank": torch.full((len(batch),), self.rank)},
+            {"seen": [len(batch)] * len(batch)},
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def tensordict(self, batch):
+        return TensorDict({"y": batch["x"] + self.rank}, batch_size=batch.batch_size)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def metric(self, batch):
+        return batch.batch["x"].sum().item()
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def metrics_without_rows(self, batch):
+        return DataProto(meta_info={"metrics": {"loss": 0.5}, "constant": batch.meta_info.get("step")})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def proto_later(self, batch):
+        return DataProto.from_dict({"x": batch.batch["x"] + 10 * (self.rank + 1)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def later(self, x):
+        return (self.rank, x)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, materialize_futures=False)
+    def kind(self, batch):
+        shown = batch.get() if isinstance(batch, DataProtoFuture) else batch
+        return DataProto.from_dict({"x": shown.batch["x"]}, {"kind": [type(batch).__name__] * len(shown)})
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    def direct(self):
+        return self.rank
+
+    @register(dispatch_mode={"dispatch_fn": deal_reversed, "collect_fn": sum_outputs})
+    def custom(self, x):
+        return x * 10**self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def boom(self, rank, after_s=0.0):
+        """Raises at once on ``rank``, on the others after a while."""
+        if self.rank != rank:
+            time.sleep(after_s)
+            raise RuntimeError("connection closed by peer")
+        raise ValueError(f"bad row on rank {rank}")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def die(self, rank):
+        if self.rank == rank:
+            os._exit(3)
+        time.sleep(60)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def about(self):
+        names = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS")
+        known = {name: os.environ.get(name) for name in names}
+        return {
+            **known,
+            "pid": os.getpid(),
+            "master": self.get_master_addr_port(),
+            "offset": self.offset,
+            "world_size": self.world_size,
+            "rank": self.rank,
+        }
+
+    def not_registered(self, x):
+        return self.offset + x
+
+
+class Doubler(Worker):
+    """A second kind of worker, which asks the first."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def double(self, batch):
+        return DataProto.from_dict({"x": batch.batch["x"] * 2})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def apply(self, func, batch):
+        return func(batch)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self):
+        return os.getpid()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def offset_of_echo(self):
+        return self.get_fused_worker_by_name("echo").offset
+
+
+class Meshed(Worker):
+    """Four ranks as dp=2 × tp=2 (mesh "train"), and as dp=4 (mesh "wide"); rank 2·dp + 1 collects in "train"."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, dp_of_rank, collects):
+        self._register_dispatch_collect_info("train", dp_of_rank[self.rank], collects[self.rank])
+        self._register_dispatch_collect_info("wide", self.rank, True)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    def train(self, batch, bias=0):
+        rows = len(batch)
+        return DataProto.from_dict(
+            {"x": batch.batch["x"] + bias, "rank": torch.full((rows,), self.rank)},
+            {"rows": [rows] * rows},
+            meta_info={"seen": batch.meta_info.get("seen", 0)},
+        )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"), blocking=False)
+    def train_later(self, batch):
+        return DataProto.from_dict({"x": batch.batch["x"] * 2, "rank": torch.full((len(batch),), self.rank)})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="wide"))
+    def wide(self, batch):
+        return DataProto.from_dict({"x": batch.batch["x"] * 100, "rank": torch.full((len(batch),), self.rank)})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    def update(self, batch):
+        return DataProto(meta_info={"metrics": {"loss": 1.5}})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="nowhere"))
+    def on_unknown_mesh(self, batch):
+        return batch
+
+
+class Broken(Worker):
+    """Cannot be made on rank 1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        if self.rank == 1:
+            raise FileNotFoundError("no model in /nowhere")

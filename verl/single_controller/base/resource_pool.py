@@ -1,0 +1,114 @@
+"""Where workers live: so many processes on each of so many nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import ClassVar
+
+from verl.errors import ResourceError
+
+
+class ResourcePool:
+    """Processes on nodes; worker groups in one pool share its processors, rank by rank.
+
+    Args:
+        process_on_nodes: number of processes on each node, e.g. ``[8, 8]``; None for an empty pool.
+        max_colocate_count: how many worker groups may share the pool.
+        n_gpus_per_node: processes that :meth:`add_node` puts on a node unless told otherwise.
+
+    Raises:
+        ResourceError: a number is not positive.
+    """
+
+    def __init__(
+        self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
+    ) -> None:
+        self.store = [int(count) for count in process_on_nodes or []]
+        self.max_colocate_count = max_colocate_count
+        self.n_gpus_per_node = n_gpus_per_node
+        if any(count < 1 for count in [*self.store, max_colocate_count, n_gpus_per_node]):
+            raise ResourceError(
+                f"process_on_nodes={self.store}, max_colocate_count={max_colocate_count} and "
+                f"n_gpus_per_node={n_gpus_per_node} must be positive."
+            )
+
+    def add_node(self, process_count: int | None = None) -> None:
+        """Add a node with ``process_count`` processes, or ``n_gpus_per_node`` of them."""
+        self.store.append(self.n_gpus_per_node if process_count is None else process_count)
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes on all nodes."""
+        return sum(self.store)
+
+    def local_world_size_list(self) -> list[int]:
+        """For each rank the number of processes on its node."""
+        return [count for count in self.store for _ in range(count)]
+
+    def local_rank_list(self) -> list[int]:
+        """For each rank its number on its node."""
+        return [local_rank for count in self.store for local_rank in range(count)]
+
+
+class PoolManager:
+    """Named pools, and which role lives in which; a controller's subclass says what a pool is made of.
+
+    Args:
+        resource_pool_spec: processes on each node, by the name of the pool: ``{"global_pool": [8, 8]}``.
+        mapping: name of the pool, by role.
+        device_name: ``"cuda"`` gives each process a GPU, ``"cpu"`` a core.
+
+    Raises:
+        ResourceError: a role is mapped to a pool that is not in the specification.
+    """
+
+    pool_cls: ClassVar[type[ResourcePool]]
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[Hashable, str],
+        device_name: str = "cuda",
+    ) -> None:
+        for role, name in mapping.items():
+            if name not in resource_pool_spec:
+                raise ResourceError(
+                    f"role '{role}' is mapped to pool '{name}'; there are: {sorted(resource_pool_spec)}."
+                )
+        self.resource_pool_spec = {name: list(counts) for name, counts in resource_pool_spec.items()}
+        self.mapping = dict(mapping)
+        self.device_name = device_name
+        self.resource_pool_dict: dict[str, ResourcePool] = {}
+
+    def create_resource_pool(self) -> None:
+        """Make the pools, after a check that all of them together fit.
+
+        Raises:
+            ResourceError: more processes are asked for than there are devices.
+        """
+        self.check_resources()
+        self.resource_pool_dict = {
+            name: self._make_pool(name, counts) for name, counts in self.resource_pool_spec.items()
+        }
+
+    def check_resources(self) -> None:
+        """Raise a ResourceError unless all pools fit at the same time."""
+
+    def _make_pool(self, name: str, process_on_nodes: list[int]) -> ResourcePool:
+        return self.pool_cls(process_on_nodes)
+
+    def get_resource_pool(self, role: Hashable) -> ResourcePool:
+        """The pool of a role.
+
+        Raises:
+            ResourceError: the role is not mapped, or the pools are not made yet.
+        """
+        if role not in self.mapping:
+            raise ResourceError(f"role '{role}' has no pool; mapped are: {sorted(map(str, self.mapping))}.")
+        if not self.resource_pool_dict:
+            raise ResourceError("the pools are not made yet; call create_resource_pool() first.")
+        return self.resource_pool_dict[self.mapping[role]]
+
+    def get_n_gpus(self) -> int:
+        """Number of processes, each with a device of its own, in all pools."""
+        return sum(sum(counts) for counts in self.resource_pool_spec.values())

@@ -1,0 +1,337 @@
+"""``RayWorkerGroup``: one actor per rank, called like one object."""
+
+from __future__ import annotations
+
+import math
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.actor import ActorClass
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from tensordict import TensorDict
+
+from verl.errors import ConfigError, ResourceError, WorkerError
+from verl.protocol import DataProto
+from verl.single_controller.base.colocate import ClassWithInitArgs
+from verl.single_controller.base.dispatch import Share
+from verl.single_controller.base.worker import free_port
+from verl.single_controller.base.worker_group import Call, WorkerGroup
+from verl.single_controller.ray.failures import Watch, explain
+from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
+
+# What is worth a place in the object store where several ranks get the same one.
+_LARGE = (DataProto, Share, TensorDict, torch.Tensor, np.ndarray)
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker class, its constructor's arguments, and options of the actor that it becomes.
+
+    Args:
+        cls: a subclass of Worker, as it is or wrapped by ``ray.remote``.
+        args: positional arguments of its constructor.
+        kwargs: named arguments of its constructor.
+    """
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        self.options: dict[str, Any] = {}
+        if isinstance(cls, ActorClass):
+            wrapped: Any = cls
+            self.options = {name: value for name, value in wrapped._default_options.items() if value is not None}
+            cls = wrapped.__ray_actor_class__
+        super().__init__(cls, *args, **kwargs)
+        for name, member in self.members.items():
+            self._adopt(name, getattr(member, "options", {}))
+
+    def _adopt(self, name: str, options: Mapping[str, Any]) -> None:
+        for key, value in options.items():
+            if self.options.setdefault(key, value) != value:
+                raise ConfigError(
+                    f"colocated worker '{name}' asks for the actor option {key}={value!r}, another one for "
+                    f"{self.options[key]!r}; they share one process. Give them the same options, or pools of their own."
+                )
+
+    def update_options(self, options: Mapping[str, Any]) -> None:
+        """Set options of the actor, as in ``ray.remote(...).options``; they win over the pool's."""
+        self.options.update(options)
+
+    def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:
+        """Ask for custom resources of the cluster, for each rank."""
+        self.options["resources"] = {**self.options.get("resources", {}), **additional_resource}
+
+
+class RayWorkerGroup(WorkerGroup):
+    """Workers as Ray actors: one per rank, pinned to the places of a pool.
+
+    Args:
+        resource_pool: where the ranks live.
+        ray_cls_with_init: the worker's class and constructor arguments.
+        bin_pack: keep the ranks of a node together; otherwise only try to.
+        name_prefix: first part of the actors' names; made up if not given, so that runs never clash.
+        detached: the workers outlive this program; :meth:`from_detached` finds them by name.
+        worker_names: names of workers that exist already, instead of a pool.
+        worker_handles: handles of workers that exist already, instead of a pool.
+        device_name: ``"cuda"`` or ``"cpu"``; must be the pool's, which is the default.
+        start_timeout_s: how long all constructors may take.
+
+    Raises:
+        ResourceError: the pool does not fit the cluster, or holds as many groups as it may.
+        WorkerError: a constructor raised, or did not end in time.
+    """
+
+    class_with_args = RayClassWithInitArgs
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool | None = None,
+        ray_cls_with_init: ClassWithInitArgs | None = None,
+        bin_pack: bool = True,
+        name_prefix: str | None = None,
+        detached: bool = False,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        device_name: str | None = None,
+        start_timeout_s: float = 300,
+    ) -> None:
+        if ray_cls_with_init is None:
+            raise WorkerError("RayWorkerGroup needs ray_cls_with_init: RayClassWithInitArgs(cls, ...).")
+        super().__init__(resource_pool, ray_cls_with_init)
+        self.name_prefix = name_prefix or uuid.uuid4().hex[:8]
+        self._watch = Watch()
+        self._workers: list[Any] = list(worker_handles or [])
+        self._worker_names = list(worker_names or [])
+        self._pool: RayResourcePool | None = resource_pool
+        self._rendezvous: tuple[str, str] | None = None
+        if resource_pool is None:
+            self._attach()
+        else:
+            self._check_pool(resource_pool, device_name)
+            self._create(resource_pool, resource_pool.bundles("STRICT_PACK" if bin_pack else "PACK"), detached)
+            self._wait_for_constructors(start_timeout_s)
+
+    # ---- making one -------------------------------------------------------------------------------
+
+    @classmethod
+    def from_detached(
+        cls,
+        name_prefix: str | None = None,
+        worker_names: Sequence[str] | None = None,
+        worker_handles: Sequence[Any] | None = None,
+        ray_cls_with_init: ClassWithInitArgs | None = None,
+    ) -> RayWorkerGroup:
+        """A group over workers that run already, e.g. those that another program left (``detached=True``).
+
+        Args:
+            name_prefix: the prefix for names of new actors of this group; a running group has none.
+            worker_names: ``group.worker_names`` of the running group, in the order of ranks.
+            worker_handles: or its ``workers``.
+            ray_cls_with_init: the class that they were made of; its arguments are not used.
+
+        Raises:
+            WorkerError: there is no such worker.
+        """
+        return cls(
+            ray_cls_with_init=ray_cls_with_init,
+            name_prefix=name_prefix,
+            worker_names=worker_names,
+            worker_handles=worker_handles,
+        )
+
+    def _attach(self) -> None:
+        if not self._workers:
+            for name in self._worker_names:
+                try:
+                    self._workers.append(ray.get_actor(name))
+                except ValueError as error:
+                    raise WorkerError(
+                        f"no running worker is called '{name}'. Detached workers are found from the Ray namespace in "
+                        "which they were made: ray.init(namespace=...)."
+                    ) from error
+        if not self._workers:
+            raise WorkerError("a worker group needs resource_pool, worker_names or worker_handles.")
+
+    def _check_pool(self, pool: RayResourcePool, device_name: str | None) -> None:
+        if device_name not in (None, pool.device_name):
+            raise ResourceError(
+                f"device_name='{device_name}', but the pool gives each rank a {pool.resource}. Make the pool with "
+                f"use_gpu={device_name != 'cpu'}."
+            )
+        if pool.groups_inside >= pool.max_colocate_count:
+            raise ResourceError(
+                f"the pool holds {pool.groups_inside} worker groups already, and was made for "
+                f"max_colocate_count={pool.max_colocate_count}. Raise it, colocate the workers, or shut a group down."
+            )
+
+    def _create(self, pool: RayResourcePool, bundles: list[Bundle], detached: bool) -> None:
+        self._rendezvous = _rendezvous(bundles[0])
+        cls_with_args = self.ray_cls_with_init
+        actor_cls = ray.remote(cls_with_args.cls)
+        pool.groups_inside += 1
+        for rank in range(len(bundles)):
+            options = self._options(rank, bundles, pool)
+            options["lifetime"] = "detached" if detached else None
+            options.update(getattr(cls_with_args, "options", {}))
+            self._workers.append(actor_cls.options(**options).remote(*cls_with_args.args, **cls_with_args.kwargs))
+            self._worker_names.append(options["name"])
+
+    def _options(self, rank: int, bundles: list[Bundle], pool: RayResourcePool) -> dict[str, Any]:
+        bundle = bundles[rank]
+        on_node = [other for other, place in enumerate(bundles) if place.node_id == bundle.node_id]
+        share = _share_of_one(pool.max_colocate_count)
+        environment = {
+            "WORLD_SIZE": len(bundles),
+            "RANK": rank,
+            "LOCAL_WORLD_SIZE": len(on_node),
+            "LOCAL_RANK": on_node.index(rank),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": self.master_port,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or _threads(bundle.node_id, len(on_node)),
+        }
+        return {
+            "name": f"{self.name_prefix}_{self.ray_cls_with_init.cls.__name__}_{rank}",
+            "num_cpus": share,
+            "num_gpus": share if pool.use_gpu else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
+            "runtime_env": {"env_vars": {name: str(value) for name, value in environment.items()}},
+        }
+
+    def _wait_for_constructors(self, timeout_s: float) -> None:
+        references = [worker.__ray_ready__.remote() for worker in self._workers]
+        started, late = ray.wait(references, num_returns=len(references), timeout=timeout_s)
+        try:
+            # A constructor that raised counts as started, and is the better news.
+            self._wait(started, "__init__", [rank for rank, ref in enumerate(references) if ref in started])
+            if late:
+                raise WorkerError(
+                    f"{len(late)} of {len(references)} ranks of {self._title()} did not start within {timeout_s:g} s. "
+                    "Either a constructor takes longer (raise start_timeout_s), or other actors hold the processors."
+                )
+        except WorkerError:
+            self.shutdown()
+            raise
+
+    # ---- the contract -----------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[Any]:
+        """The actors, in the order of ranks."""
+        return self._workers
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The actors' names, in the order of ranks."""
+        return self._worker_names
+
+    @property
+    def master_address(self) -> str:
+        """Where the ranks meet."""
+        return self._meeting_point()[0]
+
+    @property
+    def master_port(self) -> str:
+        """Port at :attr:`master_address`."""
+        return self._meeting_point()[1]
+
+    def _meeting_point(self) -> tuple[str, str]:
+        if self._rendezvous is None:
+            address, port = ray.get(self._workers[0].get_master_addr_port.remote())
+            self._rendezvous = address, port
+        return self._rendezvous
+
+    def _start(self, member: str | None, method: str, calls: Sequence[Call]) -> list[Any]:
+        self._watch.raise_if_dead(self._title(), method)
+        if not self._workers:
+            raise WorkerError("this worker group was shut down.")
+        shared = _Shared(calls)
+        references = []
+        for call in calls:
+            worker = self._workers[call.rank]
+            args, kwargs = shared.place(call)
+            if member is None:
+                references.append(getattr(worker, method).remote(*args, **kwargs))
+            else:
+                references.append(worker.invoke.remote(member, method, *args, **kwargs))
+        return references
+
+    def _wait(self, references: Sequence[Any], method: str, ranks: Sequence[int]) -> list[Any]:
+        try:
+            return ray.get(list(references))
+        except RayError as error:
+            self._watch.raise_if_dead(self._title(), method)
+            calls = dict(zip(ranks, references, strict=True))
+            raise WorkerError(explain(error, calls, self._title(), method, len(self._workers))) from error
+
+    def _title(self) -> str:
+        members = self.ray_cls_with_init.members
+        return members[self._member].cls.__name__ if self._member else self.ray_cls_with_init.cls.__name__
+
+    def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
+        """Watch the ranks from now on.
+
+        If one dies, the others are ended too: a rank that waits for the dead one in a collective would
+        hang for ever. Running calls then fail with a WorkerError that names the rank that died first,
+        and so do all later ones.
+        """
+        self._watch.start(self._workers, self._worker_names, every_n_seconds)
+
+    def shutdown(self) -> None:
+        """End the workers, detached ones too; views of the same processes end with them."""
+        self._watch.stop()
+        for worker in self._workers:
+            ray.kill(worker)
+        if self._workers and self._pool is not None:
+            self._pool.groups_inside -= 1
+        self._workers.clear()
+
+
+class _Shared:
+    """Arguments that several ranks get are put into the object store once."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        counts: dict[int, int] = {}
+        for call in calls:
+            for value in (*call.args, *call.kwargs.values()):
+                counts[id(value)] = counts.get(id(value), 0) + 1
+        self._repeated = {key for key, count in counts.items() if count > 1}
+        self._references: dict[int, Any] = {}
+
+    def place(self, call: Call) -> tuple[list[Any], dict[str, Any]]:
+        """The arguments of a call, with references for what is shared."""
+        return [self._one(v) for v in call.args], {name: self._one(v) for name, v in call.kwargs.items()}
+
+    def _one(self, value: Any) -> Any:
+        if id(value) not in self._repeated or not isinstance(value, _LARGE):
+            return value
+        if id(value) not in self._references:
+            self._references[id(value)] = ray.put(value)
+        return self._references[id(value)]
+
+
+def _share_of_one(parts: int) -> float:
+    # Ray counts in ten-thousandths and rounds to the nearest, by which the last part may not fit.
+    return math.floor(1e4 / parts) / 1e4
+
+
+def _threads(node_id: str, ranks: int) -> int:
+    """OpenMP threads of a rank: the node's cores, divided among its ranks."""
+    cpus = next((int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["NodeID"] == node_id), 1)
+    return max(1, cpus // ranks)
+
+
+def _rendezvous(bundle: Bundle) -> tuple[str, str]:
+    """Address of rank 0's node and a free port there."""
+    if bundle.node_id == ray.get_runtime_context().get_node_id():
+        return _address_and_port()
+    there = ray.remote(num_cpus=0)(_address_and_port).options(
+        scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
+    )
+    return ray.get(there.remote())
+
+
+def _address_and_port() -> tuple[str, str]:
+    return ray.util.get_node_ip_address(), str(free_port())
