@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,7 @@ class Run:
 
     def script(self, arguments: str, root: type[BaseConfig] = PPOConfig, config_name: str = "ppo_trainer") -> Any:
         """The checked configuration of a command line; ``$RUN`` is the folder of the files."""
-        words = arguments.replace("\\\n", " ").replace("$RUN", str(self.folder)).split()
-        overrides = [word.strip("'\"") if "[" not in word else word.replace("'", "") for word in words]
+        overrides = shlex.split(arguments.replace("\\\n", " ").replace("$RUN", str(self.folder)))
         return load_config(compose(overrides, config_name), root, keys_set(overrides))
 
 
