@@ -121,6 +121,7 @@ def test_slices_backwards_and_empty():
     assert len(four_rows()[[]]) == 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_inconsistent_columns_are_refused():
     with pytest.raises(SchemaError, match="'uid' has 3 rows, the batch has 2"):
         DataProto.from_dict({"ids": torch.zeros(2)}, {"uid": ["a", "b", "c"]})
@@ -144,7 +145,7 @@ def test_inconsistent_columns_are_refused():
         DataProto(TensorDict({"a": torch.eye(2).to_sparse()}, batch_size=[2]))
     ragged = [torch.zeros(2), torch.zeros(3)]
     for layout in (torch.jagged, torch.strided):
-        with pytest.raises(SchemaError, match="'a' of batch is a .* Pad ragged values"):
+        with pytest.raises(SchemaError, match=r"'a' of batch is a .* Pad ragged values"):
             DataProto(TensorDict({"a": torch.nested.nested_tensor(ragged, layout=layout)}, batch_size=[2]))
 
 
