@@ -39,6 +39,7 @@ def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[Rol
         RolloutError: a prompt is empty or longer than ``config.prompt_length``.
     """
     require(prompts, ("input_ids", "attention_mask", "uid", "sample_index"), "generate_sequences")
+    assert prompts.batch is not None
     step = int(prompts.meta_info.get("global_steps", 0))
     template = sampling_for(config, bool(prompts.meta_info.get("validate", False)), prompts.meta_info.get("do_sample"))
     uids, indices = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample_index"]
@@ -94,6 +95,7 @@ def columns_from_outputs(
     prompts: DataProto, outputs: list[RolloutOutput], response_length: int, pad_token_id: int
 ) -> DataProto:
     """The columns that generation adds, see the head of this file."""
+    assert prompts.batch is not None
     bsz = len(outputs)
     lengths = torch.tensor([len(output.token_ids) for output in outputs])
     response_mask = (torch.arange(response_length) < lengths[:, None]).long()  # (bsz, response_length)

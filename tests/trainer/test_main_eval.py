@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from verl.errors import ConfigError, DataError, RewardError
+from verl.trainer.config import EvalConfig, load_config
+from verl.trainer.main_eval import evaluate, run_eval
+
+ROWS = [
+    {"responses": ["#### 7", "#### 8"], "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "7"}},
+    {"responses": ["#### 1", "no"], "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "2"}},
+    {"responses": ["\\boxed{3}"], "data_source": "lighteval/MATH", "reward_model": {"ground_truth": "3"}},
+]
+
+
+def config_for(path, rows, **settings) -> EvalConfig:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_config({"data": {"path": str(path)}, **settings}, EvalConfig)
+
+
+def test_means_by_hand(tmp_path, capsys):
+    config = config_for(tmp_path / "r.jsonl", ROWS)
+    # gsm8k: prompt 0 has one of two right, prompt 1 none: mean (1/2 + 0)/2 = 1/4, best (1 + 0)/2 = 1/2.
+    expected = {
+        "test_score/lighteval/MATH": 1.0,
+        "test_score/openai/gsm8k": 0.25,
+        "test_score_best/openai/gsm8k": 0.5,
+        "reward/error_rate": 0.0,
+    }
+    assert evaluate(config) == expected
+    run_eval(config)
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+def own_function(tmp_path, text, **settings):
+    (tmp_path / "own.py").write_text(text)
+    return {"custom_reward_function": {"path": str(tmp_path / "own.py"), **settings}}
+
+
+def test_a_function_of_ones_own_and_its_failures(tmp_path, caplog):
+    text = (
+        "def score(data_source, solution_str, ground_truth, extra_info, scale):\n"
+        "    return {'score': scale * len(solution_str) / (len(solution_str) - 2)}\n"
+    )
+    own = own_function(tmp_path, text, name="score", reward_kwargs={"scale": 3.0})
+    config = config_for(tmp_path / "r.jsonl", ROWS[:2], **own)
+    # "#### 7" has 6 letters: 3·6/4 = 4.5; "no" has 2: a division by zero, one of four, and in no mean.
+    assert evaluate(config) == {
+        "test_score/openai/gsm8k": 4.5,
+        "test_score_best/openai/gsm8k": 4.5,
+        "reward/error_rate": 0.25,
+    }
+    assert "1 of 4 responses could not be scored" in caplog.text
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_if_nothing_can_be_scored_the_first_error_is_shown(tmp_path):
+    own = own_function(tmp_path, "def compute_score(solution_str):\n    return 1 / 0\n")
+    with pytest.raises(RewardError, match=r"none of the 5 responses(.|\n)*ZeroDivisionError"):
+        evaluate(config_for(tmp_path / "r.jsonl", ROWS, **own))
+
+
+def test_a_function_of_batches_is_refused(tmp_path):
+    own = own_function(tmp_path, "def compute_score(data):\n    return data\n")
+    with pytest.raises(ConfigError, match="main_eval has texts"):
+        evaluate(config_for(tmp_path / "r.jsonl", ROWS, **own))
+
+
+def test_a_file_without_responses_is_refused(tmp_path):
+    rows = [{key: value for key, value in ROWS[0].items() if key != "responses"}]
+    with pytest.raises(DataError, match=r"no column 'responses' \(data.response_key\)"):
+        evaluate(config_for(tmp_path / "a.jsonl", rows))
+    for wrong in ("one text", [], None):
+        with pytest.raises(DataError, match=r"row 1: column 'responses' is .*Expected a list"):
+            evaluate(config_for(tmp_path / "b.jsonl", [ROWS[0], {**ROWS[1], "responses": wrong}]))
