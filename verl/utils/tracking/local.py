@@ -1,0 +1,86 @@
+"""Trackers that write where the run is: console, file, tensorboard."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.utils import env
+from verl.utils.console import metrics_line, write_line
+from verl.utils.tracking.base import TRACKERS, Tracker, import_package, markdown_table
+
+
+@TRACKERS.register("console")
+class ConsoleTracker(Tracker):
+    """A line per step: ``step:12 - actor/pg_loss:0.1 - ...``; quiet while the live display shows the run."""
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        pass
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the line."""
+        write_line(metrics_line(step, metrics))
+
+
+@TRACKERS.register("file")
+class FileTracker(Tracker):
+    """A line of JSON per step, ``{"step": 12, "data": {...}}``; tables are lines with ``table`` and ``rows``.
+
+    The file is ``VERL_FILE_LOGGER_PATH``, or ``{VERL_FILE_LOGGER_ROOT}/{project}/{experiment}.jsonl``.
+    A run appends to what is there. NaN and infinities are written as Python's ``json`` reads them.
+    """
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        path = env.file_logger_path(project_name, experiment_name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"tracker 'file' cannot write {path}: {error}. Set VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT."
+            ) from error
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the line through to the disk, so that a killed run keeps it."""
+        self._write({"step": step, "data": dict(metrics)})
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """One line with all rows, each an object."""
+        objects = [dict(zip(columns, row, strict=True)) for row in rows]
+        self._write({"step": step, "table": name, "rows": objects})
+
+    def finish(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        self._file.flush()
+
+
+@TRACKERS.register("tensorboard")
+class TensorboardTracker(Tracker):
+    """Event files under ``{TENSORBOARD_DIR}/{project}/{experiment}``."""
+
+    package = "tensorboard"
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        self.require()
+        writer = import_package("torch.utils.tensorboard", "torch tensorboard").SummaryWriter
+        self._writer = writer(log_dir=str(env.tensorboard_dir() / project_name / experiment_name))
+        self._writer.add_text("config", "```\n" + json.dumps(config, indent=2, default=str) + "\n```", 0)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """A scalar per metric."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
+        """The table as Markdown text."""
+        self._writer.add_text(name, markdown_table(columns, rows), step)
+
+    def finish(self) -> None:
+        """Write the last events."""
+        self._writer.close()

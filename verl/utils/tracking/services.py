@@ -1,0 +1,189 @@
+"""Trackers of experiment services; each reads its address and login from its own environment variables.
+
+============ ========================================= ==================================================
+tracker      without a server                          with one
+============ ========================================= ==================================================
+wandb        WANDB_MODE=offline                        WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL
+mlflow       MLFLOW_TRACKING_URI=sqlite:///mlflow.db   MLFLOW_TRACKING_URI; MLFLOW_RUN_ID goes on with a run
+swanlab      SWANLAB_MODE=offline                      SWANLAB_API_KEY
+clearml      CLEARML_OFFLINE_MODE=1                    clearml.conf, or CLEARML_API_ACCESS_KEY and the like
+trackio      always; files under TRACKIO_DIR           TRACKIO_SPACE_ID
+============ ========================================= ==================================================
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.utils.tracking.base import TRACKERS, Tracker, flatten, import_package, markdown_table
+
+Rows = Sequence[Sequence[Any]]
+
+
+@TRACKERS.register("wandb")
+class WandbTracker(Tracker):
+    """Weights & Biases."""
+
+    package = "wandb"
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        self.require()
+        self._wandb = import_package("wandb", "wandb")
+        self._run = self._wandb.init(project=project_name, name=experiment_name, config=dict(config))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """All metrics of the step at once."""
+        self._run.log(dict(metrics), step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        """A ``wandb.Table``; cells of mixed types become text."""
+        data = [[cell if isinstance(cell, int | float) else str(cell) for cell in row] for row in rows]
+        table = self._wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
+        self._run.log({name: table}, step=step)
+
+    def finish(self) -> None:
+        """Upload the rest."""
+        self._run.finish()
+
+
+@TRACKERS.register("mlflow")
+class MlflowTracker(Tracker):
+    """MLflow; ``@``, which it does not allow in names, becomes ``_at_``, and other such characters ``_``."""
+
+    package = "mlflow"
+    params_per_call = 100
+    param_length = 500
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        self.require()
+        self._mlflow = import_package("mlflow", "mlflow")
+        self._mlflow.set_experiment(project_name)
+        self._run = self._mlflow.start_run(run_name=experiment_name)
+        params = [(self._name(key), str(value)[: self.param_length]) for key, value in flatten(config).items()]
+        for start in range(0, len(params), self.params_per_call):
+            self._mlflow.log_params(dict(params[start : start + self.params_per_call]))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """All metrics of the step at once."""
+        self._mlflow.log_metrics({self._name(name): value for name, value in metrics.items()}, step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        """An artifact of one JSON file per step."""
+        data = {column: [str(row[number]) for row in rows] for number, column in enumerate(columns)}
+        self._mlflow.log_table(data, artifact_file=f"{name}/step_{step}.json")
+
+    def finish(self) -> None:
+        """Mark the run as finished."""
+        self._mlflow.end_run()
+
+    @staticmethod
+    def _name(name: str) -> str:
+        return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
+
+
+@TRACKERS.register("swanlab")
+class SwanlabTracker(Tracker):
+    """SwanLab."""
+
+    package = "swanlab"
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        self.require()
+        self._swanlab = import_package("swanlab", "swanlab")
+        self._swanlab.init(
+            project=project_name, experiment_name=experiment_name, config={"FRAMEWORK": "verl", **config}
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """All metrics of the step at once."""
+        self._swanlab.log(dict(metrics), step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        """A text per row."""
+        texts = ["\n".join(f"{column}: {cell}" for column, cell in zip(columns, row, strict=True)) for row in rows]
+        self._swanlab.log({name: [self._swanlab.Text(text) for text in texts]}, step=step)
+
+    def finish(self) -> None:
+        """Upload the rest."""
+        self._swanlab.finish()
+
+
+@TRACKERS.register("clearml")
+class ClearmlTracker(Tracker):
+    """ClearML; it would draw a NaN as 0, so NaN and infinities are written to its log instead of its plots."""
+
+    package = "clearml"
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        self.require()
+        task = import_package("clearml", "clearml").Task
+        self._task = task.init(project_name=project_name, task_name=experiment_name, output_uri=False)
+        self._task.connect_configuration(dict(config), name="Hyperparameters")
+        self._logger = self._task.get_logger()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """``critic/score/mean`` becomes the series ``score/mean`` of the plot ``critic``."""
+        for name, value in metrics.items():
+            title, _, series = name.partition("/")
+            if math.isfinite(value):
+                self._logger.report_scalar(title, series or title, value, iteration=step)
+            else:
+                self._logger.report_text(f"step {step}: {name} is {value}", print_console=False)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        """A table plot."""
+        title, _, series = name.partition("/")
+        table = [list(columns), *([str(cell) for cell in row] for row in rows)]
+        self._logger.report_table(title, series or title, iteration=step, table_plot=table)
+
+    def finish(self) -> None:
+        """Close the task."""
+        self._task.close()
+
+
+@TRACKERS.register("trackio")
+class TrackioTracker(Tracker):
+    """Trackio: a local database with a dashboard (``trackio show``)."""
+
+    package = "trackio"
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        self.require()
+        self._trackio = import_package("trackio", "trackio")
+        self._trackio.init(project=project_name, name=experiment_name, config=dict(config), resume="allow")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """All metrics of the step at once."""
+        self._trackio.log(dict(metrics), step=step)
+
+    def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
+        """The table as Markdown."""
+        self._trackio.log({name: self._trackio.Markdown(markdown_table(columns, rows))}, step=step)
+
+    def finish(self) -> None:
+        """Write the rest."""
+        self._trackio.finish()
+
+
+@TRACKERS.register("vemlp_wandb")
+class VemlpWandbTracker(Tracker):
+    """Refused: the client of Volcengine's platform is not public."""
+
+    @classmethod
+    def require(cls) -> None:
+        """Always refuses."""
+        raise ConfigError(
+            "tracker 'vemlp_wandb' needs the client of Volcengine's ML platform, which no public package holds. "
+            "Use 'wandb' with WANDB_BASE_URL and WANDB_API_KEY of that platform."
+        )
+
+    def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+        self.require()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Never reached."""
+        self.require()
