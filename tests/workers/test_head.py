@@ -1,0 +1,77 @@
+"""Log-probs and entropy from hidden states, against full logits and finite differences."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
+
+RULES = {"plain": LogitRule(), "scaled": LogitRule(0.5), "capped": LogitRule(2.0, softcap=3.0)}
+
+
+def inputs(rows=7, width=5, vocab=11, dtype=torch.double):
+    g = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(size, generator=g, dtype=dtype).requires_grad_()
+        for size in ((rows, width), (vocab, width), (vocab,))
+    )
+    return hidden, weight, bias, torch.randint(0, vocab, (rows,), generator=g)
+
+
+def test_by_hand():
+    # logits 2·(1, 0) = (2, 0), temperature 2 → (1, 0): p = (e, 1) / (e + 1)
+    log_probs, entropy = token_log_probs(
+        torch.tensor([[2.0]]), torch.tensor([[1.0], [0.0]]), None, torch.tensor([1]), temperature=2.0, with_entropy=True
+    )
+    z = math.log(math.e + 1)
+    p = math.e / (math.e + 1)
+    assert_close(log_probs, torch.tensor([-z]))
+    assert_close(entropy, torch.tensor([-(p * (1 - z) + (1 - p) * -z)]))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_equals_full_logits_in_any_chunking(rule):
+    hidden, weight, bias, targets = inputs()
+    logits = rule.scale * (hidden @ weight.T + bias)
+    logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
+    full = (logits / 0.7).log_softmax(-1)
+    for chunk in (1, 22, 33, 10_000):
+        log_probs, entropy = token_log_probs(
+            hidden, weight, bias, targets, 0.7, with_entropy=True, rule=rule, chunk_elements=chunk
+        )
+        assert_close(log_probs, full[torch.arange(7), targets])
+        assert_close(entropy, -(full.exp() * full).sum(-1))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
+def test_gradients_are_the_finite_differences(rule):
+    hidden, weight, bias, targets = inputs()
+
+    def both(h, w, b):
+        return token_log_probs(h, w, b, targets, 0.7, with_entropy=True, rule=rule, chunk_elements=33)
+
+    def one(h, w):
+        return token_log_probs(h, w, None, targets, 0.7, rule=rule, chunk_elements=33)[0]
+
+    assert torch.autograd.gradcheck(both, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(one, (hidden, weight))
+
+
+def test_no_rows_give_a_zero_gradient_not_none():
+    hidden, weight, _, _ = inputs()
+    log_probs, entropy = token_log_probs(hidden[:0], weight, None, torch.zeros(0, dtype=torch.long))
+    assert log_probs.shape == (0,)
+    assert entropy is None
+    log_probs.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.eq(0).all()
+
+
+def test_half_precision_is_reduced_in_fp32():
+    hidden, weight, _, targets = inputs(dtype=torch.bfloat16)
+    log_probs, _ = token_log_probs(hidden, weight, None, targets)
+    assert log_probs.dtype == torch.float32
+    log_probs.sum().backward()
+    assert hidden.grad.dtype == torch.bfloat16

@@ -1,0 +1,76 @@
+"""Packed attention against attention with a full mask, and the isolation of sequences."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from verl.errors import ConfigError
+from verl.workers.engine.fsdp.attention import Packing, packed_attention_forward
+
+LENGTHS = [5, 1, 7]
+
+
+class Layer(torch.nn.Module):
+    is_causal = True
+
+
+def rows(heads, dim=8, seed=0):
+    return torch.randn(1, heads, sum(LENGTHS), dim, generator=torch.Generator().manual_seed(seed))
+
+
+def naive(query, key, value, window=None, softcap=None, scaling=8**-0.5):
+    """Softmax over what each token may see, written with one mask over the whole row."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
+    place = torch.arange(sum(LENGTHS))
+    back = place[:, None] - place[None]
+    visible = (sequence[:, None] == sequence[None]) & (back >= 0) & (back < (window or 10**6))
+    scores = query @ key.transpose(2, 3) * scaling
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return (scores.masked_fill(~visible, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+def test_equals_full_mask(kv_heads, window, softcap):
+    query, key, value = rows(4, seed=1), rows(kv_heads, seed=2), rows(kv_heads, seed=3)
+    found, weights = packed_attention_forward(
+        Layer(),
+        query,
+        key,
+        value,
+        None,
+        packing=Packing.of(LENGTHS, torch.device("cpu")),
+        sliding_window=window,
+        softcap=softcap,
+    )
+    assert weights is None
+    assert_close(found, naive(query, key, value, window, softcap))
+
+
+def test_scaling_is_used():
+    query, key, value = rows(2, seed=1), rows(2, seed=2), rows(2, seed=3)
+    packing = Packing.of(LENGTHS, torch.device("cpu"))
+    found, _ = packed_attention_forward(Layer(), query, key, value, None, packing=packing, scaling=0.25)
+    assert_close(found, naive(query, key, value, scaling=0.25))
+
+
+def test_sequences_do_not_reach_each_other():
+    query, key, value = (rows(2, seed=s).requires_grad_() for s in (1, 2, 3))
+    packing = Packing.of(LENGTHS, torch.device("cpu"))
+    found, _ = packed_attention_forward(Layer(), query, key, value, None, packing=packing)
+    found[0, 5].sum().backward()  # the only token of the second sequence
+    for x in (key, value):
+        others = torch.ones(sum(LENGTHS), dtype=torch.bool)
+        others[5] = False
+        assert x.grad[:, :, others].eq(0).all()
+    assert value.grad[:, :, 5].ne(0).all()
+
+
+@pytest.mark.parametrize("extra", [{"s_aux": torch.ones(2)}, {"position_bias": torch.ones(1)}, {}])
+def test_what_it_does_not_have_is_refused(extra):
+    packing = Packing.of(LENGTHS, torch.device("cpu")) if extra else None
+    with pytest.raises(ConfigError, match="cannot run packed"):
+        packed_attention_forward(Layer(), rows(2), rows(2), rows(2), None, packing=packing, **extra)
