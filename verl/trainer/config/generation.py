@@ -22,8 +22,6 @@ class GenerationTrainerConfig(BaseConfig):
     """`cuda` uses GPUs if there are any and otherwise the CPU; `cpu` always the CPU."""
     controller: Literal["ray", "local"] = setting("ray")
     """`ray` starts ranks as Ray actors; `local` runs one rank in this process, for a debugger."""
-    seed: int = setting(1, ge=0)
-    """Seed of sampling."""
 
 
 @section

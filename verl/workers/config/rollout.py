@@ -105,19 +105,19 @@ class ServingConfig(BaseConfig):
     """Do not capture CUDA graphs."""
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None, hint=ENGINE)
     """Batch sizes for which CUDA graphs are captured."""
-    free_cache_engine: bool = setting(True, hint=ENGINE)
-    """Give the KV cache back while training."""
+    free_cache_engine: bool = setting(True)
+    """Give the engine's memory back while training; it gets the weights anew for the next rollout."""
     data_parallel_size: int = setting(1, ge=1, hint=ENGINE)
     """Copies of the model inside one engine."""
     expert_parallel_size: int = setting(1, ge=1, hint=ENGINE)
     """Ranks that share the experts of one layer."""
     tensor_model_parallel_size: int = setting(2, ge=1, hint=ENGINE)
     """Ranks that share one copy of the model."""
-    max_num_batched_tokens: int = setting(8192, ge=1, hint=ENGINE)
-    """Tokens that the engine puts through in one pass."""
-    max_model_len: int | None = setting(None, ge=1, hint=ENGINE)
+    max_num_batched_tokens: int = setting(8192, ge=1)
+    """Tokens that the engine puts through in one pass (`hf`: prompt tokens, padding included)."""
+    max_model_len: int | None = setting(None, ge=1)
     """Longest prompt and response together; null takes both lengths."""
-    max_num_seqs: int = setting(256, ge=1, hint=ENGINE)
+    max_num_seqs: int = setting(256, ge=1)
     """Sequences that the engine runs at once."""
     load_format: str = setting("dummy", hint=ENGINE)
     """How the engine finds its first weights: `dummy` waits for the trainer's."""
@@ -261,7 +261,7 @@ class RewardRolloutConfig(ServingConfig):
     """Longest response in tokens."""
     enforce_eager: bool = setting(True, hint=ENGINE)
     """Do not capture CUDA graphs."""
-    max_num_seqs: int = setting(1024, ge=1, hint=ENGINE)
+    max_num_seqs: int = setting(1024, ge=1)
     """Sequences that the engine runs at once."""
     load_format: str = setting("auto", hint=ENGINE)
     """How the engine finds its weights."""
