@@ -182,5 +182,5 @@ def test_a_checkpoint_of_another_model_is_refused(saved, tmp_path):
 def test_a_folder_that_cannot_be_written_is_an_error_and_the_old_save_stays(path, saved, tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
-    with pytest.raises(CheckpointError, match="cannot write .*file/actor"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/actor"):
         make_engine(path).save_checkpoint(str(blocked / "actor"))

@@ -1,0 +1,84 @@
+"""Merging shards into a model folder, and comparing with one."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.models import tiny_model_dir
+from tests.workers.support import make_engine, weights_of
+from verl.model_merger.__main__ import main
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def checkpoint(request, tmp_path_factory):
+    """A checkpoint cut as three ranks would have, and the weights."""
+    folder = tmp_path_factory.mktemp("merger")
+    path = tiny_model_dir(folder / "model", "qwen3", tie_word_embeddings=request.param)
+    engine = make_engine(path)
+    engine.save_checkpoint(str(folder / "actor"))
+    whole = torch.load(folder / "actor" / "model_world_size_1_rank_0.pt", weights_only=True)
+    for rank in range(3):
+        state = {"format": 1, "tensors": {}, "shapes": whole["shapes"], "first_rows": {}}
+        for name, tensor in whole["tensors"].items():
+            rows = -(-tensor.shape[0] // 3)
+            state["tensors"][name] = tensor[rank * rows : (rank + 1) * rows].clone()
+            state["first_rows"][name] = min(rank * rows, tensor.shape[0])
+        torch.save(state, folder / "actor" / f"model_world_size_3_rank_{rank}.pt")
+    (folder / "actor" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": 3}))
+    (folder / "actor" / "model_world_size_1_rank_0.pt").unlink()
+    return folder, weights_of(engine)
+
+
+def run(command, folder, *more):
+    return main([command, "--backend", "fsdp", "--local_dir", str(folder), *more])
+
+
+def test_merge_makes_the_same_model(checkpoint, tmp_path):
+    folder, weights = checkpoint
+    assert run("merge", folder / "actor", "--target_dir", str(tmp_path / "out")) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    state = model.state_dict()
+    for name, weight in weights.items():
+        assert torch.equal(state[name], weight), name
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 104
+    assert list((tmp_path / "out").glob("*.safetensors"))
+    assert run("test", folder / "actor", "--test_hf_dir", str(tmp_path / "out")) == 0
+
+
+def test_another_model_is_told_apart(checkpoint, tmp_path, caplog):
+    folder, _ = checkpoint
+    other = tiny_model_dir(tmp_path / "other", "qwen3", seed=1, tie_word_embeddings=True)
+    assert run("test", folder / "actor", "--test_hf_dir", other) == 1
+    assert "differs from the one in" in caplog.text or "missing" in caplog.text or "unknown" in caplog.text
+
+
+def test_a_missing_shard_is_named_and_nothing_is_written(checkpoint, tmp_path, caplog):
+    folder, _ = checkpoint
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "actor", copy)
+    (copy / "model_world_size_3_rank_1.pt").unlink()
+    assert run("merge", copy, "--target_dir", str(tmp_path / "out")) == 1
+    assert "model_world_size_3_rank_1.pt is missing" in caplog.text
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_no_file_holds_are_an_error(checkpoint, tmp_path, caplog):
+    folder, _ = checkpoint
+    copy = tmp_path / "copy"
+    shutil.copytree(folder / "actor", copy)
+    shutil.copy(copy / "model_world_size_3_rank_2.pt", copy / "model_world_size_3_rank_1.pt")
+    assert run("merge", copy, "--target_dir", str(tmp_path / "out")) == 1
+    assert "hold rows up to" in caplog.text
+
+
+def test_refusals(checkpoint, tmp_path, caplog):
+    folder, _ = checkpoint
+    assert main(["merge", "--backend", "megatron", "--local_dir", "x"]) == 2
+    assert "Megatron is not in this version" in caplog.text
+    assert run("merge", folder / "actor", "--is-value-model") == 1
+    assert "not a value model" in caplog.text
+    assert run("merge", tmp_path) == 1
+    assert "config.json is missing" in caplog.text

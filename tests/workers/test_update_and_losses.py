@@ -1,0 +1,161 @@
+"""The update loop and the losses, on numbers small enough to work by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import tensor
+from torch.testing import assert_close
+
+from verl.errors import ConfigError, SchemaError
+from verl.protocol import DataProto
+from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
+from verl.workers.engine import BatchTotals, MicroBatchConfig, Share
+from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
+from verl.workers.update import UpdatePlan, mini_batch_size_per_rank, update
+
+TOTALS = BatchTotals(dp_size=2, batch_num_tokens=6, global_batch_size=4)
+
+
+def batch(**columns):
+    return DataProto.from_dict(tensors={name: torch.as_tensor(value) for name, value in columns.items()})
+
+
+POLICY_BATCH = {
+    "response_mask": [[1, 1], [1, 0]],
+    "advantages": [[1.0, 2.0], [-1.0, 9.0]],
+    "old_log_probs": [[0.0, 0.0], [0.0, 0.0]],
+    "ref_log_prob": [[0.5, 0.0], [0.0, 0.0]],
+}
+
+
+def test_policy_loss_by_hand():
+    # ratios 1.1 (inside), 2 (clipped to 1.2 because A > 0), 0.5 (clipped to 0.8 because A < 0)
+    log_probs = torch.log(tensor([[1.1, 2.0], [0.5, 7.0]]))
+    entropy = tensor([[1.0, 2.0], [3.0, 100.0]])
+    config = ActorConfig(entropy_coeff=0.1, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="kl")
+    loss, metrics = PolicyLoss(config)({"log_probs": log_probs, "entropy": entropy}, batch(**POLICY_BATCH), TOTALS)
+    surrogate = (-1.1 - 2.4 + 0.8) / 6  # over the 6 tokens of the mini-batch, though only 3 are here
+    bonus = 0.1 * (1 + 2 + 3) / 6
+    kl = (math.log(1.1) - 0.5 + math.log(2) + math.log(0.5)) / 6
+    expected = surrogate - bonus + 0.5 * kl
+    assert_close(loss, tensor(2 * expected))  # times dp_size
+    shares = {name: float(m.value) for name, m in metrics.items() if isinstance(m, Share)}
+    assert shares == {
+        "actor/pg_loss": pytest.approx(surrogate),
+        "actor/entropy_loss": pytest.approx(6 / 6),
+        "actor/kl_loss": pytest.approx(kl),
+        "actor/loss": pytest.approx(expected),
+    }
+    assert float(metrics["actor/pg_clipfrac"]) == pytest.approx(2 / 3)
+    assert metrics["actor/kl_coef"] == 0.5
+
+
+def test_entropy_is_computed_only_if_asked_for():
+    assert PolicyLoss(ActorConfig()).outputs == {"log_probs"}
+    assert PolicyLoss(ActorConfig(entropy_coeff=0.1)).outputs == {"log_probs", "entropy"}
+    assert PolicyLoss(ActorConfig(calculate_entropy=True)).outputs == {"log_probs", "entropy"}
+
+
+def test_the_configuration_is_not_written_to():
+    config = ActorConfig()
+    loss = PolicyLoss(config)
+    loss({"log_probs": torch.zeros(2, 2)}, batch(**POLICY_BATCH), TOTALS)
+    assert config.global_batch_info == {}
+
+
+def test_missing_columns_and_losses_are_named():
+    columns = {name: value for name, value in POLICY_BATCH.items() if name != "ref_log_prob"}
+    with pytest.raises(SchemaError, match=r"the KL loss .* needs column 'ref_log_prob'"):
+        PolicyLoss(ActorConfig(use_kl_loss=True))({"log_probs": torch.zeros(2, 2)}, batch(**columns), TOTALS)
+    with pytest.raises(ConfigError, match="vanilla"):
+        PolicyLoss(ActorConfig(policy_loss=PolicyLossConfig(loss_mode="vanila")))
+
+
+def test_importance_weights_reach_the_loss():
+    columns = POLICY_BATCH | {"rollout_is_weights": [[2.0, 0.0], [0.0, 0.0]]}
+    loss, _ = PolicyLoss(ActorConfig())({"log_probs": torch.zeros(2, 2)}, batch(**columns), TOTALS)
+    assert_close(loss, tensor(2 * -2.0 / 6))
+
+
+def test_value_loss_by_hand():
+    columns = batch(response_mask=[[1, 1, 0]], values=[[0.0, 0.0, 0.0]], returns=[[1.0, 2.0, 50.0]])
+    loss, metrics = ValueLoss(CriticConfig(cliprange_value=0.5))({"values": tensor([[0.2, 1.0, 3.0]])}, columns, TOTALS)
+    # ½·(0.2-1)² and ½·max((1-2)², (0.5-2)²) over 6 tokens
+    expected = 0.5 * (0.64 + 2.25) / 6
+    assert_close(loss, tensor(2 * expected))
+    assert float(metrics["critic/vf_loss"].value) == pytest.approx(expected)
+    assert float(metrics["critic/vf_clipfrac"]) == 0.5
+    assert float(metrics["critic/vpred_mean"]) == pytest.approx(0.6)
+
+
+def test_sft_loss_by_hand():
+    columns = batch(response_mask=[[1, 0, 1]])
+    loss, metrics = sft_loss({"log_probs": tensor([[-1.0, -9.0, -2.0]])}, columns, TOTALS)
+    assert_close(loss, tensor(2 * 3.0 / 6))
+    assert float(metrics["loss"].value) == pytest.approx(0.5)
+
+
+# ---- the loop -----------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands where an engine does, and writes down which rows it is given."""
+
+    def __init__(self, skip=()):
+        self.seen, self.skip, self.weight_version, self.lr = [], skip, 0, 0.5
+
+    def train_batch(self, part, loss_fn, micro, temperature):
+        step = len(self.seen)
+        self.seen.append(part.batch["row"].tolist())
+        skipped = step in self.skip
+        self.weight_version += not skipped
+        return {"loss": step, "x_max": -step, "x_min": step, "grad_norm": math.nan if skipped else 1.0 + step,
+                "skipped_steps": float(skipped)}  # fmt: skip
+
+    def lr_scheduler_step(self):
+        return self.lr
+
+
+def run(engine, rows=6, **plan):
+    plan = UpdatePlan(**{"mini_batch_size": 2, "micro": MicroBatchConfig()} | plan)
+    return update(engine, batch(row=list(range(rows))), sft_loss, plan, prefix="actor")
+
+
+def test_mini_batches_are_contiguous_and_metrics_are_means():
+    engine = Recorder()
+    metrics = run(engine, epochs=2)
+    assert engine.seen == [[0, 1], [2, 3], [4, 5]] * 2
+    assert metrics == {
+        "loss": 2.5, "x_max": 0, "x_min": 0, "actor/grad_norm": 3.5, "actor/skipped_steps": 0.0, "actor/lr": 0.5
+    }  # fmt: skip
+
+
+def test_skipped_steps_are_counted_and_leave_the_mean():
+    metrics = run(Recorder(skip=(1,)))
+    assert metrics["actor/skipped_steps"] == 1.0
+    assert metrics["actor/grad_norm"] == 2.0  # of 1 and 3
+    assert math.isnan(run(Recorder(skip=(0, 1, 2)))["actor/grad_norm"])
+
+
+def test_shuffling_moves_whole_mini_batches_and_is_seeded():
+    orders = []
+    for version in (0, 0, 1):
+        engine = Recorder()
+        engine.weight_version = version
+        run(engine, rows=40, shuffle_seed=7, epochs=2)
+        assert sorted(engine.seen[:20]) == sorted(engine.seen[20:]) == [[i, i + 1] for i in range(0, 40, 2)]
+        assert engine.seen[:20] != engine.seen[20:]
+        orders.append(engine.seen)
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+
+
+def test_sizes_that_do_not_divide_are_refused():
+    assert mini_batch_size_per_rank("actor.ppo_mini_batch_size", 6, 4, 8) == 3
+    with pytest.raises(
+        ConfigError, match=r"actor.ppo_mini_batch_size=6 with rollout.n=1 .* 6 responses.* over 4 ranks"
+    ):
+        mini_batch_size_per_rank("actor.ppo_mini_batch_size", 6, 1, 4)
+    with pytest.raises(ConfigError, match="6 sequences of this rank do not divide into mini-batches of 4"):
+        run(Recorder(), mini_batch_size=4)

@@ -1,0 +1,75 @@
+"""The command line of :mod:`verl.model_merger`."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from verl.errors import VerlError
+from verl.model_merger.fsdp import compare, merge
+
+logger = logging.getLogger("verl.model_merger")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments."""
+    top = argparse.ArgumentParser(
+        prog="python -m verl.model_merger", description="Sharded checkpoints to model folders."
+    )
+    commands = top.add_subparsers(dest="command", required=True)
+    for name, text in (("merge", "write a model folder"), ("test", "compare with a model folder")):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("--backend", choices=["fsdp", "megatron"], required=True, help="what wrote the checkpoint")
+        command.add_argument("--local_dir", required=True, help="actor or critic folder of a global_step_N")
+        command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
+        command.add_argument("--is-value-model", action="store_true", help="refuse anything but a value model")
+        command.add_argument("--tie-word-embedding", action="store_true", help="write both embeddings as one weight")
+        command.add_argument("--use_cpu_initialization", action="store_true", help="always so; kept for scripts")
+    merging, testing = commands.choices["merge"], commands.choices["test"]
+    merging.add_argument("--target_dir", default="tmp", help="model folder to make (default: tmp)")
+    merging.add_argument("--hf_upload_path", help="Hugging Face repository to upload it to")
+    merging.add_argument("--private", action="store_true", help="make that repository private")
+    testing.add_argument("--test_hf_dir", required=True, help="model folder to compare with")
+    return top
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; the exit status."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    args = parser().parse_args(arguments)
+    if args.backend == "megatron":
+        logger.error("--backend megatron: Megatron is not in this version, so it writes no such checkpoints. Use fsdp.")
+        return 2
+    try:
+        if args.command == "test":
+            compare(args.local_dir, args.test_hf_dir, args.trust_remote_code)
+            return 0
+        merge(
+            args.local_dir,
+            args.target_dir,
+            tie_word_embedding=args.tie_word_embedding,
+            trust_remote_code=args.trust_remote_code,
+            is_value_model=args.is_value_model,
+        )
+        if args.hf_upload_path:
+            upload(args.target_dir, args.hf_upload_path, args.private)
+    except VerlError as error:
+        logger.error("%s", error)
+        return 1
+    return 0
+
+
+def upload(folder: str, repository: str, private: bool) -> None:
+    """Upload a model folder to the Hugging Face hub, with the credentials of this machine."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repository, private=private, exist_ok=True)
+    api.upload_folder(folder_path=folder, repo_id=repository, repo_type="model")
+    logger.info("uploaded to %s", repository)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Putting the shards of an FSDP checkpoint together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from verl.errors import CheckpointError, ConfigError
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.engine.fsdp.checkpoint import assemble, read_shards, saved_world_size
+from verl.workers.engine.fsdp.model import own_state
+
+logger = logging.getLogger(__name__)
+
+_AUTO = {
+    "ForCausalLM": transformers.AutoModelForCausalLM,
+    "ForTokenClassification": transformers.AutoModelForTokenClassification,
+    "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
+}
+
+
+def merge(
+    local_dir: str | Path,
+    target_dir: str | Path,
+    tie_word_embedding: bool = False,
+    trust_remote_code: bool = False,
+    is_value_model: bool = False,
+) -> None:
+    """Write the model of ``local_dir`` to ``target_dir`` as safetensors, with config and tokenizer, and verify it.
+
+    Args:
+        local_dir: a checkpoint's ``actor`` or ``critic`` folder.
+        target_dir: the model folder to make; what it holds of an earlier merge is replaced.
+        tie_word_embedding: write output and input embedding as one weight, which they must be equal for.
+        trust_remote_code: run Python code that comes with the model.
+        is_value_model: expect a value model, and refuse another.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or what was written differs from the shards.
+    """
+    source = Path(local_dir).expanduser()
+    config = _config(source, trust_remote_code)
+    if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
+        raise CheckpointError(f"{source} holds a {(config.architectures or ['?'])[0]}, not a value model.")
+    weights = whole_weights(source)
+    if tie_word_embedding:
+        _tie(weights, config)
+    model = _empty_model(config, trust_remote_code)
+    _check_names(weights, set(own_state(model)), source)
+    target = Path(target_dir).expanduser()
+    target.mkdir(parents=True, exist_ok=True)
+    for old in target.glob("*.safetensors*"):
+        old.unlink()
+    model.save_pretrained(target, state_dict=dict(weights))  # a copy: it is emptied while saving
+    config.save_pretrained(target)
+    _copy_tokenizer(source / "huggingface", target, trust_remote_code)
+    _compare(weights, target, trust_remote_code, tolerance=0.0)
+    logger.info("wrote %s: %d weights, read back and equal", target, len(weights))
+
+
+def compare(local_dir: str | Path, hf_dir: str | Path, trust_remote_code: bool = False) -> None:
+    """Make sure that the checkpoint ``local_dir`` and the model folder ``hf_dir`` hold the same weights.
+
+    Raises:
+        CheckpointError: they do not; the message names the first weights that differ.
+    """
+    weights = whole_weights(Path(local_dir).expanduser())
+    _compare(weights, Path(hf_dir).expanduser(), trust_remote_code, tolerance=1e-6)
+    logger.info("%s and %s hold the same %d weights", local_dir, hf_dir, len(weights))
+
+
+def whole_weights(folder: Path) -> dict[str, Tensor]:
+    """Every weight of a checkpoint by its Transformers name, tied ones once.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+    """
+    shards = read_shards(folder, "model", saved_world_size(folder))
+    shapes = shards[0]["shapes"]
+    return {name: assemble(shards, name, 0, shape[0] if shape else 0) for name, shape in shapes.items()}
+
+
+def _config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
+    if not (folder / "huggingface" / "config.json").is_file():
+        raise CheckpointError(f"{folder / 'huggingface' / 'config.json'} is missing; give a checkpoint's actor folder.")
+    return AutoConfig.from_pretrained(folder / "huggingface", trust_remote_code=trust_remote_code)
+
+
+def _auto_class(config: PretrainedConfig) -> Any:
+    architecture = str((config.architectures or [""])[0])
+    for ending, auto in _AUTO.items():
+        if architecture.endswith(ending):
+            return auto
+    raise CheckpointError(f"architecture '{architecture}' is none of ...{', ...'.join(_AUTO)}.")
+
+
+def _empty_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    with torch.device("meta"):
+        model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    model.tie_weights()
+    return model
+
+
+def _tie(weights: dict[str, Tensor], config: PretrainedConfig) -> None:
+    head, embedding = weights.get("lm_head.weight"), weights.get("model.embed_tokens.weight")
+    if head is not None and (embedding is None or not torch.equal(head, embedding)):
+        raise CheckpointError("--tie-word-embedding: lm_head.weight and model.embed_tokens.weight differ.")
+    weights.pop("lm_head.weight", None)
+    config.tie_word_embeddings = True
+
+
+def _check_names(weights: Mapping[str, Tensor], expected: set[str], source: Path) -> None:
+    missing, unknown = sorted(expected - weights.keys()), sorted(weights.keys() - expected)
+    if missing or unknown:
+        raise CheckpointError(
+            f"{source}: the shards are not those of its config: missing {missing[:3] or 'nothing'}, unknown "
+            f"{unknown[:3] or 'nothing'}."
+        )
+
+
+def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: bool, tolerance: float) -> None:
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder} is no model folder: it has no config.json.")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    model = _auto_class(config).from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)
+    found = own_state(model)
+    _check_names(weights, set(found), folder)
+    for name, weight in weights.items():
+        other = found[name]
+        if weight.shape != other.shape:
+            raise CheckpointError(f"'{name}' has shape {list(weight.shape)}, and {list(other.shape)} in {folder}.")
+        gap = float((weight.float() - other.float()).abs().max()) if weight.numel() else 0.0
+        if not gap <= tolerance:
+            raise CheckpointError(f"'{name}' differs from the one in {folder} by up to {gap:.3g}.")
+
+
+def _copy_tokenizer(source: Path, target: Path, trust_remote_code: bool) -> None:
+    try:
+        tokenizer = hf_tokenizer(str(source), correct_pad_token=False, trust_remote_code=trust_remote_code)
+    except ConfigError:
+        logger.warning("%s holds no tokenizer, so the model folder has none", source)
+        return
+    tokenizer.save_pretrained(target)
