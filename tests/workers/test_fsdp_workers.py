@@ -1,0 +1,236 @@
+"""The workers through a worker group of one rank: roles, what each call returns, rollout in step with the policy."""
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tests.models import tiny_model_dir
+from tests.workers.support import P, R, ragged_batch
+from verl.errors import CheckpointError, ConfigError, SchemaError
+from verl.protocol import DataProto
+from verl.single_controller.local import LocalWorkerGroup
+from verl.workers.config import (
+    ActorRolloutRefConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPCriticModelCfg,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    RefConfig,
+    RewardModelConfig,
+    RolloutConfig,
+)
+from verl.workers.config.reward_model import RewardModelModelConfig
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
+
+FP32 = FSDPEngineConfig(dtype="fp32")
+N = 2
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def start(worker, **arguments):
+    group = LocalWorkerGroup(ray_cls_with_init=LocalWorkerGroup.describe(worker, device_name="cpu", **arguments))
+    group.init_model()
+    return group
+
+
+def policy(path, role="actor_rollout_ref"):
+    config = ActorRolloutRefConfig(
+        model=HFModelConfig(path=path),
+        actor=FSDPActorConfig(
+            fsdp_config=FP32,
+            ppo_mini_batch_size=1,
+            ppo_micro_batch_size_per_gpu=1,
+            ppo_epochs=2,
+            use_kl_loss=True,
+            optim=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=1),
+        ),
+        rollout=RolloutConfig(prompt_length=P, response_length=R, n=N, temperature=0.8, dtype="fp32"),
+        ref=RefConfig(fsdp_config=FP32),
+    )
+    return start(ActorRolloutRefWorker, config=config, role=role)
+
+
+def prompts(count=4, step=1):
+    batch = ragged_batch(count)
+    return DataProto.from_dict(
+        tensors={"input_ids": batch.batch["prompts"], "attention_mask": batch.batch["attention_mask"][:, :P]},
+        non_tensors={
+            "uid": np.array([f"{i // N}" for i in range(count)], dtype=object),
+            "sample_index": np.arange(count) % N,
+        },
+        meta_info={"global_steps": step, "validate": False},
+    )
+
+
+def test_one_step_of_the_policy(path):
+    group = policy(path)
+    batch = prompts().select(batch_keys=[]) | group.generate_sequences(prompts())
+    mask = batch.batch["response_mask"]
+    scored = group.compute_log_prob(batch)
+    assert set(scored.batch.keys()) == {"old_log_probs", "entropys"}
+    # what was sampled is what is trained on, at the temperature of the rollout
+    assert_close(scored.batch["old_log_probs"], batch.batch["rollout_log_probs"], atol=1e-5, rtol=0)
+    assert scored.batch["entropys"][mask.bool()].min() > 0
+    reference = group.compute_ref_log_prob(batch).batch["ref_log_prob"]
+    assert_close(reference, scored.batch["old_log_probs"], atol=1e-6, rtol=0)
+
+    columns = {"advantages": torch.tensor([[1.0], [-1.0], [0.5], [0.0]]) * mask, "ref_log_prob": reference}
+    full = batch | DataProto.from_dict(tensors={**columns, "old_log_probs": scored.batch["old_log_probs"]})
+    metrics = group.update_actor(full).meta_info["metrics"]
+    assert metrics["actor/lr"] == pytest.approx(1e-2 / 2)
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["actor/skipped_steps"] == 0
+    assert metrics["perf/cpu_memory_used_gb"] > 0
+    worker = group.workers[0]
+    assert worker.engine.weight_version == 4  # 2 epochs of 2 mini-batches, each a prompt with 2 responses
+    # better responses became more likely, the reference stayed
+    gain = (group.compute_log_prob(batch).batch["old_log_probs"] - scored.batch["old_log_probs"]).sum(-1)
+    assert gain[0] > gain[1]
+    assert torch.equal(group.compute_ref_log_prob(batch).batch["ref_log_prob"], reference)
+    again = group.generate_sequences(prompts(step=2))
+    assert set(again.non_tensor_batch["weight_version"]) == {4}
+    recomputed = group.compute_log_prob(again).batch["old_log_probs"]
+    assert_close(recomputed, again.batch["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
+def test_a_restored_policy_samples_as_it_did(path, tmp_path):
+    group = policy(path, "actor_rollout")
+    before = group.generate_sequences(prompts())
+    group.save_checkpoint(str(tmp_path / "global_step_1" / "actor"), None, 1)
+    worker = group.workers[0]
+    with torch.no_grad():
+        for parameter in worker.engine.model.parameters():
+            parameter.add_(0.1)  # other weights, the same version number
+    group.load_checkpoint(str(tmp_path / "global_step_1" / "actor"), None, False)
+    after = group.generate_sequences(prompts())
+    assert torch.equal(before.batch["responses"], after.batch["responses"])
+    assert torch.equal(before.batch["rollout_log_probs"], after.batch["rollout_log_probs"])
+
+
+def test_checkpoints_are_counted_and_removed_when_asked(path, tmp_path):
+    group = policy(path, "actor")
+    for step in (1, 2, 3):
+        group.save_checkpoint(str(tmp_path / f"step_{step}"), None, step, 2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_2", "step_3"]
+    group.load_checkpoint(str(tmp_path / "step_3"), None, True)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_2"]
+    with pytest.raises(CheckpointError, match="hdfs_path=hdfs://x"):
+        group.save_checkpoint(str(tmp_path / "step_4"), "hdfs://x")
+
+
+def test_a_rollout_alone_has_the_pretrained_weights(path):
+    both, alone = policy(path, "actor_rollout"), policy(path, "rollout")
+    expected, found = both.generate_sequences(prompts()), alone.generate_sequences(prompts())
+    assert torch.equal(expected.batch["responses"], found.batch["responses"])
+
+
+def test_roles(path):
+    with pytest.raises(ConfigError, match=r"role 'actor_ref' .* is unknown. Use one of: actor, rollout, ref"):
+        policy(path, "actor_ref")
+    group = policy(path, "ref")
+    assert group.workers[0].rollout is None
+    with pytest.raises(ConfigError, match="has no model to train"):
+        group.save_checkpoint("/tmp/never")
+
+
+def test_critic(path):
+    model = FSDPCriticModelCfg(path=path, fsdp_config=FP32)
+    group = start(
+        CriticWorker,
+        config=FSDPCriticConfig(
+            model=model, ppo_mini_batch_size=4, rollout_n=1, optim=FSDPOptimizerConfig(lr=1e-2), cliprange_value=100.0
+        ),
+    )
+    batch = ragged_batch()
+    values = group.compute_values(batch)
+    assert values.batch["values"].shape == (8, R)
+    assert not group.workers[0].engine.is_packed  # critic.model.use_remove_padding is false by default
+    losses = []
+    for _ in range(10):
+        metrics = group.update_critic(batch).meta_info["metrics"]
+        losses.append(metrics["critic/vf_loss"])
+    assert losses[-1] < losses[0]
+    assert {"critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr"} <= metrics.keys()
+
+
+# ---- the reward model ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reward_path(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("reward"), "llama", task="sequence_classification")
+
+
+@pytest.fixture(scope="module")
+def other_reward_path(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("other"), "llama", tokenizer="bpe", task="sequence_classification")
+
+
+def reward(path, input_tokenizer, **settings):
+    model = RewardModelModelConfig(path=path, input_tokenizer=input_tokenizer, fsdp_config=FP32)
+    return start(RewardModelWorker, config=RewardModelConfig(enable=True, model=model, **settings))
+
+
+def score_of(path, ids):
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.as_tensor(ids)[None]).logits[0, 0]
+
+
+def test_scores_stand_on_the_last_response_token(reward_path, path):
+    batch = ragged_batch()
+    found = reward(reward_path, path, micro_batch_size_per_gpu=3).compute_rm_score(batch).batch["rm_scores"]
+    lengths = batch.batch["attention_mask"][:, P:].sum(-1)
+    assert found[0].eq(0).all()  # an empty response
+    for row in range(1, 8):
+        ids = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()]
+        expected = torch.zeros(R)
+        expected[lengths[row] - 1] = score_of(reward_path, ids)
+        assert_close(found[row], expected, atol=1e-5, rtol=0)
+
+
+def test_long_input_is_read_from_its_end(reward_path):
+    batch = ragged_batch()
+    found = reward(reward_path, None, max_length=4).compute_rm_score(batch).batch["rm_scores"].sum(-1)
+    ids = batch.batch["input_ids"][1][batch.batch["attention_mask"][1].bool()]
+    assert_close(found[1], score_of(reward_path, ids[-4:]), atol=1e-5, rtol=0)
+
+
+def test_another_tokenizer_reads_the_conversation_anew(other_reward_path, path):
+    policy_tokenizer = AutoTokenizer.from_pretrained(path)
+    own = AutoTokenizer.from_pretrained(other_reward_path)
+    answers = ["one", "", "2+2"]
+    ids = [
+        policy_tokenizer(text, add_special_tokens=False)["input_ids"] + [policy_tokenizer.eos_token_id]
+        for text in answers
+    ]
+    mask = torch.tensor([[1] * len(row) + [0] * (R - len(row)) for row in ids])
+    responses = torch.tensor([row + [0] * (R - len(row)) for row in ids])
+    messages = np.empty(3, dtype=object)
+    messages[:] = [[{"role": "user", "content": f"question {i}"}] for i in range(3)]
+    batch = DataProto.from_dict(
+        tensors={
+            "input_ids": torch.cat([torch.full((3, 2), 9), responses], 1),
+            "attention_mask": torch.cat([torch.ones(3, 2, dtype=torch.long), mask], 1),
+            "responses": responses,
+            "response_mask": mask,
+        },
+        non_tensors={"raw_prompt": messages},
+    )
+    group = reward(other_reward_path, path)
+    found = group.compute_rm_score(batch).batch["rm_scores"]
+    for row, answer in enumerate(answers):
+        text = f"<user>question {row}<assistant>{answer}<eos>"  # the template of tests/models.py
+        expected = torch.zeros(R)
+        expected[len(ids[row]) - 1] = score_of(other_reward_path, own(text, add_special_tokens=False)["input_ids"])
+        assert_close(found[row], expected, atol=1e-5, rtol=0)
+    with pytest.raises(SchemaError, match="needs column 'raw_prompt'"):
+        group.compute_rm_score(batch.select(non_tensor_batch_keys=[]))
