@@ -12,10 +12,10 @@ PAIR = {"echo": Echo, "doubler": Doubler}
 
 @pytest.fixture(scope="session")
 def pool(ray_cluster):
-    """Four places; the groups of the session share them, each with a tenth of a core."""
-    from verl.single_controller.ray import RayResourcePool
+    """Four places, made of two pools of two; the groups of the session share them, a tenth of a core each."""
+    from verl.single_controller.ray import RayResourcePool, merge_resource_pool
 
-    return RayResourcePool([4], use_gpu=False)
+    return merge_resource_pool(RayResourcePool([2], use_gpu=False), RayResourcePool([2], use_gpu=False))
 
 
 @pytest.fixture(scope="session")

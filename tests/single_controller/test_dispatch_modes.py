@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -118,6 +120,11 @@ def test_custom_pair_of_functions(echo):
     assert echo.custom([3, 4][: echo.world_size]) == by_world(echo, 3, 34)
 
 
+def test_mode_of_the_workers_module(echo):
+    out = echo.reversed(["a", "b"][: echo.world_size])
+    assert out == by_world(echo, [(0, "a")], [(1, "a"), (0, "b")])
+
+
 def test_not_waiting_gives_a_future_or_pending_outputs(echo):
     future = echo.proto_later(batch_of([1.0, 2.0]))
     assert isinstance(future, DataProtoFuture)
@@ -152,6 +159,13 @@ def test_unknown_methods_are_named_with_the_nearest(echo):
         echo.one_to_al(3)
     with pytest.raises(AttributeError, match="not_registered"):
         echo.not_registered(3)
+
+
+def test_a_mode_is_itself_after_pickling_and_made_where_it_is_unknown():
+    mode = Dispatch.register("TRAVELLER")
+    assert pickle.loads(pickle.dumps(mode)) is mode
+    wire = pickle.dumps(mode).replace(b"TRAVELLER", b"TRAVELLES")
+    assert pickle.loads(wire) is Dispatch["TRAVELLES"]
 
 
 def test_modes_of_users():

@@ -15,6 +15,7 @@ from verl.single_controller.base.decorator import (
     Execute,
     make_nd_compute_dataproto_dispatch_fn,
     register,
+    register_dispatch_mode,
 )
 
 
@@ -29,6 +30,14 @@ def deal_reversed(group, *args):
 
 def sum_outputs(group, outputs):
     return sum(outputs)
+
+
+def second_to_first(group, outputs):
+    return list(reversed(outputs))
+
+
+# Known in every process that imports this module, as a user's own module would do it.
+register_dispatch_mode("DEAL_REVERSED", deal_reversed, second_to_first)
 
 
 class Echo(Worker):
@@ -99,6 +108,10 @@ class Echo(Worker):
     def custom(self, x):
         return x * 10**self.rank
 
+    @register(dispatch_mode=Dispatch["DEAL_REVERSED"])
+    def reversed(self, x):
+        return (self.rank, x)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def boom(self, rank, after_s=0.0):
         """Raises at once on ``rank``, on the others after a while."""
@@ -125,6 +138,9 @@ class Echo(Worker):
             "world_size": self.world_size,
             "rank": self.rank,
         }
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
 
     def not_registered(self, x):
         return self.offset + x
@@ -185,9 +201,8 @@ class Meshed(Worker):
 
 
 class Broken(Worker):
-    """Cannot be made on rank 1."""
+    """Cannot be made."""
 
     def __init__(self) -> None:
         super().__init__()
-        if self.rank == 1:
-            raise FileNotFoundError("no model in /nowhere")
+        raise FileNotFoundError("no model in /nowhere")

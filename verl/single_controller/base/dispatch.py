@@ -16,6 +16,7 @@ output again, so that the padding is never seen outside of the call.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -31,13 +32,20 @@ if TYPE_CHECKING:
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Padding = Literal["always", "if enabled", "never"]
-Batch = TypeVar("Batch", DataProto, TensorDict)
-
 T = TypeVar("T")
 
 
 class Pending(list[T]):
-    """Outputs of a call that was not waited for: references of Ray, or values that are here already."""
+    """Outputs of a call that was not waited for: references of Ray, or values that are here already.
+
+    Args:
+        outputs: one for each rank, or for some of them.
+        method: what was called, for messages.
+    """
+
+    def __init__(self, outputs: Iterable[T], method: str) -> None:
+        super().__init__(outputs)
+        self.method = method
 
 
 # ---- parts of a batch -----------------------------------------------------------------------------
@@ -259,7 +267,8 @@ def collect_dp_compute_data_proto(group: WorkerGroup, outputs: list[Any]) -> Any
 def collect_nd_compute_data_proto(mesh_name: str, group: WorkerGroup, outputs: list[Any]) -> Any:
     """As ``collect_dp_compute_data_proto``, of one rank per data-parallel rank, in their order."""
     chosen = [outputs[rank] for rank in group.mesh(mesh_name).collecting_ranks]
-    return collect_dp_compute_data_proto(group, Pending(chosen) if isinstance(outputs, Pending) else chosen)
+    waiting = isinstance(outputs, Pending)
+    return collect_dp_compute_data_proto(group, Pending(chosen, outputs.method) if waiting else chosen)
 
 
 def join(outputs: list[Any]) -> Any:

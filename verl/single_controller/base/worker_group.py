@@ -216,7 +216,7 @@ class WorkerGroup(ABC):
             calls = [Call(0, dealt_args, dealt_kwargs)]
         else:
             calls = self._deal(rpc.method, dealt_args, dealt_kwargs)
-        outputs = Pending(self._start(self._member, rpc.method, calls))
+        outputs = Pending(self._start(self._member, rpc.method, calls), rpc.method)
         if registration.blocking:
             outputs = self._wait(outputs, rpc.method, [call.rank for call in calls])
         one = registration.execute_mode is Execute.RANK_ZERO
@@ -255,7 +255,7 @@ class WorkerGroup(ABC):
             What :meth:`wait_for` turns into the outputs.
         """
         calls = [Call(rank, args, kwargs) for rank in range(self.world_size)]
-        return Pending(self._start(self._member, method_name, calls))
+        return Pending(self._start(self._member, method_name, calls), method_name)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method of every worker with the same arguments; the outputs in the order of ranks."""
@@ -284,7 +284,7 @@ class WorkerGroup(ABC):
         Raises:
             WorkerError: a rank died; on Ray also if a method raised.
         """
-        return self._wait(outputs, "a pending call", range(self.world_size))
+        return self._wait(outputs, outputs.method, range(self.world_size))
 
 
 def _checked_mesh(name: str, dp_ranks: list[int], collects: list[bool]) -> Mesh:

@@ -57,6 +57,8 @@ def _line(error: RayError, rank: int, world_size: int, title: str, method: str) 
     if isinstance(error, RayTaskError):
         cause = error.cause
         return f"{where}: {type(cause).__name__}: {cause}"
+    if isinstance(error, RayActorError) and error.actor_init_failed:
+        return f"{where}: {str(error).strip().splitlines()[-1]}\n{error}"
     if isinstance(error, RayActorError):
         return f"{where}: the process died. {error}"
     return f"{where}: {type(error).__name__}: {error}"

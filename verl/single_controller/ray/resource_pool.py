@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,13 +19,15 @@ START_TIMEOUT_S = 10
 """How long a pool may wait for processors that finished workers are just giving back."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Bundle:
     """The place of one rank: a bundle of the placement group of a node."""
 
     group: PlacementGroup
     index: int
     node_id: str
+    occupants: int = 0
+    """Worker groups that have a rank here; pools that were cut from one another count together."""
 
 
 class RayResourcePool(ResourcePool):
@@ -58,8 +61,8 @@ class RayResourcePool(ResourcePool):
         self.name_prefix = name_prefix
         self.detached = detached
         self.accelerator_type = accelerator_type
-        self.groups_inside = 0
         self._placement_groups: list[PlacementGroup] | None = None
+        self._bundles: list[Bundle] | None = None
 
     @property
     def device_name(self) -> str:
@@ -122,11 +125,9 @@ class RayResourcePool(ResourcePool):
 
     def bundles(self, strategy: str = "STRICT_PACK") -> list[Bundle]:
         """The place of each rank; reserves them if that is not done yet."""
-        return [
-            Bundle(group, index, node_id)
-            for group in self.get_placement_groups(strategy)
-            for index, node_id in enumerate(_nodes_of(group))
-        ]
+        if self._bundles is None:
+            self._bundles = _bundles_of(self.get_placement_groups(strategy))
+        return self._bundles
 
 
 class SubRayResourcePool(RayResourcePool):
@@ -157,10 +158,7 @@ class SubRayResourcePool(RayResourcePool):
         self.start_bundle_index = start_bundle_index
         self.subgroup_world_size = subgroup_world_size
         self._placement_groups = placement_groups
-
-    def bundles(self, strategy: str = "STRICT_PACK") -> list[Bundle]:
-        """The place of each rank."""
-        return super().bundles(strategy)[self.start_bundle_index :][: self.subgroup_world_size]
+        self._bundles = _bundles_of(placement_groups)[start_bundle_index:stop]
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:
@@ -179,18 +177,19 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
         raise ResourceError(
             f"a pool of {size} ranks cannot be split by split_size={split_size}: sizes must add up to it."
         )
-    first = getattr(resource_pool, "start_bundle_index", 0)
-    return [
-        SubRayResourcePool(
+    whole, first, parts = resource_pool.bundles(), getattr(resource_pool, "start_bundle_index", 0), []
+    for start, part_size in zip(itertools.accumulate([0, *sizes]), sizes, strict=False):
+        part = SubRayResourcePool(
             resource_pool.get_placement_groups(),
-            first + sum(sizes[:i]),
-            part,
+            first + start,
+            part_size,
             use_gpu=resource_pool.use_gpu,
             name_prefix=resource_pool.name_prefix,
             max_colocate_count=resource_pool.max_colocate_count,
         )
-        for i, part in enumerate(sizes)
-    ]
+        part._bundles = whole[start : start + part_size]
+        parts.append(part)
+    return parts
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
@@ -212,6 +211,7 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
         n_gpus_per_node=rp1.n_gpus_per_node,
     )
     merged._placement_groups = [*rp1.get_placement_groups(), *rp2.get_placement_groups()]
+    merged._bundles = [*rp1.bundles(), *rp2.bundles()]
     return merged
 
 
@@ -265,6 +265,10 @@ def _too_many(resource: str, counts: list[int], has: list[int]) -> str:
         f"{counts}); the cluster has {sum(has)} {resource}s ({resource}s of its nodes: {has}). Set {fits}, or add "
         f"nodes.{more}"
     )
+
+
+def _bundles_of(groups: Sequence[PlacementGroup]) -> list[Bundle]:
+    return [Bundle(group, index, node_id) for group in groups for index, node_id in enumerate(_nodes_of(group))]
 
 
 def _nodes_of(group: PlacementGroup) -> list[str]:

@@ -105,12 +105,16 @@ class RayWorkerGroup(WorkerGroup):
         self._watch = Watch()
         self._workers: list[Any] = list(worker_handles or [])
         self._worker_names = list(worker_names or [])
-        self._pool: RayResourcePool | None = resource_pool
+        self._bundles: list[Bundle] = []
         self._rendezvous: tuple[str, str] | None = None
         if resource_pool is None:
             self._attach()
         else:
-            self._check_pool(resource_pool, device_name)
+            if device_name not in (None, resource_pool.device_name):
+                raise ResourceError(
+                    f"device_name='{device_name}', but the pool gives each rank a {resource_pool.resource}. Make the "
+                    f"pool with use_gpu={device_name != 'cpu'}."
+                )
             self._create(resource_pool, resource_pool.bundles("STRICT_PACK" if bin_pack else "PACK"), detached)
             self._wait_for_constructors(start_timeout_s)
 
@@ -155,27 +159,22 @@ class RayWorkerGroup(WorkerGroup):
         if not self._workers:
             raise WorkerError("a worker group needs resource_pool, worker_names or worker_handles.")
 
-    def _check_pool(self, pool: RayResourcePool, device_name: str | None) -> None:
-        if device_name not in (None, pool.device_name):
-            raise ResourceError(
-                f"device_name='{device_name}', but the pool gives each rank a {pool.resource}. Make the pool with "
-                f"use_gpu={device_name != 'cpu'}."
-            )
-        if pool.groups_inside >= pool.max_colocate_count:
-            raise ResourceError(
-                f"the pool holds {pool.groups_inside} worker groups already, and was made for "
-                f"max_colocate_count={pool.max_colocate_count}. Raise it, colocate the workers, or shut a group down."
-            )
-
     def _create(self, pool: RayResourcePool, bundles: list[Bundle], detached: bool) -> None:
+        inside = max(bundle.occupants for bundle in bundles)
+        if inside >= pool.max_colocate_count:
+            raise ResourceError(
+                f"the pool holds {inside} worker groups already, and was made for max_colocate_count="
+                f"{pool.max_colocate_count}. Raise it, colocate the workers in one group, or shut a group down."
+            )
         self._rendezvous = _rendezvous(bundles[0])
+        self._bundles.extend(bundles)
+        for bundle in bundles:
+            bundle.occupants += 1
         cls_with_args = self.ray_cls_with_init
         actor_cls = ray.remote(cls_with_args.cls)
-        pool.groups_inside += 1
         for rank in range(len(bundles)):
             options = self._options(rank, bundles, pool)
             options["lifetime"] = "detached" if detached else None
-            options.update(getattr(cls_with_args, "options", {}))
             self._workers.append(actor_cls.options(**options).remote(*cls_with_args.args, **cls_with_args.kwargs))
             self._worker_names.append(options["name"])
 
@@ -192,12 +191,16 @@ class RayWorkerGroup(WorkerGroup):
             "MASTER_PORT": self.master_port,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or _threads(bundle.node_id, len(on_node)),
         }
+        wanted = getattr(self.ray_cls_with_init, "options", {})
+        runtime = wanted.get("runtime_env", {})
+        variables = {name: str(value) for name, value in environment.items()} | runtime.get("env_vars", {})
         return {
             "name": f"{self.name_prefix}_{self.ray_cls_with_init.cls.__name__}_{rank}",
             "num_cpus": share,
             "num_gpus": share if pool.use_gpu else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(bundle.group, bundle.index),
-            "runtime_env": {"env_vars": {name: str(value) for name, value in environment.items()}},
+            **wanted,
+            "runtime_env": {**runtime, "env_vars": variables},
         }
 
     def _wait_for_constructors(self, timeout_s: float) -> None:
@@ -284,8 +287,9 @@ class RayWorkerGroup(WorkerGroup):
         self._watch.stop()
         for worker in self._workers:
             ray.kill(worker)
-        if self._workers and self._pool is not None:
-            self._pool.groups_inside -= 1
+        for bundle in self._bundles:
+            bundle.occupants -= 1
+        self._bundles.clear()
         self._workers.clear()
 
 

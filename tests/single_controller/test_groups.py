@@ -1,0 +1,185 @@
+"""Groups of workers: colocated, fused, detached; their environment, their failures, their ends."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+
+import pytest
+
+from tests.single_controller.workers import Broken, Doubler, Echo, batch_of
+from verl.errors import ConfigError, ResourceError, WorkerError
+from verl.single_controller.base import ClassWithInitArgs, Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.local import LocalWorkerGroup
+
+
+def test_workers_of_one_process_are_groups_of_their_own(pair):
+    views = pair.spawn(prefix_set=["echo", "doubler"])
+    pids = [about["pid"] for about in views["echo"].about()]
+    assert views["doubler"].pid() == pids
+    assert len(set(pids)) == pair.world_size
+    assert views["doubler"].double(batch_of([1.0, 2.0])).batch["x"].tolist() == [2.0, 4.0]
+    assert views["echo"].world_size == pair.world_size
+
+
+def test_the_whole_group_has_all_methods_by_prefix(pair):
+    assert pair.echo_rank_zero(3) == (0, 3)
+    assert pair.doubler_double(batch_of([1.5, 2.5])).batch["x"].tolist() == [3.0, 5.0]
+    with pytest.raises(AttributeError, match="rank_zero"):
+        pair.rank_zero(3)
+
+
+def test_fused_workers_see_each_other(pair):
+    fused = pair.spawn_fused(["doubler"])
+    assert fused["doubler"].offset_of_echo() == [7] * pair.world_size
+    pair.fuse(["echo", "doubler"])
+    assert pair.doubler.offset_of_echo() == pair.echo.execute_all_sync("not_registered", 0)
+
+
+def test_colocated_workers_that_are_not_fused_do_not():
+    members = {"echo": LocalWorkerGroup.describe(Echo), "doubler": LocalWorkerGroup.describe(Doubler)}
+    group = LocalWorkerGroup(None, LocalWorkerGroup.colocate(members))
+    with pytest.raises(WorkerError, match="no fused worker 'echo' beside Doubler"):
+        group.doubler_offset_of_echo()
+    with pytest.raises(WorkerError, match="spawn_fused: these workers do not see each other"):
+        group.spawn_fused(["echo"])
+
+
+def test_spawn_names_the_nearest_worker(pair):
+    with pytest.raises(WorkerError, match="Did you mean 'doubler'"):
+        pair.spawn(["double"])
+
+
+def test_ranks_know_their_place(ray_pair, monkeypatch):
+    echo = ray_pair.spawn(["echo"])["echo"]
+    abouts = echo.about()
+    assert [(a["RANK"], a["rank"], a["LOCAL_RANK"]) for a in abouts] == [("0", 0, "0"), ("1", 1, "1")]
+    assert {(a["WORLD_SIZE"], a["world_size"], a["LOCAL_WORLD_SIZE"], a["offset"]) for a in abouts} == {
+        ("2", 2, "2", 7)
+    }
+    assert {a["master"] for a in abouts} == {(echo.master_address, echo.master_port)}
+    assert {a["OMP_NUM_THREADS"] for a in abouts} == {os.environ["OMP_NUM_THREADS"]}
+    assert len(set(echo.worker_names)) == 2
+
+
+def test_cores_of_a_node_are_divided_among_its_ranks(ray_cluster):
+    import ray
+
+    from verl.single_controller.ray.worker_group import _threads
+
+    node = ray.nodes()[0]["NodeID"]  # four cores
+    assert [_threads(node, ranks) for ranks in (1, 2, 3, 4, 5)] == [4, 2, 1, 1, 1]
+
+
+def test_the_local_environment_is_rank_0_of_1_and_keeps_what_is_set(local_pair, monkeypatch):
+    about = local_pair.spawn(["echo"])["echo"].about()[0]
+    assert (about["WORLD_SIZE"], about["RANK"], about["pid"]) == ("1", "0", os.getpid())
+    assert about["master"] == (os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"])
+    monkeypatch.setenv("MASTER_PORT", "12345")
+    monkeypatch.delenv("MASTER_ADDR")
+    group = LocalWorkerGroup(None, ClassWithInitArgs(Echo))
+    assert (group.master_address, group.master_port) == ("127.0.0.1", "12345")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ResourceError, match=r"WORLD_SIZE=2.*trainer.controller=ray"):
+        LocalWorkerGroup(None, ClassWithInitArgs(Echo))
+
+
+def test_a_worker_without_a_rank_says_how_to_start_it(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(WorkerError, match="Echo: RANK"):
+        Echo()
+
+
+def test_methods_must_not_hide_those_of_groups():
+    class Spawner(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def spawn(self): ...
+
+    with pytest.raises(ConfigError, match=r"Spawner.spawn.*under another name"):
+        LocalWorkerGroup(None, ClassWithInitArgs(Spawner))
+
+
+# ---- failures ---------------------------------------------------------------------------------------
+
+
+def test_an_error_names_rank_class_and_method(ray_pair):
+    echo = ray_pair.spawn(["echo"])["echo"]
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"^Echo.boom on rank 1 of 2: ValueError: bad row on rank 1$") as caught:
+        echo.boom(1, after_s=2.5)
+    assert time.monotonic() - start < 2.4, "the rank that failed must not wait for the others"
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert "workers.py" in str(caught.value.__cause__), "the remote traceback is lost"
+    assert "raised in Echo.boom on rank 1" in str(caught.value.__cause__)
+
+
+def test_the_rank_that_failed_first_comes_first(ray_pair):
+    echo = ray_pair.spawn(["echo"])["echo"]
+    pending = echo.execute_all_async("boom", 1, after_s=0.2)
+    echo.execute_all_sync("not_registered", 0)  # by now both have failed
+    with pytest.raises(WorkerError) as caught:
+        echo.wait_for(pending)
+    assert str(caught.value).splitlines() == [
+        "Echo.boom on rank 1 of 2: ValueError: bad row on rank 1",
+        "Failed after it:",
+        "  Echo.boom on rank 0 of 2: RuntimeError: connection closed by peer",
+    ]
+
+
+def test_a_local_error_is_the_error_itself(local_pair):
+    echo = local_pair.spawn(["echo"])["echo"]
+    with pytest.raises(ValueError, match=r"^bad row on rank 0\n") as caught:
+        echo.boom(0)
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].filename.endswith("workers.py")
+    assert caught.value.__notes__ == ["raised in Echo.boom on rank 0"]
+
+
+def test_a_constructor_that_raises_ends_the_start(pool):
+    from verl.single_controller.ray import RayWorkerGroup, SubRayResourcePool
+
+    place = SubRayResourcePool(pool.get_placement_groups(), 0, 1, use_gpu=False)
+    with pytest.raises(WorkerError, match=r"^Broken.__init__ on rank 0 of 1: FileNotFoundError: no model in /nowhere"):
+        RayWorkerGroup(place, RayWorkerGroup.describe(Broken))
+    assert place.bundles()[0].occupants == 0
+
+
+def test_detached_workers_are_found_and_a_dead_one_frees_those_who_wait_for_it(pool):
+    from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, SubRayResourcePool
+
+    places = SubRayResourcePool(pool.get_placement_groups(), 2, 2, use_gpu=False)
+    echo = RayClassWithInitArgs(Echo, 5)
+    made = RayWorkerGroup(places, echo, detached=True, name_prefix="left_behind")
+    assert made.worker_names == ["left_behind_Echo_0", "left_behind_Echo_1"]
+    found = RayWorkerGroup.from_detached(worker_names=made.worker_names, ray_cls_with_init=echo)
+    assert found.about() == made.about()
+    assert (found.master_address, found.master_port) == (made.master_address, made.master_port)
+    assert found.execute_all_sync("not_registered", 1) == [6, 6]
+
+    found.start_worker_aliveness_check(every_n_seconds=0.1)
+    waiting = found.execute_rank_zero_async("sleep", 60)
+    start = time.monotonic()
+    # This group does not watch its ranks; Ray tells it, because the rank that died took part in the call.
+    with pytest.raises(WorkerError, match=r"(?s)^Echo.die on rank 1 of 2: the process died.*left_behind_Echo_1.*exit"):
+        made.die(1)
+    # Rank 0 alone is in this one, and would sleep on.
+    with pytest.raises(WorkerError, match=r"^Echo.sleep: rank 1 of 2 \(left_behind_Echo_1\) died"):
+        found._wait([waiting], "sleep", [0])
+    assert time.monotonic() - start < 50
+    with pytest.raises(WorkerError, match=r"^Echo.about: rank 1 of 2"):
+        found.about()
+
+    made.shutdown()
+    assert [bundle.occupants for bundle in places.bundles()] == [0, 0]
+    with pytest.raises(WorkerError, match="was shut down"):
+        made.about()
+
+
+def test_workers_that_do_not_run_are_not_found(ray_cluster):
+    from verl.single_controller.ray import RayWorkerGroup
+
+    with pytest.raises(WorkerError, match="no running worker is called 'nobody'"):
+        RayWorkerGroup.from_detached(worker_names=["nobody"], ray_cls_with_init=RayWorkerGroup.describe(Echo))
+    with pytest.raises(WorkerError, match="needs resource_pool, worker_names or worker_handles"):
+        RayWorkerGroup(ray_cls_with_init=RayWorkerGroup.describe(Echo))
