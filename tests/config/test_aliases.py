@@ -140,7 +140,9 @@ def test_two_spellings_that_disagree(run: Run):
 
 
 def test_two_other_spellings_that_disagree(run: Run):
-    message = only(run.refusal({"reward_model.custom_reward_function.name": "a", "reward.custom_reward_function.name": "b"}))
+    message = only(
+        run.refusal({"reward_model.custom_reward_function.name": "a", "reward.custom_reward_function.name": "b"})
+    )
     assert "is another spelling of reward_model.custom_reward_function.name, which is set to a" in message
 
 

@@ -77,7 +77,9 @@ def test_every_key_has_a_sentence_and_a_type_in_words(root: type[BaseConfig]):
 
 
 def test_every_target_can_be_imported_and_is_a_section():
-    targets = {value for root in ROOTS.values() for path, value in flat(default_tree(root)) if path.endswith("_target_")}
+    targets = {
+        value for root in ROOTS.values() for path, value in flat(default_tree(root)) if path.endswith("_target_")
+    }
     assert len(targets) > 20
     for target in targets:
         module, _, name = target.rpartition(".")

@@ -36,7 +36,11 @@ def test_a_good_configuration_loads_and_what_is_left_out_has_its_default(run: Ru
         ("actor_rollout_ref.actor.use_kl_loss", "maybe", "true or false, default false"),
         ("actor_rollout_ref.actor.kl_loss_type", "k4", "low_var_kl"),
         ("actor_rollout_ref.actor.loss_agg_mode", "mean", "token-mean, token-sum, seq-mean-token-sum"),
-        ("actor_rollout_ref.actor.checkpoint.save_contents", ["weights"], "a list of model, optimizer, extra, hf_model"),
+        (
+            "actor_rollout_ref.actor.checkpoint.save_contents",
+            ["weights"],
+            "a list of model, optimizer, extra, hf_model",
+        ),
         ("actor_rollout_ref.actor.optim.betas", [0.9], "a list of 2 numbers"),
         ("critic.ppo_micro_batch_size_per_gpu", 0, "an integer >= 1, or null"),
         ("trainer.resume_mode", "always", "auto, disable, resume_path"),
@@ -198,9 +202,7 @@ def test_micro_batches_of_the_critic_follow_its_update(run: Run):
     assert (critic.ppo_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu) == (4, 4)
     critic = run.load(gae | {"critic.ppo_micro_batch_size_per_gpu": 2}).critic
     assert (critic.ppo_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu) == (2, 2)
-    critic = run.load(
-        gae | {"critic.ppo_micro_batch_size": 8, "critic.forward_micro_batch_size_per_gpu": 16}
-    ).critic
+    critic = run.load(gae | {"critic.ppo_micro_batch_size": 8, "critic.forward_micro_batch_size_per_gpu": 16}).critic
     assert (critic.ppo_micro_batch_size_per_gpu, critic.forward_micro_batch_size_per_gpu) == (4, 16)
 
 
@@ -215,7 +217,9 @@ def test_settings_without_effect_are_told(run: Run, caplog: pytest.LogCaptureFix
         )
     told = [record.getMessage() for record in caplog.records]
     prefix = "no effect: actor_rollout_ref.rollout"
-    assert any(t.startswith(f"{prefix}.gpu_memory_utilization, actor_rollout_ref.rollout.enforce_eager (") for t in told)
+    assert any(
+        t.startswith(f"{prefix}.gpu_memory_utilization, actor_rollout_ref.rollout.enforce_eager (") for t in told
+    )
     assert any(t.startswith(f"{prefix}.multi_turn.max_user_turns (") for t in told)
     assert len(told) == 2
 

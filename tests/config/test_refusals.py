@@ -7,14 +7,17 @@ from typing import Any
 import pytest
 
 from tests.config.support import Run, only
+from verl.errors import ConfigError
 from verl.trainer.config import GenerationConfig, PPOConfig, SFTConfig
 from verl.trainer.config.keys import Key, iter_keys
-from verl.trainer.config.overrides import compose
 from verl.trainer.config.load import load_config
-from verl.errors import ConfigError
+from verl.trainer.config.overrides import compose
+from verl.trainer.config.problems import shown
 
 REFUSED = {key.path: key for key in iter_keys(PPOConfig) if key.meta.refuse}
-BY_VALUE = {(key.path, value): reason for key in iter_keys(PPOConfig) for value, reason in key.meta.refuse_values.items()}
+BY_VALUE = {
+    (key.path, value): reason for key in iter_keys(PPOConfig) for value, reason in key.meta.refuse_values.items()
+}
 
 
 def other_value(key: Key) -> Any:
@@ -29,16 +32,24 @@ def other_value(key: Key) -> Any:
     raise AssertionError(f"no sample for {key.path}: {text}")
 
 
+@pytest.fixture(scope="module")
+def all_refused(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What loading says when every refused setting is set at once."""
+    run = Run(tmp_path_factory.mktemp("run"))
+    return run.refusal({path: other_value(key) for path, key in REFUSED.items()})
+
+
+def test_nothing_else_is_said(all_refused: str):
+    assert all_refused.startswith(f"{len(REFUSED)} problems in the configuration")
+
+
 @pytest.mark.parametrize("path", REFUSED)
-def test_every_refused_setting_says_why_and_what_to_do(run: Run, path: str):
+def test_every_refused_setting_says_why_and_what_to_do(all_refused: str, path: str):
     key = REFUSED[path]
     assert key.meta.refuse is not None
     reason, _, remedy = key.meta.refuse.partition("; ")
-    message = run.refusal({path: other_value(key)})
-    assert f"{path}=" in message
-    assert f": {reason}." in message
-    assert f"remedy: {remedy}" in message
     assert remedy
+    assert f". {path}={shown(other_value(key))}: {reason}.\n     remedy: {remedy}" in all_refused
 
 
 @pytest.mark.parametrize("path, value", BY_VALUE)

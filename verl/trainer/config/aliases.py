@@ -11,9 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.base_config import BaseConfig
 from verl.trainer.config.algorithm import NO_CORRECTION
-from verl.trainer.config.keys import Tree, drop, flat, get, leaves, put, same
+from verl.trainer.config.keys import Key, Tree, drop, flat, get, put, same
 from verl.trainer.config.problems import Problem
 from verl.workers.config.agent import NO_MULTI_TURN
 
@@ -110,16 +109,16 @@ RETIRED: tuple[Retired, ...] = (
 )
 
 
-def respell(tree: Tree, root: type[BaseConfig], explicit: Collection[str], problems: list[Problem]) -> None:
+def respell(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str], problems: list[Problem]) -> None:
     """Move every other spelling in ``tree`` to its key, and drop or refuse what is retired, in place.
 
     Args:
         tree: the configuration before interpolation.
-        root: the class that ``tree`` belongs to.
+        keys: the keys and sections that there are.
         explicit: keys that were set by hand, also those set to their default.
         problems: gets an entry where two spellings disagree, or a retired key asks for something.
     """
-    known = leaves(root)
+    known = {path: key for path, key in keys.items() if key.section is None}
     said: dict[str, str] = {}
     for alias in ALIASES:
         section = get(tree, alias.old)
@@ -155,7 +154,7 @@ def _leads_somewhere(alias: Alias, known: Collection[str]) -> bool:
 
 def _move(
     tree: Tree,
-    known: Mapping[str, Any],
+    known: Mapping[str, Key],
     move: tuple[str, str, Any],
     seen: tuple[Collection[str], dict[str, str]],
     problems: list[Problem],

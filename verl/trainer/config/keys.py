@@ -108,6 +108,15 @@ def default_tree(root: type[BaseConfig], default: BaseConfig | None = None) -> T
     return tree
 
 
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """``base`` with the values of ``over``, section by section."""
+    tree: Tree = dict(base)
+    for name, value in over.items():
+        below = tree.get(name)
+        tree[name] = merged(below, value) if isinstance(value, Mapping) and isinstance(below, Mapping) else plain(value)
+    return tree
+
+
 def plain(value: Any) -> Any:
     """Tuples as lists, mappings as dicts."""
     if isinstance(value, Mapping):

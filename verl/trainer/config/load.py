@@ -27,7 +27,7 @@ from verl.base_config import BaseConfig
 from verl.errors import ConfigError
 from verl.trainer.config.aliases import ALIASES, respell
 from verl.trainer.config.describe import allowed_values
-from verl.trainer.config.keys import Key, Tree, default_tree, drop, flat, get, iter_keys, leaves, nearest, put, same
+from verl.trainer.config.keys import Key, Tree, default_tree, drop, flat, get, iter_keys, merged, nearest, put, same
 from verl.trainer.config.overrides import CONFIG_DIR, add_search_path, force_overrides, keys_set
 from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.problems import Problem, report, shown
@@ -56,13 +56,12 @@ def load_config(
         ConfigError: with every problem there is, each with key, value, allowed values and remedy.
     """
     problems: list[Problem] = []
-    given = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else dict(cfg)
-    merged = OmegaConf.merge(OmegaConf.create(default_tree(root)), OmegaConf.create(given))  # type: ignore[arg-type]
-    raw: Tree = OmegaConf.to_container(merged, resolve=False)  # type: ignore[assignment]
-    respell(raw, root, explicit, problems)
+    given: Any = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else cfg
+    raw = merged(default_tree(root), given)
     known = {key.path: key for key in iter_keys(root)}
+    respell(raw, known, explicit, problems)
     tree = _resolve(raw, known, problems)
-    _take_out_unknown(tree, root, known, problems)
+    _take_out_unknown(tree, known, problems)
     _refuse(tree, raw, known, problems)
     _expand_paths(tree, known)
     rewrite(tree, raw, known, explicit, problems)
@@ -95,9 +94,9 @@ def _resolve(raw: Tree, known: Mapping[str, Key], problems: list[Problem]) -> Tr
     return tree
 
 
-def _take_out_unknown(tree: Tree, root: type[BaseConfig], known: Mapping[str, Key], problems: list[Problem]) -> None:
+def _take_out_unknown(tree: Tree, known: Mapping[str, Key], problems: list[Problem]) -> None:
     """Remove keys that no section has (each a problem) and ``_target_`` (which the classes know themselves)."""
-    spellings = [*leaves(root), *(alias.old for alias in ALIASES)]
+    spellings = [path for path, key in known.items() if key.section is None] + [alias.old for alias in ALIASES]
     for path, value in list(flat(tree)):
         parent, _, name = path.rpartition(".")
         if name == "_target_" and (parent == "" or (parent in known and known[parent].section is not None)):
