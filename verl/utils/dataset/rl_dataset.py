@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
 from verl.errors import DataError
@@ -94,12 +95,13 @@ class RLHFDataset(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         place = self.place(item)
-        messages = as_messages(self.source_row(item)[self.config.prompt_key], place)
+        source = self.source_row(item)
+        messages = as_messages(source[self.config.prompt_key], place)
         text = render(messages, self.tokenizer, place, add_generation_prompt=True, **self.template_kwargs)
         longest = self.config.max_prompt_length
         ids = encode(text, self.tokenizer)
         ids = truncate(ids, longest, self.config.truncation, f"{place}: the prompt", "data.max_prompt_length")
-        row = self._side_columns(item)
+        row = self._side_columns(item, source)
         row.update(left_pad(ids, longest, self.tokenizer.pad_token_id))
         if self.config.return_raw_chat:
             row["raw_prompt"] = messages
@@ -128,8 +130,8 @@ class RLHFDataset(Dataset):
         """Check that every file has the columns; see :func:`verl.utils.dataset.files.require_columns`."""
         require_columns(self.files, wanted)
 
-    def _side_columns(self, item: int) -> Row:
-        row = dict.fromkeys(self.columns) | self.source_row(item)
+    def _side_columns(self, item: int, source: Row) -> Row:
+        row = dict.fromkeys(self.columns) | source
         for key in (self.config.prompt_key, *self._media_keys()):
             row.pop(key, None)
         extra = row.get("extra_info") or {}
@@ -218,11 +220,11 @@ def left_pad(ids: list[int], length: int, pad_token_id: int) -> dict[str, torch.
     >>> left_pad([7, 8], 4, pad_token_id=0)
     {'input_ids': tensor([0, 0, 7, 8]), 'attention_mask': tensor([0, 0, 1, 1]), 'position_ids': tensor([0, 0, 0, 1])}
     """
-    padding = length - len(ids)
+    padding = (length - len(ids), 0)
     return {
-        "input_ids": torch.tensor([pad_token_id] * padding + ids, dtype=torch.int64),
-        "attention_mask": torch.tensor([0] * padding + [1] * len(ids), dtype=torch.int64),
-        "position_ids": torch.tensor([0] * padding + list(range(len(ids))), dtype=torch.int64),
+        "input_ids": pad(torch.tensor(ids, dtype=torch.int64), padding, value=pad_token_id),
+        "attention_mask": pad(torch.ones(len(ids), dtype=torch.int64), padding),
+        "position_ids": pad(torch.arange(len(ids)), padding),
     }
 
 
