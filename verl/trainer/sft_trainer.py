@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -23,7 +24,7 @@ from verl.trainer.config.load import hydra_entry, load_config
 from verl.trainer.config.sizes import resolve_device
 from verl.trainer.controller import load_controller, run_under_controller
 from verl.trainer.ppo.balance import layout_for_ranks
-from verl.trainer.schedule import Schedule
+from verl.trainer.schedule import Schedule, with_total_steps
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
 from verl.utils.tracking import Tracking
@@ -69,12 +70,7 @@ class SFTTrainer:
             self.val_dataloader = StatefulDataLoader(
                 val_dataset, batch_size=data.train_batch_size, collate_fn=collate_fn
             )
-        if len(self.train_dataloader) == 0:
-            raise DataError(
-                f"the training data has {len(train_dataset)} sequences, fewer than one batch of "
-                f"data.train_batch_size={data.train_batch_size}. Give more data, or lower data.train_batch_size."
-            )
-        self.total_training_steps = trainer.total_training_steps or trainer.total_epochs * len(self.train_dataloader)
+        self.total_training_steps = total_steps(config, len(train_dataset))
         self.schedule = Schedule.of(trainer, self.total_training_steps)
         plan = CheckpointPlan(
             root=trainer.default_local_dir,
@@ -149,6 +145,21 @@ class SFTTrainer:
             logger.info("resumed from %s: step %d", found.folder, found.global_step)
 
 
+def total_steps(config: SFTConfig, rows: int) -> int:
+    """Steps of a run over ``rows`` training sequences; an incomplete last batch of an epoch is left out.
+
+    Raises:
+        DataError: there is not one whole batch.
+    """
+    batch_size = config.data.train_batch_size
+    if rows < batch_size:
+        raise DataError(
+            f"the training data has {rows} sequences, fewer than one batch of data.train_batch_size={batch_size}. "
+            "Give more data, or lower data.train_batch_size."
+        )
+    return config.trainer.total_training_steps or config.trainer.total_epochs * (rows // batch_size)
+
+
 def to_batch(rows: dict[str, Any]) -> DataProto:
     """A supervised batch in the layout of RL: one-token prompt, the rest is the response."""
     ids = rows["input_ids"]
@@ -188,6 +199,8 @@ class SFTRunner:
         val = None
         if data.val_files:
             val = create_sft_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples)
+        steps = total_steps(config, len(train))
+        config = replace(config, optim=with_total_steps(config.optim, steps))
         controller, device = load_controller(trainer.controller), resolve_device(config)
         ranks = [trainer.n_gpus_per_node] * trainer.nnodes
         pools = controller.pool_manager({"global_pool": ranks}, {"sft": "global_pool"}, device)

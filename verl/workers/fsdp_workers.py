@@ -88,7 +88,7 @@ class ActorRolloutRefWorker(EngineWorker):
         model = self.config.model
         tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path,
-            custom_chat_template=model.custom_chat_template,
+            chat_template=model.custom_chat_template,
             trust_remote_code=model.trust_remote_code,
         )
         device = get_device(self.device_name)

@@ -26,6 +26,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,10 +52,11 @@ from verl.trainer.ppo.reward import compute_reward
 from verl.trainer.ppo.stages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.utils import Needs, Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import Validator, dump_generations
-from verl.trainer.schedule import Schedule
+from verl.trainer.schedule import Schedule, with_total_steps
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
 from verl.utils.tracking import Tracking
+from verl.workers.config import FSDPOptimizerConfig
 
 __all__ = [
     "RayPPOTrainer",
@@ -181,10 +183,12 @@ class RayPPOTrainer:
         wanted |= {Role.Critic} if self.needs.critic else set()
         wanted |= {Role.RefPolicy} if self.needs.reference else set()
         wanted |= {Role.RewardModel} if self.needs.reward_model else set()
+        actor = replace(config.actor_rollout_ref.actor, optim=self._scheduled(config.actor_rollout_ref.actor.optim))
+        critic = replace(config.critic, optim=self._scheduled(config.critic.optim))
         arguments: dict[Role, dict[str, Any]] = {
-            Role.ActorRollout: {"config": config.actor_rollout_ref, "role": "actor_rollout"},
+            Role.ActorRollout: {"config": replace(config.actor_rollout_ref, actor=actor), "role": "actor_rollout"},
             Role.RefPolicy: {"config": config.actor_rollout_ref, "role": "ref"},
-            Role.Critic: {"config": config.critic},
+            Role.Critic: {"config": critic},
             Role.RewardModel: {"config": config.reward_model},
         }
         pools: dict[Any, dict[str, ClassWithInitArgs]] = {}
@@ -194,6 +198,9 @@ class RayPPOTrainer:
             worker = self.ray_worker_group_cls.describe(worker_cls, **arguments[role], device_name=device)
             pools.setdefault(pool, {})[str(role)] = worker
         return pools
+
+    def _scheduled(self, optimizer: FSDPOptimizerConfig) -> FSDPOptimizerConfig:
+        return with_total_steps(optimizer, self.total_training_steps)
 
     # ---- the loop -----------------------------------------------------------------------------
 

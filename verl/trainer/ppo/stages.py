@@ -85,7 +85,7 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_kind: str = "kl")
     mask = data.batch["response_mask"]
     kl = kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty_kind) * mask
     beta = kl_ctrl.value
-    mean_kl = masked_mean(kl, mask, dim=-1).mean().item()
+    mean_kl = masked_mean(kl, mask, axis=-1).mean().item()
     kl_ctrl.update(current_kl=mean_kl, n_steps=len(data))
     rewards = DataProto.from_dict(tensors={"token_level_rewards": data.batch["token_level_scores"] - beta * kl})
     return data | rewards, {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": beta}
