@@ -58,11 +58,11 @@ def test_enum_members_are_names():
 
 
 def test_unknown_names_list_the_known():
-    with pytest.raises(ConfigError, match="unknown advantage estimator 'grop'.*Did you mean 'grpo'.*rloo"):
+    with pytest.raises(ConfigError, match=r"unknown advantage estimator 'grop'.*Did you mean 'grpo'.*rloo"):
         get_adv_estimator_fn("grop")
-    with pytest.raises(ConfigError, match="grpo_passk"):
+    with pytest.raises(ConfigError, match=r"grpo_passk"):
         adv_needs("grpo_passk")
-    with pytest.raises(ConfigError, match="unknown policy loss 'vanila'.*Did you mean 'vanilla'"):
+    with pytest.raises(ConfigError, match=r"unknown policy loss 'vanila'.*Did you mean 'vanilla'"):
         get_policy_loss_fn("vanila")
 
 
@@ -96,12 +96,12 @@ def test_an_estimator_with_kwargs_gets_every_column():
 
 
 def test_a_misspelt_parameter_is_an_error_at_registration():
-    with pytest.raises(ConfigError, match="'mine' has a parameter 'reward_mask', which nothing provides"):
+    with pytest.raises(ConfigError, match=r"'mine' has a parameter 'reward_mask', which nothing provides"):
 
         @register_adv_est("mine")
         def required(token_level_rewards, reward_mask): ...
 
-    with pytest.raises(ConfigError, match="'reponse_mask'.*Did you mean 'response_mask'"):
+    with pytest.raises(ConfigError, match=r"'reponse_mask'.*Did you mean 'response_mask'"):
 
         @register_adv_est("mine")
         def with_default(token_level_rewards, reponse_mask=None): ...
@@ -113,18 +113,18 @@ def test_a_missing_column_names_its_maker():
         SchemaError, match=r"estimator 'gae' needs column 'values'.*has: response_mask, token_level_rew.*critic"
     ):
         compute_advantages("gae", columns, {"gamma": 1.0, "lam": 1.0})
-    with pytest.raises(SchemaError, match="needs column 'uid'"):
+    with pytest.raises(SchemaError, match=r"needs column 'uid'"):
         compute_advantages("grpo", columns, {})
 
 
 def test_a_missing_setting_is_named():
     columns = {name: torch.ones(1, 1) for name in ("token_level_rewards", "response_mask", "values")}
-    with pytest.raises(ConfigError, match="'gae' needs settings that it was not given: \\['lam'\\]"):
+    with pytest.raises(ConfigError, match=r"'gae' needs settings that it was not given: \\['lam'\\]"):
         compute_advantages("gae", columns, {"gamma": 1.0})
 
 
 def test_a_name_is_taken_once():
-    with pytest.raises(ConfigError, match="'gae' is registered twice"):
+    with pytest.raises(ConfigError, match=r"'gae' is registered twice"):
 
         @register_adv_est("gae")
         def another(token_level_rewards, response_mask): ...
@@ -162,7 +162,7 @@ def test_a_policy_loss_may_ask_for_columns():
 
 def test_a_policy_loss_with_an_unknown_parameter_is_an_error_at_registration():
     with pytest.raises(
-        ConfigError, match="policy loss 'mine' has a parameter 'old_log_probs'.*Did you mean 'old_log_prob'"
+        ConfigError, match=r"policy loss 'mine' has a parameter 'old_log_probs'.*Did you mean 'old_log_prob'"
     ):
 
         @register_policy_loss("mine")

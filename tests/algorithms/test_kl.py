@@ -91,9 +91,9 @@ def test_k3_is_bounded_and_keeps_finite_gradients():
 
 def test_unknown_kinds_and_full_are_refused():
     for kind in ("full", "full+"):
-        with pytest.raises(ConfigError, match="whole vocabulary.*low_var_kl"):
+        with pytest.raises(ConfigError, match=r"whole vocabulary.*low_var_kl"):
             kl_penalty(tensor([0.0]), tensor([0.0]), kind)
-    with pytest.raises(ConfigError, match="'low_var'.*Did you mean 'low_var_kl'"):
+    with pytest.raises(ConfigError, match=r"'low_var'.*Did you mean 'low_var_kl'"):
         kl_penalty(tensor([0.0]), tensor([0.0]), "low_var")
 
 
@@ -144,7 +144,7 @@ def test_controllers_resume():
 
 
 def test_controller_settings_are_checked():
-    with pytest.raises(ConfigError, match="horizon=0"):
+    with pytest.raises(ConfigError, match=r"horizon=0"):
         get_kl_controller(SimpleNamespace(type="adaptive", kl_coef=0.1, target_kl=1.0, horizon=0))
-    with pytest.raises(ConfigError, match="'adaptiv'"):
+    with pytest.raises(ConfigError, match=r"'adaptiv'"):
         get_kl_controller(SimpleNamespace(type="adaptiv", kl_coef=0.1))

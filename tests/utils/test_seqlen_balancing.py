@@ -54,9 +54,9 @@ def test_parts_are_nearly_even(equal: bool):
 
 
 def test_what_cannot_be_split_is_refused():
-    with pytest.raises(ValueError, match="2 sequences cannot make 3 parts"):
+    with pytest.raises(ValueError, match=r"2 sequences cannot make 3 parts"):
         get_seqlen_balanced_partitions([1, 2], 3, equal_size=False)
-    with pytest.raises(ValueError, match="5 sequences do not divide into 2 parts of equal size"):
+    with pytest.raises(ValueError, match=r"5 sequences do not divide into 2 parts of equal size"):
         get_seqlen_balanced_partitions([1] * 5, 2, equal_size=True)
 
 
@@ -112,7 +112,7 @@ def test_min_count_gives_exactly_that_many_if_the_budget_allows():
 
 
 def test_a_sequence_over_the_budget_says_what_to_do():
-    with pytest.raises(ConfigError, match="sequence of 30 tokens.*micro-batch of 20.*ppo_max_token_len_per_gpu"):
+    with pytest.raises(ConfigError, match=r"sequence of 30 tokens.*micro-batch of 20.*ppo_max_token_len_per_gpu"):
         micro_batches_by_tokens([5, 30], 20)
 
 

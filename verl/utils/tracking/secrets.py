@@ -34,10 +34,10 @@ def without_secrets(settings: Any) -> Any:
 
 
 def _is_secret(name: str, value: Any) -> bool:
-    if value is None or value == "" or isinstance(value, Mapping | list | tuple | bool):
+    if value is None or value == "" or isinstance(value, bool):
         return False
     if _ALWAYS.search(name):
         return True
-    if not isinstance(value, str):
-        return False
-    return bool(_TEXT_ONLY.search(name) or (_KEY.search(name) and _LOOKS_RANDOM.fullmatch(value)))
+    return isinstance(value, str) and bool(
+        _TEXT_ONLY.search(name) or (_KEY.search(name) and _LOOKS_RANDOM.fullmatch(value))
+    )

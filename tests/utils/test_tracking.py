@@ -1,0 +1,235 @@
+"""Tracking: what reaches each tracker, failures that do not stop a run, secrets that stay home."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl.errors import ConfigError
+from verl.utils.tracking import TRACKERS, Tracker, Tracking, ValidationGenerationsLogger, require_trackers
+from verl.utils.tracking.base import flatten, markdown_table
+from verl.utils.tracking.secrets import without_secrets
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    for name in ("VERL_FILE_LOGGER_PATH", "VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    before = dict(TRACKERS._entries)
+    yield tmp_path
+    TRACKERS._entries.clear()
+    TRACKERS._entries.update(before)
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def recorder(fail: tuple[int, ...] = ()) -> type[Tracker]:
+    """A tracker that keeps what it gets, and fails on some of its calls."""
+
+    @TRACKERS.register("recorder")
+    class Recorder(Tracker):
+        def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+            self.start = (project_name, experiment_name, config)
+            self.calls: list = []
+            self.finished = 0
+
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            self.calls.append((step, dict(metrics)))
+            if len(self.calls) in fail:
+                raise RuntimeError(f"no connection at call {len(self.calls)}")
+
+        def finish(self) -> None:
+            self.finished += 1
+
+    return Recorder
+
+
+def test_numbers_of_every_kind_become_python_numbers(caplog: pytest.LogCaptureFixture):
+    recorder()
+    tracking = Tracking("p", "e", "recorder", {})
+    numbers = {
+        "a": 1, "b": 0.5, "c": True, "d": np.float32(0.25), "e": np.int64(3), "f": torch.tensor(2.5),
+        "g": torch.tensor([7]), "h": np.array([1.5]), "i": float("nan"), "j": torch.tensor(math.inf),
+    }  # fmt: skip
+    tracking.log({**numbers, "text": "x", "list": [1, 2], "matrix": torch.ones(2)}, step=4)
+    tracking.log({"text": "x"}, step=5)
+    (step, found), _ = tracking.trackers["recorder"].calls
+    assert step == 4
+    assert math.isnan(found.pop("i"))
+    assert found == {"a": 1, "b": 0.5, "c": 1, "d": 0.25, "e": 3, "f": 2.5, "g": 7, "h": 1.5, "j": math.inf}
+    assert all(type(value) in (int, float) for value in found.values())
+    assert caplog.text.count("metric 'text' is a str, not a number") == 1
+    assert "metric 'list'" in caplog.text
+    assert "metric 'matrix'" in caplog.text
+
+
+def test_a_tracker_that_fails_later_does_not_stop_the_run(caplog: pytest.LogCaptureFixture):
+    recorder(fail=(2, 3))
+    tracking = Tracking("p", "e", ["recorder", "file"], {})
+    for step in (1, 2, 3, 4):
+        tracking.log({"x": step}, step=step)
+    assert caplog.text.count("tracker 'recorder' failed; training goes on") == 1
+    assert "no connection at call 2" in caplog.text
+    tracking.finish()
+    assert "tracker 'recorder' failed in 2 of 5 calls" in caplog.text
+    assert [line["data"]["x"] for line in lines(Path("p/e.jsonl"))] == [1, 2, 3, 4]
+
+
+def test_an_interrupt_is_not_a_failure_of_a_tracker():
+    cls = recorder()
+
+    def stop(self: Tracker, metrics: Mapping, step: int) -> None:
+        raise KeyboardInterrupt
+
+    cls.log = stop  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        Tracking("p", "e", "recorder", {}).log({"x": 1}, step=1)
+
+
+def test_a_tracker_that_cannot_start_stops_the_run():
+    cls = recorder()
+
+    def refuse(self: Tracker, *arguments: object) -> None:
+        raise OSError("no login")
+
+    cls.__init__ = refuse  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="no login") as caught:
+        Tracking("p", "e", "recorder", {})
+    assert "tracker 'recorder' started" in "".join(caught.value.__notes__)
+
+
+def test_finish_is_called_once_and_at_the_end_of_a_with_block():
+    recorder()
+    with Tracking("p", "e", "recorder", {}) as tracking:
+        tracker = tracking.trackers["recorder"]
+    tracking.finish()
+    tracking.log({"x": 1}, step=1)
+    assert tracker.finished == 1
+    assert tracker.calls == []
+
+
+def test_a_call_may_choose_trackers():
+    recorder()
+    tracking = Tracking("p", "e", ["recorder", "file"], {})
+    tracking.log({"x": 1}, step=1, backend="file")
+    tracking.log({"x": 2}, step=2, backend=["recorder", "wandb"])
+    tracking.finish()
+    assert [line["step"] for line in lines(Path("p/e.jsonl"))] == [1]
+
+
+def test_names_are_checked():
+    assert set(Tracking.supported_backend) >= {
+        "console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "clearml", "trackio", "vemlp_wandb",
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"unknown tracker 'tensorbord'.*Did you mean 'tensorboard'"):
+        Tracking("p", "e", ["console", "tensorbord"], {})
+    with pytest.raises(ConfigError, match=r"'vemlp_wandb' needs the client of Volcengine.*Use 'wandb'"):
+        require_trackers("vemlp_wandb")
+
+
+def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    for name in ("wandb", "tracking"):
+        with pytest.raises(ConfigError, match=r"package 'wandb', which is not installed. Run `pip install wandb`"):
+            require_trackers(["console", name])
+
+
+# ---- the file tracker --------------------------------------------------------------------------
+
+
+def test_file_tracker_by_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "deep" / "log.jsonl"))
+    tracking = Tracking("p", "e", "file", {})
+    tracking.log({"a": 0.1, "b": math.nan}, step=3)
+    (first,) = lines(tmp_path / "deep" / "log.jsonl")  # already on the disk
+    assert first["step"] == 3
+    assert first["data"]["a"] == 0.1
+    assert math.isnan(first["data"]["b"])
+    tracking.finish()
+    Tracking("p", "e", "file", {}).log({"a": 0.2}, step=4)
+    assert [line["step"] for line in lines(tmp_path / "deep" / "log.jsonl")] == [3, 4]
+
+
+def test_file_tracker_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
+    Tracking("proj", "exp", "file", {}).log({"a": 1}, step=1)
+    assert (tmp_path / "logs" / "proj" / "exp.jsonl").exists()
+
+
+def test_an_unwritable_file_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "taken").write_text("a file, not a folder")
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "taken" / "log.jsonl"))
+    with pytest.raises(ConfigError, match=r"tracker 'file' cannot write .*taken/log.jsonl.*VERL_FILE_LOGGER_PATH"):
+        Tracking("p", "e", "file", {})
+
+
+SAMPLES = [{"input": "2+2", "output": "4\nor so", "gts": "4", "score": 1.0, "step": 9, "more": "x"}]
+
+
+def test_generations_become_a_table():
+    with Tracking("p", "e", ["console", "file"], {}) as tracking:
+        ValidationGenerationsLogger(tracking).log(SAMPLES, step=7)
+        ValidationGenerationsLogger(tracking).log([("in", "out", 0.5)], step=8)
+        ValidationGenerationsLogger(tracking).log([], step=9)
+    assert lines(Path("p/e.jsonl")) == [
+        {"step": 7, "table": "val/generations",
+         "rows": [{"step": 7, "input": "2+2", "output": "4\nor so", "gts": "4", "score": 1.0}]},
+        {"step": 8, "table": "val/generations", "rows": [{"step": 8, "input": "in", "output": "out", "score": 0.5}]},
+    ]  # fmt: skip
+
+
+# ---- secrets -----------------------------------------------------------------------------------
+
+
+def test_secrets_are_masked_and_settings_are_not():
+    settings = {
+        "ppo_max_token_len_per_gpu": 16384,
+        "prompt_key": "prompt",
+        "reward_fn_key": "data_source",
+        "tokenizer_path": "/models/qwen",
+        "hf_token": "hf_abcdefgh",
+        "model": {"api_key": "short", "trust_remote_code": True, "access_token": None},
+        "env_vars": {
+            "WANDB_API_KEY": "0123456789abcdef",
+            "HF_TOKEN": "x",
+            "DB_PASSWORD": 12345,
+            "OMP_NUM_THREADS": "1",
+        },
+        "signing_key": "a8f5f167f44f4964e6c998dee827110c",
+        "credentials": {"user": "me", "password": "p"},
+        "urls": ["https://user:pass@host/x", "https://host/x"],
+    }
+    assert without_secrets(settings) == {
+        "ppo_max_token_len_per_gpu": 16384,
+        "prompt_key": "prompt",
+        "reward_fn_key": "data_source",
+        "tokenizer_path": "/models/qwen",
+        "hf_token": "***",
+        "model": {"api_key": "***", "trust_remote_code": True, "access_token": None},
+        "env_vars": {"WANDB_API_KEY": "***", "HF_TOKEN": "***", "DB_PASSWORD": "***", "OMP_NUM_THREADS": "1"},
+        "signing_key": "***",
+        "credentials": "***",
+        "urls": ["https://***@host/x", "https://host/x"],
+    }
+    assert settings["hf_token"] == "hf_abcdefgh"
+
+
+def test_trackers_never_see_a_secret():
+    recorder()
+    tracking = Tracking("p", "e", "recorder", {"a": {"password": "hunter2"}, "lr": 1e-6})
+    assert tracking.trackers["recorder"].start == ("p", "e", {"a": {"password": "***"}, "lr": 1e-6})
+
+
+def test_flatten_and_markdown_by_hand():
+    assert flatten({"a": {"b": 1, "c": {}}, "d": [1]}) == {"a.b": 1, "a.c": {}, "d": [1]}
+    assert markdown_table(["a", "b"], [["x|y", "1\n2"]]) == "| a | b |\n| --- | --- |\n| x\\|y | 1<br>2 |"
