@@ -21,6 +21,7 @@ PPO_CASES: list[tuple[str, Any, str, Any]] = [
     ("algorithm.kl_ctl.init_kl_coef", 0.01, "algorithm.kl_ctrl.kl_coef", 0.01),
     ("algorithm.kl_ctl.type", "adaptive", "algorithm.kl_ctrl.type", "adaptive"),
     ("data.chat_template", "{{ messages }}", "actor_rollout_ref.model.custom_chat_template", "{{ messages }}"),
+    ("data.tokenizer", "org/tokenizer", "actor_rollout_ref.model.tokenizer_path", "org/tokenizer"),
     (f"{ROLLOUT}.max_response_length", 64, "data.max_response_length", 64),
     (f"{ROLLOUT}.multi_turn.max_turns", 3, f"{ROLLOUT}.multi_turn.max_assistant_turns", 3),
     (

@@ -139,6 +139,8 @@ def test_the_longest_sequence_fits_into_every_role(run: Run):
 def test_lengths_of_data_and_engine_agree(run: Run):
     message = only(run.refusal({f"{ROLLOUT}.response_length": 100}))
     assert f"{ROLLOUT}.response_length=100: it differs from data.max_response_length=512" in message
+    message = only(run.refusal({f"{ROLLOUT}.max_model_len": 1023}))
+    assert f"{ROLLOUT}.max_model_len=1023: the longest sequence has 1024 tokens" in message
     message = only(run.refusal({f"{ROLLOUT}.val_kwargs.max_tokens": 513}))
     assert "it is longer than data.max_response_length=512" in message
     assert "allowed: 1 to 512" in message

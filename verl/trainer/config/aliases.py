@@ -57,6 +57,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("algorithm.kl_ctl.init_kl_coef", "algorithm.kl_ctrl.kl_coef"),
     Alias("algorithm.kl_ctl", "algorithm.kl_ctrl"),
     Alias("data.chat_template", "actor_rollout_ref.model.custom_chat_template"),
+    Alias("data.tokenizer", "actor_rollout_ref.model.tokenizer_path"),
     Alias("actor_rollout_ref.rollout.max_response_length", "data.max_response_length"),
     Alias("actor_rollout_ref.rollout.multi_turn.max_turns", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
     Alias(

@@ -49,7 +49,7 @@ class DataConfig(BaseConfig):
     """Prompts for training and validation."""
 
     tokenizer: str | None = setting(None)
-    """Tokenizer to use instead of the model's own."""
+    """Older name of `actor_rollout_ref.model.tokenizer_path`."""
     use_shm: bool = setting(False, refuse=NO_SHM)
     """Copy the files into shared memory."""
     train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
@@ -80,9 +80,9 @@ class DataConfig(BaseConfig):
     """Prompts sampled at once with dynamic sampling; null takes `train_batch_size`."""
     val_batch_size: int | None = setting(None, ge=1)
     """Prompts per validation batch; null takes the whole validation set at once."""
-    return_raw_input_ids: bool = setting(False, hint="prompts travel as token ids and as messages in any case")
+    return_raw_input_ids: bool = setting(False)
     """Add the prompt's ids before truncation."""
-    return_raw_chat: bool = setting(True, hint="prompts travel as token ids and as messages in any case")
+    return_raw_chat: bool = setting(True)
     """Add the prompt's messages."""
     return_full_prompt: bool = setting(False)
     """Add the prompt's text with its chat template."""
@@ -102,11 +102,13 @@ class DataConfig(BaseConfig):
     """Processes that measure prompts."""
     truncation: Truncation = setting("error")
     """What happens to a longer prompt: an error, or a cut at the left, right or middle."""
-    image_key: str = setting("images", hint=NO_VISION)
-    """Column of images."""
-    video_key: str = setting("videos", hint=NO_VISION)
-    """Column of videos."""
-    trust_remote_code: bool = setting(False)
+    image_key: str = setting("images")
+    """Column of images; rows that have any are refused in this version."""
+    video_key: str = setting("videos")
+    """Column of videos; rows that have any are refused in this version."""
+    trust_remote_code: bool = setting(
+        False, hint="actor_rollout_ref.model.trust_remote_code holds for the tokenizer too"
+    )
     """Run Python code that comes with the tokenizer."""
     custom_cls: CustomClassConfig = subsection(CustomClassConfig)
     """A dataset class of your own."""

@@ -81,7 +81,7 @@ class TrainerConfig(BaseTrainerConfig):
         0, ge=0, refuse="saving before an instance expires is not in this version; use trainer.save_freq"
     )
     """Seconds to save before the machine is taken away."""
-    ray_wait_register_center_timeout: int = setting(300, ge=1)
+    ray_wait_register_center_timeout: int = setting(300, ge=1, hint="Ray reports ranks that do not start")
     """Seconds to wait until all ranks have started."""
     use_legacy_worker_impl: Literal["auto", "enable", "disable"] = setting(
         "auto", hint="there is one implementation of the workers, whatever it says"

@@ -109,6 +109,8 @@ def lengths(config: PPOConfig) -> Problems:
             wrong = f"it differs from data.max_{key}={limit}"
             remedy = f"set data.max_{key} and leave this one to follow it"
             yield Problem(f"actor_rollout_ref.rollout.{key}", engine, wrong, remedy=remedy)
+    if rollout.max_model_len is not None and rollout.max_model_len < _longest(config):
+        yield _too_few_tokens("actor_rollout_ref.rollout.max_model_len", rollout.max_model_len, _longest(config))
     asked = rollout.val_kwargs.max_tokens
     if asked is not None and asked > rollout.response_length:
         wrong = f"it is longer than data.max_response_length={rollout.response_length}"
@@ -157,7 +159,7 @@ def _passes(keys: Any, values: Any, longest: int) -> Problems:
 
 
 def _too_few_tokens(key: str, budget: int, longest: int) -> Problem:
-    wrong = f"the longest sequence has {longest} tokens and must fit into one pass"
+    wrong = f"the longest sequence has {longest} tokens and must fit"
     return Problem(key, budget, wrong, f"at least {longest}", f"set {key}={longest} or more, or shorten the sequences")
 
 
