@@ -16,18 +16,20 @@ output again, so that the padding is never seen outside of the call.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from verl.errors import SchemaError, WorkerError
 from verl.protocol import DataProto, DataProtoConfig, DataProtoFuture
 
 if TYPE_CHECKING:
+    from tensordict import TensorDict
+
     from verl.single_controller.base.worker_group import WorkerGroup
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -75,6 +77,13 @@ class FutureShare:
     def later(self) -> DataProtoFuture:
         """The part, still unresolved; the batch must divide, because nobody could remove padding from it."""
         return self.future.chunk(self.parts)[self.index]
+
+
+def is_batch(value: Any) -> TypeGuard[DataProto | TensorDict]:
+    """Whether rows can be taken from ``value``."""
+    # Loading tensordict takes longer than all of this package; what is no TensorDict shows without.
+    tensordict = sys.modules.get("tensordict")
+    return isinstance(value, DataProto) or (tensordict is not None and isinstance(value, tensordict.TensorDict))
 
 
 def take_share(batch: DataProto | TensorDict, index: int, parts: int, pad: Padding) -> Share:
@@ -135,7 +144,7 @@ def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) ->
         if isinstance(value, Share):
             shares.append(value)
             return value.rows
-        if isinstance(value, DataProto | TensorDict) and len(value):
+        if is_batch(value) and len(value):
             shares.append(Share(value, 0))
         return value
 
@@ -160,7 +169,7 @@ def remove_padding(output: Any, share: Share | None) -> Any:
     if share is None:
         return output
     rows = len(share.rows)
-    if isinstance(output, DataProto | TensorDict) and len(output) == rows:
+    if is_batch(output) and len(output) == rows:
         return output[: rows - share.padding]
     found = f"a {type(output).__name__}" + (f" of {len(output)} rows" if hasattr(output, "__len__") else "")
     raise SchemaError(
@@ -238,7 +247,7 @@ def _deal(dp_ranks: list[int], pad: Padding, args: tuple[Any, ...], kwargs: dict
 def _cut(name: str | int, value: Any, parts: int, pad: Padding) -> list[Any]:
     if isinstance(value, DataProtoFuture):
         return [FutureShare(value, i, parts, pad) for i in range(parts)]
-    if isinstance(value, DataProto | TensorDict) and len(value):
+    if is_batch(value) and len(value):
         shares = [take_share(value, i, parts, pad) for i in range(parts)]
         return [share if share.padding else share.rows for share in shares]
     if isinstance(value, torch.Tensor | np.ndarray):
@@ -281,12 +290,12 @@ def join(outputs: list[Any]) -> Any:
     Raises:
         SchemaError: some ranks returned a batch and others did not.
     """
-    kinds = {DataProto if isinstance(output, DataProto) else type(output) for output in outputs}
-    if kinds == {DataProto}:
+    kinds = {type(output) for output in outputs}
+    if all(isinstance(output, DataProto) for output in outputs):
         return DataProto.concat(outputs)
-    if kinds == {TensorDict}:
+    if all(is_batch(output) for output in outputs) and len(kinds) == 1:
         return torch.cat(outputs)
-    if DataProto in kinds:
+    if any(is_batch(output) for output in outputs):
         names = sorted(kind.__name__ for kind in kinds)
         raise SchemaError(f"the ranks returned different kinds of results ({', '.join(names)}); all must return one.")
     return None if kinds == {type(None)} else list(outputs)

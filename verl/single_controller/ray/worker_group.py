@@ -14,19 +14,17 @@ import torch
 from ray.actor import ActorClass
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-from tensordict import TensorDict
 
 from verl.errors import ConfigError, ResourceError, WorkerError
-from verl.protocol import DataProto
 from verl.single_controller.base.colocate import ClassWithInitArgs
-from verl.single_controller.base.dispatch import Share
+from verl.single_controller.base.dispatch import Share, is_batch
 from verl.single_controller.base.worker import free_port
 from verl.single_controller.base.worker_group import Call, WorkerGroup
 from verl.single_controller.ray.failures import Watch, explain
 from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
 
 # What is worth a place in the object store where several ranks get the same one.
-_LARGE = (DataProto, Share, TensorDict, torch.Tensor, np.ndarray)
+_LARGE = (Share, torch.Tensor, np.ndarray)
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -309,7 +307,7 @@ class _Shared:
         return [self._one(v) for v in call.args], {name: self._one(v) for name, v in call.kwargs.items()}
 
     def _one(self, value: Any) -> Any:
-        if id(value) not in self._repeated or not isinstance(value, _LARGE):
+        if id(value) not in self._repeated or not (isinstance(value, _LARGE) or is_batch(value)):
             return value
         if id(value) not in self._references:
             self._references[id(value)] = ray.put(value)
