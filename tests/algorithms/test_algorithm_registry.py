@@ -119,7 +119,7 @@ def test_a_missing_column_names_its_maker():
 
 def test_a_missing_setting_is_named():
     columns = {name: torch.ones(1, 1) for name in ("token_level_rewards", "response_mask", "values")}
-    with pytest.raises(ConfigError, match=r"'gae' needs settings that it was not given: \\['lam'\\]"):
+    with pytest.raises(ConfigError, match=r"'gae' needs settings that it was not given: \['lam'\]"):
         compute_advantages("gae", columns, {"gamma": 1.0})
 
 

@@ -37,6 +37,8 @@ class Tracking:
         experiment_name: names this one.
         default_backend: a name or names of trackers.
         config: the run's settings, nested; secrets among them are masked before any tracker sees it.
+            What a service collects by itself (the command line, for one) is not in our hands: give
+            secrets by environment variables.
 
     Raises:
         ConfigError: a name is unknown, or the package of a tracker is not installed.

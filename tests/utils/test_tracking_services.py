@@ -1,0 +1,118 @@
+"""Trackers of experiment services, each run for real in its offline mode and read back from its files.
+
+A test is skipped where the service's package is not installed. Each runs in a process of its own,
+because these clients leave threads behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+RUN = """
+import sys
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+
+with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": "hf_hidden"}) as tracking:
+    for step in (1, 2):
+        tracking.log({"critic/score/mean": 0.25 * step, "val-core/s/acc/mean@4": float("nan")}, step=step)
+    sample = {"input": "what is 2+2", "output": "it is four", "gts": "4", "score": 1.0}
+    ValidationGenerationsLogger(tracking).log([sample], step=2)
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path):
+    """Run the little training above with one tracker; everything it writes is below the returned folder."""
+
+    def start(name: str, **environment: str) -> Path:
+        pytest.importorskip(name)
+        env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"} | environment
+        script = tmp_path / "train.py"
+        script.write_text(RUN)
+        done = subprocess.run(
+            [sys.executable, str(script), name], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        assert "failed" not in done.stderr, done.stderr
+        return tmp_path
+
+    return start
+
+
+def everything(folder: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+
+
+def test_tensorboard(run):
+    folder = run("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard_log" / "proj" / "exp")).Reload()
+    assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
+    assert all(e.value != e.value for e in events.Scalars("val-core/s/acc/mean@4"))
+    text = events.Tensors("val/generations/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "| 2 | what is 2+2 | it is four | 4 | 1.0 |" in text
+    assert "hf_hidden" not in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+def test_wandb(run):
+    folder = run("wandb", WANDB_MODE="offline")
+    written = everything(folder / "wandb")
+    for piece in (b"critic/score/mean", b"val-core/s/acc/mean@4", b"NaN", b"it is four", b"optim"):
+        assert piece in written
+    assert b"hf_hidden" not in written
+
+
+def test_mlflow(run):
+    folder = run("mlflow", MLFLOW_TRACKING_URI="file:mlruns", MLFLOW_ALLOW_FILE_STORE="true")
+    (metric,) = folder.rglob("metrics/critic/score/mean")
+    assert [line.split()[1:3] for line in metric.read_text().splitlines()] == [["0.25", "1"], ["0.5", "2"]]
+    assert len(list(folder.rglob("metrics/val-core/s/acc/mean_at_4"))) == 1
+    (parameter,) = folder.rglob("params/optim.lr")
+    assert parameter.read_text() == "1e-06"
+    (table,) = folder.rglob("artifacts/val/generations/step_2.json")
+    assert "it is four" in table.read_text()
+    assert b"hf_hidden" not in everything(folder / "mlruns")
+
+
+def test_swanlab(run):
+    folder = run("swanlab", SWANLAB_MODE="offline")
+    written = everything(folder / "swanlog")
+    for piece in (b"critic/score/mean", b"val-core/s/acc/mean@4", b"it is four", b"optim"):
+        assert piece in written
+    assert b"hf_hidden" not in written
+
+
+def test_trackio(run, tmp_path: Path):
+    run("trackio", TRACKIO_DIR=str(tmp_path / "trackio"))
+    database = sqlite3.connect(tmp_path / "trackio" / "proj.db")
+    rows = [
+        (step, json.loads(data)) for step, data in database.execute("select step, metrics from metrics order by id")
+    ]
+    assert rows[0] == (1, {"critic/score/mean": 0.25, "val-core/s/acc/mean@4": "NaN"})
+    assert rows[1][1]["critic/score/mean"] == 0.5
+    assert "it is four" in json.dumps(rows[2][1])
+    assert b"hf_hidden" not in everything(tmp_path / "trackio")
+
+
+@pytest.mark.slow
+def test_clearml(run):
+    folder = run("clearml", CLEARML_OFFLINE_MODE="1")
+    (events,) = folder.rglob("offline-*/metrics.jsonl")
+    found = [event for line in events.read_text().splitlines() for event in json.loads(line)]
+    scores = [(e["iter"], e["value"]) for e in found if (e["metric"], e.get("variant")) == ("critic", "score/mean")]
+    assert scores == [(1, 0.25), (2, 0.5)]
+    assert not any(e["metric"] == "val-core" for e in found)  # a NaN is not drawn as 0
+    written = everything(events.parent)
+    assert b"val-core/s/acc/mean@4 is nan" in written
+    assert b"it is four" in written
+    assert b"hf_hidden" not in written
