@@ -96,6 +96,8 @@ def test_interpolated_defaults_follow_their_source(run):
     config = run.load({"data.max_prompt_length": 100, "actor_rollout_ref.actor.ppo_epochs": 3})
     assert config.actor_rollout_ref.rollout.prompt_length == 100
     assert config.critic.ppo_epochs == 3
+    assert run.load({"trainer.seed": 7}).actor_rollout_ref.rollout.seed == 7
+    assert run.load({"trainer.seed": 7}, SFTConfig).data.seed == 7
     assert config.actor_rollout_ref.actor.rollout_n == 4  # rollout.n
     assert config.trainer.default_local_dir == "checkpoints/verl_examples/gsm8k"
 

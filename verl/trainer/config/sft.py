@@ -62,8 +62,8 @@ class SFTDataConfig(BaseConfig):
     """Order sequences so that ranks get nearly equal numbers of tokens."""
     shuffle: bool = setting(True)
     """Shuffle training rows at every epoch."""
-    seed: int | None = setting(None, ge=0)
-    """Seed of that shuffle; null takes 1."""
+    seed: int | None = setting(1, ge=0, interpolation="${oc.select:trainer.seed,1}")
+    """Seed of that shuffle, as in `trainer.seed`."""
     ignore_input_ids_mismatch: bool = setting(False)
     """Accept conversations whose turns tokenise otherwise alone than as a whole."""
     apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)

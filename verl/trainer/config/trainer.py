@@ -49,14 +49,14 @@ class BaseTrainerConfig(BaseConfig):
     """`ray` starts ranks as Ray actors; `local` runs one rank in this process, for a debugger."""
     progress: Literal["auto", "on", "off"] = setting("auto")
     """Live progress display: on a terminal only, always, or never."""
-    seed: int = setting(1, ge=0)
-    """Seed of sampling: the same seed gives the same responses, whatever the number of ranks."""
 
 
 @section
 class TrainerConfig(BaseTrainerConfig):
     """A reinforcement-learning run."""
 
+    seed: int = setting(1, ge=0)
+    """Seed of sampling: the same seed gives the same responses, whatever the number of ranks."""
     balance_batch: bool = setting(True)
     """Order samples so that ranks get nearly equal numbers of tokens."""
     critic_warmup: int = setting(0, ge=0)
@@ -113,5 +113,7 @@ class SFTTrainerConfig(BaseTrainerConfig):
     """Nodes; under torchrun, those that it started."""
     n_gpus_per_node: int = setting(1, ge=1, interpolation="${oc.env:LOCAL_WORLD_SIZE,1}")
     """Ranks per node; under torchrun, those that it started."""
+    seed: int = setting(1, ge=0)
+    """Seed of the run: the order of the data follows it."""
     max_ckpt_to_keep: int | None = setting(None, ge=1)
     """Checkpoints to keep; null keeps all."""
