@@ -15,7 +15,8 @@ def pool(ray_cluster):
     """Four places, made of two pools of two; the groups of the session share them, a tenth of a core each."""
     from verl.single_controller.ray import RayResourcePool, merge_resource_pool
 
-    return merge_resource_pool(RayResourcePool([2], use_gpu=False), RayResourcePool([2], use_gpu=False))
+    halves = [RayResourcePool([2], use_gpu=False, detached=True) for _ in range(2)]
+    return merge_resource_pool(*halves)
 
 
 @pytest.fixture(scope="session")

@@ -64,13 +64,16 @@ def test_ranks_know_their_place(ray_pair, monkeypatch):
     assert len(set(echo.worker_names)) == 2
 
 
-def test_cores_of_a_node_are_divided_among_its_ranks(ray_cluster):
+def test_cores_of_a_node_are_divided_among_its_ranks(ray_cluster, monkeypatch):
     import ray
 
     from verl.single_controller.ray.worker_group import _threads
 
-    node = ray.nodes()[0]["NodeID"]  # four cores
+    node = ray.nodes()[0]["NodeID"]  # Ray counts four cores
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
     assert [_threads(node, ranks) for ranks in (1, 2, 3, 4, 5)] == [4, 2, 1, 1, 1]
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert [_threads(node, ranks) for ranks in (1, 2, 3)] == [2, 1, 1]
 
 
 def test_the_local_environment_is_rank_0_of_1_and_keeps_what_is_set(local_pair, monkeypatch):
@@ -150,6 +153,9 @@ def test_detached_workers_are_found_and_a_dead_one_frees_those_who_wait_for_it(p
 
     places = SubRayResourcePool(pool.get_placement_groups(), 2, 2, use_gpu=False)
     echo = RayClassWithInitArgs(Echo, 5)
+    with pytest.raises(ResourceError, match=r"die with their places.*detached=True"):
+        RayWorkerGroup(places, echo, detached=True)
+    places.detached = True
     made = RayWorkerGroup(places, echo, detached=True, name_prefix="left_behind")
     assert made.worker_names == ["left_behind_Echo_0", "left_behind_Echo_1"]
     found = RayWorkerGroup.from_detached(worker_names=made.worker_names, ray_cls_with_init=echo)

@@ -69,7 +69,10 @@ def test_more_ranks_than_there_are_is_said_at_once(ray_cluster):
 
 
 def test_pools_must_fit_together(ray_cluster):
-    assert "asked for 5 ranks with one CPU each (ranks on nodes: [3, 2])" in asks_for({"a": [2], "b": [3]}, "cpu")
+    said = asks_for({"a": [2], "b": [3]}, "cpu")
+    assert "asked for 5 ranks with one CPU each (ranks on nodes: [2, 3])" in said
+    assert "let roles share a pool" in said
+    assert "Set fewer nodes (trainer.nnodes=...)" in asks_for({"a": [4, 4]}, "cpu")
 
 
 def test_a_cluster_without_gpus_says_so(ray_cluster):

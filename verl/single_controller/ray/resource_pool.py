@@ -85,7 +85,7 @@ class RayResourcePool(ResourcePool):
             ResourceError: the cluster has fewer devices than ranks are asked for, or others use them.
         """
         if self._placement_groups is None:
-            check_fits([(self.store, self.resource)])
+            check_fits([(self.store, self.use_gpu)])
             prefix = f"{name or self.name_prefix}_{uuid.uuid4().hex[:8]}"
             made = [
                 placement_group(
@@ -99,6 +99,7 @@ class RayResourcePool(ResourcePool):
             self._wait_for(made)
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             self._placement_groups = sorted(made, key=lambda group: addresses[_nodes_of(group)[0]])
+            self.store = [group.bundle_count for group in self._placement_groups]
         return self._placement_groups
 
     def _bundle(self) -> dict[str, float]:
@@ -186,6 +187,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
             use_gpu=resource_pool.use_gpu,
             name_prefix=resource_pool.name_prefix,
             max_colocate_count=resource_pool.max_colocate_count,
+            detached=resource_pool.detached,
         )
         part._bundles = whole[start : start + part_size]
         parts.append(part)
@@ -207,7 +209,7 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
         rp1.use_gpu,
         f"{rp1.name_prefix}_{rp2.name_prefix}",
         min(rp1.max_colocate_count, rp2.max_colocate_count),
-        rp1.detached or rp2.detached,
+        rp1.detached and rp2.detached,
         n_gpus_per_node=rp1.n_gpus_per_node,
     )
     merged._placement_groups = [*rp1.get_placement_groups(), *rp2.get_placement_groups()]
@@ -228,29 +230,27 @@ class ResourcePoolManager(PoolManager):
 
     def check_resources(self) -> None:
         """Raise a ResourceError unless all pools fit the cluster at the same time."""
-        resource = "CPU" if self.device_name == "cpu" else "GPU"
-        check_fits([(counts, resource) for counts in self.resource_pool_spec.values()])
+        check_fits([(counts, self.device_name != "cpu") for counts in self.resource_pool_spec.values()])
 
     def _make_pool(self, name: str, process_on_nodes: list[int]) -> RayResourcePool:
         return RayResourcePool(process_on_nodes, use_gpu=self.device_name != "cpu", name_prefix=name)
 
 
-def check_fits(pools: Sequence[tuple[Sequence[int], str]]) -> None:
+def check_fits(pools: Sequence[tuple[Sequence[int], bool]]) -> None:
     """Raise at once if the cluster could never hold these pools, instead of waiting for it.
 
     Args:
-        pools: ranks on each node, and what a rank needs one of (``"GPU"`` or ``"CPU"``), of each pool.
+        pools: of each pool the ranks on each node, and whether a rank needs a GPU beside its core.
 
     Raises:
         ResourceError: they do not fit; says what is asked for, what there is, and what to set.
     """
-    wanted = [(count, resource) for counts, resource in pools for count in counts]
-    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for resource in ("GPU", "CPU"):
-        counts = sorted((count for count, name in wanted if name == resource), reverse=True)
-        has = [int(node.get(resource, 0)) for node in alive]
+        counts = [count for on_nodes, use_gpu in pools for count in on_nodes if use_gpu or resource == "CPU"]
+        has = [int(node.get(resource, 0)) for node in nodes]
         free = list(has)
-        for count in counts:
+        for count in sorted(counts, reverse=True):
             node = next((i for i, room in enumerate(free) if room >= count), None)
             if node is None:
                 raise ResourceError(_too_many(resource, counts, has))
@@ -258,11 +258,18 @@ def check_fits(pools: Sequence[tuple[Sequence[int], str]]) -> None:
 
 
 def _too_many(resource: str, counts: list[int], has: list[int]) -> str:
-    fits = f"trainer.n_gpus_per_node={max(has)}" if max(has) else "trainer.device=cpu"
+    if max(has) == 0:
+        remedy = "trainer.device=cpu"
+    elif max(counts) > max(has):
+        remedy = f"trainer.n_gpus_per_node={max(has)}"
+    else:
+        remedy = (
+            "fewer nodes (trainer.nnodes=...) or fewer ranks (trainer.n_gpus_per_node=...), or let roles share a pool"
+        )
     more = " To run more ranks than cores, tell Ray so: ray_kwargs.ray_init.num_cpus=..." if resource == "CPU" else ""
     return (
         f"more ranks than {resource}s: asked for {sum(counts)} ranks with one {resource} each (ranks on nodes: "
-        f"{counts}); the cluster has {sum(has)} {resource}s ({resource}s of its nodes: {has}). Set {fits}, or add "
+        f"{counts}); the cluster has {sum(has)} {resource}s ({resource}s of its nodes: {has}). Set {remedy}, or add "
         f"nodes.{more}"
     )
 

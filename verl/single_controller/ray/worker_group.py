@@ -78,7 +78,7 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout_s: how long all constructors may take.
 
     Raises:
-        ResourceError: the pool does not fit the cluster, or holds as many groups as it may.
+        ResourceError: the pool does not fit the cluster, holds as many groups as it may, or ends before them.
         WorkerError: a constructor raised, or did not end in time.
     """
 
@@ -163,6 +163,10 @@ class RayWorkerGroup(WorkerGroup):
             raise ResourceError(
                 f"the pool holds {inside} worker groups already, and was made for max_colocate_count="
                 f"{pool.max_colocate_count}. Raise it, colocate the workers in one group, or shut a group down."
+            )
+        if detached and not pool.detached:
+            raise ResourceError(
+                "detached workers would die with their places when this program ends. Make the pool with detached=True."
             )
         self._rendezvous = _rendezvous(bundles[0])
         self._bundles.extend(bundles)
@@ -321,8 +325,11 @@ def _share_of_one(parts: int) -> float:
 
 def _threads(node_id: str, ranks: int) -> int:
     """OpenMP threads of a rank: the node's cores, divided among its ranks."""
-    cpus = next((int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["NodeID"] == node_id), 1)
-    return max(1, cpus // ranks)
+    cores = next((int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["NodeID"] == node_id), 1)
+    if node_id == ray.get_runtime_context().get_node_id():
+        # Ray may have been told of more cores than there are.
+        cores = min(cores, os.cpu_count() or 1)
+    return max(1, cores // ranks)
 
 
 def _rendezvous(bundle: Bundle) -> tuple[str, str]:
