@@ -75,7 +75,8 @@ def _unwritable(folder: Path) -> list[str]:
     # A file where a folder should be: no one can write into it, whatever the permissions of the user.
     paths = make_tiny_run(folder)
     (folder / "occupied").write_text("a file")
-    return overrides(paths, folder, trainer__default_local_dir=str(folder / "occupied" / "checkpoints"))
+    where = str(folder / "occupied" / "checkpoints")
+    return overrides(paths, folder, trainer__default_local_dir=where, trainer__save_freq=1)
 
 
 BAD_INPUTS = [
@@ -113,8 +114,8 @@ BAD_INPUTS = [
     ),
     BadInput(
         "more ranks than resources",
-        _changed(trainer__controller="ray", trainer__n_gpus_per_node=64, data__train_batch_size=64,
-                 actor_rollout_ref__actor__ppo_mini_batch_size=64, actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=1),
+        _changed(trainer__controller="ray", trainer__n_gpus_per_node=64, data__train_batch_size=16,
+                 actor_rollout_ref__actor__ppo_mini_batch_size=16, actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=1),
         ("64", "trainer.n_gpus_per_node"),
     ),
     BadInput("unwritable folder", _unwritable, ("occupied", "trainer.default_local_dir")),

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from verl.trainer.config import PPOConfig
@@ -97,7 +98,8 @@ class TaskRunner:
             path, trust_remote_code=model.trust_remote_code, chat_template=model.custom_chat_template
         )
         processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
-        data = config.data
+        # One seed for a run: the order of the prompts follows trainer.seed unless it has a seed of its own.
+        data = config.data if config.data.seed is not None else replace(config.data, seed=config.trainer.seed)
         train = create_rl_dataset(
             data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
         )

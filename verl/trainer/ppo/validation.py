@@ -88,26 +88,35 @@ def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[s
     """Name the reduced numbers: the core one of each data source apart from the auxiliary ones.
 
     The core variable is ``acc`` if the scorer gives one, else ``reward``; of it, mean@N, maj@N
-    and best@N for the largest N are core. Failed samples are counted in ``val-aux/error_rate``.
+    and best@N for the largest N are core. Samples that could not be scored are no part of any
+    mean; ``val-aux/error_rate`` is their share.
     """
-    status = columns.pop("reward_status", [])
-    numeric = {key: values for key, values in columns.items() if all(isinstance(v, int | float | str) for v in values)}
-    metrics: dict[str, float] = {}
-    for source, variables in process_validation_metrics(data_sources, uids, numeric).items():
+    status = columns.get("reward_status", ["ok"] * len(uids))
+    scored = [row for row, value in enumerate(status) if value == "ok"]
+    metrics = {"val-aux/error_rate": 1 - len(scored) / max(len(status), 1)}
+    kept = {
+        name: [values[row] for row in scored]
+        for name, values in columns.items()
+        if name != "reward_status" and all(isinstance(values[row], int | float | str) for row in scored)
+    }
+    reduced = process_validation_metrics([data_sources[i] for i in scored], [uids[i] for i in scored], kept)
+    for source, variables in reduced.items():
         core = "acc" if "acc" in variables else "reward"
-        for variable, reduced in variables.items():
-            largest = max((int(name.split("@")[-1].split("/")[0]) for name in reduced), default=0)
-            for name, value in reduced.items():
-                is_core = (
-                    variable == core
-                    and name.startswith(("mean@", "maj@", "best@"))
-                    and f"@{largest}" in name
-                    and not name.endswith("/std")
-                )
-                metrics[f"{'val-core' if is_core else 'val-aux'}/{source}/{variable}/{name}"] = value
-    if status:
-        metrics["val-aux/error_rate"] = sum(s != "ok" for s in status) / len(status)
+        for variable, numbers in variables.items():
+            largest = max(_responses(name) for name in numbers)
+            for name, value in numbers.items():
+                group = "val-core" if variable == core and _is_core(name, largest) else "val-aux"
+                metrics[f"{group}/{source}/{variable}/{name}"] = value
     return metrics
+
+
+def _responses(name: str) -> int:
+    """N of ``mean@N`` or ``best@N/mean``."""
+    return int(name.split("@")[1].split("/")[0])
+
+
+def _is_core(name: str, largest: int) -> bool:
+    return name.startswith(("mean@", "maj@", "best@")) and _responses(name) == largest and not name.endswith("/std")
 
 
 def dump_generations(

@@ -1,0 +1,144 @@
+"""Whole runs in miniature, through the entry point that users call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny_run import make_tiny_run, overrides
+from verl.errors import CheckpointError
+from verl.trainer.config.overrides import compose
+from verl.trainer.main_ppo import run_ppo
+
+CLOCKS = ("timing", "perf/", "global_seqlen/")
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Run with changed settings; the metrics of every step."""
+    paths = make_tiny_run(tmp_path)
+    # A random policy never solves countdown: a reward that it can earn makes gradients, so numbers can differ.
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(c.isdigit() for c in solution_str) / 8\n"
+    )
+    log = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+
+    def run(**changes: object) -> dict[int, dict[str, float]]:
+        log.unlink(missing_ok=True)
+        settings = {"custom_reward_function__path": str(tmp_path / "reward.py")} | changes
+        run_ppo(compose(overrides(paths, tmp_path, **settings)))
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        return {record["step"]: record["data"] for record in records}
+
+    return run
+
+
+def comparable(metrics: dict[str, float]) -> dict[str, float]:
+    return {key: value for key, value in metrics.items() if not key.startswith(CLOCKS)}
+
+
+def assert_same_steps(a: dict[int, dict[str, float]], b: dict[int, dict[str, float]], rel: float) -> None:
+    assert a.keys() == b.keys()
+    for step in a:
+        left, right = comparable(a[step]), comparable(b[step])
+        assert left.keys() == right.keys()
+        for key in left:
+            # The gap between rollout and trainer is rounding itself: small on both sides is all that holds.
+            absolute = 1e-6 if key.startswith(("training/rollout_", "rollout_corr/")) and rel else 1e-8 * bool(rel)
+            assert right[key] == pytest.approx(left[key], rel=rel, abs=absolute, nan_ok=True), (step, key)
+
+
+def test_grpo_learns_from_a_reward_that_it_can_earn(train, tmp_path):
+    steps = train(
+        trainer__total_training_steps=12,
+        trainer__test_freq=12,
+        trainer__val_before_train="true",
+        trainer__rollout_data_dir=tmp_path / "rollouts",
+        actor_rollout_ref__actor__optim__lr=1e-2,
+        actor_rollout_ref__rollout__n=8,
+    )
+    assert list(steps) == list(range(13))
+    first = sum(steps[s]["critic/score/mean"] for s in (1, 2)) / 2
+    last = sum(steps[s]["critic/score/mean"] for s in (11, 12)) / 2
+    assert last > first + 0.1
+    assert "val-core/countdown/reward/mean@1" in steps[0]
+    assert "val-core/countdown/reward/mean@1" in steps[12]
+    assert steps[1]["training/rollout_probs_diff_max"] < 1e-5
+    records = [json.loads(line) for line in (tmp_path / "rollouts" / "3.jsonl").read_text().splitlines()]
+    assert len(records) == 4 * 8
+    assert {"input", "output", "gts", "score", "step"} <= records[0].keys()
+    assert sum(r["score"] for r in records) / 32 == pytest.approx(steps[3]["critic/score/mean"])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "changes"),
+    [
+        ("gae", {"algorithm__use_kl_in_reward": "true", "reward_model__enable": "true", "trainer__critic_warmup": 1}),
+        ("remax", {"actor_rollout_ref__rollout__n": 2}),
+        ("rloo", {"actor_rollout_ref__actor__use_kl_loss": "true"}),
+        ("reinforce_plus_plus", {"actor_rollout_ref__actor__entropy_coeff": 0.01}),
+    ],
+)
+def test_every_estimator_runs_with_what_it_needs(train, estimator, changes):
+    steps = train(algorithm__adv_estimator=estimator, **changes)
+    assert list(steps) == [1, 2]
+    assert ("critic/vf_loss" in steps[2]) == (estimator == "gae")
+    assert ("actor/kl_loss" in steps[2]) == (estimator == "rloo")
+    assert ("actor/reward_kl_penalty" in steps[2]) == (estimator == "gae")
+    # The first step of gae only warms the critic up.
+    assert ("actor/pg_loss" in steps[1]) == (estimator != "gae")
+    assert steps[2]["actor/grad_norm"] > 0
+
+
+def test_a_resumed_run_continues_where_it_stopped(train, tmp_path):
+    # 16 prompts in batches of 4 make an epoch of 4 steps: the break after step 4 is at its end.
+    common = {"algorithm__adv_estimator": "gae", "algorithm__use_kl_in_reward": "true"}
+    straight = train(trainer__total_training_steps=6, trainer__default_local_dir=tmp_path / "straight", **common)
+    for stop in (3, 4):
+        folder = tmp_path / f"stopped_{stop}"
+        train(trainer__total_training_steps=stop, trainer__save_freq=stop, trainer__default_local_dir=folder, **common)
+        rest = train(trainer__total_training_steps=6, trainer__default_local_dir=folder, **common)
+        assert_same_steps({step: straight[step] for step in range(stop + 1, 7)}, rest, rel=0)
+
+
+def test_old_checkpoints_go_and_the_latest_is_named(train, tmp_path):
+    train(trainer__total_training_steps=3, trainer__save_freq=1, trainer__max_actor_ckpt_to_keep=2)
+    root = tmp_path / "checkpoints"
+    assert sorted(path.name for path in root.glob("global_step_*")) == ["global_step_2", "global_step_3"]
+    assert (root / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert (root / "global_step_3" / "actor" / "model_world_size_1_rank_0.pt").exists()
+
+
+def test_a_damaged_checkpoint_stops_the_run(train, tmp_path):
+    train(trainer__total_training_steps=1, trainer__save_freq=1)
+    model = tmp_path / "checkpoints" / "global_step_1" / "actor" / "model_world_size_1_rank_0.pt"
+    model.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="model_world_size_1_rank_0.pt"):
+        train(trainer__total_training_steps=2)
+
+
+def test_a_failing_sample_leaves_training_and_is_counted(train, tmp_path):
+    (tmp_path / "flaky.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if extra_info['index'] % 4 == 1:\n"
+        "        raise KeyError('no such test case')\n"
+        "    return sum(c.isdigit() for c in solution_str) / 8\n"
+    )
+    steps = train(
+        custom_reward_function__path=tmp_path / "flaky.py", reward_model__max_error_rate=0.5, data__shuffle="false"
+    )
+    assert steps[1]["reward/error_rate"] == 0.25
+    assert steps[1]["actor/grad_norm"] > 0
+
+
+def test_ray_with_two_ranks_gives_the_numbers_of_one_local_rank(train, ray_cluster):
+    common = {"actor_rollout_ref__actor__use_kl_loss": "true", "trainer__total_training_steps": 2}
+    local = train(**common)
+    ray = train(trainer__controller="ray", trainer__n_gpus_per_node=2, **common)
+    assert_same_steps(local, ray, rel=1e-5)
+    assert torch.isfinite(torch.tensor(local[2]["actor/grad_norm"]))
