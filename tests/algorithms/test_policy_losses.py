@@ -165,10 +165,11 @@ def test_importance_weights_multiply_each_token():
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
-def test_masked_places_are_never_read(garbage: float):
+@pytest.mark.parametrize("columns", [("advantages",), ("log_prob",), ("old_log_prob", "log_prob", "advantages")])
+def test_masked_places_are_never_read(garbage: float, columns: tuple[str, ...]):
     clean = batch(5)
     masked = clean["response_mask"] == 0
-    dirty = {k: v if k == "response_mask" else v.masked_fill(masked, garbage) for k, v in clean.items()}
+    dirty = {k: v.masked_fill(masked, garbage) if k in columns else v for k, v in clean.items()}
     log_prob = dirty["log_prob"].clone().requires_grad_()
     weights = torch.ones(5, 6, dtype=torch.float64).masked_fill(masked, garbage)
     loss, metrics = compute_policy_loss_vanilla(
