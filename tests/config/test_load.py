@@ -55,9 +55,25 @@ def test_wrong_values_name_what_is_allowed(run: Run, key: str, value: object, al
     assert allowed in message
 
 
+def test_a_name_with_dots_in_yaml():
+    with pytest.raises(ConfigError) as caught:
+        load_config({"data.seed": 1, "trainer": {"v.w": 2}})
+    assert "'data.seed'=1: a name has no dots.\n     remedy: write data: {seed: ...}" in str(caught.value)
+    assert "trainer.'v.w'=2: a name has no dots" in str(caught.value)
+
+
+def test_an_interpolation_that_leads_nowhere_is_told_where_it_stands(run: Run):
+    # rollout.prompt_length follows it and is resolved first, but is not at fault.
+    message = only(run.refusal({"data.max_prompt_length": "${data.nothing}"}))
+    assert "data.max_prompt_length=${data.nothing}: Interpolation key 'data.nothing' not found" in message
+
+
 def test_a_section_cannot_become_a_value(run: Run):
-    message = run.refusal({"critic.optim": 5})
-    assert "critic.optim=5: this is a section" in message
+    for value in (5, None, ["x"]):
+        message = only(run.refusal({"critic.optim": value}))
+        assert "critic.optim=" in message
+        assert "this is a section, it cannot be replaced by a value" in message
+    assert run.load({"actor_rollout_ref.rollout.profiler.tool_config": None})  # may be absent
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.trainer.config.algorithm import NO_CORRECTION
 from verl.trainer.config.keys import Key, Tree, drop, flat, get, put, same
-from verl.trainer.config.problems import Problem
+from verl.trainer.config.problems import Problem, shown
 from verl.workers.config.agent import NO_MULTI_TURN
 
 
@@ -120,27 +120,13 @@ def respell(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str], prob
         problems: gets an entry where two spellings disagree, or a retired key asks for something.
     """
     known = {path: key for path, key in keys.items() if key.section is None}
-    said: dict[str, str] = {}
+    spellings = _Spellings(tree, known, explicit, problems)
     for alias in ALIASES:
-        section = get(tree, alias.old)
-        # A spelling of another entry point, or of a section that is also a real key, is left alone.
-        if section is None or not _leads_somewhere(alias, known):
-            continue
-        found = dict(flat(section)) if isinstance(section, Mapping) else {"": section}
-        for below, value in found.items():
-            old = f"{alias.old}.{below}" if below else alias.old
-            new = f"{alias.new}.{below}" if below else alias.new
-            if old in known:
-                put(tree, old, known[old].default)
-            else:
-                drop(tree, old)
-            if value is None or value == {}:
-                continue
-            value = alias.values.get(value, value) if isinstance(value, str) else value
-            _move(tree, known, (old, new, value), (explicit, said), problems)
+        if _leads_somewhere(alias, known):
+            spellings.apply(alias)
     for path, value in list(flat(tree)):
-        retired = next((r for r in RETIRED if path not in known and fnmatch.fnmatchcase(path, r.pattern)), None)
-        if retired is None:
+        retired = next((r for r in RETIRED if fnmatch.fnmatchcase(path, r.pattern)), None)
+        if retired is None or path in known:
             continue
         drop(tree, path)
         if not any(same(value, harmless) for harmless in retired.harmless):
@@ -149,38 +135,54 @@ def respell(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str], prob
 
 
 def _leads_somewhere(alias: Alias, known: Collection[str]) -> bool:
+    """Whether the entry point at hand has the key (spellings of the others are left alone)."""
     new = alias.new.partition("[")[0]
     return any(key == new or key.startswith(new + ".") or new.startswith(key + ".") for key in known)
 
 
-def _move(
-    tree: Tree,
-    known: Mapping[str, Key],
-    move: tuple[str, str, Any],
-    seen: tuple[Collection[str], dict[str, str]],
-    problems: list[Problem],
-) -> None:
-    """Write ``value`` at ``new``, unless ``new`` is already set to something else."""
-    old, new, value = move
-    explicit, said = seen
-    key, _, index = new.removesuffix("]").partition("[")
-    now = get(tree, key)
-    place = int(index) if index else None
-    current = now[place] if place is not None and isinstance(now, list) else now
-    defaults = (known[key].yaml_default, known[key].default) if key in known else (None,)
-    untouched = key not in explicit and (place is not None or any(same(now, default) for default in defaults))
-    if (new in said or not untouched) and not same(current, value):
-        problems.append(
-            Problem(
-                old,
-                value,
-                f"this is another spelling of {said.get(new, new)}, which is set to {current}",
-                remedy=f"keep one of the two, best {new}",
-            )
-        )
-        return
-    said[new] = old
-    if place is None:
-        put(tree, key, value)
-    else:
-        put(tree, key, [value if i == place else item for i, item in enumerate(now)])
+@dataclass
+class _Spellings:
+    """One pass over the aliases."""
+
+    tree: Tree
+    known: Mapping[str, Key]
+    explicit: Collection[str]
+    problems: list[Problem]
+    said: dict[str, str] = field(default_factory=dict)
+    """Key → the other spelling that has set it."""
+
+    def apply(self, alias: Alias) -> None:
+        """Move what stands under ``alias.old``: a value, or all values of a section."""
+        found = get(self.tree, alias.old)
+        if found is None:
+            return
+        values = {f".{below}": value for below, value in flat(found)} if isinstance(found, Mapping) else {"": found}
+        for below, value in values.items():
+            old, new = alias.old + below, alias.new + below
+            if old in self.known:
+                put(self.tree, old, self.known[old].default)
+            else:
+                drop(self.tree, old)
+            if value is not None and value != {}:
+                self._move(old, new, alias.values.get(value, value) if isinstance(value, str) else value)
+
+    def _move(self, old: str, new: str, value: Any) -> None:
+        key, _, place = new.removesuffix("]").partition("[")
+        items = get(self.tree, key)
+        now = items[int(place)] if place else items
+        if (new in self.said or self._is_set(key, now, place)) and not same(now, value):
+            wrong = f"this is another spelling of {self.said.get(new, new)}, which is set to {shown(now)}"
+            self.problems.append(Problem(old, value, wrong, remedy=f"keep one of the two, best {new}"))
+            return
+        self.said[new] = old
+        if place:
+            value = [value if number == int(place) else item for number, item in enumerate(items)]
+        put(self.tree, key, value)
+
+    def _is_set(self, key: str, now: Any, place: str) -> bool:
+        if key in self.explicit:
+            return True
+        if place:
+            return False
+        defaults = (self.known[key].yaml_default, self.known[key].default) if key in self.known else (None,)
+        return not any(same(now, default) for default in defaults)

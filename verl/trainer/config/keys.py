@@ -42,6 +42,11 @@ class Key:
         return sentence_of(self.owner, self.name)
 
     @property
+    def takes_null(self) -> bool:
+        """Whether null is a value of the key."""
+        return types.NoneType in typing.get_args(self.field.annotation)
+
+    @property
     def follows(self) -> bool:
         """Whether the default is another field's value (and the key has no interpolation that says so)."""
         return bool(self.field.default_factory_takes_validated_data) and self.meta.interpolation is None

@@ -10,7 +10,6 @@ Every step adds to one list of problems; the user sees them all at once.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import logging
 import os
@@ -33,7 +32,7 @@ from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.problems import Problem, report, shown
 from verl.trainer.config.rewrite import rewrite
 from verl.trainer.config.validate import validate
-from verl.utils import env
+from verl.utils.import_utils import import_external_modules
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +58,10 @@ def load_config(
     given: Any = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else cfg
     raw = merged(default_tree(root), given)
     known = {key.path: key for key in iter_keys(root)}
+    _restore_sections(raw, known, problems)
     respell(raw, known, explicit, problems)
     tree = _resolve(raw, known, problems)
+    _take_out_dotted(tree, known, problems)
     _take_out_unknown(tree, known, problems)
     _refuse(tree, raw, known, problems)
     _expand_paths(tree, known)
@@ -76,22 +77,50 @@ def load_config(
     return config
 
 
+def _restore_sections(raw: Tree, known: Mapping[str, Key], problems: list[Problem]) -> None:
+    """Put back sections that were overwritten by a value."""
+    for path, key in known.items():
+        value = get(raw, path, key.yaml_default)
+        is_absent = value is None and key.takes_null
+        is_section = isinstance(value, Mapping) or same(value, key.yaml_default) or str(value).startswith("${")
+        if key.section is not None and not is_section and not is_absent:
+            problems.append(_type_problem(path, value, key))
+            put(raw, path, default_tree(key.section, key.default) if key.default is not None else None)
+
+
 def _resolve(raw: Tree, known: Mapping[str, Key], problems: list[Problem]) -> Tree:
     """Replace interpolations by values; one that cannot be resolved becomes a problem and its key's default."""
     config = OmegaConf.create(raw)
+    tried: set[str] = set()
     while True:
         try:
             tree: Tree = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
             break
         except OmegaConfBaseException as error:
             path = error.full_key or ""
-            wrong = str(error).splitlines()[0]
-            problems.append(Problem(path, get(raw, path), wrong, remedy="name an existing key, or give a value"))
+            if path in tried:
+                raise
+            tried.add(path)
+            if path not in known or not _is_derived(path, raw, known[path]):  # else its source is at fault
+                wrong = str(error).splitlines()[0]
+                problems.append(Problem(path, get(raw, path), wrong, remedy="name an existing key, or give a value"))
             OmegaConf.update(config, path, known[path].default if path in known else None, merge=False)
     for path, value in list(flat(tree)):
         if value == "???" and path in known:
             put(tree, path, known[path].default)
     return tree
+
+
+def _take_out_dotted(tree: Tree, known: Mapping[str, Key], problems: list[Problem]) -> None:
+    """Remove names with a dot, which only the command line has."""
+    sections = ["", *(path for path, key in known.items() if key.section is not None)]
+    for path in sections:
+        section = get(tree, path) if path else tree
+        for name in [name for name in section if "." in name] if isinstance(section, dict) else []:
+            remedy = f"write {name.replace('.', ': {')}: ...{'}' * name.count('.')}, section by section"
+            problems.append(
+                Problem(f"{path}.'{name}'".lstrip("."), section.pop(name), "a name has no dots", "", remedy)
+            )
 
 
 def _take_out_unknown(tree: Tree, known: Mapping[str, Key], problems: list[Problem]) -> None:
@@ -180,9 +209,11 @@ def _build(
             own = [path for path in paths if path not in known or not _is_derived(path, raw, known[path])]
             for path in own or paths:
                 problems.append(_type_problem(path, get(tree, path), known.get(path)))
+            if paths.keys() <= bad:
+                raise
+            bad |= paths.keys()
             for path in paths:
                 drop(tree, path)
-            bad |= paths.keys()
 
 
 def _key_of(location: tuple[int | str, ...], known: Mapping[str, Key]) -> str:
@@ -222,8 +253,7 @@ def hydra_entry(main: Callable[[ConfigT], None], config_name: str, root: type[Co
 
     def entry(cfg: DictConfig) -> None:
         try:
-            for module in env.external_modules():
-                importlib.import_module(module)
+            import_external_modules()
             main(load_config(cfg, root, keys_set(HydraConfig.get().overrides.task)))
         except ConfigError as error:
             sys.stderr.write(f"ConfigError: {error}\n")

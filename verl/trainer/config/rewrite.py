@@ -77,8 +77,8 @@ def _make_equal(
 def _per_rank(tree: Tree, raw: Tree, known: Mapping[str, Key], pair: tuple[str, str], problems: list[Problem]) -> None:
     total, per_rank = pair
     size = get(tree, total)
-    if not isinstance(size, int):
-        return
+    if not isinstance(size, int) or size < 1:
+        return  # not set, or wrong in itself
     derived = [
         known[path].meta.interpolation is not None and get(raw, path) == known[path].meta.interpolation for path in pair
     ]

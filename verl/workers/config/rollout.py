@@ -162,7 +162,7 @@ class RolloutConfig(ServingConfig):
     n: int = setting(1, ge=1)
     """Responses per prompt."""
     seed: int = setting(1, ge=0, interpolation="${oc.select:trainer.seed,1}")
-    """Seed of sampling, as in `trainer.seed`; each response has random numbers of its own, from it, the step, the prompt and its place."""
+    """Seed of sampling, as in `trainer.seed`: every response draws from it, the step, the prompt and its own place."""
     over_sample_rate: float = setting(
         0, ge=0, refuse="sampling more prompts than are trained on is not in this version; set over_sample_rate=0"
     )
