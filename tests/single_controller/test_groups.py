@@ -127,7 +127,7 @@ def test_the_rank_that_failed_first_comes_first(ray_pair):
     assert str(caught.value).splitlines() == [
         "Echo.boom on rank 1 of 2: ValueError: bad row on rank 1",
         "Failed after it:",
-        "  Echo.boom on rank 0 of 2: RuntimeError: connection closed by peer",
+        "  rank 0: RuntimeError: connection closed by peer",
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from hypothesis import given
@@ -47,8 +49,10 @@ def test_an_update_on_repeated_samples_is_refused(meshed):
 
 
 def test_an_unknown_mesh_is_named_with_the_known(meshed):
-    with pytest.raises(WorkerError, match=r"mesh 'nowhere' is not known to Meshed \(known: \['train', 'wide'\]\)"):
+    with pytest.raises(WorkerError, match=r"mesh 'nowhere' is not known to Meshed \(known: \['train', 'wide'\]\)") as e:
         meshed.on_unknown_mesh(batch_of([1.0]))
+    # One message for all four ranks, whichever was first.
+    assert re.search(r"on rank \d of 4: .*\nThe same on ranks \d, \d, \d\.$", str(e.value))
 
 
 def test_futures_pass_between_groups_without_the_driver(meshed, ray_pair, monkeypatch):
@@ -77,7 +81,7 @@ def test_a_future_that_does_not_divide_is_padded_by_its_receivers(meshed, ray_pa
 def test_registering_a_mesh_twice_must_agree(meshed):
     meshed.init_model([0, 0, 1, 1], [False, True, False, True])
     with pytest.raises(WorkerError, match=r"mesh 'train' is registered with .*\(0, False\), and now with \(0, True\)"):
-        meshed.init_model([0, 0, 1, 1], [True, False, False, True])
+        meshed.init_model([0, 0, 1, 1], [True, True, False, True])
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,10 @@ from verl.errors import WorkerError
 logger = logging.getLogger(__name__)
 
 
+GRACE_S = 0.5
+"""How long the other ranks of a failed call may take to fail as well, before the caller is told."""
+
+
 def explain(error: RayError, calls: Mapping[int, Any], title: str, method: str, world_size: int) -> str:
     """The message for a call that failed, beginning with the rank that failed first.
 
@@ -25,17 +29,24 @@ def explain(error: RayError, calls: Mapping[int, Any], title: str, method: str, 
         method: what they were asked to do.
         world_size: number of ranks.
     """
-    failures = _failures(calls) or {-1: error}
-    order = sorted(failures, key=lambda rank: (_failed_at(failures[rank]), rank))
-    lines = [_line(failures[rank], rank, world_size, title, method) for rank in order]
-    if len(lines) == 1:
-        return lines[0]
-    return "\n".join([lines[0], "Failed after it:", *(f"  {line.splitlines()[0]}" for line in lines[1:])])
+    # Those that have failed by now, in their order, then those that fail in consequence.
+    failures = _failures(calls, 0)
+    failures |= {rank: later for rank, later in _failures(calls, GRACE_S).items() if rank not in failures}
+    if not failures:
+        return f"{title}.{method}: {_what(error)}"
+    ranks_by_failure: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        ranks_by_failure.setdefault(_what(failure), []).append(rank)
+    (what, (first, *same)), *later = ranks_by_failure.items()
+    lines = [f"{title}.{method} on rank {first} of {world_size}: {what}"]
+    lines += [f"The same on {_ranks(same)}."] if same else []
+    lines += ["Failed after it:"] if later else []
+    return "\n".join(lines + [f"  {_ranks(ranks)}: {what.splitlines()[0]}" for what, ranks in later])
 
 
-def _failures(calls: Mapping[int, Any]) -> dict[int, RayError]:
+def _failures(calls: Mapping[int, Any], timeout_s: float) -> dict[int, RayError]:
     references = list(calls.values())
-    finished, _ = ray.wait(references, num_returns=len(references), timeout=0)
+    finished, _ = ray.wait(references, num_returns=len(references), timeout=timeout_s)
     failures: dict[int, RayError] = {}
     for rank, reference in calls.items():
         if reference not in finished:
@@ -44,7 +55,7 @@ def _failures(calls: Mapping[int, Any]) -> dict[int, RayError]:
             ray.get(reference)
         except RayError as error:
             failures[rank] = error
-    return failures
+    return dict(sorted(failures.items(), key=lambda item: (_failed_at(item[1]), item[0])))
 
 
 def _failed_at(error: RayError) -> float:
@@ -52,16 +63,18 @@ def _failed_at(error: RayError) -> float:
     return getattr(getattr(error, "cause", None), "failed_at", 0.0)
 
 
-def _line(error: RayError, rank: int, world_size: int, title: str, method: str) -> str:
-    where = f"{title}.{method} on rank {rank} of {world_size}" if rank >= 0 else f"{title}.{method}"
+def _what(error: RayError) -> str:
     if isinstance(error, RayTaskError):
-        cause = error.cause
-        return f"{where}: {type(cause).__name__}: {cause}"
+        return f"{type(error.cause).__name__}: {error.cause}"
     if isinstance(error, RayActorError) and error.actor_init_failed:
-        return f"{where}: {str(error).strip().splitlines()[-1]}\n{error}"
+        return f"{str(error).strip().splitlines()[-1]}\n{error}"
     if isinstance(error, RayActorError):
-        return f"{where}: the process died. {error}"
-    return f"{where}: {type(error).__name__}: {error}"
+        return f"the process died. {error}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 class Watch:

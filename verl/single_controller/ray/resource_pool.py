@@ -130,6 +130,12 @@ class RayResourcePool(ResourcePool):
             self._bundles = _bundles_of(self.get_placement_groups(strategy))
         return self._bundles
 
+    def release(self) -> None:
+        """Give the places back, for a detached pool the only way; workers that still live there end."""
+        for group in self._placement_groups or []:
+            remove_placement_group(group)
+        self._placement_groups = self._bundles = None
+
 
 class SubRayResourcePool(RayResourcePool):
     """Some of the ranks of a pool, as a pool.
