@@ -44,10 +44,10 @@ test-slow: $(DEV) ## the long proofs
 lint: $(DEV) ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/basedpyright --level error
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 
 docs: $(DEV) ## the documentation, strictly, into site/
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the dataclasses
 	$(BIN)/python -m verl.trainer.config.generate

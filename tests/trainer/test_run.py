@@ -118,7 +118,7 @@ def test_a_damaged_checkpoint_stops_the_run(train, tmp_path):
     train(trainer__total_training_steps=1, trainer__save_freq=1)
     model = tmp_path / "checkpoints" / "global_step_1" / "actor" / "model_world_size_1_rank_0.pt"
     model.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
-    with pytest.raises(CheckpointError, match="model_world_size_1_rank_0.pt"):
+    with pytest.raises(CheckpointError, match=r"model_world_size_1_rank_0\.pt"):
         train(trainer__total_training_steps=2)
 
 

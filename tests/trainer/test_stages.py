@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.core_algos import FixedKLController
@@ -46,8 +47,9 @@ def test_kl_penalty_by_hand():
         ref_log_prob=torch.tensor([[-1.5, -1.25]]),
         response_mask=torch.tensor([[1, 0]]),
     )
+    # What lies behind the mask is no reward: 0 there.
     penalised, metrics = stages.apply_kl_penalty(data, FixedKLController(0.1), "kl")
-    assert penalised.batch["token_level_rewards"].tolist() == [[pytest.approx(-0.05), 1.0]]
+    assert penalised.batch["token_level_rewards"].tolist() == [[pytest.approx(-0.05), 0.0]]
     assert metrics == {"actor/reward_kl_penalty": 0.5, "actor/reward_kl_penalty_coeff": 0.1}
 
 
@@ -57,3 +59,10 @@ def test_siblings_are_neighbours_and_counted():
     assert repeated.batch["input_ids"].flatten().tolist() == [1, 1, 2, 2]
     assert repeated.non_tensor_batch["uid"].tolist() == ["7-0", "7-0", "7-1", "7-1"]
     assert repeated.non_tensor_batch["sample_index"].tolist() == [0, 1, 0, 1]
+
+
+def test_a_gap_between_rollout_and_trainer_can_stop_the_run():
+    stages.check_rollout_gap({"training/rollout_probs_diff_max": 0.3}, None)
+    stages.check_rollout_gap({"training/rollout_probs_diff_max": 0.1}, 0.2)
+    with pytest.raises(RolloutError, match=r"differs by 0.3 .* max_rollout_actor_probs_diff=0.2"):
+        stages.check_rollout_gap({"training/rollout_probs_diff_max": 0.3}, 0.2)

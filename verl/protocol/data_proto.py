@@ -82,7 +82,8 @@ class DataProto:
         SchemaError: the columns do not all have the same number of rows.
     """
 
-    batch: TensorDict | None = None
+    # Typed as present, as it nearly always is; a batch without tensors has None.
+    batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
     non_tensor_batch: Columns = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
     auto_padding: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any, Protocol
 
-from verl.utils.import_utils import import_external_modules
+from verl.utils.import_utils import prepare_process
 
 
 class Runner(Protocol):
@@ -27,7 +27,7 @@ def run_under_controller(runner_class: type[Runner], config: Any) -> None:
         runner_class: made without arguments, in the process that drives.
         config: a checked configuration with ``trainer.controller`` and ``ray_kwargs``.
     """
-    import_external_modules()
+    prepare_process()
     if config.trainer.controller == "local":
         runner_class().run(config)
     else:

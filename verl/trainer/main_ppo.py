@@ -9,21 +9,18 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.load import hydra_entry, load_config
-from verl.trainer.config.sizes import derived_sizes, resolve_device
+from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
 from verl.trainer.controller import load_controller, run_under_controller
 from verl.trainer.ppo.utils import Needs, Role
+from verl.utils.console import show
 from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
-
-logger = logging.getLogger(__name__)
-
 
 class TaskRunner:
     """Assembles a run from its configuration and drives it, in a process of its own or in this one.
@@ -110,7 +107,7 @@ class TaskRunner:
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
         for dataset in (train, val):
             check_reward_data(config, reward_fn, dataset)
-        logger.warning("this run:\n%s", derived_sizes(config, len(train)))
+        show(sizes_table(derived_sizes(config, len(train))))
 
         controller = load_controller(config.trainer.controller)
         trainer = RayPPOTrainer(

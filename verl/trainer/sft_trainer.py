@@ -85,9 +85,12 @@ class SFTTrainer:
     def fit(self) -> None:
         """Train to the last step: resume, step, validate, save, log."""
         trainer = self.config.trainer
-        tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
         self._load_checkpoint()
-        with Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress:
+        names = trainer.project_name, trainer.experiment_name
+        with (
+            Tracking(*names, trainer.logger, self.config.to_dict()) as tracking,
+            Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress,
+        ):
             while self.global_steps < self.total_training_steps:
                 for rows in self.train_dataloader:
                     self.global_steps += 1
@@ -96,7 +99,6 @@ class SFTTrainer:
                     progress.update(self.global_steps, metrics)
                     if self.global_steps >= self.total_training_steps:
                         break
-        tracking.finish()
 
     def _one_step(self, batch: DataProto) -> Metrics:
         self.stopwatch = Stopwatch()

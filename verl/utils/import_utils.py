@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import logging
 import os
 import sys
 from pathlib import Path
@@ -78,7 +79,11 @@ def load_object(path: str, name: str, setting: str) -> Any:
     return getattr(module, name)
 
 
-def import_external_modules() -> None:
-    """Import the modules of ``VERL_USE_EXTERNAL_MODULES``, so that what they register is known in this process."""
+def prepare_process() -> None:
+    """What every process of a run does first: set verl's logging level, import the user's own modules.
+
+    ``VERL_LOGGING_LEVEL`` and ``VERL_USE_EXTERNAL_MODULES``; what the modules register is then known here.
+    """
+    logging.getLogger("verl").setLevel(env.logging_level())
     for name in env.external_modules():
         importlib.import_module(name)

@@ -16,6 +16,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.checkpoint import on_all_ranks
 from verl.utils.device import memory_metrics
+from verl.utils.import_utils import prepare_process
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, LossFn, MicroBatchConfig
 from verl.workers.losses import sft_loss
@@ -35,6 +36,7 @@ class EngineWorker(Worker):
 
     def __init__(self, checkpoint: CheckpointConfig, device_name: str | None = None, timeout_s: float = 600) -> None:
         super().__init__()
+        prepare_process()
         # A bar per rank, through Ray, is noise in the driver's log.
         transformers.utils.logging.disable_progress_bar()
         self.engine: BaseEngine | None = None

@@ -32,7 +32,7 @@ from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.problems import Problem, report, shown
 from verl.trainer.config.rewrite import rewrite
 from verl.trainer.config.validate import validate
-from verl.utils.import_utils import import_external_modules
+from verl.utils.import_utils import prepare_process
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ def hydra_entry(main: Callable[[ConfigT], None], config_name: str, root: type[Co
 
     def entry(cfg: DictConfig) -> None:
         try:
-            import_external_modules()
+            prepare_process()
             main(load_config(cfg, root, keys_set(HydraConfig.get().overrides.task)))
         except ConfigError as error:
             sys.stderr.write(f"ConfigError: {error}\n")

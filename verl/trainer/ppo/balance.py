@@ -48,26 +48,3 @@ def layout_for_ranks(
         for rank, picked in zip(ranks, shares, strict=True):
             rank.extend(start + i for i in sorted(picked))
     return [i for rank in ranks for i in rank], ranks
-
-
-def seqlen_metrics(seqlens: Sequence[int], ranks: list[list[int]], prefix: str = "global_seqlen") -> dict[str, float]:
-    """Tokens per rank, in order (``min``, ``max``) and as dealt (``balanced_min``, ``balanced_max``)."""
-    share = len(seqlens) // len(ranks)
-    plain = [sum(seqlens[start : start + share]) for start in range(0, len(seqlens), share)]
-    dealt = [sum(seqlens[i] for i in rank) for rank in ranks]
-    return {
-        f"{prefix}/min": min(plain),
-        f"{prefix}/max": max(plain),
-        f"{prefix}/minmax_diff": max(plain) - min(plain),
-        f"{prefix}/balanced_min": min(dealt),
-        f"{prefix}/balanced_max": max(dealt),
-        f"{prefix}/mean": sum(dealt) / len(ranks),
-    }
-
-
-def inverse(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes ``order``: ``[order[i] for i in inverse(order)]`` is sorted."""
-    undo = [0] * len(order)
-    for position, sample in enumerate(order):
-        undo[sample] = position
-    return undo

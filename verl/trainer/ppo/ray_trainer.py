@@ -40,7 +40,7 @@ from verl.trainer.config import PPOConfig
 from verl.trainer.config.load import load_config
 from verl.trainer.config.sizes import derived_sizes
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.balance import inverse, layout_for_ranks, seqlen_metrics
+from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.ppo.core_algos import get_kl_controller
 from verl.trainer.ppo.metrics import (
     compute_data_metrics,
@@ -55,7 +55,8 @@ from verl.trainer.ppo.validation import Validator, dump_generations
 from verl.trainer.schedule import Schedule, with_total_steps
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
-from verl.utils.tracking import Tracking
+from verl.utils.seqlen_balancing import get_reverse_idx, log_seqlen_unbalance
+from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 from verl.workers.config import FSDPOptimizerConfig
 
 __all__ = [
@@ -161,10 +162,10 @@ class RayPPOTrainer:
                 resource_pool=pool, ray_cls_with_init=colocated, device_name=self.device_name
             )
             groups.update(group.spawn(prefix_set=members.keys()))
-        self.critic_wg = groups.get(str(Role.Critic))
-        self.ref_policy_wg = groups.get(str(Role.RefPolicy))
-        self.rm_wg = groups.get(str(Role.RewardModel))
-        self.actor_rollout_wg = groups[str(Role.ActorRollout)]
+        self.critic_wg: Any = groups.get(str(Role.Critic))
+        self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy))
+        self.rm_wg: Any = groups.get(str(Role.RewardModel))
+        self.actor_rollout_wg: Any = groups[str(Role.ActorRollout)]
         # The actor last: its rollout engine sizes itself by the memory that the others left.
         for group in (self.critic_wg, self.ref_policy_wg, self.rm_wg, self.actor_rollout_wg):
             if group is not None:
@@ -207,15 +208,16 @@ class RayPPOTrainer:
     def fit(self) -> None:
         """Train to the last step: resume, validate, step, save, log."""
         trainer = self.config.trainer
-        tracking = Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, self.config.to_dict())
         self._load_checkpoint()
-        with Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress:
+        names = trainer.project_name, trainer.experiment_name
+        with (
+            Tracking(*names, trainer.logger, self.config.to_dict()) as tracking,
+            Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress,
+        ):
+            self._track_generations = ValidationGenerationsLogger(tracking).log
             if self.validator and trainer.val_before_train:
                 tracking.log(self._validate(), step=self.global_steps)
-            if trainer.val_only:
-                tracking.finish()
-                return
-            while self.global_steps < self.total_training_steps:
+            while self.global_steps < self.total_training_steps and not trainer.val_only:
                 for rows in self.train_dataloader:
                     self.global_steps += 1
                     metrics = self._one_step(DataProto.from_single_dict(rows))
@@ -223,7 +225,6 @@ class RayPPOTrainer:
                     progress.update(self.global_steps, metrics)
                     if self.global_steps >= self.total_training_steps:
                         break
-        tracking.finish()
 
     def _one_step(self, prompts: DataProto) -> Metrics:
         """A step, and what the schedule asks for after it: validation, a checkpoint."""
@@ -300,6 +301,7 @@ class RayPPOTrainer:
         scored = batch | columns
         self.metrics.update(stages.mean_entropy(scored, actor.loss_agg_mode, actor.loss_scale_factor))
         self.metrics.update(compute_rollout_gap_metrics(scored))
+        stages.check_rollout_gap(self.metrics, self.config.trainer.max_rollout_actor_probs_diff)
         return columns.select(batch_keys=["old_log_probs"])
 
     @stage("ref")
@@ -344,12 +346,12 @@ class RayPPOTrainer:
         """Columns from a worker group, with tokens dealt evenly to its ranks, back in the batch's order."""
         order, _ = self._order(workers, batch, num_mini_batches=1)
         inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
-        return getattr(workers, method)(inputs.select_idxs(order)).select_idxs(inverse(order))
+        return getattr(workers, method)(inputs.select_idxs(order)).select_idxs(get_reverse_idx(order))
 
     def _update(self, workers: Any, method: str, batch: DataProto, columns: tuple[str, ...], mini_batch: int) -> None:
         """One pass of updates over the batch; its metrics are the same on every rank."""
         order, ranks = self._order(workers, batch, self.config.data.train_batch_size // mini_batch)
-        self.metrics.update(seqlen_metrics(stages.sequence_lengths(batch), ranks))
+        self.metrics.update(log_seqlen_unbalance(stages.sequence_lengths(batch), ranks, "global_seqlen"))
         inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
         self.metrics.update(getattr(workers, method)(inputs.select_idxs(order)).meta_info["metrics"])
 
@@ -378,7 +380,11 @@ class RayPPOTrainer:
     def _validate(self) -> Metrics:
         """Metrics ``val-core/...`` and ``val-aux/...`` of the held-out prompts."""
         assert self.validator is not None, "validation needs val_dataset and val_reward_fn"
-        return self.validator.run(self.global_steps)
+        metrics = self.validator.run(self.global_steps)
+        shown = self.validator.samples[: self.config.trainer.log_val_generations]
+        if shown:
+            self._track_generations([(s["input"], s["output"], s["score"]) for s in shown], self.global_steps)
+        return metrics
 
     @stage("dump_rollout_generations")
     def _dump_rollouts(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.schema import require
-from verl.trainer.ppo.core_algos import agg_loss, compute_advantages, kl_penalty
-from verl.utils.torch_functional import masked_mean
+from verl.trainer.ppo.core_algos import agg_loss, compute_advantages, kl_in_reward
 
 Metrics = dict[str, float]
 
@@ -66,7 +66,7 @@ def drop_failed_samples(batch: DataProto, reward_status: list[str]) -> tuple[Dat
     return columns, {"reward/error_rate": float(failed.mean())}
 
 
-def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_kind: str = "kl") -> tuple[DataProto, Metrics]:
+def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, Metrics]:
     """Rewards from scores: ``token_level_rewards = token_level_scores - β · kl(old ‖ ref)``.
 
     The controller is told the mean KL per sequence, so that an adaptive β follows its target
@@ -75,20 +75,25 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty_kind: str = "kl")
     Args:
         data: batch with token_level_scores, old_log_probs, ref_log_prob, response_mask.
         kl_ctrl: a controller of :func:`verl.trainer.ppo.core_algos.get_kl_controller`.
-        kl_penalty_kind: one of the kinds of :func:`verl.trainer.ppo.core_algos.kl_penalty`.
+        kl_penalty: one of the kinds of :func:`verl.trainer.ppo.core_algos.kl_penalty`.
 
     Returns:
         the batch with ``token_level_rewards``, and ``actor/reward_kl_penalty``,
         ``actor/reward_kl_penalty_coeff``.
     """
     require(data, ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"), "KL penalty in the reward")
-    mask = data.batch["response_mask"]
-    kl = kl_penalty(data.batch["old_log_probs"], data.batch["ref_log_prob"], kl_penalty_kind) * mask
-    beta = kl_ctrl.value
-    mean_kl = masked_mean(kl, mask, axis=-1).mean().item()
-    kl_ctrl.update(current_kl=mean_kl, n_steps=len(data))
-    rewards = DataProto.from_dict(tensors={"token_level_rewards": data.batch["token_level_scores"] - beta * kl})
-    return data | rewards, {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": beta}
+    columns, beta = data.batch, kl_ctrl.value
+    rewards, mean_kl = kl_in_reward(
+        columns["token_level_scores"],
+        columns["old_log_probs"],
+        columns["ref_log_prob"],
+        columns["response_mask"],
+        beta,
+        kl_penalty,
+    )
+    kl_ctrl.update(current_kl=mean_kl.item(), n_steps=len(data))
+    metrics = {"actor/reward_kl_penalty": mean_kl.item(), "actor/reward_kl_penalty_coeff": beta}
+    return data | DataProto.from_dict(tensors={"token_level_rewards": rewards}), metrics
 
 
 def compute_advantage(data: DataProto, adv_estimator: str, settings: Mapping[str, Any] | None = None) -> DataProto:
@@ -108,7 +113,7 @@ def compute_advantage(data: DataProto, adv_estimator: str, settings: Mapping[str
     return DataProto.from_dict(tensors={"advantages": advantages, "returns": returns})
 
 
-def mean_entropy(batch: DataProto, loss_agg_mode: str, loss_scale_factor: int | None) -> Metrics:
+def mean_entropy(batch: DataProto, loss_agg_mode: str, loss_scale_factor: float | None) -> Metrics:
     """``actor/entropy``: the entropy of the policy over the response tokens, aggregated as the loss is."""
     entropy = agg_loss(
         batch.batch["entropys"],
@@ -117,3 +122,18 @@ def mean_entropy(batch: DataProto, loss_agg_mode: str, loss_scale_factor: int | 
         loss_scale_factor=loss_scale_factor,
     )
     return {"actor/entropy": entropy.item()}
+
+
+def check_rollout_gap(metrics: Metrics, limit: float | None) -> None:
+    """Stop when rollout and trainer disagree about a token's probability by more than ``limit``.
+
+    Raises:
+        RolloutError: they do; what was sampled is then not what would be trained on.
+    """
+    gap = metrics.get("training/rollout_probs_diff_max", 0.0)
+    if limit is not None and gap > limit:
+        raise RolloutError(
+            f"the probability of a token differs by {gap:.2g} between rollout engine and trainer, more than "
+            f"trainer.max_rollout_actor_probs_diff={limit}. Compute both in one precision (rollout.dtype, "
+            "actor.fsdp_config.dtype), or raise the limit."
+        )
