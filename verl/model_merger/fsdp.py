@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 _AUTO = {
     "ForCausalLM": transformers.AutoModelForCausalLM,
+    "LMHeadModel": transformers.AutoModelForCausalLM,
     "ForTokenClassification": transformers.AutoModelForTokenClassification,
     "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,22 +70,25 @@ class LocalFolder:
 def on_all_ranks(task: str) -> Iterator[None]:
     """Run the block on every rank; if it fails on one, raise on all, so that none waits for ever.
 
-    The block must hold no collective operation after a point where it may fail.
+    The block must hold no collective operation.
 
     Raises:
         CheckpointError: naming the first rank that failed, and why.
     """
-    problem: Exception | None = None
     try:
         yield
-    except (OSError, CheckpointError) as error:
-        problem = error
+    finally:
+        problem = sys.exc_info()[1]
+        if problem is None or isinstance(problem, Exception):  # not on the way out of an interrupt
+            _raise_first(task, problem)
+
+
+def _raise_first(task: str, problem: Exception | None) -> None:
     texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, None if problem is None else f"{problem}")
-    failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
-    if failed:
-        rank, text = failed[0]
-        raise CheckpointError(f"cannot {task}: {text} (rank {rank})") from problem
+    dist.all_gather_object(texts, None if problem is None else str(problem) or type(problem).__name__)
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise CheckpointError(f"cannot {task}: {text} (rank {rank})") from problem
 
 
 def rng_state() -> dict[str, Any]:

@@ -31,7 +31,7 @@ from verl.workers.engine.fsdp.model import (
 )
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler, clip_gradients
 from verl.workers.engine.fsdp.packing_check import choose_form
-from verl.workers.engine.fsdp.sharding import full_tensor, make_mesh, needs_sharding, shard_model
+from verl.workers.engine.fsdp.sharding import full_tensor, make_mesh, mixed_precision, needs_sharding, shard_model
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class FSDPEngine(BaseEngine):
         config = self.engine_config
         if config.full_determinism:
             torch.use_deterministic_algorithms(True)
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.seed + dist.get_rank())
         dtype = torch_dtype(config.model_dtype)
         model = build_model(self.model_type, self.model_config, dtype, with_weights=dist.get_rank() == 0)
         model.requires_grad_(not config.forward_only)
@@ -88,7 +88,8 @@ class FSDPEngine(BaseEngine):
         else:
             model.to(self.device)
         self.model = model.eval()
-        self.is_packed = choose_form(model, self.model_config.use_remove_padding, self.device)
+        compute_dtype = mixed_precision(config).param_dtype or dtype
+        self.is_packed = choose_form(model, self.model_config.use_remove_padding, self.device, compute_dtype)
         self._reshard()  # or the optimizer would be given the gathered copies
         if not config.forward_only:
             if self.optimizer_config is None:

@@ -21,13 +21,19 @@ from verl.workers.engine.fsdp.model import HeadedModel, use_packed_attention
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (5, 3)
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""Largest difference relative to the largest number; 5e-2 in half precision."""
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest difference, relative to the largest number, that is rounding."""
 
 
 @torch.no_grad()
-def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device) -> bool:
+def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device, dtype: torch.dtype) -> bool:
     """Give ``model`` packed attention if that is wanted and right for it; whether it has it. Collective.
+
+    Args:
+        model: placed on its ranks.
+        packed_wanted: ``use_remove_padding``.
+        device: of the model.
+        dtype: in which it computes; says how much difference is rounding.
 
     Raises:
         ConfigError: also padded, the model's log-probs cannot be computed by this engine.
@@ -35,7 +41,7 @@ def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device) -
     sequences = _sequences(model, device)
     expected = torch.cat([_run(model, [ids], packed=False, reference=True) for ids in sequences])
     padded = torch.cat([_run(model, [ids], packed=False) for ids in sequences])
-    if not _agree(padded, expected):
+    if not _agree(padded, expected, dtype):
         raise ConfigError(
             f"{type(model.hf).__name__} does more to its logits than this engine knows (log-probs differ by "
             f"{_difference(padded, expected):.2g} from the model's own), so it cannot be trained here."
@@ -43,7 +49,7 @@ def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device) -
     if not packed_wanted:
         return False
     before = model.hf.config._attn_implementation
-    reason = _why_not_packed(model, sequences, expected)
+    reason = _why_not_packed(model, sequences, expected, dtype)
     if reason is None:
         return True
     model.hf.set_attn_implementation(before)
@@ -56,14 +62,14 @@ def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device) -
     return False
 
 
-def _why_not_packed(model: HeadedModel, sequences: list[Tensor], expected: Tensor) -> str | None:
+def _why_not_packed(model: HeadedModel, sequences: list[Tensor], expected: Tensor, dtype: torch.dtype) -> str | None:
     if not use_packed_attention(model):
         return "its code has no exchangeable attention"
     try:
         packed = _run(model, sequences, packed=True)
     except (ConfigError, TypeError) as error:
-        return str(error)
-    if not _agree(packed, expected):
+        return str(error).rstrip(".")
+    if not _agree(packed, expected, dtype):
         return f"packed sequences see each other (log-probs differ by {_difference(packed, expected):.2g})"
     return None
 
@@ -99,9 +105,9 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max())
 
 
-def _agree(found: Tensor, expected: Tensor) -> bool:
+def _agree(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     """The same decision on every rank."""
-    tolerance = _TOLERANCE.get(torch.get_default_dtype(), 5e-2) * max(1.0, float(expected.abs().max()))
+    tolerance = _TOLERANCE[dtype] * max(1.0, float(expected.abs().max()))
     verdict = torch.tensor(float(_difference(found, expected) <= tolerance), device=expected.device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     return bool(verdict)
