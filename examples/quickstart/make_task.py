@@ -14,7 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[2])  # the clone's root
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # the clone's root
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -103,20 +104,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1, help="of the problems and the weights")
-    parser.add_argument("--sft_size", type=int, default=12000)
-    parser.add_argument("--train_size", type=int, default=12000)
+    parser.add_argument("--sft_size", type=int, default=10000)
+    parser.add_argument("--train_size", type=int, default=8000)
     parser.add_argument("--test_size", type=int, default=500)
     parser.add_argument("--num_count", type=int, default=3, help="numbers in a problem")
-    parser.add_argument("--max_number", type=int, default=40)
+    parser.add_argument("--max_number", type=int, default=30)
     parser.add_argument("--operations", default="+-")
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     sizes = (args.test_size, args.sft_size, args.train_size)
-    problems = make_problems(
-        sum(sizes), args.seed, args.num_count, args.max_number, LARGEST_NUMBER, args.operations
-    )
+    problems = make_problems(sum(sizes), args.seed, args.num_count, args.max_number, LARGEST_NUMBER, args.operations)
     test, sft, train = (problems[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(3))
     tables = {"sft_train": sft_rows(sft), "rl_train": rl_rows(train, "train"), "rl_test": rl_rows(test, "test")}
     for name, rows in tables.items():
@@ -126,7 +125,8 @@ def main() -> None:
     for part in (model, tokenizer):
         part.save_pretrained(args.output_dir / "model")
     parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}; {', '.join(f'{n} {len(r)}' for n, r in tables.items())}")
+    sizes_text = ", ".join(f"{name} {len(rows)}" for name, rows in tables.items())
+    print(f"{parameters / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}; rows: {sizes_text}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,51 @@
+"""Three seeds of the quickstart, and their table in Markdown.
+
+python examples/quickstart/study.py --algorithms grpo ppo --output_dir outputs/quickstart-study
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])  # the clone's root
+
+from examples.quickstart.quickstart import Outcome, fresh_folder, run_quickstart
+
+HEADER = (
+    "| algorithm | seed | before | after | gain, points | standard error | prompts gained / lost | seconds |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """One row for each run."""
+    rows = [
+        f"| {o.algorithm.upper()} | {o.seed} | {100 * o.before:.1f} % | {100 * o.after:.1f} % "
+        f"| {100 * (o.after - o.before):+.1f} | {100 * o.standard_error:.1f} | {o.gained} / {o.lost} "
+        f"| {o.seconds:.0f} |"
+        for o in outcomes
+    ]
+    return "\n".join([HEADER, *rows])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--algorithms", nargs="+", choices=["grpo", "ppo"], default=["grpo", "ppo"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/quickstart-study"))
+    args = parser.parse_args()
+    output = fresh_folder(args.output_dir)
+    outcomes = []
+    for algorithm in args.algorithms:
+        for seed in args.seeds:
+            outcomes.append(run_quickstart(algorithm, seed, fresh_folder(output / f"{algorithm}-{seed}")))
+            (output / "table.md").write_text(table(outcomes) + "\n")
+    print(f"\n{table(outcomes)}\n\nthe table is also in {output / 'table.md'}")
+
+
+if __name__ == "__main__":
+    main()
