@@ -15,7 +15,7 @@ What arrives lies on the CPU, contiguous and without gradient.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -51,7 +51,7 @@ def _flat(dense: Tensor) -> Tensor:
 
 def serialize_tensordict(batch: TensorDict) -> WireTensorDict:
     """Batch size, and each column as ``serialize_single_tensor`` gives it."""
-    return tuple(batch.batch_size), {key: serialize_single_tensor(value) for key, value in batch.items()}
+    return tuple(batch.batch_size), {key: serialize_single_tensor(cast(Tensor, value)) for key, value in batch.items()}
 
 
 def deserialize_tensordict(arr: WireTensorDict) -> TensorDict:

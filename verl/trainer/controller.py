@@ -1,4 +1,4 @@
-"""Where a run lives: in this process, or as a task on Ray with its workers around it."""
+"""Where the ranks of a run live: in this process, or in actors on Ray. The driver is this process either way."""
 
 from __future__ import annotations
 

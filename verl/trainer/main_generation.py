@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class GenerationRunner:
         rows: list[Row] = []
         for start in range(0, len(prompts), config.data.batch_size):
             part = prompts[start : start + config.data.batch_size]
-            batch = prompt_batch(part, start, config, tokenizer.pad_token_id)
+            batch = prompt_batch(part, start, config, cast(int, tokenizer.pad_token_id))
             texts = generate(workers, batch, tokenizer)
             n = config.data.n_samples
             rows += [{**p.row, RESPONSES: texts[i * n : (i + 1) * n]} for i, p in enumerate(part)]

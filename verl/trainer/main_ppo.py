@@ -9,8 +9,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.load import hydra_entry, load_config
@@ -107,7 +108,7 @@ class TaskRunner:
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
         for dataset in (train, val):
             check_reward_data(config, reward_fn, dataset)
-        show(sizes_table(derived_sizes(config, len(train))))
+        show(sizes_table(derived_sizes(config, len(cast(Sized, train)))))
 
         controller = load_controller(config.trainer.controller)
         trainer = RayPPOTrainer(

@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -201,7 +201,7 @@ class SFTRunner:
         val = None
         if data.val_files:
             val = create_sft_dataset(data.val_files, data, tokenizer, max_samples=data.val_max_samples)
-        steps = total_steps(config, len(train))
+        steps = total_steps(config, len(cast(Sized, train)))
         config = replace(config, optim=with_total_steps(config.optim, steps))
         controller, device = load_controller(trainer.controller), resolve_device(config)
         ranks = [trainer.n_gpus_per_node] * trainer.nnodes

@@ -120,9 +120,10 @@ def load_causal_lm(
     """
     path = resolve_model_path(name_or_path)
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, config=hf_config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
+        module, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"model weights of '{path}' cannot be read: {_first_line(error)}") from error
     if info["missing_keys"]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class RewardInput:
             ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
         else:
             rows = self._translate(batch)
-            ids = pad_2d_list_to_length(rows, self.own_tokenizer.pad_token_id or 0)
+            ids = pad_2d_list_to_length(rows, cast(int, self.own_tokenizer.pad_token_id or 0))
             lengths = torch.tensor([len(row) for row in rows])
             mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
         from_end = mask.flip(-1).cumsum(-1).flip(-1)  # (bsz, length): tokens from here to the end
@@ -101,7 +101,7 @@ class RewardInput:
                 response = response[:-1]  # end tokens are the template's business
             text = self.policy_tokenizer.decode(response)
             chat: list[dict[str, Any]] = [*messages, {"role": "assistant", "content": text}]
-            rendered = self.own_tokenizer.apply_chat_template(chat, tokenize=False)
+            rendered = cast(str, self.own_tokenizer.apply_chat_template(chat, tokenize=False))
             rows.append(self.own_tokenizer(rendered, add_special_tokens=False)["input_ids"])
         return rows
 

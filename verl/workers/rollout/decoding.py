@@ -7,7 +7,7 @@ buffer that is allocated once, and attention reads a view of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -39,15 +39,18 @@ class _BufferedLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens; all states so far."""
+        assert self.keys is not None
         start = self.keys.shape[2]
         end = start + key_states.shape[2]
         self._key_buffer[:, :, start:end] = key_states
         self._value_buffer[:, :, start:end] = value_states
         self._show(end)
-        return self.keys, self.values
+        return self.keys, cast(Tensor, self.values)
 
     def keep(self, rows: Tensor) -> None:
         """Drop all rows of the batch but these."""
+        assert self.keys is not None
+        assert self.values is not None
         self._store(self.keys[rows], self.values[rows])
 
     @property

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -181,7 +181,7 @@ def _torch_varlen() -> VarlenKernel | None:
     ) -> Tensor:
         if dropout:
             raise ConfigError("attention dropout needs flash-attn; install it, or set attention_dropout=0.")
-        return varlen_attn(
+        output = varlen_attn(
             q,
             k,
             v,
@@ -193,6 +193,7 @@ def _torch_varlen() -> VarlenKernel | None:
             window_size=(-1 if window is None else window - 1, 0),
             enable_gqa=q.shape[1] != k.shape[1],
         )
+        return cast(Tensor, output)
 
     return kernel
 

@@ -87,7 +87,8 @@ class HeadedModel(nn.Module):
         if "hidden" in outputs:
             return {"hidden": chosen}
         if self.head.out_features == 1:
-            return dict.fromkeys(outputs, self.head(chosen).squeeze(-1).float())
+            scalar = self.head(chosen).squeeze(-1).float()
+            return {name: scalar for name in outputs}
         log_probs, entropy = token_log_probs(
             chosen,
             self.head.weight,

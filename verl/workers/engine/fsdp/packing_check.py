@@ -52,7 +52,7 @@ def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device, d
     reason = _why_not_packed(model, sequences, expected, dtype)
     if reason is None:
         return True
-    model.hf.set_attn_implementation(before)
+    model.hf.set_attn_implementation(before)  # pyright: ignore[reportArgumentType]
     logger.warning(
         "%s runs padded: %s. Results are the same, at the cost of the padding; set use_remove_padding=false to "
         "silence this.",

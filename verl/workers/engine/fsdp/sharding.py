@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from itertools import pairwise
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,7 @@ def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """The whole tensor on every rank. Collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    return tensor.detach().to(device).full_tensor()
+    return cast(DTensor, tensor.detach().to(device)).full_tensor()
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:
@@ -144,7 +145,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, int]:
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach(), 0
-    local = tensor.detach().to_local()
+    local = cast(DTensor, tensor.detach()).to_local()
     for dim, placement in enumerate(tensor.placements):
         if isinstance(placement, Shard):
             assert placement.dim == 0
