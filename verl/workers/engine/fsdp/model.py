@@ -88,7 +88,7 @@ class HeadedModel(nn.Module):
             return {"hidden": chosen}
         if self.head.out_features == 1:
             scalar = self.head(chosen).squeeze(-1).float()
-            return {name: scalar for name in outputs}
+            return dict.fromkeys(outputs, scalar)
         log_probs, entropy = token_log_probs(
             chosen,
             self.head.weight,
