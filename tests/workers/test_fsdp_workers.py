@@ -41,7 +41,7 @@ def start(worker, **arguments):
     return group
 
 
-def policy(path, role="actor_rollout_ref"):
+def policy(path, role="actor_rollout_ref", **rollout):
     config = ActorRolloutRefConfig(
         model=HFModelConfig(path=path),
         actor=FSDPActorConfig(
@@ -52,7 +52,7 @@ def policy(path, role="actor_rollout_ref"):
             use_kl_loss=True,
             optim=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=1),
         ),
-        rollout=RolloutConfig(prompt_length=P, response_length=R, n=N, temperature=0.8, dtype="fp32"),
+        rollout=RolloutConfig(prompt_length=P, response_length=R, n=N, temperature=0.8, dtype="fp32", **rollout),
         ref=RefConfig(fsdp_config=FP32),
     )
     return start(ActorRolloutRefWorker, config=config, role=role)
@@ -102,7 +102,7 @@ def test_one_step_of_the_policy(path):
 
 
 def test_a_restored_policy_samples_as_it_did(path, tmp_path):
-    group = policy(path, "actor_rollout")
+    group = policy(path, "actor_rollout", free_cache_engine=False)  # the engine keeps its weights between calls
     before = group.generate_sequences(prompts())
     group.save_checkpoint(str(tmp_path / "global_step_1" / "actor"), None, 1)
     worker = group.workers[0]
