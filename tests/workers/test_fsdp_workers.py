@@ -103,16 +103,18 @@ def test_one_step_of_the_policy(path):
 
 def test_a_restored_policy_samples_as_it_did(path, tmp_path):
     group = policy(path, "actor_rollout", free_cache_engine=False)  # the engine keeps its weights between calls
-    before = group.generate_sequences(prompts())
-    group.save_checkpoint(str(tmp_path / "global_step_1" / "actor"), None, 1)
-    worker = group.workers[0]
+    folder = str(tmp_path / "global_step_1" / "actor")
+    group.save_checkpoint(folder, None, 1)
     with torch.no_grad():
-        for parameter in worker.engine.model.parameters():
-            parameter.add_(0.1)  # other weights, the same version number
-    group.load_checkpoint(str(tmp_path / "global_step_1" / "actor"), None, False)
-    after = group.generate_sequences(prompts())
-    assert torch.equal(before.batch["responses"], after.batch["responses"])
-    assert torch.equal(before.batch["rollout_log_probs"], after.batch["rollout_log_probs"])
+        for parameter in group.workers[0].engine.model.parameters():
+            parameter.add_(0.1)  # other weights, under the same version number
+    other = group.generate_sequences(prompts())
+    group.load_checkpoint(folder, None, False)
+    restored = group.generate_sequences(prompts())
+    expected = policy(path, "actor_rollout").generate_sequences(prompts())
+    assert not torch.equal(other.batch["responses"], expected.batch["responses"])
+    assert torch.equal(restored.batch["responses"], expected.batch["responses"])
+    assert torch.equal(restored.batch["rollout_log_probs"], expected.batch["rollout_log_probs"])
 
 
 def test_checkpoints_are_counted_and_removed_when_asked(path, tmp_path):
