@@ -1,7 +1,7 @@
 """Everything the quickstart trains on, made in a second: a tokenizer, a tiny random Qwen3, and Countdown data.
 
 A problem gives three numbers and a target: ``use 7 12 3 make 16`` is answered by
-``<answer>(7 + 12) - 3</answer>``. Every number up to 120 is one token, as in the tokenizers of
+``<answer>7 + 12 - 3</answer>``. Every number up to 120 is one token, as in the tokenizers of
 many large models, so the model can learn sums rather than digits.
 
 The problems of supervised training, of RL and of the test do not overlap (numbers in any order,
@@ -11,6 +11,9 @@ and target).
 from __future__ import annotations
 
 import argparse
+import ast
+import itertools
+import random
 import sys
 from pathlib import Path
 
@@ -27,7 +30,7 @@ from examples.data_preprocess._common import rl_row
 from examples.data_preprocess.countdown import Problem, make_problems
 
 PAD, EOS, USER, ASSISTANT = "<pad>", "<eos>", "<user>", "<assistant>"
-WORDS = [PAD, EOS, USER, ASSISTANT, "<unk>", "<answer>", "</answer>", "use", "make", "+", "-", "*", "/", "(", ")"]
+WORDS = [PAD, EOS, USER, ASSISTANT, "<unk>", "<answer>", "</answer>", "make", "from", "+", "-", "*", "/", "(", ")"]
 LARGEST_NUMBER = 120
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -75,27 +78,52 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int, hidden: int, layer
 def question(problem: Problem) -> str:
     """The text of a problem."""
     numbers, target = problem
-    return f"use {' '.join(map(str, numbers))} make {target}"
+    return f"make {target} from {' '.join(map(str, numbers))}"
+
+
+def plain(expression: str) -> str:
+    """The expression with only the parentheses that it needs."""
+    return ast.unparse(ast.parse(expression, mode="eval"))
 
 
 def rl_rows(problems: list[tuple[Problem, str]], split: str) -> list[dict]:
     """Rows that ``RLHFDataset`` and the countdown scorer read."""
     return [
-        rl_row("countdown", question(p), "math", {"target": p[1], "numbers": list(p[0])}, split, i, answer=solution)
+        rl_row(
+            "countdown", question(p), "math", {"target": p[1], "numbers": list(p[0])}, split, i, answer=plain(solution)
+        )
         for i, (p, solution) in enumerate(problems)
     ]
 
 
-def sft_rows(problems: list[tuple[Problem, str]]) -> list[dict]:
-    """Conversations that end with a right answer."""
+def answers(problem: Problem) -> list[str]:
+    """Every right answer without parentheses that begins with an added number.
+
+    >>> answers(((7, 12, 3), 16))
+    ['7 + 12 - 3', '7 - 3 + 12', '12 + 7 - 3', '12 - 3 + 7']
+    """
+    numbers, target = problem
+    found = []
+    for order in itertools.permutations(numbers):
+        for signs in itertools.product((1, -1), repeat=len(numbers) - 1):
+            rest = list(zip(signs, order[1:], strict=True))
+            if order[0] + sum(sign * number for sign, number in rest) == target:
+                text = "".join(f" {'+' if sign > 0 else '-'} {number}" for sign, number in rest)
+                found.append(f"{order[0]}{text}")
+    return list(dict.fromkeys(found))
+
+
+def sft_rows(problems: list[Problem], rng: random.Random, teachers: int) -> list[dict]:
+    """Conversations that end with a right answer; each problem is answered by several teachers, each in its way."""
     return [
         {
             "messages": [
                 {"role": "user", "content": question(problem)},
-                {"role": "assistant", "content": f"<answer>{solution}</answer>"},
+                {"role": "assistant", "content": f"<answer>{rng.choice(answers(problem))}</answer>"},
             ]
         }
-        for problem, solution in problems
+        for problem in problems
+        for _ in range(teachers)
     ]
 
 
@@ -105,19 +133,26 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1, help="of the problems and the weights")
     parser.add_argument("--sft_size", type=int, default=10000)
+    parser.add_argument("--teachers", type=int, default=3, help="answers to each supervised problem")
     parser.add_argument("--train_size", type=int, default=8000)
     parser.add_argument("--test_size", type=int, default=500)
     parser.add_argument("--num_count", type=int, default=3, help="numbers in a problem")
     parser.add_argument("--max_number", type=int, default=30)
-    parser.add_argument("--operations", default="+-")
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
     args.output_dir.mkdir(parents=True, exist_ok=True)
     sizes = (args.test_size, args.sft_size, args.train_size)
-    problems = make_problems(sum(sizes), args.seed, args.num_count, args.max_number, LARGEST_NUMBER, args.operations)
+    problems = make_problems(sum(sizes), args.seed, args.num_count, args.max_number, LARGEST_NUMBER, "+-")
+    # The generator finds common problems first; shuffled, the three parts are alike.
+    rng = random.Random(args.seed)
+    rng.shuffle(problems)
     test, sft, train = (problems[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(3))
-    tables = {"sft_train": sft_rows(sft), "rl_train": rl_rows(train, "train"), "rl_test": rl_rows(test, "test")}
+    tables = {
+        "sft_train": sft_rows([problem for problem, _ in sft], rng, args.teachers),
+        "rl_train": rl_rows(train, "train"),
+        "rl_test": rl_rows(test, "test"),
+    }
     for name, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), args.output_dir / f"{name}.parquet")
     tokenizer = make_tokenizer()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 Settings = dict[str, object]
 
-SFT_STEPS = 180
-RL_STEPS = {"grpo": 60, "ppo": 60}
+SFT_STEPS = 150
+RL_STEPS = {"grpo": 45, "ppo": 45}
 PROMPT_LENGTH, RESPONSE_LENGTH = 12, 12
 
 
@@ -61,7 +61,7 @@ def rl_settings(algorithm: str, task: Path, model: Path, output: Path, seed: int
         **estimator(model),
         "trainer.total_training_steps": steps,
         "trainer.val_before_train": True,
-        "trainer.test_freq": 10,
+        "trainer.test_freq": 15,
         "trainer.save_freq": steps,
         "trainer.validation_data_dir": output / "validation",
         **_run_settings(output, seed),
@@ -73,7 +73,7 @@ def _grpo_settings(model: Path) -> Settings:
         "algorithm.adv_estimator": "grpo",
         "data.train_batch_size": 128,
         "actor_rollout_ref.rollout.n": 8,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 64,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
     }
 
 
@@ -81,7 +81,7 @@ def _ppo_settings(model: Path) -> Settings:
     return {
         "algorithm.adv_estimator": "gae",
         "data.train_batch_size": 1024,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 512,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 256,
         "critic.model.path": model,
         "critic.model.enable_gradient_checkpointing": False,
         "critic.model.fsdp_config.dtype": "float32",
