@@ -1,6 +1,6 @@
 """Make every mistake of ``tests/bad_inputs.py`` on the command line and write what a user sees into docs/errors.md.
 
-    python benchmarks/bad_inputs.py
+python benchmarks/bad_inputs.py
 """
 
 from __future__ import annotations

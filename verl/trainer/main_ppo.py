@@ -23,6 +23,7 @@ from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
 
+
 class TaskRunner:
     """Assembles a run from its configuration and drives it, in a process of its own or in this one.
 
