@@ -1,6 +1,6 @@
 """Everything the quickstart trains on, made in a second: a tokenizer, a tiny random Qwen3, and Countdown data.
 
-A problem gives three numbers and a target: ``use 7 12 3 make 16`` is answered by
+A problem gives a target and three numbers: ``make 16 from 7 12 3`` is answered by
 ``<answer>7 + 12 - 3</answer>``. Every number up to 120 is one token, as in the tokenizers of
 many large models, so the model can learn sums rather than digits.
 
