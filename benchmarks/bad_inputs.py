@@ -14,12 +14,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.bad_inputs import BAD_INPUTS
+from tests.bad_inputs import BAD_INPUTS  # noqa: E402
 
-INTRO = """# Errors
+INTRO = (
+    "# Errors
 
-What you see when something is wrong, as `python benchmarks/bad_inputs.py` printed it: each mistake is made on the command line of `verl.trainer.main_ppo`, and the last lines of its error output are copied here. Folders are shortened to `…`.
-"""
+"
+    "What you see when something is wrong, as `python benchmarks/bad_inputs.py` printed it: each mistake is made on the "
+    "command line of `verl.trainer.main_ppo`, and its error output is copied here. Folders are shortened to `…`.
+"
+)
 
 
 def message(arguments: list[str], folder: Path) -> str:

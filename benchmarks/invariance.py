@@ -60,19 +60,35 @@ LAYOUTS: dict[str, list[str]] = {
     ],
 }
 
-COMMON = """
-data.train_batch_size=16 data.max_prompt_length=96 data.max_response_length=24 data.dataloader_num_workers=0
-actor_rollout_ref.actor.ppo_mini_batch_size=8 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8
-actor_rollout_ref.actor.optim.lr=1e-3 actor_rollout_ref.actor.use_kl_loss=true actor_rollout_ref.actor.entropy_coeff=0.01
-actor_rollout_ref.actor.fsdp_config.dtype=float32 actor_rollout_ref.ref.fsdp_config.dtype=float32
-actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8
-actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=4 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
-actor_rollout_ref.rollout.dtype=float32
-critic.ppo_micro_batch_size_per_gpu=8 critic.optim.lr=1e-3 critic.model.fsdp_config.dtype=float32
-reward_model.scorer_kwargs.format_score=0.1
-trainer.device=cpu trainer.n_gpus_per_node=1 trainer.logger=[file] trainer.val_before_train=false
-trainer.total_training_steps=3 trainer.resume_mode=disable trainer.project_name=invariance
-""".split()
+COMMON = [
+    "data.train_batch_size=16",
+    "data.max_prompt_length=96",
+    "data.max_response_length=24",
+    "data.dataloader_num_workers=0",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.entropy_coeff=0.01",
+    "actor_rollout_ref.actor.fsdp_config.dtype=float32",
+    "actor_rollout_ref.ref.fsdp_config.dtype=float32",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.dtype=float32",
+    "critic.ppo_micro_batch_size_per_gpu=8",
+    "critic.optim.lr=1e-3",
+    "critic.model.fsdp_config.dtype=float32",
+    "reward_model.scorer_kwargs.format_score=0.1",
+    "trainer.device=cpu",
+    "trainer.n_gpus_per_node=1",
+    "trainer.logger=[file]",
+    "trainer.val_before_train=false",
+    "trainer.total_training_steps=3",
+    "trainer.resume_mode=disable",
+    "trainer.project_name=invariance",
+]
 
 
 def make_inputs(folder: Path) -> Path:

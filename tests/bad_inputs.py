@@ -97,7 +97,7 @@ BAD_INPUTS = [
     ),
     BadInput(
         "unknown key",
-        _changed(**{"actor_rollout_ref__rollout__temprature": 0.7}),
+        _changed(actor_rollout_ref__rollout__temprature=0.7),
         ("temprature", "actor_rollout_ref.rollout.temperature"),
     ),
     BadInput(
@@ -114,8 +114,13 @@ BAD_INPUTS = [
     ),
     BadInput(
         "more ranks than resources",
-        _changed(trainer__controller="ray", trainer__n_gpus_per_node=64, data__train_batch_size=16,
-                 actor_rollout_ref__actor__ppo_mini_batch_size=16, actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=1),
+        _changed(
+            trainer__controller="ray",
+            trainer__n_gpus_per_node=64,
+            data__train_batch_size=16,
+            actor_rollout_ref__actor__ppo_mini_batch_size=16,
+            actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=1,
+        ),
         ("64", "trainer.n_gpus_per_node"),
     ),
     BadInput("unwritable folder", _unwritable, ("occupied", "trainer.default_local_dir")),
