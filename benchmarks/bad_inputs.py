@@ -17,12 +17,9 @@ sys.path.insert(0, str(ROOT))
 from tests.bad_inputs import BAD_INPUTS  # noqa: E402
 
 INTRO = (
-    "# Errors
-
-"
-    "What you see when something is wrong, as `python benchmarks/bad_inputs.py` printed it: each mistake is made on the "
-    "command line of `verl.trainer.main_ppo`, and its error output is copied here. Folders are shortened to `…`.
-"
+    "# Errors\n\n"
+    "What you see when something is wrong, as `python benchmarks/bad_inputs.py` printed it: each mistake is made on "
+    "the command line of `verl.trainer.main_ppo`, and its error output is copied here. Folders are shortened to `…`.\n"
 )
 
 

@@ -151,7 +151,8 @@ def main() -> None:
             for key in a:
                 same = a[key] == b[key] or (math.isnan(a[key]) and math.isnan(b[key]))
                 floor = 1.0 if key.startswith(ROUNDING) else FLOOR
-                gap = 0.0 if same else abs(a[key] - b[key]) / max(abs(a[key]), abs(b[key]), floor)
+                scale = max(abs(a[key]), abs(b[key]), floor)
+                gap = 0.0 if same else abs(a[key] - b[key]) / scale
                 if not gap <= worst:
                     worst, where = gap, f"`{key}`, step {step}"
         worst_of_all = max(worst, worst_of_all)
