@@ -93,11 +93,9 @@ COMMON = [
 
 def make_inputs(folder: Path) -> Path:
     """A random tiny model and a few countdown prompts."""
-    subprocess.run(
-        [sys.executable, str(ROOT / "examples/quickstart/make_task.py"), "--output_dir", str(folder), "--train_size", "64",
-         "--test_size", "16", "--sft_size", "64"],
-        check=True,
-    )  # fmt: skip
+    sizes = ["--train_size=64", "--test_size=16", "--sft_size=64"]
+    script = str(ROOT / "examples/quickstart/make_task.py")
+    subprocess.run([sys.executable, script, f"--output_dir={folder}", *sizes], check=True)
     return folder
 
 
