@@ -12,7 +12,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Ray warns (and pauses) about devices that it should not hide when none are asked for.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
+import logging
+
 import pytest
+
+
+@pytest.fixture(autouse=True)
+def own_logging_level() -> Iterator[None]:
+    """A run in this process sets the level of verl's loggers; the next test starts with the one before."""
+    verl = logging.getLogger("verl")
+    before = verl.level
+    yield
+    verl.setLevel(before)
 
 
 @pytest.fixture(scope="session")
