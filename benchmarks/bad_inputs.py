@@ -6,6 +6,7 @@ python benchmarks/bad_inputs.py
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ def message(arguments: list[str], folder: Path) -> str:
     if done.returncode == 0:
         raise SystemExit(f"this should have failed: {arguments}")
     lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
-    start = max((i for i, line in enumerate(lines) if "Error:" in line and not line.startswith(" ")), default=0)
+    start = next((i for i, line in enumerate(lines) if re.match(r"[A-Z]\w*Error: ", line)), 0)
     return "\n".join(lines[start:]).replace(str(folder), "…")
 
 

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from verl.base_config import BaseConfig
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError, DataError, ResourceError, RewardError
 from verl.trainer.config.aliases import ALIASES, respell
 from verl.trainer.config.describe import allowed_values
 from verl.trainer.config.keys import Key, Tree, default_tree, drop, flat, get, iter_keys, merged, nearest, put, same
@@ -37,6 +37,9 @@ from verl.utils.import_utils import prepare_process
 logger = logging.getLogger(__name__)
 
 ConfigT = TypeVar("ConfigT", bound=BaseConfig)
+
+PLAIN_ERRORS = (ConfigError, DataError, ResourceError, CheckpointError, RewardError)
+"""Errors of what a run was given; where in verl's code they were found helps nobody."""
 
 
 def load_config(
@@ -245,8 +248,9 @@ def hydra_entry(main: Callable[[ConfigT], None], config_name: str, root: type[Co
     """Run ``main`` with the configuration of the command line, as ``@hydra.main`` would.
 
     Modules of ``VERL_USE_EXTERNAL_MODULES`` are imported first, so that what they register is
-    known when the configuration is checked. A configuration error ends the process with its text
-    (no traceback) and code 2.
+    known when the configuration is checked. An error whose text says all there is to know
+    (``PLAIN_ERRORS``) ends the process with that text and code 2, without a traceback;
+    ``HYDRA_FULL_ERROR=1`` shows it.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -255,8 +259,11 @@ def hydra_entry(main: Callable[[ConfigT], None], config_name: str, root: type[Co
         try:
             prepare_process()
             main(load_config(cfg, root, keys_set(HydraConfig.get().overrides.task)))
-        except ConfigError as error:
-            sys.stderr.write(f"ConfigError: {error}\n")
+        except PLAIN_ERRORS as error:
+            if os.environ.get("HYDRA_FULL_ERROR"):
+                raise
+            notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+            sys.stderr.write(f"{type(error).__name__}: {error}{notes}\n")
             raise SystemExit(2) from None
 
     add_search_path()
