@@ -38,7 +38,7 @@ def message(arguments: list[str], folder: Path) -> str:
         raise SystemExit(f"this should have failed: {arguments}")
     lines = [line for line in done.stderr.strip().splitlines() if line.strip()]
     start = next((i for i, line in enumerate(lines) if re.match(r"[A-Z]\w*Error: ", line)), 0)
-    return "\n".join(lines[start:]).replace(str(folder), "…")
+    return "\n".join(lines[start:]).replace(str(folder), "…").replace(f"{ROOT}/", "")
 
 
 def main() -> None:
