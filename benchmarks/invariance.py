@@ -80,7 +80,6 @@ COMMON = [
     "critic.ppo_micro_batch_size_per_gpu=8",
     "critic.optim.lr=1e-3",
     "critic.model.fsdp_config.dtype=float32",
-    "reward_model.scorer_kwargs.format_score=0.1",
     "trainer.device=cpu",
     "trainer.n_gpus_per_node=1",
     "trainer.logger=[file]",
@@ -91,11 +90,19 @@ COMMON = [
 ]
 
 
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return sum(c.isdigit() for c in solution_str) / max(len(solution_str), 1)
+"""
+"""A random model never solves a problem; the share of digits in a response is a reward that it can earn."""
+
+
 def make_inputs(folder: Path) -> Path:
-    """A random tiny model and a few countdown prompts."""
+    """A random tiny model, a few countdown prompts, a reward function."""
     sizes = ["--train_size=64", "--test_size=16", "--sft_size=64"]
     script = str(ROOT / "examples/quickstart/make_task.py")
     subprocess.run([sys.executable, script, f"--output_dir={folder}", *sizes], check=True)
+    (folder / "reward.py").write_text(REWARD)
     return folder
 
 
@@ -107,7 +114,7 @@ def run(name: str, overrides: list[str], task: Path, out: Path, estimator: str) 
         sys.executable, "-m", "verl.trainer.main_ppo", f"algorithm.adv_estimator={estimator}",
         f"data.train_files={task}/rl_train.parquet", f"data.val_files={task}/rl_test.parquet",
         f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model",
-        f"trainer.default_local_dir={out}/checkpoints", *COMMON, *overrides,
+        f"custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={out}/checkpoints", *COMMON, *overrides,
     ]  # fmt: skip
     environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
