@@ -114,7 +114,8 @@ def run(name: str, overrides: list[str], task: Path, out: Path, estimator: str) 
         sys.executable, "-m", "verl.trainer.main_ppo", f"algorithm.adv_estimator={estimator}",
         f"data.train_files={task}/rl_train.parquet", f"data.val_files={task}/rl_test.parquet",
         f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model",
-        f"custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={out}/checkpoints", *COMMON, *overrides,
+        f"custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={out}/checkpoints",
+        *COMMON, *overrides,
     ]  # fmt: skip
     environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -87,8 +87,8 @@ class HeadedModel(nn.Module):
         if "hidden" in outputs:
             return {"hidden": chosen}
         if self.head.out_features == 1:
-            scalar = self.head(chosen).squeeze(-1).float()
-            return dict.fromkeys(outputs, scalar)
+            found: dict[str, Any] = dict.fromkeys(outputs, self.head(chosen).squeeze(-1).float())
+            return found
         log_probs, entropy = token_log_probs(
             chosen,
             self.head.weight,
