@@ -22,7 +22,9 @@ def main() -> None:
         for method in ("strict", "flexible"):
             pairs = [(row["extra_info"]["answer"], row["reward_model"]["ground_truth"]) for row in rows]
             own = sum(compute_score(text, truth, method=method) == 1.0 for text, truth in pairs)
-            other = sum(compute_score(text, str(int(truth.replace(",", "")) + 1), method=method) for text, truth in pairs)
+            other = sum(
+                compute_score(text, str(int(truth.replace(",", "")) + 1), method=method) for text, truth in pairs
+            )
             print(f"| {path} | {len(rows)} | {method} | {own} | {other:.0f} |")
 
 
