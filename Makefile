@@ -9,7 +9,7 @@ SEED ?= 1
 RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
 
-.PHONY: help quickstart quickstart-ppo quickstart-study test test-slow lint docs config layouts badinput clean
+.PHONY: help quickstart quickstart-ppo quickstart-study test test-slow lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
