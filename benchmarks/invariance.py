@@ -23,8 +23,9 @@ STEPS = 3
 # Differences are relative to the larger value, but never to less than this: a policy loss of 1e-9
 # is a sum of cancelling terms of size one, and its last digits are no statement about anything.
 FLOOR = 1e-3
-# The gap between rollout and training log-probs is rounding error itself; it is compared in absolute terms.
-ROUNDING = ("training/rollout_", "rollout_corr/")
+# Means of differences between two nearly equal log-probs: the gap between rollout and trainer, and the KL of one
+# update. Their terms are log-probs of size one with the rounding of fp32, so they are compared on that scale.
+ROUNDING = ("training/rollout_", "rollout_corr/", "actor/ppo_kl")
 
 LAYOUTS: dict[str, list[str]] = {
     "local, 1 rank, packed, micro-batch 8": ["trainer.controller=local"],
