@@ -63,10 +63,11 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
         mask: same shape, 1 on valid entries.
         shift_mean: if false, scale only and keep the mean.
     """
-    values = zero_masked(values, mask)
-    mean = masked_mean(values, mask)
-    whitened = (values - mean) * torch.rsqrt(masked_var(values, mask) + 1e-8)
-    return zero_masked(whitened if shift_mean else whitened + mean, mask)
+    # In float64: where the spread is small beside the mean, float32 sums would shift every entry by their rounding.
+    exact = zero_masked(values, mask).double()
+    mean = masked_mean(exact, mask)
+    whitened = (exact - mean) * torch.rsqrt(masked_var(exact, mask) + 1e-8)
+    return zero_masked(whitened if shift_mean else whitened + mean, mask).to(values.dtype)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
