@@ -1,0 +1,59 @@
+"""Supervised runs in miniature, through the entry point that users call."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.models import tiny_model_dir
+from tests.tiny_run import write_jsonl
+from verl.trainer.config.overrides import compose
+from verl.trainer.sft_trainer import run_sft
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = [
+        {"messages": [{"role": "user", "content": f"say {i}"}, {"role": "assistant", "content": f"{i}" * (1 + i % 3)}]}
+        for i in range(12)
+    ]
+    files, model = write_jsonl(tmp_path / "sft.jsonl", rows), tiny_model_dir(tmp_path / "model")
+    log = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+
+    def run(folder: str, steps: int, **changes: object) -> dict[int, dict[str, float]]:
+        log.unlink(missing_ok=True)
+        settings = {
+            "data.train_files": files, "data.val_files": files, "data.train_batch_size": 4, "data.num_workers": 0,
+            "data.max_length": 32, "model.path": model, "engine.dtype": "float32", "optim.lr": 1e-2,
+            "optim.lr_scheduler_type": "constant", "trainer.total_training_steps": steps, "trainer.save_freq": steps,
+            "trainer.test_freq": steps, "trainer.controller": "local", "trainer.device": "cpu",
+            "trainer.logger": "[file]", "trainer.default_local_dir": tmp_path / folder,
+            "checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
+        }  # fmt: skip
+        run_sft(compose([f"{key}={value}" for key, value in (settings | changes).items()], "sft_trainer"))
+        return {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
+
+    return run
+
+
+def test_the_loss_falls_and_the_model_is_exported(train, tmp_path):
+    steps = train("run", 20)
+    assert steps[20]["train/loss"] < 0.5 * steps[1]["train/loss"]
+    assert steps[20]["val/loss"] < 0.5 * steps[1]["train/loss"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "global_step_20" / "huggingface")
+
+
+def test_a_resumed_run_continues_where_it_stopped(train):
+    # 12 rows in batches of 4 make an epoch of 3 steps: the break after step 3 is at its end.
+    straight = train("straight", 5)
+    for stop in (2, 3):
+        train(f"stopped_{stop}", stop)
+        rest = train(f"stopped_{stop}", 5)
+        assert list(rest) == list(range(stop + 1, 6))
+        for step, metrics in rest.items():
+            for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens"):
+                assert metrics[key] == straight[step][key], (stop, step, key)
