@@ -7,10 +7,9 @@ tokens of the whole batch, whatever the micro-batches, the packing and the numbe
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,18 +22,15 @@ from verl.trainer.config import SFTConfig
 from verl.trainer.config.load import hydra_entry, load_config
 from verl.trainer.config.sizes import resolve_device
 from verl.trainer.controller import load_controller, run_under_controller
+from verl.trainer.loop import Metrics, TrainingLoop
 from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.schedule import Schedule, with_total_steps
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
 from verl.utils.tracking import Tracking
 
-logger = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
-
-
-class SFTTrainer:
+class SFTTrainer(TrainingLoop):
     """Fits a language model to the responses of a dataset.
 
     Args:
@@ -54,6 +50,7 @@ class SFTTrainer:
         collate_fn: Callable,
         train_sampler: Any,
     ) -> None:
+        super().__init__()
         self.config = config
         self.workers = workers
         data, trainer = config.data, config.trainer
@@ -79,8 +76,6 @@ class SFTTrainer:
             keep={".": trainer.max_ckpt_to_keep},
         )
         self.checkpoint = TrainerCheckpoint(plan, {".": workers})
-        self.global_steps = 0
-        self.stopwatch = Stopwatch()
 
     def fit(self) -> None:
         """Train to the last step: resume, step, validate, save, log."""
@@ -91,18 +86,11 @@ class SFTTrainer:
             Tracking(*names, trainer.logger, self.config.to_dict()) as tracking,
             Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress,
         ):
-            while self.global_steps < self.total_training_steps:
-                for rows in self.train_dataloader:
-                    self.global_steps += 1
-                    metrics = self._one_step(to_batch(rows))
-                    tracking.log(metrics, step=self.global_steps)
-                    progress.update(self.global_steps, metrics)
-                    if self.global_steps >= self.total_training_steps:
-                        break
+            self._to_the_last_step(tracking, progress)
 
-    def _one_step(self, batch: DataProto) -> Metrics:
+    def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         self.stopwatch = Stopwatch()
-        metrics = self.update(batch)
+        metrics = self.update(to_batch(rows))
         if self.val_dataloader is not None and self.schedule.due("test", self.global_steps):
             metrics["val/loss"] = self.validate()
         if self.schedule.due("save", self.global_steps):
@@ -135,17 +123,6 @@ class SFTTrainer:
             tokens += int(mask.sum())
         return loss / tokens if tokens else math.nan
 
-    @stage("save_checkpoint")
-    def _save_checkpoint(self) -> None:
-        self.checkpoint.save(self.global_steps, self.train_dataloader.state_dict())
-
-    def _load_checkpoint(self) -> None:
-        found = self.checkpoint.load()
-        if found is not None:
-            self.global_steps = found.global_step
-            self.train_dataloader.load_state_dict(found.dataloader_state)
-            logger.info("resumed from %s: step %d", found.folder, found.global_step)
-
 
 def total_steps(config: SFTConfig, rows: int) -> int:
     """Steps of a run over ``rows`` training sequences; an incomplete last batch of an epoch is left out.
@@ -162,7 +139,7 @@ def total_steps(config: SFTConfig, rows: int) -> int:
     return config.trainer.total_training_steps or config.trainer.total_epochs * (rows // batch_size)
 
 
-def to_batch(rows: dict[str, Any]) -> DataProto:
+def to_batch(rows: Mapping[str, Any]) -> DataProto:
     """A supervised batch in the layout of RL: one-token prompt, the rest is the response."""
     ids = rows["input_ids"]
     return DataProto.from_dict(

@@ -23,9 +23,8 @@ of the data: how samples are dealt to ranks is private to each call (:meth:`RayP
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -39,6 +38,7 @@ from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.load import load_config
 from verl.trainer.config.sizes import derived_sizes
+from verl.trainer.loop import Metrics, TrainingLoop
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.ppo.core_algos import get_kl_controller
@@ -70,12 +70,8 @@ __all__ = [
     "need_reward_model",
 ]
 
-logger = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
-
-
-class RayPPOTrainer:
+class RayPPOTrainer(TrainingLoop):
     """Trains a policy by reinforcement learning; every number is computed by workers or pure functions.
 
     Args:
@@ -109,6 +105,7 @@ class RayPPOTrainer:
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
+        super().__init__()
         self.config = config if isinstance(config, PPOConfig) else load_config(config)
         self.tokenizer = tokenizer
         self.processor = processor
@@ -122,9 +119,7 @@ class RayPPOTrainer:
         self.kl_ctrl = (
             get_kl_controller(self.config.algorithm.kl_ctrl) if self.config.algorithm.use_kl_in_reward else None
         )
-        self.global_steps = 0
         self.metrics: Metrics = {}
-        self.stopwatch = Stopwatch()
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
 
     # ---- set-up -------------------------------------------------------------------------------
@@ -217,20 +212,14 @@ class RayPPOTrainer:
             self._track_generations = ValidationGenerationsLogger(tracking).log
             if self.validator and trainer.val_before_train:
                 tracking.log(self._validate(), step=self.global_steps)
-            while self.global_steps < self.total_training_steps and not trainer.val_only:
-                for rows in self.train_dataloader:
-                    self.global_steps += 1
-                    metrics = self._one_step(DataProto.from_single_dict(rows))
-                    tracking.log(metrics, step=self.global_steps)
-                    progress.update(self.global_steps, metrics)
-                    if self.global_steps >= self.total_training_steps:
-                        break
+            if not trainer.val_only:
+                self._to_the_last_step(tracking, progress)
 
-    def _one_step(self, prompts: DataProto) -> Metrics:
+    def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         """A step, and what the schedule asks for after it: validation, a checkpoint."""
         self.metrics, self.stopwatch = {}, Stopwatch()
         with self.stopwatch("step"):
-            batch = self.step(prompts)
+            batch = self.step(DataProto.from_single_dict(dict(rows)))
             if self.validator and self.schedule.due("test", self.global_steps):
                 self.metrics.update(self._validate())
             if self.schedule.due("save", self.global_steps):
@@ -391,14 +380,3 @@ class RayPPOTrainer:
         folder = self.config.trainer.rollout_data_dir
         if folder:
             dump_generations(folder, self.global_steps, self.tokenizer, batch, scores, extra)
-
-    @stage("save_checkpoint")
-    def _save_checkpoint(self) -> None:
-        self.checkpoint.save(self.global_steps, self.train_dataloader.state_dict())
-
-    def _load_checkpoint(self) -> None:
-        found = self.checkpoint.load()
-        if found is not None:
-            self.global_steps = found.global_step
-            self.train_dataloader.load_state_dict(found.dataloader_state)
-            logger.info("resumed from %s: step %d", found.folder, found.global_step)

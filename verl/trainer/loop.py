@@ -1,0 +1,54 @@
+"""What the trainers share: steps until the last one, tracked and shown, saved and resumed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from verl.trainer.checkpoint import TrainerCheckpoint
+from verl.trainer.timing import Stopwatch, stage
+from verl.utils.console import Progress
+from verl.utils.tracking import Tracking
+
+logger = logging.getLogger(__name__)
+
+Metrics = dict[str, float]
+
+
+class TrainingLoop:
+    """Base of the trainers; a subclass says what one batch of rows does (:meth:`_one_step`)."""
+
+    train_dataloader: Any
+    total_training_steps: int
+    checkpoint: TrainerCheckpoint
+
+    def __init__(self) -> None:
+        self.global_steps = 0
+        self.stopwatch = Stopwatch()
+
+    def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
+        """Train on one batch of rows, then save and validate if they are due; the metrics of the step."""
+        raise NotImplementedError(f"{type(self).__name__} must say what a step is.")
+
+    def _to_the_last_step(self, tracking: Tracking, progress: Progress) -> None:
+        """Epoch after epoch, from the step that was resumed; a resumed loader may begin with an empty rest."""
+        while self.global_steps < self.total_training_steps:
+            for rows in self.train_dataloader:
+                self.global_steps += 1
+                metrics = self._one_step(rows)
+                tracking.log(metrics, step=self.global_steps)
+                progress.update(self.global_steps, metrics)
+                if self.global_steps >= self.total_training_steps:
+                    break
+
+    @stage("save_checkpoint")
+    def _save_checkpoint(self) -> None:
+        self.checkpoint.save(self.global_steps, self.train_dataloader.state_dict())
+
+    def _load_checkpoint(self) -> None:
+        found = self.checkpoint.load()
+        if found is not None:
+            self.global_steps = found.global_step
+            self.train_dataloader.load_state_dict(found.dataloader_state)
+            logger.info("resumed from %s: step %d", found.folder, found.global_step)
