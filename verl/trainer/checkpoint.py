@@ -7,7 +7,7 @@
       global_step_N/
         actor/  critic/                     the engines' shards (workers/engine/fsdp/checkpoint.py)
         data.pt                             state of the data loader
-        trainer_state.json                  step, KL controller
+        trainer_state.json                  step, controllers of KL and entropy
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import os
 import pickle
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,14 +74,15 @@ class TrainerCheckpoint:
         plan: folder, keep-N and resume settings.
         groups: worker groups with ``save_checkpoint`` and ``load_checkpoint``, by the sub-folder
             that each writes; ``"."`` is the step's folder itself.
-        kl_ctrl: controller with ``state_dict``; None without KL in the reward.
+        controllers: what else changes from step to step, by name: each has ``state_dict`` (plain
+            numbers) and ``load_state_dict``.
     """
 
-    def __init__(self, plan: CheckpointPlan, groups: dict[str, Any], kl_ctrl: Any = None) -> None:
+    def __init__(self, plan: CheckpointPlan, groups: dict[str, Any], controllers: Mapping[str, Any] = {}) -> None:
         self.plan = plan
         self.root = Path(plan.root).expanduser().absolute()
         self.groups = groups
-        self.kl_ctrl = kl_ctrl
+        self.controllers = controllers
 
     def save(self, global_step: int, dataloader_state: dict[str, Any]) -> Path:
         """Write ``global_step_N``, name it the latest, then drop what keep-N no longer wants.
@@ -91,7 +93,7 @@ class TrainerCheckpoint:
         folder = self.root / f"global_step_{global_step}"
         for name, group in self.groups.items():
             group.save_checkpoint(str(folder / name), None, global_step)
-        state = {"global_step": global_step, "kl_ctrl": self.kl_ctrl.state_dict() if self.kl_ctrl else None}
+        state = {"global_step": global_step} | {name: part.state_dict() for name, part in self.controllers.items()}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(dataloader_state, folder / "data.pt")
@@ -135,8 +137,9 @@ class TrainerCheckpoint:
                     "Resume with the algorithm that wrote it, or set trainer.resume_mode=disable."
                 )
             group.load_checkpoint(str(folder / name), None, self.plan.delete_after_load)
-        if self.kl_ctrl is not None and state["kl_ctrl"] is not None:
-            self.kl_ctrl.load_state_dict(state["kl_ctrl"])
+        for name, controller in self.controllers.items():
+            if state.get(name) is not None:  # a run may switch a controller on between two checkpoints
+                controller.load_state_dict(state[name])
         return ResumePoint(global_step=state["global_step"], folder=folder, dataloader_state=dataloader_state)
 
     def _folder_to_resume(self) -> Path | None:

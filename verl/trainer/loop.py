@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 from verl.trainer.checkpoint import TrainerCheckpoint
@@ -31,16 +32,24 @@ class TrainingLoop:
         """Train on one batch of rows, then save and validate if they are due; the metrics of the step."""
         raise NotImplementedError(f"{type(self).__name__} must say what a step is.")
 
+    @cached_property
+    def rows(self) -> Iterator[Mapping[str, Any]]:
+        """Batches without end, epoch after epoch; a step may take more than one."""
+        return self._epochs()
+
+    def _epochs(self) -> Iterator[Mapping[str, Any]]:
+        """Begins where the loader was resumed, maybe with an empty rest of an epoch."""
+        while True:
+            yield from self.train_dataloader
+
     def _to_the_last_step(self, tracking: Tracking, progress: Progress) -> None:
-        """Epoch after epoch, from the step that was resumed; a resumed loader may begin with an empty rest."""
+        """From the step that was resumed to the last one."""
         while self.global_steps < self.total_training_steps:
-            for rows in self.train_dataloader:
-                self.global_steps += 1
-                metrics = self._one_step(rows)
-                tracking.log(metrics, step=self.global_steps)
-                progress.update(self.global_steps, metrics)
-                if self.global_steps >= self.total_training_steps:
-                    break
+            rows = next(self.rows)
+            self.global_steps += 1
+            metrics = self._one_step(rows)
+            tracking.log(metrics, step=self.global_steps)
+            progress.update(self.global_steps, metrics)
 
     @stage("save_checkpoint")
     def _save_checkpoint(self) -> None:

@@ -166,7 +166,8 @@ class RayPPOTrainer(TrainingLoop):
             if group is not None:
                 group.init_model()
         saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
-        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of(self.config.trainer), saved, self.kl_ctrl)
+        controllers = {"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {}
+        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of(self.config.trainer), saved, controllers)
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
             self.validator = Validator(
