@@ -17,6 +17,21 @@ logger = logging.getLogger(__name__)
 Metrics = dict[str, float]
 
 
+class EpochCounter:
+    """How often the data has been gone through; part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint has to hold."""
+        return {"epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from a checkpoint."""
+        self.epoch = int(state["epoch"])
+
+
 class TrainingLoop:
     """Base of the trainers; a subclass says what one batch of rows does (:meth:`_one_step`)."""
 
@@ -26,6 +41,7 @@ class TrainingLoop:
 
     def __init__(self) -> None:
         self.global_steps = 0
+        self.epochs = EpochCounter()
         self.stopwatch = Stopwatch()
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
@@ -41,6 +57,7 @@ class TrainingLoop:
         """Begins where the loader was resumed, maybe with an empty rest of an epoch."""
         while True:
             yield from self.train_dataloader
+            self.epochs.epoch += 1
 
     def _to_the_last_step(self, tracking: Tracking, progress: Progress) -> None:
         """From the step that was resumed to the last one."""

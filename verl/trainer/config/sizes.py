@@ -86,7 +86,7 @@ def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
     """
     actor, data, trainer = config.actor_rollout_ref.actor, config.data, config.trainer
     ranks, n = rank_count(trainer), config.actor_rollout_ref.rollout.n
-    steps_per_epoch = None if dataset_len is None else dataset_len // data.train_batch_size
+    steps_per_epoch = None if dataset_len is None else dataset_len // (data.gen_batch_size or data.train_batch_size)
     total = trainer.total_training_steps or (steps_per_epoch or 0) * trainer.total_epochs
     by_tokens = f"up to {actor.ppo_max_token_len_per_gpu:,} tokens"
     return Sizes(

@@ -194,6 +194,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         lengths,
         run.engines,
         run.estimator,
+        run.dynamic_sampling,
         run.losses,
         run.sampling,
         run.rewards,

@@ -79,6 +79,27 @@ def estimator(config: PPOConfig) -> Problems:
         yield Problem("critic.enable", False, f"{key}={name} reads the critic's values", remedy=remedy)
 
 
+def dynamic_sampling(config: PPOConfig) -> Problems:
+    """A group can only differ where it has several responses, and in something that is named."""
+    chosen, data, key = config.algorithm.filter_groups, config.data, "algorithm.filter_groups.metric"
+    if not chosen.enable:
+        if data.gen_batch_size not in (None, data.train_batch_size):
+            wrong = "more prompts than a step trains on are only sampled with dynamic sampling"
+            remedy = "leave it null, or set algorithm.filter_groups.enable=true"
+            yield Problem("data.gen_batch_size", data.gen_batch_size, wrong, remedy=remedy)
+        return
+    if chosen.metric is None:
+        remedy = f"set {key}=seq_reward, or acc if the reward function returns it"
+        yield Problem(key, None, "dynamic sampling must know what has to differ", remedy=remedy)
+    if chosen.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        wrong = "with algorithm.use_kl_in_reward=true the final rewards of all responses differ, and nothing is filtered"
+        yield Problem(key, chosen.metric, wrong, "seq_reward, score, acc", f"set {key}=seq_reward")
+    n = config.actor_rollout_ref.rollout.n
+    if n == 1:
+        wrong = "dynamic sampling compares the responses of one prompt, and there is one"
+        yield Problem("actor_rollout_ref.rollout.n", n, wrong, "at least 2")
+
+
 def losses(config: PPOConfig) -> Problems:
     """The policy loss exists; both KL terms at once deserve a word."""
     from verl.trainer.ppo import core_algos

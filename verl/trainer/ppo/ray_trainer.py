@@ -8,6 +8,7 @@
     rollout    ──► responses        prompts, responses, response_mask, rollout_log_probs
        ▼
     reward     ──► scores           token_level_scores               (reward.py, reward_manager/)
+       │ with dynamic sampling: back to the dataloader, until the batch is full of prompts that can teach
        ▼
     actor      ──► old_log_probs    old_log_probs, entropys
     reference  ──► ref_log_prob     ref_log_prob                     if a KL term is on
@@ -28,6 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -42,6 +44,7 @@ from verl.trainer.loop import Metrics, TrainingLoop
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.ppo.core_algos import get_kl_controller
+from verl.trainer.ppo.dynamic_sampling import Draw, fill_batch
 from verl.trainer.ppo.metrics import (
     compute_data_metrics,
     compute_rollout_gap_metrics,
@@ -128,13 +131,14 @@ class RayPPOTrainer(TrainingLoop):
         data = self.config.data
         common = {"collate_fn": collate_fn, "num_workers": min(data.dataloader_num_workers, os.cpu_count() or 1)}
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
+        key = "gen_batch_size" if data.gen_batch_size else "train_batch_size"
         self.train_dataloader = StatefulDataLoader(
-            train_dataset, batch_size=data.train_batch_size, sampler=sampler, drop_last=True, **common
+            train_dataset, batch_size=data[key], sampler=sampler, drop_last=True, **common
         )
         if len(self.train_dataloader) == 0:
             raise DataError(
                 f"the training data has {len(train_dataset)} prompts (after filters), fewer than one batch of "
-                f"data.train_batch_size={data.train_batch_size}. Give more data, or lower data.train_batch_size."
+                f"data.{key}={data[key]}. Give more data, or lower data.{key}."
             )
         self.total_training_steps = derived_sizes(self.config, len(train_dataset)).total_steps
         self.schedule = Schedule.of(self.config.trainer, self.total_training_steps)
@@ -166,7 +170,7 @@ class RayPPOTrainer(TrainingLoop):
             if group is not None:
                 group.init_model()
         saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
-        controllers = {"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {}
+        controllers = {"epochs": self.epochs} | ({"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {})
         self.checkpoint = TrainerCheckpoint(CheckpointPlan.of(self.config.trainer), saved, controllers)
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
@@ -230,8 +234,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def step(self, prompts: DataProto) -> DataProto:
         """One PPO iteration: prompts in, updated policy out. See the picture above."""
-        batch = self.rollout(prompts)
-        batch = self.reward(batch)
+        batch = self.collect(prompts)
         batch = batch | self.old_log_probs(batch)
         if self.needs.reference:
             batch = batch | self.reference(batch)
@@ -246,10 +249,27 @@ class RayPPOTrainer(TrainingLoop):
 
     # ---- the stages ---------------------------------------------------------------------------
 
+    def collect(self, prompts: DataProto) -> DataProto:
+        """Responses and their scores; with dynamic sampling from as many prompts as it takes."""
+        algorithm, n = self.config.algorithm, self.config.actor_rollout_ref.rollout.n
+        if not algorithm.filter_groups.enable:
+            return self.reward(self.rollout(prompts))
+
+        def draw(number: int) -> Draw:
+            rows = prompts if number == 0 else DataProto.from_single_dict(dict(next(self.rows)))
+            responses = self.rollout(rows, first_row=number * len(prompts))
+            scored = self.reward(responses)
+            is_scored = scored.non_tensor_batch["reward_status"] == "ok"
+            return Draw(scored, responses.non_tensor_batch["uid"], is_scored)
+
+        batch, metrics = fill_batch(draw, algorithm.filter_groups, self.config.data.train_batch_size, n)
+        self.metrics.update(metrics)
+        return batch
+
     @stage("gen")
-    def rollout(self, prompts: DataProto) -> DataProto:
+    def rollout(self, prompts: DataProto, first_row: int = 0) -> DataProto:
         """n responses for each prompt, and the reward of a greedy one if the estimator wants it."""
-        prompts = stages.name_groups(prompts, self.global_steps)
+        prompts = stages.name_groups(prompts, self.global_steps, first_row)
         prompts = prompts | DataProto(meta_info={"global_steps": self.global_steps, "validate": False})
         repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.n)
         batch = repeated.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(repeated)
@@ -272,11 +292,11 @@ class RayPPOTrainer(TrainingLoop):
         masked, metrics = stages.drop_failed_samples(batch, extra["reward_status"])
         self.metrics.update(metrics)
         self._dump_rollouts(batch, scores, extra)
-        kept = batch.select(
-            batch_keys=[key for key in batch.batch.keys() if key != "response_mask"],
-            non_tensor_batch_keys=[key for key in batch.non_tensor_batch if key != "uid"],
+        scored = DataProto.from_dict(
+            tensors={"token_level_scores": scores},
+            non_tensors={name: np.array(values, dtype=object) for name, values in extra.items()},
         )
-        return kept | masked | DataProto.from_dict(tensors={"token_level_scores": scores})
+        return stages.replace_columns(batch, masked) | scored
 
     def _score(self, batch: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list]]:
         if self.needs.reward_model:
@@ -360,7 +380,7 @@ class RayPPOTrainer(TrainingLoop):
         world_size = self.actor_rollout_wg.world_size
         return {
             "training/global_step": self.global_steps,
-            "training/epoch": (self.global_steps - 1) // len(self.train_dataloader),
+            "training/epoch": self.epochs.epoch,
             **compute_data_metrics(batch, use_critic=self.needs.critic),
             **compute_timing_metrics(batch, timing),
             **compute_throughout_metrics(batch, timing, n_gpus=world_size),

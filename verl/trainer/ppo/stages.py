@@ -23,9 +23,9 @@ Metrics = dict[str, float]
 ACTOR_COLUMNS = ("responses", "response_mask", "input_ids", "attention_mask", "position_ids")
 
 
-def name_groups(prompts: DataProto, step: int) -> DataProto:
+def name_groups(prompts: DataProto, step: int, first_row: int = 0) -> DataProto:
     """Give each prompt the ``uid`` that its responses share: step and row, the same in every run."""
-    uids = np.array([f"{step}-{row}" for row in range(len(prompts))], dtype=object)
+    uids = np.array([f"{step}-{first_row + row}" for row in range(len(prompts))], dtype=object)
     return prompts | DataProto.from_dict(non_tensors={"uid": uids})
 
 
@@ -39,6 +39,17 @@ def repeat_prompts(prompts: DataProto, n: int) -> DataProto:
 def compute_response_mask(data: DataProto) -> torch.Tensor:
     """The attention mask over the responses, (bsz, response_length)."""
     return data.batch["attention_mask"][:, -data.batch["responses"].size(1) :]
+
+
+def replace_columns(batch: DataProto, columns: DataProto) -> DataProto:
+    """``batch`` with the columns of ``columns`` in place of its own of the same name."""
+    assert batch.batch is not None
+    assert columns.batch is not None
+    kept = batch.select(
+        batch_keys=[key for key in batch.batch.keys() if key not in columns.batch.keys()],
+        non_tensor_batch_keys=[key for key in batch.non_tensor_batch if key not in columns.non_tensor_batch],
+    )
+    return kept | columns
 
 
 def sequence_lengths(batch: DataProto) -> list[int]:
