@@ -3,7 +3,21 @@
 import pytest
 
 from verl.errors import ConfigError, RewardError
-from verl.utils.reward_score import SCORERS, check_settings, default_compute_score, register_scorer
+from verl.utils.reward_score import (
+    SCORERS,
+    check_settings,
+    countdown,
+    default_compute_score,
+    geo3k,
+    get_scorer,
+    gsm8k,
+    is_async,
+    math_dapo,
+    math_reward,
+    prime_math,
+    register_scorer,
+    search_r1_like_qa_em,
+)
 
 
 @pytest.fixture
@@ -42,11 +56,8 @@ def test_a_setting_that_nobody_takes():
         ("openai/gsm8", "Did you mean 'openai/gsm8k'"),
         ("", "data source ''"),
         ("codecontests", "code run against tests"),
-        ("hiyouga/geometry3k", "geometry with pictures"),
-        ("searchR1_nq", "question answering with search"),
-        ("numina_olympiads", "Numina mathematics"),
-        ("aime2024", "competition mathematics"),
-        ("math_dapo", "competition mathematics"),
+        ("aim", "no scorer has this name"),
+        ("math_dapo_2", "Did you mean 'math_dapo'"),
     ],
 )
 @pytest.mark.parametrize("kind", [RewardError, NotImplementedError])
@@ -55,6 +66,50 @@ def test_a_source_without_scorer_lists_those_with(source, says, kind):
         default_compute_score(source, "x", "y")
     for part in (says, "countdown", "lighteval/MATH", "custom_reward_function.path", "reward_model.reward_format"):
         assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "sources, module",
+    [
+        (("openai/gsm8k", "gsm8k"), gsm8k),
+        (("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math_reward),
+        (("math_dapo", "math", "math_dapo_reasoning", "aime", "aime24", "aime_2025"), math_dapo),
+        (("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12",
+          "numina_olympiads"), prime_math),
+        (("hiyouga/geometry3k",), geo3k),
+        (tuple(f"searchR1_{name}" for name in (
+            "nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")), search_r1_like_qa_em),
+        (("countdown",), countdown),
+    ],
+)  # fmt: skip
+def test_the_map(sources, module):
+    for source in sources:
+        assert get_scorer(source) is module.compute_score
+        assert source in SCORERS
+        assert not is_async(source)
+
+
+def test_the_longest_beginning_wins_and_an_exact_name_over_all():
+    scorers = {name: (lambda solution_str, ground_truth, name=name: name) for name in ("my*", "my/long*", "my/long/er")}
+    for name, scorer in scorers.items():
+        scorer.__qualname__ = name  # a registry tells lambdas of one place by it
+        register_scorer(name)(scorer)
+    try:
+        for source, name in {"my": "my*", "my/lo": "my*", "my/longest": "my/long*", "my/long/er": "my/long/er"}.items():
+            assert get_scorer(source) is scorers[name]
+        assert "m" not in SCORERS
+    finally:
+        for name in scorers:
+            del SCORERS._entries[name]
+
+
+def test_a_scorer_that_needs_no_truth_gets_none():
+    register_scorer("my/judge")(lambda solution_str, ground_truth=None: 2.0 if ground_truth is None else 3.0)
+    try:
+        assert default_compute_score("my/judge", "x", None) == 2.0
+        assert default_compute_score("my/judge", "x", "y") == 3.0
+    finally:
+        del SCORERS._entries["my/judge"]
 
 
 def test_a_row_without_ground_truth_is_an_error_and_not_a_zero():

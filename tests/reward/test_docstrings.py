@@ -10,6 +10,13 @@ import pytest
     "module",
     [
         "verl.utils.dataset.rl_dataset",
+        "verl.utils.reward_score.combine",
+        "verl.utils.reward_score.format",
+        "verl.utils.reward_score.length",
+        "verl.utils.reward_score.math_dapo",
+        "verl.utils.reward_score.prime_math",
+        "verl.utils.reward_score.repetition",
+        "verl.utils.reward_score.search_r1_like_qa_em",
         "verl.workers.reward_manager.function",
         "verl.workers.reward_manager.naive",
     ],

@@ -1,41 +1,67 @@
-"""Rule-based scorers, found by data source.
+"""Scorers, found by data source.
 
-========================================================================== ======================
+========================================================================== =============================
 data source                                                                scorer
-========================================================================== ======================
+========================================================================== =============================
 openai/gsm8k, gsm8k                                                        :mod:`.gsm8k`
 lighteval/MATH, DigitalLearningGmbH/MATH-lighteval, HuggingFaceH4/MATH-500 :mod:`.math_reward`
+math_dapo, math, math_dapo_reasoning, aime*                                :mod:`.math_dapo`
+numina_aops_forum, numina_synthetic_math, numina_amc_aime,
+numina_synthetic_amc, numina_cn_k12, numina_olympiads                      :mod:`.prime_math`
+hiyouga/geometry3k                                                         :mod:`.geo3k`
+searchR1_*                                                                 :mod:`.search_r1_like_qa_em`
 countdown                                                                  :mod:`.countdown`
-========================================================================== ======================
+llm_judge (by ``reward_model.reward_format``)                              :mod:`.llm_judge`
+========================================================================== =============================
 
-A scorer is a function ``(solution_str, ground_truth, **settings) -> float | dict``. File one of
-your own with ``@register_scorer("my/source")``, or set ``custom_reward_function.path``.
+A scorer is a function ``(solution_str, ground_truth, **settings) -> float | dict``, plain or
+``async``. File one of your own with ``@register_scorer("my/source")``, or set
+``custom_reward_function.path``. :mod:`.format`, :mod:`.length`, :mod:`.repetition` and
+:mod:`.combine` hold parts to build one from.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from verl.errors import ConfigError, RewardError
 from verl.utils.registry import Registry, suggest
 
-Scorer = Callable[..., float | dict[str, Any]]
+Result = float | dict[str, Any]
+Scorer = Callable[..., Result | Awaitable[Result]]
 S = TypeVar("S", bound=Scorer)
 
-SCORERS: Registry[Scorer] = Registry("data source")
 
-LATER = {
-    **dict.fromkeys(("math_dapo", "math", "math_dapo_reasoning", "aime"), "competition mathematics scored ±1"),
-    **dict.fromkeys(
-        ("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12",
-         "numina_olympiads"), "Numina mathematics"),
-    **dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code run against tests"),
-    "hiyouga/geometry3k": "geometry with pictures",
-    "searchR1_": "question answering with search",
-}  # fmt: skip
-"""Sources (or how they begin) whose scorer is not in this version, and what it would score."""
+class SourceRegistry(Registry[Scorer]):
+    """Scorers by data source; a name that ends in ``*`` stands for all sources that begin so.
+
+    An exact name wins over a beginning, and a longer beginning over a shorter one.
+    """
+
+    def get(self, name: str) -> Scorer:
+        """The scorer of a data source.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return super().get(self._filed(name) or name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._filed(name) is not None
+
+    def _filed(self, source: str) -> str | None:
+        if source in self._entries:
+            return source
+        starts = [name for name in self._entries if name.endswith("*") and source.startswith(name[:-1])]
+        return max(starts, key=len, default=None)
+
+
+SCORERS = SourceRegistry("data source")
+
+LATER: dict[str, str] = dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code run against tests")
+"""Sources whose scorer is not in this version, and what it would score."""
 
 
 class UnknownDataSourceError(RewardError, NotImplementedError):
@@ -43,7 +69,11 @@ class UnknownDataSourceError(RewardError, NotImplementedError):
 
 
 def register_scorer(*data_sources: str) -> Callable[[S], S]:
-    """Decorator that files a scorer ``(solution_str, ground_truth, **settings)`` under data sources."""
+    """Decorator that files a scorer ``(solution_str, ground_truth, **settings)`` under data sources.
+
+    Args:
+        data_sources: names as in the data files; ``"aime*"`` stands for all that begin with ``aime``.
+    """
 
     def file(scorer: S) -> S:
         for source in data_sources:
@@ -61,7 +91,7 @@ def get_scorer(data_source: str) -> Scorer:
     """
     if data_source in SCORERS:
         return SCORERS.get(data_source)
-    later = next((what for start, what in LATER.items() if data_source.startswith(start)), None)
+    later = LATER.get(data_source)
     reason = f"its scorer ({later}) is not in this version" if later else "no scorer has this name"
     raise UnknownDataSourceError(
         f"data source '{data_source}': {reason}.{suggest(data_source, SCORERS.names())} "
@@ -69,6 +99,15 @@ def get_scorer(data_source: str) -> Scorer:
         "or write your own: custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score, with "
         "def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float."
     )
+
+
+def is_async(data_source: str) -> bool:
+    """Whether the scorer of a data source must be awaited.
+
+    Raises:
+        UnknownDataSourceError: it has no scorer.
+    """
+    return inspect.iscoroutinefunction(get_scorer(data_source))
 
 
 def default_compute_score(
@@ -80,7 +119,7 @@ def default_compute_score(
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
     **kwargs: Any,
-) -> float | dict[str, Any]:
+) -> Result | Awaitable[Result]:
     """Score a response by the scorer of its data source.
 
     Args:
@@ -93,13 +132,18 @@ def default_compute_score(
         memory_limit_mb: memory of one of its runs.
         kwargs: settings of scorers, such as ``format_score``; each takes those that it names.
 
+    Returns:
+        what the scorer returns: a number, a dict with ``score``, or an awaitable of these from an async
+        scorer (see :func:`is_async`).
+
     Raises:
         UnknownDataSourceError: no scorer for this source.
         ConfigError: no scorer has a setting of that name.
         RewardError: there is no ground truth, or the scorer could not decide.
     """
     scorer = get_scorer(data_source)
-    if ground_truth is None:
+    wanted = inspect.signature(scorer).parameters
+    if ground_truth is None and wanted["ground_truth"].default is inspect.Parameter.empty:
         raise RewardError("the row has no reward_model.ground_truth, which its scorer compares with.")
     beside = {
         "extra_info": extra_info,
@@ -107,7 +151,6 @@ def default_compute_score(
         "concurrent_semaphore": concurrent_semaphore,
         "memory_limit_mb": memory_limit_mb,
     }
-    wanted = inspect.signature(scorer).parameters
     if not wanted.keys() >= kwargs.keys():
         check_settings(kwargs)
     given = {name: value for name, value in {**beside, **kwargs}.items() if name in wanted}
@@ -135,4 +178,12 @@ def _settings() -> list[str]:
 
 
 # Last, because they register themselves with what is above.
-from verl.utils.reward_score import countdown, gsm8k, math_reward  # noqa: E402, F401
+from verl.utils.reward_score import (  # noqa: E402
+    countdown,  # noqa: F401
+    geo3k,  # noqa: F401
+    gsm8k,  # noqa: F401
+    math_dapo,  # noqa: F401
+    math_reward,  # noqa: F401
+    prime_math,  # noqa: F401
+    search_r1_like_qa_em,  # noqa: F401
+)

@@ -11,8 +11,8 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.utils.reward_score import register_scorer
+from verl.utils.reward_score.format import last_tag
 
-OPEN, CLOSE = "<answer>", "</answer>"
 MAX_LENGTH = 256
 """Longest expression that is read, in characters; bounds the depth of the tree and the size of the numbers."""
 ALLOWED = re.compile(r"[0-9+\-*/()\s]*")
@@ -20,9 +20,7 @@ ALLOWED = re.compile(r"[0-9+\-*/()\s]*")
 
 def extract_solution(solution_str: str) -> str | None:
     """The text of the last ``<answer>...</answer>``, or None."""
-    end = solution_str.rfind(CLOSE)
-    start = solution_str.rfind(OPEN, 0, end) if end >= 0 else -1
-    return solution_str[start + len(OPEN) : end].strip() if start >= 0 else None
+    return last_tag(solution_str, "answer")
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
