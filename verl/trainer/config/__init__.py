@@ -2,7 +2,7 @@
 
 from verl.trainer.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
 from verl.trainer.config.config import CheckpointConfig, CustomRewardFunctionConfig, ModuleConfig, RewardManagerConfig
-from verl.trainer.config.data import DataConfig
+from verl.trainer.config.data import DataConfig, PreferenceDataConfig
 from verl.trainer.config.evaluation import EvalConfig
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.load import load_config
@@ -21,6 +21,7 @@ __all__ = [
     "KLControlConfig",
     "ModuleConfig",
     "PPOConfig",
+    "PreferenceDataConfig",
     "RewardManagerConfig",
     "RolloutCorrectionConfig",
     "SFTConfig",

@@ -74,10 +74,8 @@ class DataConfig(BaseConfig):
     """Longest response in tokens."""
     train_batch_size: int = setting(1024, ge=1)
     """Prompts per step."""
-    gen_batch_size: int | None = setting(
-        None, ge=1, refuse="sampling more prompts than a step trains on is not in this version; leave it null"
-    )
-    """Prompts sampled at once with dynamic sampling; null takes `train_batch_size`."""
+    gen_batch_size: int | None = setting(None, ge=1)
+    """Prompts sampled at once with dynamic sampling (`algorithm.filter_groups`); null takes `train_batch_size`."""
     val_batch_size: int | None = setting(None, ge=1)
     """Prompts per validation batch; null takes the whole validation set at once."""
     return_raw_input_ids: bool = setting(False)
@@ -126,3 +124,51 @@ class DataConfig(BaseConfig):
         refuse="tools are not in this version; leave it null",
     )
     """File that lists the tools shown in the prompt."""
+
+
+@section
+class PreferenceDataConfig(BaseConfig):
+    """Pairs of responses to one prompt, the better one and the worse one."""
+
+    train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
+        "~/data/preference/train.parquet", validate_default=True, path=True
+    )
+    """Training files: parquet, json or jsonl; one path or a list."""
+    val_files: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None, path=True)
+    """Validation files, likewise; null validates nothing."""
+    train_max_samples: int = setting(-1, ge=-1)
+    """Use only this many training pairs; -1 uses all."""
+    val_max_samples: int = setting(-1, ge=-1)
+    """Use only this many validation pairs; -1 uses all."""
+    train_batch_size: int = setting(256, ge=1)
+    """Pairs per optimizer step over all ranks."""
+    micro_batch_size_per_gpu: int | None = setting(4, ge=1)
+    """Pairs per forward and backward pass on one rank."""
+    use_dynamic_bsz: bool = setting(True)
+    """Fill passes by tokens instead of by pairs."""
+    max_token_len_per_gpu: int = setting(8192, ge=1)
+    """Tokens per pass on one rank, with `use_dynamic_bsz`; both sides of a pair count."""
+    prompt_key: str | None = setting("prompt")
+    """Column of the prompt, text or messages; null where both sides are whole conversations."""
+    chosen_key: str = setting("chosen")
+    """Column of the better response, text or messages."""
+    rejected_key: str = setting("rejected")
+    """Column of the worse response, text or messages."""
+    max_length: int = setting(1024, ge=2)
+    """Longest sequence, prompt and response, in tokens."""
+    truncation: Literal["error", "left", "right"] = setting("error")
+    """What happens to a longer pair: an error, or a cut of both sides, of the prompt (left) or of the ends (right)."""
+    balance_dp_token: bool = setting(False)
+    """Order pairs so that ranks get nearly equal numbers of tokens."""
+    shuffle: bool = setting(True)
+    """Shuffle training pairs at every epoch."""
+    seed: int | None = setting(1, ge=0, interpolation="${oc.select:trainer.seed,1}")
+    """Seed of that shuffle, as in `trainer.seed`."""
+    ignore_input_ids_mismatch: bool = setting(False)
+    """Accept conversations whose turns tokenise otherwise alone than as a whole."""
+    apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the chat template."""
+    num_workers: int = setting(8, ge=0)
+    """Processes that read rows."""
+    custom_cls: CustomClassConfig = subsection(CustomClassConfig)
+    """A dataset class of your own."""

@@ -9,20 +9,23 @@ if TYPE_CHECKING:
     from verl.utils.dataset.build import create_rl_dataset, create_rl_sampler, create_sft_dataset
     from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset, sft_collate_fn
     from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+    from verl.utils.dataset.rm_dataset import RMDataset, pair_collate_fn
     from verl.utils.dataset.sft_dataset import SFTDataset
 
 __all__ = [
     "MultiTurnSFTDataset",
     "RLHFDataset",
+    "RMDataset",
     "SFTDataset",
     "collate_fn",
     "create_rl_dataset",
     "create_rl_sampler",
     "create_sft_dataset",
+    "pair_collate_fn",
     "sft_collate_fn",
 ]
 
-MODULES = ("build", "multiturn_sft_dataset", "rl_dataset", "sft_dataset")
+MODULES = ("build", "multiturn_sft_dataset", "rl_dataset", "rm_dataset", "sft_dataset")
 
 
 def __getattr__(name: str) -> Any:

@@ -22,7 +22,7 @@ from verl.utils.dataset.chat import Message, encode, render
 
 
 def mask_assistant(
-    messages: list[Message], tokenizer: Any, place: str, strict: bool = True, **template_kwargs: Any
+    messages: list[Message], tokenizer: Any, place: str, strict: bool = True, first: int = 0, **template_kwargs: Any
 ) -> tuple[list[int], list[int]]:
     """Token ids of a conversation, and 1 for those that the assistant wrote.
 
@@ -33,6 +33,7 @@ def mask_assistant(
         strict: refuse a conversation in which the prompt of a turn is no prefix of the whole, as text or
             as tokens. Otherwise turns are found by their header, and borders inside a token are
             moved to the token's end.
+        first: the message from which on the assistant's turns count; those before it are context.
         template_kwargs: variables of the template: tools, enable_thinking, ...
 
     Returns:
@@ -49,11 +50,13 @@ def mask_assistant(
         if message["role"] != "assistant":
             continue
         where = f"{place}: message {number}"
-        start = _turn_start(messages[:number], whole, cursor, tokenizer, where, strict, template_kwargs)
+        counts = number >= first
+        start = _turn_start(messages[:number], whole, cursor, tokenizer, where, strict and counts, template_kwargs)
         cursor = _turn_end(messages[: number + 1], whole, start, tokenizer, where, template_kwargs)
-        first = _border(whole[:start], ids, tokenizer, where, strict)
-        last = _border(whole[:cursor], ids, tokenizer, where, strict)
-        mask[first:last] = [1] * (last - first)
+        if counts:
+            begin = _border(whole[:start], ids, tokenizer, where, strict)
+            end = _border(whole[:cursor], ids, tokenizer, where, strict)
+            mask[begin:end] = [1] * (end - begin)
     return ids, mask
 
 
