@@ -57,6 +57,18 @@ def tensorboard_dir() -> Path:
     return Path(os.environ.get("TENSORBOARD_DIR", "tensorboard_log")).expanduser()
 
 
+def secret(name: str, setting: str) -> str:
+    """The value of the environment variable that a setting names, such as the key of a service.
+
+    Raises:
+        ConfigError: it is not set.
+    """
+    value = os.environ.get(name, "")
+    if not value:
+        raise ConfigError(f"{setting}={name}: there is no environment variable {name}. Export it where the run starts.")
+    return value
+
+
 def _flag(name: str) -> bool:
     value = os.environ.get(name, "").strip().lower()
     if value not in _TRUE + _FALSE:

@@ -59,6 +59,8 @@ class SourceRegistry(Registry[Scorer]):
 
 
 SCORERS = SourceRegistry("data source")
+CHECKS: dict[Scorer, Callable[[Mapping[str, Any]], None]] = {}
+"""For some scorers, what looks at the values of their settings."""
 
 LATER: dict[str, str] = dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code run against tests")
 """Sources whose scorer is not in this version, and what it would score."""
@@ -68,16 +70,19 @@ class UnknownDataSourceError(RewardError, NotImplementedError):
     """No scorer is registered for a data source."""
 
 
-def register_scorer(*data_sources: str) -> Callable[[S], S]:
+def register_scorer(*data_sources: str, check: Callable[[Mapping[str, Any]], None] | None = None) -> Callable[[S], S]:
     """Decorator that files a scorer ``(solution_str, ground_truth, **settings)`` under data sources.
 
     Args:
         data_sources: names as in the data files; ``"aime*"`` stands for all that begin with ``aime``.
+        check: raises :class:`ConfigError` for settings that would be wrong for every sample.
     """
 
     def file(scorer: S) -> S:
         for source in data_sources:
             SCORERS.register(source)(scorer)
+        if check is not None:
+            CHECKS[scorer] = check
         return scorer
 
     return file
@@ -157,18 +162,25 @@ def default_compute_score(
     return scorer(solution_str=solution_str, ground_truth=ground_truth, **given)
 
 
-def check_settings(names: Iterable[str]) -> None:
-    """Check names of settings such as ``format_score``.
+def check_settings(settings: Iterable[str] | Mapping[str, Any], data_source: str | None = None) -> None:
+    """Check settings such as ``format_score``.
+
+    Args:
+        settings: their names, or names and values.
+        data_source: also check whether the values suit the scorer of this source.
 
     Raises:
-        ConfigError: a setting that no scorer takes.
+        ConfigError: a setting that no scorer takes, or a value that the scorer cannot work with.
     """
     known = _settings()
-    for name in names:
+    for name in settings:
         if name not in known:
             raise ConfigError(
                 f"no scorer takes the setting '{name}'.{suggest(name, known)} Settings there are: {', '.join(known)}."
             )
+    check = CHECKS.get(get_scorer(data_source)) if data_source is not None else None
+    if check is not None and isinstance(settings, Mapping):
+        check(settings)
 
 
 def _settings() -> list[str]:
@@ -182,6 +194,7 @@ from verl.utils.reward_score import (  # noqa: E402
     countdown,  # noqa: F401
     geo3k,  # noqa: F401
     gsm8k,  # noqa: F401
+    llm_judge,  # noqa: F401
     math_dapo,  # noqa: F401
     math_reward,  # noqa: F401
     prime_math,  # noqa: F401
