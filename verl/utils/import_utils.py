@@ -16,6 +16,9 @@ from verl.errors import ConfigError
 from verl.utils import env
 from verl.utils.registry import suggest
 
+USER_MODULE = "verl_user_"
+"""How the names of modules begin that were loaded from users' files."""
+
 
 def load_module(path: str, setting: str) -> ModuleType:
     """Import a module by file path or by dotted name.
@@ -34,7 +37,7 @@ def load_module(path: str, setting: str) -> ModuleType:
     file = Path(os.path.expandvars(path)).expanduser().resolve()
     if not file.is_file():
         raise ConfigError(f"{setting}.path='{path}': there is no file {file}. Give the path of a Python file.")
-    name = f"verl_user_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    name = f"{USER_MODULE}{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, file)

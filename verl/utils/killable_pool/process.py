@@ -1,0 +1,319 @@
+"""One worker process, seen from the side that gives it jobs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from verl.utils.killable_pool.child import HEADER, RUNNING
+from verl.utils.killable_pool.outcome import Budget, Outcome
+
+CHILD = Path(__file__).with_name("child.py")
+MAX_REPLY = 256 * 2**20
+"""Longest reply, in bytes; whoever sends more is not answering."""
+OVERTIME_S = 1.0
+"""How much longer than its budget an async job may take to obey its cancellation."""
+UNREAD_S = 0.3
+"""How long the replies of a process that has ended may take to be read."""
+REAP_S = 1.0
+"""How long a keeper may take to end its worker before it is killed itself."""
+
+
+class Batch:
+    """The outcomes of calls that were submitted together, as they come."""
+
+    def __init__(self, size: int) -> None:
+        self.future: Future[list[Outcome]] = Future()
+        self._outcomes: list[Outcome | None] = [None] * size
+        self._missing = size
+        if not size:
+            self.future.set_result([])
+
+    def done(self, place: int, outcome: Outcome) -> None:
+        """One has come; the last one completes the future."""
+        if self._outcomes[place] is not None or self.future.done():
+            return
+        self._outcomes[place] = outcome
+        self._missing -= 1
+        if not self._missing:
+            self.future.set_result([item for item in self._outcomes if item is not None])
+
+    def fail(self, error: Exception) -> None:
+        """None of them counts any more."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Job:
+    """A call that waits or runs."""
+
+    number: int
+    body: bytes
+    """Its arguments, pickled."""
+    tokens: float
+    """What it takes from a limit of tokens."""
+    timeout_s: float
+    batch: Batch
+    place: int
+    """Where in its batch."""
+    started: float = 0.0
+    """When the process at hand got it."""
+    spent_s: float = 0.0
+    """What earlier attempts took of its time."""
+    attempts: int = 0
+    """Processes that ended under it, and not by its own doing for certain."""
+
+    def done(self, outcome: Outcome) -> None:
+        """Say what came of it."""
+        self.batch.done(self.place, outcome)
+
+    def left_s(self, now: float) -> float:
+        """What is left of its time."""
+        return self.timeout_s - self.spent_s - (now - self.started)
+
+
+class WorkerProcess:
+    """A keeper, the worker below it, and the jobs that it has.
+
+    Args:
+        budget: what a job may take.
+        slots: how many jobs it may have at once; more than one makes it an async worker.
+        on_reply: called with a job and its reply.
+        on_end: called once when the process has ended, with the jobs that it took along.
+    """
+
+    def __init__(
+        self,
+        budget: Budget,
+        slots: int,
+        on_reply: Callable[[WorkerProcess, Job, dict[str, Any]], None],
+        on_end: Callable[[WorkerProcess, list[Job]], None],
+    ) -> None:
+        self.budget, self.slots = budget, slots
+        self.on_reply, self.on_end = on_reply, on_end
+        self.jobs: dict[int, Job] = {}
+        self.ready = False
+        self.ended = False
+        self.answered = 0
+        """Jobs that it has finished; the first one runs in a clean process."""
+        self.stuck = False
+        """One of its jobs takes long, and others should not wait for it."""
+        self.end: Outcome | None = None
+        """Why it was ended: what becomes of the guilty job."""
+        self.guilty: Job | None = None
+        self.gone_since = 0.0
+        self.worker_pid = 0
+        self.base_memory = 0
+        self.page: mmap.mmap | None = None
+        self.oom_kills = _oom_kills()
+
+    def spawn(self) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: the system has no room for one more.
+        """
+        self.socket, theirs = socket.socketpair()
+        page = self._make_page() if self.slots > 1 else None
+        descriptors = [theirs.fileno(), -1 if page is None else page]
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", str(CHILD), *map(str, descriptors), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=2,  # what a function prints is no part of what this program prints
+                pass_fds=[number for number in descriptors if number >= 0],
+                start_new_session=True,
+            )
+        if page is not None:
+            os.close(page)
+
+    async def start(self, load: dict[str, Any]) -> dict[str, Any]:
+        """Load the function.
+
+        Returns:
+            the worker's first reply: ``ok``, or why the function could not be loaded.
+
+        Raises:
+            EOFError: it ended before that.
+            TimeoutError: it took longer than ``start_timeout_s``.
+        """
+        self.reader, self.writer = await asyncio.open_connection(sock=self.socket)
+        first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.listener = asyncio.create_task(self._listen(first))
+        self._write(0, pickle.dumps(load | {"memory_mb": self.budget.memory_mb}), 0.0)
+        reply = await asyncio.wait_for(first, self.budget.start_timeout_s)
+        self.worker_pid, self.base_memory = reply.get("pid", 0), reply.get("memory", 0)
+        self.ready = reply["status"] == "ok"
+        return reply
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it can take another job now."""
+        return self.ready and not self.ended and self.end is None and not self.stuck and len(self.jobs) < self.slots
+
+    def give(self, job: Job) -> None:
+        """Send it a job."""
+        job.started = time.monotonic()
+        self.jobs[job.number] = job
+        self._write(job.number, job.body, job.left_s(job.started))
+
+    def check(self, now: float, patience_s: float) -> None:
+        """Look after its jobs: time, memory, whether it lives, whether one holds up the others."""
+        if self.ended or not self.ready:
+            return
+        if self.process.poll() is not None:
+            self.gone_since = self.gone_since or now
+            if now - self.gone_since > UNREAD_S:  # something holds its connection open
+                self._finish()
+            return
+        if self.end is not None:
+            return
+        if not self.jobs:
+            if self.stuck:
+                self.stop()  # blocked by what no job is to blame for
+            return
+        oldest = next(iter(self.jobs.values()))
+        running, since = self._running() if self.slots > 1 else (oldest, oldest.started)
+        self.stuck = running is not None and now - since > patience_s
+        overtime = OVERTIME_S if self.slots > 1 else 0.0
+        late = next((job for job in self.jobs.values() if job.left_s(now) + overtime <= 0), None)
+        if late is not None:
+            guilty = running if self.stuck and running is not None else late
+            self.stop(Outcome("timeout", message=f"took longer than {guilty.timeout_s:g} s"), guilty)
+        elif self.budget.memory_mb is not None and now - oldest.started > patience_s:
+            self._check_memory(running or oldest)
+
+    def release(self) -> list[Job]:
+        """Take back the jobs that wait behind the one that blocks the process; it gets no more."""
+        running, _ = self._running()
+        others = [job for job in self.jobs.values() if job is not running]
+        for job in others:
+            del self.jobs[job.number]
+        return others
+
+    def stop(self, outcome: Outcome | None = None, guilty: Job | None = None) -> None:
+        """End the process and all that it has started; ``outcome`` is for the guilty job."""
+        if self.end is None:
+            self.end, self.guilty = outcome or Outcome("crashed", message="the pool was closed"), guilty
+            self.process.terminate()
+            asyncio.get_running_loop().call_later(REAP_S, self.kill)
+
+    def kill(self) -> None:
+        """End it the hard way; for a keeper that does not do its duty."""
+        if self.process.poll() is None:
+            if self.worker_pid:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.worker_pid, signal.SIGKILL)
+            self.process.kill()
+
+    def blamed(self, jobs: list[Job]) -> Job | None:
+        """Which of the jobs under way ended the process, where that can be told."""
+        if self.guilty is not None:
+            return self.guilty
+        running, _ = self._running() if self.slots > 1 else (None, 0.0)
+        return running if running is not None else (jobs[0] if len(jobs) == 1 else None)
+
+    def verdict(self) -> Outcome:
+        """Why the process ended."""
+        if self.end is not None:
+            return self.end
+        code = self.process.returncode
+        if code == -signal.SIGKILL and _oom_kills() > self.oom_kills:
+            return Outcome("out_of_memory", message="the process was killed by the kernel, which ran out of memory")
+        if code < 0:
+            return Outcome("crashed", message=f"the process was killed by {signal.Signals(-code).name}")
+        return Outcome("crashed", message=f"the process exited with code {code}")
+
+    def _check_memory(self, guilty: Job) -> None:
+        """A second watch beside the worker's own limit, for memory that is shared or mapped."""
+        assert self.budget.memory_mb is not None
+        try:
+            used = psutil.Process(self.worker_pid).memory_info().rss - self.base_memory
+        except psutil.Error:  # it has ended; that is found elsewhere
+            return
+        if used > self.budget.memory_mb * 2**20:
+            message = f"took {used // 2**20} MB of memory, more than {self.budget.memory_mb} MB"
+            self.stop(Outcome("out_of_memory", message=message), guilty)
+
+    def _running(self) -> tuple[Job | None, float]:
+        """The job whose code an async worker runs at this moment, and since when."""
+        assert self.page is not None
+        number, since = RUNNING.unpack_from(self.page, 0)
+        return self.jobs.get(number), since
+
+    def _make_page(self) -> int:
+        if sys.platform == "linux":
+            page = os.memfd_create("running")
+        else:
+            with tempfile.TemporaryFile() as file:
+                page = os.dup(file.fileno())
+        os.truncate(page, RUNNING.size)
+        self.page = mmap.mmap(page, RUNNING.size)
+        return page
+
+    def _write(self, number: int, body: bytes, timeout_s: float) -> None:
+        self.writer.write(HEADER.pack(number, len(body), timeout_s) + body)
+
+    async def _listen(self, first: asyncio.Future[dict[str, Any]]) -> None:
+        try:
+            while True:
+                number, length, _ = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+                if length > MAX_REPLY:
+                    break
+                reply = json.loads(await self.reader.readexactly(length))
+                if not number:
+                    first.set_result(reply)
+                elif job := self.jobs.pop(number, None):
+                    self.answered += 1
+                    self.stuck = False
+                    self.on_reply(self, job, reply)
+        except (asyncio.IncompleteReadError, ConnectionError, ValueError, asyncio.InvalidStateError):
+            pass  # the end of the connection, or what no worker writes
+        await self._reap()
+        if not first.done():
+            first.set_exception(EOFError())
+        self._finish()
+
+    async def _reap(self) -> None:
+        """The connection has ended; wait for the process, which says why."""
+        for _ in range(30):
+            if self.process.poll() is not None:
+                break
+            await asyncio.sleep(0.01)
+        else:
+            self.stop(Outcome("crashed", message="the process closed its connection, or wrote on it what no reply is"))
+
+    def _finish(self) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self.writer.close()
+        jobs = list(self.jobs.values())
+        self.on_end(self, jobs)
+
+
+def _oom_kills() -> int:
+    """How many processes the kernel has killed for memory since the machine started."""
+    try:
+        with open("/proc/vmstat") as file:
+            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
+    except OSError:  # no such file outside Linux
+        return 0

@@ -1,0 +1,64 @@
+"""How a function gets into another process: by name where that can be, else by value."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.utils.import_utils import USER_MODULE
+
+
+def pack(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -> dict[str, Any]:
+    """What a worker needs to have the function: ``first`` to call, ``path`` to import from, ``function`` to unpickle.
+
+    A function from a user's file is loaded from that file again, and the modules of
+    ``VERL_USE_EXTERNAL_MODULES`` are imported, so that what they register is known there, too.
+
+    Raises:
+        ConfigError: the function can be neither imported nor pickled.
+    """
+    first: list[tuple[str, str, tuple[Any, ...]]] = [("verl.utils.import_utils", "prepare_process", ())]
+    module = sys.modules.get(getattr(unwrapped(function), "__module__", None) or "")
+    if module is not None and module.__name__.startswith(USER_MODULE):
+        first.append(("verl.utils.import_utils", "load_module", (module.__file__, "custom_reward_function")))
+    return {"path": list(sys.path), "first": first, "function": _pickled(function, fatal)}
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call makes a coroutine; looks below ``functools.partial`` and into ``__call__``."""
+    below = unwrapped(function)
+    return inspect.iscoroutinefunction(below) or inspect.iscoroutinefunction(getattr(below, "__call__", None))  # noqa: B004
+
+
+def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function below any ``functools.partial``."""
+    while isinstance(function, partial):
+        function = function.func
+    return function
+
+
+def _pickled(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -> bytes:
+    by_name = getattr(unwrapped(function), "__module__", None) != "__main__"
+    if by_name:
+        try:
+            return pickle.dumps((function, fatal))
+        except (pickle.PicklingError, AttributeError, TypeError):
+            pass  # a closure, a lambda, a local function: only by value
+    name = getattr(unwrapped(function), "__qualname__", repr(function))
+    remedy = "Put it at the top level of a file, and name that in custom_reward_function.path."
+    try:
+        import cloudpickle
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the function {name} cannot be imported by another process, and the package that would send it by "
+            f"value, cloudpickle, is not installed. {remedy} Or: pip install cloudpickle."
+        ) from error
+    try:
+        return cloudpickle.dumps((function, fatal))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise ConfigError(f"the function {name} cannot be sent to another process: {error}. {remedy}") from error
