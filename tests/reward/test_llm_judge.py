@@ -13,8 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.reward.batches import TOKENIZER, batch_of
 from tests.reward.judge_server import completion, judge_server
 from verl.errors import ConfigError, RewardError
+from verl.trainer.config import PPOConfig
+from verl.trainer.ppo.reward import compute_reward, load_reward_manager
 from verl.utils.reward_score import check_settings, default_compute_score, is_async, llm_judge
 from verl.utils.reward_score.llm_judge import Judge, compute_score
 
@@ -52,6 +55,27 @@ def test_by_reward_format():
         wanted = {"base_url": server.url, "model": "judge", "format_score": 0.1}  # the last is for other scorers
         assert asyncio.run(default_compute_score("llm_judge", "4", None, QUESTION, **wanted))["score"] == 1.0
     assert "Reference answer" not in prompts(server)["user"]
+
+
+def test_by_the_configuration_of_a_run():
+    def reply(body):
+        return "Score: 8" if "\nab\n" in body["messages"][1]["content"] else "no idea"
+
+    with judge_server(reply) as server:
+        run = PPOConfig(
+            reward_model={
+                "reward_format": "llm_judge",
+                "scorer_kwargs": {"base_url": server.url, "model": "judge", "max_retries": 0},
+                "max_error_rate": 0.5,
+            }
+        )
+        data = batch_of(["ab", "c"], sources="any/source", extra_info=[QUESTION] * 2)
+        scores, extra = compute_reward(data, load_reward_manager(run, TOKENIZER, num_examine=0))
+    assert scores.sum(-1).tolist() == pytest.approx([0.8, 0.0])
+    assert extra["reward_status"] == ["ok", "error"]
+    assert extra["judge_score"] == [8.0, None]
+    with pytest.raises(ConfigError, match="base_url='' and model=''"):
+        load_reward_manager(PPOConfig(reward_model={"reward_format": "llm_judge"}), TOKENIZER, num_examine=0)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.trainer.config import PPOConfig
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import load_object
-from verl.utils.reward_score import check_settings, default_compute_score, get_scorer
+from verl.utils.reward_score import check_settings, default_compute_score, is_async
 from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.function import form_of, tensors_of
 
@@ -139,14 +139,19 @@ def _reward_function(config: PPOConfig) -> Callable[..., Any]:
     if not name:
         return default_compute_score
     source = FORMATS.get(name, name)
-    get_scorer(source)
+    check_settings(config.reward_model.scorer_kwargs, source)
+
+    async def compute_score_async(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], **kwargs: Any
+    ) -> float | dict[str, Any]:
+        return await default_compute_score(source, solution_str, ground_truth, extra_info, **kwargs)
 
     def compute_score(
         data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], **kwargs: Any
     ) -> float | dict[str, Any]:
         return default_compute_score(source, solution_str, ground_truth, extra_info, **kwargs)
 
-    return compute_score
+    return compute_score_async if is_async(source) else compute_score
 
 
 def _manager_class(config: PPOConfig) -> Any:

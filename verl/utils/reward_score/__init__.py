@@ -124,7 +124,7 @@ def default_compute_score(
     concurrent_semaphore: Any = None,
     memory_limit_mb: int | None = None,
     **kwargs: Any,
-) -> Result | Awaitable[Result]:
+) -> Any:
     """Score a response by the scorer of its data source.
 
     Args:
