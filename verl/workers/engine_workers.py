@@ -1,4 +1,4 @@
-"""A worker around one engine: what every worker shares, and the one that supervised training uses."""
+"""A worker around one engine: what every worker shares, and those that fit a model to data that is already there."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from verl.utils.import_utils import prepare_process
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, LossFn, MicroBatchConfig
 from verl.workers.losses import sft_loss
+from verl.workers.preference_losses import DirectPreferenceLoss, RewardModelLoss
 
 if TYPE_CHECKING:
     from verl.trainer.config import SFTConfig
+    from verl.trainer.config.preference import DPOConfig, RMConfig
 
 
 class EngineWorker(Worker):
@@ -159,35 +161,41 @@ def _remove(path: str) -> None:
 
 
 class TrainingWorker(EngineWorker):
-    """One language model and its optimizer, for supervised training.
+    """One model and its optimizer, fitted to batches by a loss; here a language model and the supervised loss.
 
     Args:
-        config: the supervised run's configuration.
+        config: the run's configuration.
         device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
     """
 
-    def __init__(self, config: SFTConfig, device_name: str | None = None) -> None:
+    model_type = "language_model"
+
+    def __init__(self, config: SFTConfig | RMConfig | DPOConfig, device_name: str | None = None) -> None:
         super().__init__(config.checkpoint, device_name)
         self.config = config
-        self.loss_fn: LossFn = sft_loss
+        self.loss_fn: LossFn = self.make_loss()
         self.micro = MicroBatchConfig(
             micro_batch_size_per_gpu=config.data.micro_batch_size_per_gpu,
             use_dynamic_bsz=config.data.use_dynamic_bsz,
             max_token_len_per_gpu=config.data.max_token_len_per_gpu,
         )
 
+    def make_loss(self) -> LossFn:
+        """What is minimised."""
+        return sft_loss
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the model and make the optimizer."""
         config = self.config
         self.engine = self.make_engine(
-            "language_model", config.engine.strategy, config.model, config.engine, config.optim
+            self.model_type, config.engine.strategy, config.model, config.engine, config.optim
         )
         self.join_mesh("train", self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: LossFn) -> None:
-        """Minimise ``loss_fn`` instead of the supervised loss."""
+        """Minimise ``loss_fn`` instead."""
         self.loss_fn = loss_fn
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
@@ -208,3 +216,60 @@ class TrainingWorker(EngineWorker):
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and optimizer state to ``"cpu"`` or to the engine's device."""
         self.trained.to(device, model, optimizer)
+
+
+class RewardModelTrainingWorker(TrainingWorker):
+    """A reward model and its optimizer, fitted to pairs.
+
+    Args:
+        config: the run's configuration.
+        device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
+    """
+
+    model_type = "reward_model"
+    config: RMConfig
+
+    def make_loss(self) -> LossFn:
+        """Bradley-Terry."""
+        return RewardModelLoss(self.config.loss)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    def compute_scores(self, batch: DataProto) -> DataProto:
+        """scores, (bsz, response_length): the model's output at the tokens with ``response_mask`` 1."""
+        with self.trained.eval_mode():
+            return DataProto.from_dict(tensors=self.trained.infer_batch(batch, {"scores"}, self.micro))
+
+
+class DirectPreferenceWorker(TrainingWorker):
+    """A policy and its optimizer, fitted to pairs, and the frozen reference that it is compared with.
+
+    Args:
+        config: the run's configuration.
+        device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
+    """
+
+    config: DPOConfig
+
+    def make_loss(self) -> LossFn:
+        """DPO or its kin."""
+        return DirectPreferenceLoss(self.config.loss)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the policy, and the reference if the loss has one."""
+        super().init_model()
+        config = self.config
+        self.reference: BaseEngine | None = None
+        if not config.loss.reference_free:
+            model = dataclasses.replace(config.model, path=config.ref.path or config.model.path)
+            placement = dataclasses.replace(config.engine, param_offload=config.ref.param_offload)
+            self.reference = self.make_engine("language_model", config.engine.strategy, model, placement)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """ref_log_prob under the reference, (bsz, response_length)."""
+        if self.reference is None:
+            raise ConfigError("loss.reference_free=true: there is no reference whose log-probs could be computed.")
+        with self.reference.eval_mode():
+            found = self.reference.infer_batch(batch, {"log_probs"}, self.micro)
+        return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})

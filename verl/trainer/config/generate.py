@@ -19,6 +19,7 @@ from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.keys import Key, iter_keys, plain
 from verl.trainer.config.overrides import CONFIG_DIR
 from verl.trainer.config.ppo import PPOConfig
+from verl.trainer.config.preference import DPOConfig, RMConfig
 from verl.trainer.config.reference import reference_page
 from verl.trainer.config.sft import SFTConfig
 
@@ -56,6 +57,8 @@ ENTRIES = (
         },
     ),
     Entry("sft_trainer", SFTConfig, {"model": "model/hf_model", "engine": "engine/fsdp", "optim": "optim/fsdp"}),
+    Entry("rm_trainer", RMConfig, {"model": "model/hf_model", "engine": "engine/fsdp"}),
+    Entry("dpo_trainer", DPOConfig, {"model": "model/hf_model", "engine": "engine/fsdp"}),
     Entry("generation", GenerationConfig, {"model": "model/hf_model"}),
     Entry("evaluation", EvalConfig),
 )

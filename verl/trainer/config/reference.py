@@ -27,6 +27,8 @@ lacks, and rules that span keys are reported together.
 MODULES = {
     "ppo_trainer": "verl.trainer.main_ppo",
     "sft_trainer": "verl.trainer.sft_trainer",
+    "rm_trainer": "verl.trainer.rm_trainer",
+    "dpo_trainer": "verl.trainer.dpo_trainer",
     "generation": "verl.trainer.main_generation",
     "evaluation": "verl.trainer.main_eval",
 }

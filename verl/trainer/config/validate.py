@@ -16,6 +16,7 @@ from verl.trainer.config.evaluation import EvalConfig
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.problems import Problem
+from verl.trainer.config.preference import DPOConfig, PreferenceConfig, RMConfig
 from verl.trainer.config.sft import SFTConfig
 from verl.trainer.config.validate_run import needs_critic, needs_reference
 
@@ -140,6 +141,32 @@ def sft_batches(config: SFTConfig) -> Problems:
 
 
 def sft_columns(config: SFTConfig) -> Problems:
+def preference_batches(config: PreferenceConfig) -> Problems:
+    """Batches of pairs that the ranks share equally, passes that fit a pair."""
+    data, ranks = config.data, run.rank_count(config.trainer)
+    if data.train_batch_size % ranks:
+        wrong = f"{ranks} ranks cannot share these pairs equally"
+        yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {ranks}")
+    names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+    # Both sides of a pair are in one pass.
+    yield from _passes([f"data.{name}" for name in names], [data[name] for name in names], 2 * data.max_length)
+
+
+def preference_loss(config: DPOConfig) -> Problems:
+    """Settings of the loss that exclude each other."""
+    loss = config.loss
+    if loss.label_smoothing and loss.loss_type != "sigmoid":
+        wrong = f"loss.loss_type={loss.loss_type} has no label smoothing"
+        remedy = "set loss.loss_type=sigmoid, or this to 0"
+        yield Problem("loss.label_smoothing", loss.label_smoothing, wrong, "0", remedy)
+    if loss.average_log_prob and loss.loss_type == "ipo":
+        wrong = "IPO is defined on whole responses"
+        yield Problem("loss.average_log_prob", True, wrong, "false", "set it to false, or loss.loss_type=sigmoid")
+    if loss.reference_free and config.ref.path is not None:
+        wrong = "no reference is read with loss.reference_free=true"
+        yield Problem("ref.path", config.ref.path, wrong, "null", "leave it null, or set loss.reference_free=false")
+
+
     """A single prompt needs a single response."""
     data = config.data
     if (data.prompt_key is None) != (data.response_key is None):
@@ -183,6 +210,18 @@ def _shareable(size: int, prompts: int, n: int, ranks: int) -> str:
 
 
 RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
+_PREFERENCE: tuple[Callable[[Any], Problems], ...] = (
+    files.data_files,
+    files.models,
+    files.own_code,
+    files.output_folders,
+    preference_batches,
+    run.engines,
+    run.resuming,
+    run.trackers,
+    run.controller,
+)
+
     PPOConfig: (
         files.data_files,
         files.models,
@@ -218,4 +257,6 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     GenerationConfig: (files.generation_files, files.models, run.engine_sampling, run.controller),
     EvalConfig: (files.evaluation_files, files.own_code),
 }
+    RMConfig: _PREFERENCE,
+    DPOConfig: (*_PREFERENCE, preference_loss, files.reference),
 """Which rules hold for which entry point."""

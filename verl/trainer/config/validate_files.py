@@ -11,6 +11,7 @@ from pathlib import Path
 from verl.trainer.config.evaluation import EvalConfig
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.ppo import PPOConfig
+from verl.trainer.config.preference import DPOConfig, PreferenceConfig
 from verl.trainer.config.problems import Problem
 from verl.trainer.config.sft import SFTConfig
 from verl.trainer.config.validate_run import needs_critic
@@ -22,7 +23,7 @@ _REMOTE = re.compile(r"^[a-z0-9]+://", re.IGNORECASE)
 _FORMATS = (".parquet", ".json", ".jsonl")
 
 
-def data_files(config: PPOConfig | SFTConfig) -> Problems:
+def data_files(config: PPOConfig | SFTConfig | PreferenceConfig) -> Problems:
     """Training and validation files exist and have a known format."""
     if config.data.custom_cls.path is not None:
         return  # a dataset of one's own may read anything
@@ -55,7 +56,7 @@ def evaluation_files(config: EvalConfig) -> Problems:
         yield from _data_file("data.path", config.data.path)
 
 
-def models(config: PPOConfig | SFTConfig | GenerationConfig) -> Problems:
+def models(config: PPOConfig | SFTConfig | PreferenceConfig | GenerationConfig) -> Problems:
     """Model and tokenizer folders exist; names on the hub pass."""
     ppo = isinstance(config, PPOConfig)
     model, prefix = (config.actor_rollout_ref.model, "actor_rollout_ref.model") if ppo else (config.model, "model")
@@ -72,13 +73,19 @@ def models(config: PPOConfig | SFTConfig | GenerationConfig) -> Problems:
             yield from _model(key, path, None)
 
 
-def own_code(config: PPOConfig | SFTConfig | EvalConfig) -> Problems:
+def reference(config: DPOConfig) -> Problems:
+    """The reference's folder exists; a name on the hub passes."""
+    if config.ref.path is not None:
+        yield from _model("ref.path", config.ref.path, "config.json")
+
+
+def own_code(config: PPOConfig | SFTConfig | PreferenceConfig | EvalConfig) -> Problems:
     """Files of the user's own code exist and define the name that is asked for."""
     wanted: list[tuple[str, str | None, str, str | None]] = []
     if isinstance(config, (PPOConfig, EvalConfig)):
         function = config.custom_reward_function
         wanted.append(("custom_reward_function.path", function.path, "custom_reward_function.name", function.name))
-    if isinstance(config, (PPOConfig, SFTConfig)):
+    if isinstance(config, (PPOConfig, SFTConfig, PreferenceConfig)):
         cls = config.data.custom_cls
         wanted.append(("data.custom_cls.path", cls.path, "data.custom_cls.name", cls.name))
     if isinstance(config, PPOConfig):
@@ -95,7 +102,7 @@ def own_code(config: PPOConfig | SFTConfig | EvalConfig) -> Problems:
             yield from _code(path_key, path, name_key, name)
 
 
-def output_folders(config: PPOConfig | SFTConfig) -> Problems:
+def output_folders(config: PPOConfig | SFTConfig | PreferenceConfig) -> Problems:
     """Folders that the run writes to can be made and written to."""
     trainer = config.trainer
     folders = {"trainer.default_local_dir": trainer.default_local_dir if trainer.save_freq > 0 else None}

@@ -11,13 +11,14 @@ from torch.utils.data import Dataset, Sampler, SequentialSampler
 from verl.errors import ConfigError
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.dataset.rm_dataset import RMDataset
 from verl.utils.dataset.sampler import SeededShuffle
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.import_utils import load_object
 
 if TYPE_CHECKING:
     from verl.trainer.config import DataConfig, SFTDataConfig
-    from verl.trainer.config.data import CustomClassConfig
+    from verl.trainer.config.data import CustomClassConfig, PreferenceDataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,26 @@ def create_sft_dataset(
     return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples)
 
 
-def create_rl_sampler(data_config: DataConfig | SFTDataConfig, dataset: Dataset) -> Sampler[int]:
+def create_rm_dataset(
+    data_paths: str | Sequence[str], data_config: PreferenceDataConfig, tokenizer: Any, max_samples: int = -1
+) -> Dataset:
+    """The data set of pairs that the configuration asks for: ``data.custom_cls``, else ``RMDataset``.
+
+    Args:
+        data_paths: ``data.train_files`` or ``data.val_files``.
+        data_config: the ``data`` section of a preference run.
+        tokenizer: of the model.
+        max_samples: keep only so many pairs; -1 keeps all.
+
+    Raises:
+        ConfigError: ``data.custom_cls`` is no data set.
+        DataError: the files cannot be used.
+    """
+    cls = _dataset_class(data_config.custom_cls, RMDataset)
+    return cls(parquet_files=data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples)
+
+
+def create_rl_sampler(data_config: DataConfig | SFTDataConfig | PreferenceDataConfig, dataset: Dataset) -> Sampler[int]:
     """The order of the training rows: a seeded shuffle, new in each epoch, or as they stand.
 
     The state of the shuffle is part of a ``StatefulDataLoader``'s state, so a resumed run sees

@@ -36,9 +36,9 @@ class MicroBatchConfig:
     """How much one forward pass of one rank holds. Results never depend on it."""
 
     micro_batch_size_per_gpu: int | None = None
-    """Sequences per pass; None puts the whole batch into one pass."""
+    """Units per pass: sequences, or the groups of sequences that a loss couples; None puts the whole batch into one."""
     use_dynamic_bsz: bool = False
-    """Fill passes up to ``max_token_len_per_gpu`` tokens instead of by sequences."""
+    """Fill passes up to ``max_token_len_per_gpu`` tokens instead of by units."""
     max_token_len_per_gpu: int | None = None
 
     def __post_init__(self) -> None:
@@ -71,7 +71,9 @@ mini-batch's valid tokens; names that end in ``_max`` or ``_min`` are reduced by
 
 LossFn = Callable[[dict[str, Tensor], "DataProto", BatchTotals], tuple[Tensor, Metrics]]
 """(outputs, micro-batch, totals) to (loss, metrics). ``outputs`` holds what ``loss_fn.outputs`` names, by
-default ``{"log_probs"}``, each (bsz, response_length), zero where ``response_mask`` is 0."""
+default ``{"log_probs"}``, each (bsz, response_length), zero where ``response_mask`` is 0. A loss that couples
+rows says so by ``loss_fn.rows_per_unit`` (2 for pairs; default 1): so many rows, one after the other from the
+first row of each rank's part on, always come in one micro-batch and in their order."""
 
 
 class BaseEngine(ABC):

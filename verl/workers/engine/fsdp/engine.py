@@ -79,7 +79,8 @@ class FSDPEngine(BaseEngine):
             torch.use_deterministic_algorithms(True)
         torch.manual_seed(config.seed + dist.get_rank())
         dtype = torch_dtype(config.model_dtype)
-        model = build_model(self.model_type, self.model_config, dtype, with_weights=dist.get_rank() == 0)
+        is_first = dist.get_rank() == 0
+        model = build_model(self.model_type, self.model_config, dtype, is_first, is_trained=not config.forward_only)
         model.requires_grad_(not config.forward_only)
         if self.model_config.enable_gradient_checkpointing and not config.forward_only:
             enable_gradient_checkpointing(model)
@@ -185,7 +186,7 @@ class FSDPEngine(BaseEngine):
         _check_temperature(temperature)
         totals = batch_totals(batch, self.get_data_parallel_size(), self.device)
         metrics = MetricSum(totals)
-        for part in split_micro_batches(batch, micro, self.device):
+        for part in split_micro_batches(batch, micro, self.device, getattr(loss_fn, "rows_per_unit", 1)):
             found = self._forward_backward(part.data, loss_fn, outputs, totals, temperature)
             if not part.is_filler:
                 metrics.add(found, part.num_tokens)
@@ -291,7 +292,10 @@ class FSDPValueModelEngine(FSDPEngine):
 
 @EngineRegistry.register("reward_model", ("fsdp", "fsdp2"))
 class FSDPRewardModelEngine(FSDPEngine):
-    """A discriminative reward model: ``scores``, the head's output at the tokens themselves."""
+    """A discriminative reward model: ``scores``, the head's output at the tokens themselves.
+
+    Trained, it may start from a causal language model, with a head that starts at zero.
+    """
 
     model_type = "reward_model"
     output_names = frozenset({"scores"})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from verl.errors import SchemaError
 from verl.protocol import DataProto
 from verl.utils.seqlen_balancing import micro_batches_by_tokens
 from verl.workers.engine.base import BatchTotals, Metrics, MicroBatchConfig, Share
@@ -41,18 +42,33 @@ def batch_totals(batch: DataProto, dp_size: int, device: torch.device) -> BatchT
     return BatchTotals(dp_size=dp_size, batch_num_tokens=max(tokens, 1), global_batch_size=sequences)
 
 
-def split_micro_batches(batch: DataProto, micro: MicroBatchConfig, device: torch.device) -> Iterator[MicroBatch]:
+def split_micro_batches(
+    batch: DataProto, micro: MicroBatchConfig, device: torch.device, rows_per_unit: int = 1
+) -> Iterator[MicroBatch]:
     """The forward passes over ``batch``, the same number on every rank; the last may be fillers. Collective.
 
+    Args:
+        batch: this rank's rows.
+        micro: size of the passes.
+        device: of the process group.
+        rows_per_unit: rows k·n to k·n + n - 1 are never parted, and stay in their order.
+
     Raises:
-        ConfigError: on every rank, if one has a sequence over the token budget.
+        ConfigError: on every rank, if one has a unit over the token budget.
+        SchemaError: the rows do not divide into units.
     """
-    size = micro.micro_batch_size_per_gpu or len(batch)
-    parts = [list(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
+    if len(batch) % rows_per_unit:
+        raise SchemaError(
+            f"{len(batch)} rows do not divide into units of {rows_per_unit}: the loss reads so many rows together, and "
+            "each rank must get all rows of a unit."
+        )
+    units = len(batch) // rows_per_unit
+    size = micro.micro_batch_size_per_gpu or units
+    parts = [list(range(start, min(start + size, units))) for start in range(0, units, size)]
     if micro.use_dynamic_bsz:
         assert micro.max_token_len_per_gpu is not None
         assert batch.batch is not None
-        lengths = batch.batch["attention_mask"].sum(-1).tolist()
+        lengths = batch.batch["attention_mask"].view(units, -1).sum(-1).tolist()
         longest = _global([max(lengths)], device, dist.ReduceOp.MAX)[0]
         budget = micro.max_token_len_per_gpu
         # Over the budget somewhere: every rank finds that out here, and none waits for the others.
@@ -61,10 +77,11 @@ def split_micro_batches(batch: DataProto, micro: MicroBatchConfig, device: torch
         parts = micro_batches_by_tokens(lengths, budget, min_count=count)
     else:
         count = _global([len(parts)], device, dist.ReduceOp.MAX)[0]
-    for rows in parts:
+    for part in parts:
+        rows = [unit * rows_per_unit + row for unit in part for row in range(rows_per_unit)]
         yield MicroBatch(rows, batch.select_idxs(rows), is_filler=False)
     for _ in range(count - len(parts)):
-        yield MicroBatch([], _filler(batch), is_filler=True)
+        yield MicroBatch([], _filler(batch, rows_per_unit), is_filler=True)
 
 
 def _num_tokens(batch: DataProto) -> int:
@@ -72,13 +89,13 @@ def _num_tokens(batch: DataProto) -> int:
     return int(batch.batch["response_mask"].sum())
 
 
-def _filler(batch: DataProto) -> DataProto:
-    """The first row with an empty response."""
-    row = batch.select_idxs([0])
-    assert row.batch is not None
-    columns = dict(row.batch.items())
+def _filler(batch: DataProto, rows_per_unit: int) -> DataProto:
+    """The first unit with empty responses."""
+    unit = batch.select_idxs(list(range(rows_per_unit)))
+    assert unit.batch is not None
+    columns = dict(unit.batch.items())
     columns["response_mask"] = torch.zeros_like(columns["response_mask"])
-    return DataProto.from_dict(tensors=columns, meta_info=row.meta_info)
+    return DataProto.from_dict(tensors=columns, meta_info=unit.meta_info)
 
 
 class MetricSum:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Literal
 
 import torch
@@ -20,9 +20,11 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.initialization import no_init_weights
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from verl.errors import ConfigError
 from verl.utils.model import empty_causal_lm, load_causal_lm, load_hf_config, resolve_model_path
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.attention import PACKED_ATTENTION
 from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
@@ -101,17 +103,20 @@ class HeadedModel(nn.Module):
         return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
 
 
-def build_model(model_type: ModelType, config: HFModelConfig, dtype: torch.dtype, with_weights: bool) -> HeadedModel:
+def build_model(
+    model_type: ModelType, config: HFModelConfig, dtype: torch.dtype, with_weights: bool, is_trained: bool = True
+) -> HeadedModel:
     """The model of ``config.path`` on the CPU, in ``dtype``.
 
     Args:
         model_type: ``language_model``; ``value_model``, which puts a scalar head that starts at zero on a
             causal language model, or goes on with the head of a classifier with one label;
-            ``reward_model``, which must have such a head.
+            ``reward_model``, which must have such a head, or, to be trained, gets one that starts at zero.
         config: which model, and how it runs.
         dtype: of the parameters.
         with_weights: read the weights; else they are unset memory, to be filled from another rank.
 
+        is_trained: whether a new head has a purpose.
     Raises:
         ConfigError: the folder is missing, or holds another kind of model.
     """
@@ -121,7 +126,7 @@ def build_model(model_type: ModelType, config: HFModelConfig, dtype: torch.dtype
     if model_type == "language_model":
         hf, head_name = _causal_lm(config, hf_config, dtype, with_weights), "lm_head"
     else:
-        hf, head_name = _scalar_model(model_type, config, hf_config, dtype, with_weights), "score"
+        hf, head_name = _scalar_model(model_type, config, hf_config, dtype, with_weights, is_trained), "score"
     _require_parts(hf, head_name, config.path)
     return HeadedModel(hf, head_name)
 
@@ -135,7 +140,12 @@ def _causal_lm(
 
 
 def _scalar_model(
-    model_type: ModelType, config: HFModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, with_weights: bool
+    model_type: ModelType,
+    config: HFModelConfig,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    with_weights: bool,
+    is_trained: bool,
 ) -> PreTrainedModel:
     architecture = (hf_config.architectures or [""])[0]
     for ending, auto in _CLASSIFIERS.items():
@@ -143,9 +153,11 @@ def _scalar_model(
             return _classifier(auto, architecture, config, hf_config, dtype, with_weights)
     if model_type == "reward_model":
         raise ConfigError(
+        if is_trained:
+            return _new_reward_model(architecture, config, hf_config, dtype, with_weights)
             f"reward_model.model.path={config.path} holds a {architecture or 'model without architectures'}, which "
             "has no trained score. A reward model is a ...ForSequenceClassification or ...ForTokenClassification "
-            "with one label."
+            "with one label; python -m verl.trainer.rm_trainer makes one of a language model."
         )
     hf = _causal_lm(config, hf_config, dtype, with_weights)
     _require_parts(hf, "lm_head", config.path)
@@ -160,6 +172,43 @@ def _scalar_model(
 
 
 def _classifier(
+def _new_reward_model(
+    architecture: str, config: HFModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, with_weights: bool
+) -> PreTrainedModel:
+    """A causal language model's backbone under a score of zero: all pairs start undecided, on every rank alike."""
+    if hf_config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        raise ConfigError(
+            f"{config.path} holds a {architecture or hf_config.model_type}, for which Transformers has no "
+            "...ForSequenceClassification. Start from a Qwen, Llama, Mistral or Gemma model."
+        )
+    hf_config.num_labels = 1
+    hf = _classifier(
+        AutoModelForSequenceClassification, architecture, config, hf_config, dtype, with_weights, new={"score.weight"}
+    )
+    _require_parts(hf, "score", config.path)
+    nn.init.zeros_(hf.get_parameter("score.weight"))
+    _name_padding(hf.config.get_text_config(), config)
+    return hf
+
+
+def _name_padding(text_config: PretrainedConfig, config: HFModelConfig) -> None:
+    """Let Transformers' own batches of the exported model end each row before its padding.
+
+    It looks for the last token that is not the padding token, so one that also ends responses would hide their end.
+    """
+    if text_config.pad_token_id is not None:
+        return
+    try:
+        tokenizer = hf_tokenizer(
+            config.tokenizer_path or config.path, correct_pad_token=False, trust_remote_code=config.trust_remote_code
+        )
+    except ConfigError as error:
+        logger.warning("the reward model's config names no padding token: %s", error)
+        return
+    if tokenizer.pad_token_id != tokenizer.eos_token_id:
+        text_config.pad_token_id = tokenizer.pad_token_id
+
+
     auto: Any,
     architecture: str,
     config: HFModelConfig,
@@ -167,7 +216,9 @@ def _classifier(
     dtype: torch.dtype,
     with_weights: bool,
 ) -> PreTrainedModel:
+    new: Set[str] = frozenset(),
     if hf_config.num_labels != 1:
+    """A model with one label; its files may lack the weights ``new``."""
         raise ConfigError(
             f"{config.path} holds a {architecture} with {hf_config.num_labels} labels; a value or reward model has "
             "one (num_labels=1 in its config.json)."
@@ -186,8 +237,8 @@ def _classifier(
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model weights of '{path}' cannot be read: {str(error).strip().splitlines()[0]}") from error
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"])[:5])
+    if absent := set(info["missing_keys"]) - new:
+        missing = ", ".join(sorted(absent)[:5])
         raise ConfigError(f"the files of '{path}' lack weights of {architecture}: {missing}.")
     return hf
 

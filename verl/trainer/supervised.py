@@ -1,0 +1,200 @@
+"""Training on data that is already there: what supervised, reward-model and preference runs share.
+
+A trainer says what a batch of rows looks like to the engine (:meth:`SupervisedTrainer.to_batch`) and what
+is measured on the validation rows; a runner says which worker, data set and trainer belong together.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.errors import DataError
+from verl.protocol import DataProto
+from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
+from verl.trainer.config.sizes import resolve_device
+from verl.trainer.controller import load_controller
+from verl.trainer.loop import Metrics, TrainingLoop
+from verl.trainer.ppo.balance import layout_for_ranks
+from verl.trainer.schedule import Schedule, with_total_steps
+from verl.trainer.timing import Stopwatch, stage
+from verl.utils.console import Progress
+from verl.utils.tracking import Tracking
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from verl.trainer.config import SFTConfig
+    from verl.trainer.config.preference import DPOConfig, RMConfig
+
+    Config = SFTConfig | RMConfig | DPOConfig
+
+
+class SupervisedTrainer(TrainingLoop):
+    """Fits a model to the rows of a data set, one optimizer step per batch.
+
+    Args:
+        config: the whole configuration.
+        workers: a worker group of a :class:`verl.workers.engine_workers.TrainingWorker`, initialised.
+        train_dataset, val_dataset: rows, or pairs of them; validation may be None.
+        collate_fn: items of the data set to the columns of a batch.
+        train_sampler: order of the training items.
+    """
+
+    rows_per_unit: ClassVar[int] = 1
+    """Rows of the engine's batch that belong together: 1, or 2 for the sides of a pair."""
+
+    def __init__(
+        self,
+        config: Config,
+        workers: Any,
+        train_dataset: Any,
+        val_dataset: Any,
+        collate_fn: Callable,
+        train_sampler: Any,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.workers = workers
+        data, trainer = config.data, config.trainer
+        self.train_dataloader = StatefulDataLoader(
+            train_dataset,
+            batch_size=data.train_batch_size,
+            num_workers=min(data.num_workers, os.cpu_count() or 1),
+            sampler=train_sampler,
+            drop_last=True,
+            collate_fn=collate_fn,
+        )
+        self.val_dataloader = None
+        if val_dataset is not None:
+            self.val_dataloader = StatefulDataLoader(
+                val_dataset, batch_size=data.train_batch_size, collate_fn=collate_fn
+            )
+        self.total_training_steps = total_steps(config, len(train_dataset))
+        self.schedule = Schedule.of(trainer, self.total_training_steps)
+        plan = CheckpointPlan(
+            root=trainer.default_local_dir,
+            resume_mode=trainer.resume_mode,
+            resume_from_path=trainer.resume_from_path,
+            keep={".": trainer.max_ckpt_to_keep},
+        )
+        self.checkpoint = TrainerCheckpoint(plan, {".": workers})
+
+    def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
+        """Columns of the data set to the layout that the engine reads."""
+        raise NotImplementedError(f"{type(self).__name__} must say what a batch looks like.")
+
+    def validate(self) -> Metrics:
+        """Metrics over the whole validation set, named ``val/...``."""
+        raise NotImplementedError(f"{type(self).__name__} must say what is measured.")
+
+    def fit(self) -> None:
+        """Train to the last step: resume, step, validate, save, log."""
+        trainer = self.config.trainer
+        self._load_checkpoint()
+        names = trainer.project_name, trainer.experiment_name
+        with (
+            Tracking(*names, trainer.logger, self.config.to_dict()) as tracking,
+            Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress,
+        ):
+            self._to_the_last_step(tracking, progress)
+
+    def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
+        self.stopwatch = Stopwatch()
+        metrics = self.update(self.to_batch(rows))
+        if self.val_dataloader is not None and self.schedule.due("test", self.global_steps):
+            metrics |= self.validate()
+        if self.schedule.due("save", self.global_steps):
+            self._save_checkpoint()
+        return metrics | {"train/time(s)": self.stopwatch.seconds["update"]}
+
+    @stage("update")
+    def update(self, batch: DataProto) -> Metrics:
+        """One optimizer step over the batch; units are dealt out to the ranks whole."""
+        unit = self.rows_per_unit
+        lengths = batch.batch["attention_mask"].view(len(batch) // unit, -1).sum(-1).tolist()
+        order, _ = layout_for_ranks(
+            lengths, dp_size=self.workers.world_size, num_mini_batches=1, balance=self.config.data.balance_dp_token
+        )
+        dealt = batch.select_idxs([unit * i + row for i in order for row in range(unit)])
+        metrics = self.train_on(dealt).meta_info["metrics"]
+        return {f"train/{name.removeprefix('perf/')}": value for name, value in metrics.items()} | {
+            "train/global_tokens": float(sum(lengths)),
+            "training/epoch": (self.global_steps - 1) // len(self.train_dataloader),
+        }
+
+    def train_on(self, batch: DataProto) -> DataProto:
+        """What the workers do with a batch whose rows lie as the ranks get them; returns its metrics."""
+        return self.workers.train_batch(batch)
+
+
+def total_steps(config: Config, rows: int) -> int:
+    """Steps of a run over ``rows`` training items; an incomplete last batch of an epoch is left out.
+
+    Raises:
+        DataError: there is not one whole batch.
+    """
+    batch_size = config.data.train_batch_size
+    if rows < batch_size:
+        raise DataError(
+            f"the training data has {rows} rows, fewer than one batch of data.train_batch_size={batch_size}. "
+            "Give more data, or lower data.train_batch_size."
+        )
+    return config.trainer.total_training_steps or config.trainer.total_epochs * (rows // batch_size)
+
+
+class SupervisedRunner:
+    """Assembles a run from its configuration and drives it; subclasses name the parts."""
+
+    role: ClassVar[str]
+    """Name of the worker group."""
+    trainer_class: ClassVar[type[SupervisedTrainer]]
+
+    def worker_class(self) -> type:
+        """The worker; imported here, so that the command line answers before torch is loaded."""
+        raise NotImplementedError
+
+    def open_data(self, config: Any, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
+        """The data set over ``files``."""
+        raise NotImplementedError
+
+    def collate_fn(self, config: Any, tokenizer: Any) -> Callable:
+        """Items of the data set to the columns of a batch."""
+        raise NotImplementedError
+
+    def run(self, config: Any) -> None:
+        """Load data and model, train.
+
+        Raises:
+            DataError: a data file is unusable.
+            ResourceError: there are fewer processes or devices than asked for.
+        """
+        from verl.utils import hf_tokenizer
+        from verl.utils.dataset import create_rl_sampler
+
+        model, data, trainer = config.model, config.data, config.trainer
+        tokenizer = hf_tokenizer(
+            model.tokenizer_path or model.path,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=model.custom_chat_template,
+        )
+        train = self.open_data(config, tokenizer, data.train_files, data.train_max_samples)
+        val = self.open_data(config, tokenizer, data.val_files, data.val_max_samples) if data.val_files else None
+        steps = total_steps(config, len(cast(Sized, train)))
+        config = replace(config, optim=with_total_steps(config.optim, steps))
+        controller, device = load_controller(trainer.controller), resolve_device(config)
+        ranks = [trainer.n_gpus_per_node] * trainer.nnodes
+        pools = controller.pool_manager({"global_pool": ranks}, {self.role: "global_pool"}, device)
+        pools.create_resource_pool()
+        workers = controller.WorkerGroup(
+            resource_pool=pools.get_resource_pool(self.role),
+            ray_cls_with_init=controller.WorkerGroup.describe(self.worker_class(), config=config, device_name=device),
+            device_name=device,
+        )
+        workers.init_model()
+        sampler = create_rl_sampler(data, train)
+        self.trainer_class(config, workers, train, val, self.collate_fn(config, tokenizer), sampler).fit()
