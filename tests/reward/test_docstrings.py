@@ -14,6 +14,7 @@ import pytest
         "verl.utils.reward_score.format",
         "verl.utils.reward_score.length",
         "verl.utils.reward_score.math_dapo",
+        "verl.utils.reward_score.notation",
         "verl.utils.reward_score.prime_math",
         "verl.utils.reward_score.repetition",
         "verl.utils.reward_score.search_r1_like_qa_em",

@@ -19,6 +19,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.utils.reward_score import register_scorer
+from verl.utils.reward_score.notation import canonical, readings
 
 WORKER = Path(__file__).with_name("math_worker.py")
 START_TIMEOUT_S = 120.0
@@ -79,11 +80,12 @@ def is_equivalent(answer: str, truth: str, timeout_s: float = 5.0) -> bool:
     Raises:
         RewardError: as :func:`compute_score`.
     """
+    if len(answer) > MAX_ANSWER_LENGTH:
+        return _squeezed(answer) == _squeezed(truth)
+    answer, truth = canonical(answer), canonical(truth)
     if _squeezed(answer) == _squeezed(truth):
         return True
-    if len(answer) > MAX_ANSWER_LENGTH:
-        return False
-    return _VERIFIER.equal(answer, truth, timeout_s)
+    return any(_VERIFIER.equal(left, right, timeout_s) for left, right in readings(answer, truth))
 
 
 def _squeezed(text: str) -> str:
