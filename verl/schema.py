@@ -54,6 +54,9 @@ PROMPT = ("bsz", "prompt_length")
 RESPONSE = ("bsz", "response_length")
 SEQUENCE = ("bsz", "sequence_length")
 
+PREPARED = "core_algos.prepare_update, from the whole mini-batch before it is dealt to the ranks"
+"""Producer of what an update has to know of the other rows of a mini-batch."""
+
 _SEQUENCES = (
     Column("prompts", "int64", PROMPT, "prompt tokens, padded on the left", "generate_sequences", ("reward",)),
     Column(
@@ -124,7 +127,7 @@ _LOG_PROBS = (
         RESPONSE,
         "entropy of the policy's next-token distribution, in nats",
         "actor.compute_log_prob",
-        ("metrics",),
+        ("metrics", "the choice of tokens by entropy"),
     ),
     Column(
         "sum_pi_squared",
@@ -141,6 +144,14 @@ _LOG_PROBS = (
         "importance weight of the policy over the rollout engine",
         "rollout correction (algorithm.rollout_correction)",
         ("actor",),
+    ),
+    Column(
+        "accepted_mask",
+        "int64",
+        RESPONSE,
+        "response_mask without what the rollout correction rejected",
+        "rollout correction (algorithm.rollout_correction.rollout_rs)",
+        ("the update",),
     ),
     Column(
         "teacher_logprobs",
@@ -177,6 +188,15 @@ _REWARDS = (
     Column("returns", "float32", RESPONSE, "what the critic should have said", "advantages", ("critic", "metrics")),
 )  # fmt: skip
 
+_PREPARED = (
+    Column("cov_selected", "int64", RESPONSE, "1 on tokens chosen for the covariance of log-prob and advantage "
+           "(loss_mode=clip_cov, kl_cov)", PREPARED, ("actor",)),
+    Column("top_entropy_mask", "int64", RESPONSE, "1 on tokens that keep their policy loss "
+           "(policy_loss.top_entropy_quantile)", PREPARED, ("actor",)),
+    Column("row_weights", "float32", ROW, "weight of each of the row's tokens (loss_agg_mode=prompt-mean)", PREPARED,
+           ("actor", "critic")),
+)  # fmt: skip
+
 _OTHER_TENSORS = (
     Column(
         "routed_experts",
@@ -207,6 +227,7 @@ _OBJECTS = (
     Column("reward_model", "object", ROW, "{style: rule or model, ground_truth}", "the data set", ("reward",)),
     Column("extra_info", "object", ROW, "what else the data set says of the prompt", "the data set", ("reward",)),
     Column("index", "object", ROW, "number of the prompt in its data set", "the data set"),
+    Column("row_index", "object", ROW, "position of the row in the training data", "the data set", ("curriculum",)),
     Column("finish_reason", "object", ROW, "why generation ended: stop, length or abort", "generate_sequences",
            ("metrics",)),
     Column("weight_version", "object", ROW, "version of the weights that sampled it", "generate_sequences",
@@ -223,7 +244,7 @@ _OBJECTS = (
 )  # fmt: skip
 
 COLUMNS: Mapping[str, Column] = {
-    column.name: column for column in (*_SEQUENCES, *_LOG_PROBS, *_REWARDS, *_OTHER_TENSORS, *_OBJECTS)
+    column.name: column for column in (*_SEQUENCES, *_LOG_PROBS, *_REWARDS, *_PREPARED, *_OTHER_TENSORS, *_OBJECTS)
 }
 """All columns that verl knows, by name. Any other column is the user's own and is left alone."""
 

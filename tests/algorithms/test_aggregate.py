@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from verl.errors import ConfigError
-from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, agg_loss, compute_entropy_loss
+from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, prepare_aggregation
 
 LOSS = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
@@ -22,12 +23,42 @@ BY_HAND = {
     "seq-mean-token-sum": 3.5,  # (3 + 4) / 2 sequences
     "seq-mean-token-mean": 2.75,  # (1.5 + 4) / 2
     "seq-mean-token-sum-norm": 7 / 6,  # (3/3 + 4/3) / 2
+    "prompt-mean": 2.75,  # two prompts of one response each: (3/2 + 4/1) / 2
 }
+INDEX = ["a", "b"]
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_by_hand(mode: str):
-    assert_close(agg_loss(LOSS, MASK, mode), torch.tensor(BY_HAND[mode]))
+    assert_close(agg_loss(LOSS, MASK, mode, index=INDEX), torch.tensor(BY_HAND[mode]))
+
+
+def test_prompt_mean_by_hand():
+    loss = torch.tensor([[1.0, 2.0], [6.0, 9.0], [5.0, 7.0], [9.0, 9.0], [9.0, 9.0]])
+    mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0], [0, 0]])
+    # a: tokens 1 2 6 of rows 0 and 1, mean 3. b: tokens 5 7, mean 6; its row 3 is empty. c has no token.
+    index = np.array(["a", "a", "b", "b", "c"], dtype=object)
+    assert_close(agg_loss(loss, mask, "prompt-mean", index=index), torch.tensor(4.5))
+    weights = prepare_aggregation("prompt-mean", mask, index)["row_weights"]
+    assert_close(weights, torch.tensor([1 / 6, 1 / 6, 1 / 4, 1 / 4, 0.0]))
+    assert_close(agg_loss(loss, mask, "prompt-mean", dp_size=2, row_weights=weights), torch.tensor(9.0))
+
+
+def test_prompt_mean_reductions():
+    # every prompt with one response: seq-mean-token-mean; all of one prompt: token-mean
+    assert_close(agg_loss(LOSS, MASK, "prompt-mean", index=[0, 1]), agg_loss(LOSS, MASK, "seq-mean-token-mean"))
+    assert_close(agg_loss(LOSS, MASK, "prompt-mean", index=[0, 0]), agg_loss(LOSS, MASK, "token-mean"))
+
+
+def test_prompt_mean_needs_groups():
+    with pytest.raises(ConfigError, match=r"needs to know which rows share a prompt: pass row_weights"):
+        agg_loss(LOSS, MASK, "prompt-mean")
+    with pytest.raises(ConfigError, match=r"got 3 group ids for 2 rows"):
+        agg_loss(LOSS, MASK, "prompt-mean", index=[0, 0, 1])
+
+
+def test_other_modes_prepare_nothing():
+    assert all(prepare_aggregation(mode, MASK, INDEX) == {} for mode in LOSS_AGG_MODES if mode != "prompt-mean")
 
 
 @pytest.mark.parametrize(
@@ -60,7 +91,17 @@ def slow_agg(loss: torch.Tensor, mask: torch.Tensor, mode: str) -> float:
         "seq-mean-token-sum": sum(sums) / rows,
         "seq-mean-token-mean": sum(means) / rows,
         "seq-mean-token-sum-norm": sum(sums) / rows / loss.shape[1],
+        "prompt-mean": slow_prompt_mean(loss, mask),
     }[mode]
+
+
+def slow_prompt_mean(loss: torch.Tensor, mask: torch.Tensor) -> float:
+    """Rows 0 1, 2 3, ... are siblings."""
+    groups: dict[int, list[float]] = {}
+    for row, (values, valid) in enumerate(zip(loss.tolist(), mask.tolist(), strict=True)):
+        groups.setdefault(row // 2, []).extend(x for x, m in zip(values, valid, strict=True) if m)
+    means = [sum(kept) / len(kept) for kept in groups.values() if kept]
+    return sum(means) / len(means) if means else 0.0
 
 
 @st.composite
@@ -82,15 +123,20 @@ def test_partition_law(mode: str, batch: tuple, dp_size: int):
     """The parts of any split into micro-batches and ranks add up to the loss of the whole, gradients too."""
     loss, mask, parts = batch
     totals = {"dp_size": dp_size, "batch_num_tokens": int(mask.sum()), "global_batch_size": len(loss)}
+    index = [row // 2 for row in range(len(loss))]
+    made = prepare_aggregation(mode, mask, index)
     whole = loss.clone().requires_grad_()
     split = loss.clone().requires_grad_()
-    value = agg_loss(whole, mask, mode)
+    value = agg_loss(whole, mask, mode, index=index)
     value.backward()
-    total = sum(agg_loss(split[rows], mask[rows], mode, **totals) / dp_size for rows in parts)
+    total = sum(
+        agg_loss(split[rows], mask[rows], mode, **totals, **{k: v[rows] for k, v in made.items()}) / dp_size
+        for rows in parts
+    )
     total.backward()
     assert_close(total, value)
     assert_close(split.grad, whole.grad)
-    assert value.item() == pytest.approx(slow_agg(loss, mask, mode), abs=1e-12)
+    assert value.item() == pytest.approx(slow_agg(loss, mask, mode), rel=1e-6, abs=1e-7)  # weights are float32
 
 
 def test_partition_law_fails_without_global_counts():
@@ -103,7 +149,7 @@ def test_partition_law_fails_without_global_counts():
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 def test_masked_places_are_never_read(mode: str, garbage: float):
     loss = LOSS.masked_fill(MASK == 0, garbage).requires_grad_()
-    value = agg_loss(loss, MASK, mode)
+    value = agg_loss(loss, MASK, mode, index=INDEX)
     value.backward()
     assert_close(value, torch.tensor(BY_HAND[mode]))
     assert (loss.grad[MASK == 0] == 0).all()
@@ -113,7 +159,7 @@ def test_masked_places_are_never_read(mode: str, garbage: float):
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_no_valid_token_gives_zero_with_a_graph(mode: str):
     loss = torch.ones(2, 3, requires_grad=True)
-    value = agg_loss(loss, torch.zeros(2, 3), mode)
+    value = agg_loss(loss, torch.zeros(2, 3), mode, index=INDEX)
     value.backward()
     assert value.item() == 0.0
     assert (loss.grad == 0).all()
@@ -128,7 +174,7 @@ def test_an_empty_response_counts_as_a_sequence():
 def test_inputs_stay_as_they_are():
     loss, mask = LOSS.clone(), MASK.clone()
     for mode in LOSS_AGG_MODES:
-        assert agg_loss(loss, mask, mode).dtype == torch.float32
+        assert agg_loss(loss, mask, mode, index=INDEX).dtype == torch.float32
     assert_close(loss, LOSS)
     assert_close(mask, MASK)
 

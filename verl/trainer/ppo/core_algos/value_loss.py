@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ def compute_value_loss(
     response_mask: Tensor,
     cliprange_value: float,
     loss_agg_mode: str = "token-mean",
-    **totals: float | None,
+    **totals: Any,
 ) -> tuple[Tensor, Tensor]:
     """Squared error of the critic, with the move away from the old values clipped.
 
@@ -31,7 +33,8 @@ def compute_value_loss(
         response_mask: (bsz, response_length) 1 on tokens that count.
         cliprange_value: c.
         loss_agg_mode: see :func:`agg_loss`.
-        totals: global counts for :func:`agg_loss` (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor).
+        totals: arguments of :func:`agg_loss`: dp_size, batch_num_tokens, global_batch_size, loss_scale_factor,
+            row_weights.
 
     Returns:
         the loss, and the fraction of valid tokens whose clipped error is the larger one; scalars.
@@ -41,4 +44,4 @@ def compute_value_loss(
     plain_error, clipped_error = (vpreds - returns) ** 2, (clipped - returns) ** 2
     loss_mat = 0.5 * torch.maximum(plain_error, clipped_error)
     clip_fraction = masked_mean((clipped_error > plain_error).float(), response_mask)
-    return agg_loss(loss_mat, response_mask, loss_agg_mode, **totals), clip_fraction  # type: ignore[arg-type]
+    return agg_loss(loss_mat, response_mask, loss_agg_mode, **totals), clip_fraction

@@ -1,4 +1,4 @@
-"""Policy losses: pure per-token maths, and the registered functions that read settings and aggregate."""
+"""The clipped surrogate of PPO."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from verl.errors import ConfigError
 from verl.trainer.ppo.core_algos.aggregate import agg_loss
+from verl.trainer.ppo.core_algos.policy_losses.common import (
+    PolicyLossResult,
+    configured,
+    log_ratio_of,
+    reduce_loss,
+    usual_metrics,
+    valid_only,
+)
 from verl.trainer.ppo.core_algos.registry import register_policy_loss
-from verl.utils.torch_functional import masked_mean, zero_masked
-
-LOG_RATIO_BOUND = 20.0
-"""|log π - log π_old| is cut here, so that no ratio overflows."""
+from verl.utils.torch_functional import masked_mean
 
 
 class ClippedSurrogate(NamedTuple):
@@ -56,8 +60,8 @@ def clipped_surrogate(
         clip_ratio_high: ε_high.
         clip_ratio_c: c > 1.
     """
-    old_log_prob, log_prob, A = (zero_masked(x, response_mask) for x in (old_log_prob, log_prob, advantages))
-    log_ratio = (log_prob - old_log_prob).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    old_log_prob, log_prob, A = valid_only(response_mask, old_log_prob, log_prob, advantages)
+    log_ratio = log_ratio_of(log_prob, old_log_prob)
     ratio = log_ratio.exp()
     plain = -A * ratio
     clipped = -A * ratio.clamp(1.0 - clip_ratio_low, 1.0 + clip_ratio_high)
@@ -68,7 +72,45 @@ def clipped_surrogate(
     return ClippedSurrogate(loss_mat, clipped > plain, is_dual_clipped, -log_ratio.detach())
 
 
-@register_policy_loss("vanilla", paper="https://arxiv.org/abs/1707.06347")
+@register_policy_loss(
+    "vanilla",
+    paper="https://arxiv.org/abs/1707.06347",
+    reproduces={
+        "DAPO (arXiv:2503.14476)": (
+            "algorithm.adv_estimator=grpo",
+            "algorithm.filter_groups.enable=true",
+            "actor_rollout_ref.actor.clip_ratio_low=0.2",
+            "actor_rollout_ref.actor.clip_ratio_high=0.28",
+            "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            "actor_rollout_ref.actor.use_kl_loss=false",
+            "data.max_response_length=20480",
+            "reward_model.reward_manager=dapo",
+            "+reward_model.overlong_buffer.enable=true",
+            "+reward_model.overlong_buffer.len=4096",
+            "+reward_model.overlong_buffer.penalty_factor=1.0",
+        ),
+        "Dr. GRPO (arXiv:2503.20783)": (
+            "algorithm.adv_estimator=grpo",
+            "algorithm.norm_adv_by_std_in_grpo=false",
+            "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+            "actor_rollout_ref.actor.use_kl_loss=false",
+        ),
+        "Beyond the 80/20 rule (arXiv:2506.01939)": (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.policy_loss.top_entropy_quantile=0.2",
+            "actor_rollout_ref.actor.clip_ratio_low=0.2",
+            "actor_rollout_ref.actor.clip_ratio_high=0.28",
+            "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            "actor_rollout_ref.actor.use_kl_loss=false",
+        ),
+        "Skywork-OR1, adaptive entropy control (arXiv:2505.22312)": (
+            "algorithm.adv_estimator=grpo",
+            "actor_rollout_ref.actor.entropy_target=0.2",
+            "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+            "actor_rollout_ref.actor.use_kl_loss=false",
+        ),
+    },
+)
 def compute_policy_loss_vanilla(
     old_log_prob: Tensor,
     log_prob: Tensor,
@@ -77,7 +119,7 @@ def compute_policy_loss_vanilla(
     loss_agg_mode: str = "token-mean",
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> PolicyLossResult:
     """The clipped loss of PPO; see :func:`clipped_surrogate` for the formula.
 
     Args:
@@ -95,8 +137,7 @@ def compute_policy_loss_vanilla(
         the loss, and ``actor/pg_clipfrac``, ``actor/ppo_kl``, ``actor/pg_clipfrac_lower``: means
         over the valid tokens at hand.
     """
-    if config is None:
-        raise ConfigError("the vanilla policy loss needs the actor's configuration: pass config=ActorConfig(...).")
+    config = configured(config, "vanilla")
     terms = clipped_surrogate(
         old_log_prob,
         log_prob,
@@ -106,20 +147,8 @@ def compute_policy_loss_vanilla(
         clip_ratio_high=config.clip_ratio_high,
         clip_ratio_c=config.clip_ratio_c,
     )
-    loss_mat = weighted(terms.loss_mat, rollout_is_weights, response_mask)
-    loss = agg_loss(loss_mat, response_mask, loss_agg_mode, **config.global_batch_info)
-    return loss, {
-        "actor/pg_clipfrac": masked_mean(terms.is_clipped.float(), response_mask),
-        "actor/ppo_kl": masked_mean(terms.kl, response_mask),
-        "actor/pg_clipfrac_lower": masked_mean(terms.is_dual_clipped.float(), response_mask),
-    }
-
-
-def weighted(loss_mat: Tensor, rollout_is_weights: Tensor | None, response_mask: Tensor) -> Tensor:
-    """Per-token losses times their importance weights, which get no gradient; unchanged without weights."""
-    if rollout_is_weights is None:
-        return loss_mat
-    return loss_mat * zero_masked(rollout_is_weights, response_mask).detach()
+    metrics = usual_metrics(terms.is_clipped, -terms.kl, terms.is_dual_clipped)
+    return reduce_loss(terms.loss_mat, response_mask, loss_agg_mode, config, rollout_is_weights, metrics)
 
 
 def compute_policy_loss(
