@@ -81,7 +81,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
         "actor_rollout_ref.rollout.trace.backend",
         "algorithm.use_pf_ppo",
         "algorithm.filter_groups.enable",
-        "algorithm.rollout_correction.rollout_is",
         "data.tool_config_path",
         "global_profiler.tool",
         "reward_model.launch_reward_fn_async",

@@ -131,6 +131,7 @@ PPO = r"""
     reward_model.forward_max_token_len_per_gpu=98304 \
     algorithm.use_kl_in_reward=True \
     algorithm.kl_penalty=kl \
+    algorithm.rollout_correction.rollout_is=token \
     algorithm.kl_ctrl.type=adaptive \
     algorithm.kl_ctrl.kl_coef=0.001 \
     algorithm.kl_ctrl.target_kl=0.05 \

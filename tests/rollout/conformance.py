@@ -85,6 +85,17 @@ def oracle_log_probs(prompt: list[int], response: list[int], temperature: float,
 
 
 @torch.no_grad()
+def oracle_processed_log_probs(asked: RolloutRequest, response: list[int], family: str, seed: int = 0) -> Tensor:
+    """log p of each token under the distribution that it is drawn from: the slow definition, token by token."""
+    prompt, sampling = asked.prompt_ids, asked.sampling
+    logits = oracle(family, seed)(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].double()
+    rows = [
+        slow_distribution(row, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p) for row in logits
+    ]
+    return torch.tensor([row[token] for row, token in zip(rows, response, strict=True)]).log().float()
+
+
+@torch.no_grad()
 def oracle_greedy(prompt: list[int], count: int, family: str = "qwen3", seed: int = 0) -> list[int]:
     """``count`` most likely tokens, one full forward pass for each; end tokens are tokens like any other."""
     ids = list(prompt)
@@ -122,8 +133,42 @@ def prompt_batch(prompts: list[list[int]], width: int = 8, indices: list[int] | 
 # ---- tokens and their log-probs
 
 
-def check_log_probs_equal_a_full_forward_pass(engine: EngineUnderTest) -> None:
-    ways = [{}, {"temperature": 0.6}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.7}, {"top_k": 9, "top_p": 0.5}]
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.5, "top_k": 5},
+    {"top_p": 0.7},
+    {"top_k": 9, "top_p": 0.5},
+    {"min_p": 0.2},
+    {"temperature": 1.3, "min_p": 0.05, "top_k": 6, "top_p": 0.8},
+]
+
+
+def check_log_probs_are_of_the_distribution_that_is_drawn_from(engine: EngineUnderTest) -> None:
+    """``processed_logprobs``, the default: tempered, cut, and renormalised over what is kept."""
+    for family in engine.families:
+        requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in WAYS]
+        outputs = engine.ready(family).generate(requests)
+        for asked, given in zip(requests, outputs, strict=True):
+            assert len(given.log_probs) == len(given.token_ids) >= 1
+            expected = oracle_processed_log_probs(asked, given.token_ids, family)
+            torch.testing.assert_close(
+                torch.tensor(given.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5
+            )
+
+
+def check_raw_log_probs_equal_a_full_forward_pass(engine: EngineUnderTest) -> None:
+    """``raw_logprobs``: of the model's own logits, whatever the temperature and the cut; the same tokens."""
+    requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in WAYS]
+    outputs = engine.ready(logprobs_mode="raw_logprobs").generate(requests)
+    assert tokens_of(outputs) == tokens_of(engine.ready().generate(requests))
+    for asked, given in zip(requests, outputs, strict=True):
+        expected = oracle_log_probs(asked.prompt_ids, given.token_ids, 1.0, "qwen3")
+        torch.testing.assert_close(torch.tensor(given.log_probs), expected, atol=engine.log_prob_tolerance, rtol=1e-5)
+
+
+def check_untruncated_log_probs_are_what_the_trainer_computes(engine: EngineUnderTest) -> None:
+    ways = [{}, {"temperature": 0.6}, {"temperature": 1.5}]
     for family in engine.families:
         requests = [request(p, seed=7 * i, **way) for i, p in enumerate(PROMPTS) for way in ways]
         outputs = engine.ready(family).generate(requests)
@@ -153,6 +198,8 @@ def check_draws_follow_the_distribution(engine: EngineUnderTest) -> None:
         {"temperature": 0.5, "top_k": 4},
         {"temperature": 0.5, "top_p": 0.6},
         {"temperature": 0.5, "top_k": 6, "top_p": 0.5},
+        {"temperature": 0.5, "min_p": 0.3},
+        {"temperature": 0.5, "min_p": 0.1, "top_k": 5, "top_p": 0.9},
     ]
     prompt, draws = PROMPTS[0], 2000
     running = engine.ready(max_num_seqs=1000)
@@ -166,10 +213,12 @@ def check_draws_follow_the_distribution(engine: EngineUnderTest) -> None:
         assert_same_distribution(counts, expected)
 
 
-def slow_distribution(logits: Tensor, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0) -> np.ndarray:
-    """softmax(logits / temperature), cut to top_k, then to the fewest tokens with the share top_p of what is left."""
+def slow_distribution(
+    logits: Tensor, temperature: float = 1.0, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0
+) -> np.ndarray:
+    """softmax(logits / temperature), cut by min_p, to top_k, then to the fewest tokens with the share top_p of it."""
     probs = (logits / temperature).softmax(-1).tolist()
-    ranked = sorted(range(len(probs)), key=lambda v: (-probs[v], v))
+    ranked = [v for v in sorted(range(len(probs)), key=lambda v: (-probs[v], v)) if probs[v] >= min_p * max(probs)]
     ranked = ranked[:top_k] if top_k > 0 else ranked
     mass, kept = sum(probs[v] for v in ranked), []
     for v in ranked:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -56,8 +57,28 @@ def test_inverse_cdf_by_hand():
 )
 def test_kept_tokens_by_hand(top_k, top_p, kept):
     probs = torch.tensor([[0.1875, 0.375, 0.1875, 0.1875, 0.0625]], dtype=F64)
-    got = kept_tokens(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=F64))
+    got = kept_tokens(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=F64), torch.zeros(1, dtype=F64))
     assert got.int().tolist() == [kept]
+
+
+@pytest.mark.parametrize(
+    "min_p, top_k, top_p, kept",
+    [
+        (0.0, -1, 1.0, [1, 1, 1, 1, 1]),
+        (0.2, -1, 1.0, [1, 1, 1, 1, 0]),  # .0625 is a sixth of .375
+        (0.5, -1, 1.0, [1, 1, 1, 1, 0]),  # .1875 is half of .375, no less
+        (0.51, -1, 1.0, [0, 1, 0, 0, 0]),
+        (1.0, -1, 1.0, [0, 1, 0, 0, 0]),  # the first token always stays
+        (0.5, 2, 1.0, [1, 1, 0, 0, 0]),  # the first two of four
+        (0.51, 2, 1.0, [0, 1, 0, 0, 0]),
+        (0.5, -1, 0.6, [1, 1, 0, 0, 0]),  # of the mass .9375 that is left .5625 is the share .6
+        (0.0, -1, 0.6, [1, 1, 1, 0, 0]),  # of the mass 1 it is not
+    ],
+)
+def test_min_p_by_hand(min_p, top_k, top_p, kept):
+    probs = torch.tensor([[0.1875, 0.375, 0.1875, 0.1875, 0.0625]], dtype=F64)
+    bounds = torch.tensor([top_k]), torch.tensor([top_p], dtype=F64), torch.tensor([min_p], dtype=F64)
+    assert kept_tokens(probs, *bounds).int().tolist() == [kept]
 
 
 def test_rows_have_their_own_parameters():
@@ -69,16 +90,77 @@ def test_rows_have_their_own_parameters():
     ]
     sampler = TokenSampler(params, torch.device("cpu"))
     tokens, log_probs = sampler(logits, torch.arange(3), step=1)
-    # log-probs: greedy at temperature 1; top_k=1 at temperature 2 of the untruncated softmax.
+    # log-probs: greedy at temperature 1; top_k=1 leaves one token, which is then certain.
     assert tokens[:2].tolist() == [3, 3]
     full = logits[0].double()
     torch.testing.assert_close(log_probs[0].double(), full.log_softmax(-1)[3])
-    torch.testing.assert_close(log_probs[1].double(), (full / 2).log_softmax(-1)[3])
+    assert log_probs[1].item() == pytest.approx(0.0, abs=1e-7)
     expected = inverse_cdf((full[None] / 0.5).softmax(-1), uniforms(3, 2)[1:])
     assert tokens[2] == expected.item()
     # A subset of the rows, in any order, gets the same.
     again, _ = sampler(logits[:2], torch.tensor([2, 0]), step=1)
     assert again.tolist() == [tokens[2], tokens[0]]
+
+
+def drawn(logits: torch.Tensor, raw: bool = False, count: int = 64, **params) -> dict[int, float]:
+    """Log-prob of each token that comes up."""
+    rows = [SamplingParams(**({"max_tokens": 1, "seed": i} | params)) for i in range(count)]
+    tokens, log_probs = TokenSampler(rows, torch.device("cpu"), raw)(logits.repeat(count, 1), torch.arange(count), 0)
+    return dict(zip(tokens.tolist(), log_probs.tolist(), strict=True))
+
+
+def test_processed_log_probs_by_hand():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    # top_k=2 keeps .5 and .25, of mass .75: 2/3 and 1/3.
+    assert drawn(logits, top_k=2) == pytest.approx({0: math.log(2 / 3), 1: math.log(1 / 3)})
+    # At temperature ½ the probabilities go as 16 4 1 1; top_p=.9 keeps 16 and 4 (20/22 > .9): .8 and .2.
+    assert drawn(logits, temperature=0.5, top_p=0.9) == pytest.approx({0: math.log(0.8), 1: math.log(0.2)})
+    # min_p=.3 keeps what has at least .15: .5 and .25 again; 1/2 of them is the first.
+    assert drawn(logits, min_p=0.3) == pytest.approx({0: math.log(2 / 3), 1: math.log(1 / 3)})
+    assert drawn(logits, min_p=0.3, top_k=1) == pytest.approx({0: 0.0}, abs=1e-7)
+    # Nothing cut: the tempered softmax itself.
+    assert drawn(logits, temperature=0.5)[0] == pytest.approx(math.log(16 / 22))
+
+
+def test_raw_log_probs_are_those_of_the_models_own_logits():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    own = {0: math.log(0.5), 1: math.log(0.25)}
+    assert drawn(logits, raw=True, top_k=2) == pytest.approx(own)
+    assert drawn(logits, raw=True, top_k=2, temperature=0.5) == pytest.approx(own)
+    whole = drawn(logits)
+    assert len(whole) == 4
+    assert drawn(logits, raw=True) == whole  # temperature 1 and nothing cut: the same to the last bit
+
+
+def test_greedy_rows_are_not_cut_beside_others():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    params = [
+        SamplingParams(max_tokens=1, seed=0, temperature=0.0, top_k=1, top_p=0.1, min_p=1.0),
+        SamplingParams(max_tokens=1, seed=0, top_k=1),
+    ]
+    tokens, log_probs = TokenSampler(params, torch.device("cpu"))(logits.repeat(2, 1), torch.arange(2), 0)
+    assert tokens.tolist() == [0, 0]
+    assert log_probs.tolist() == pytest.approx([math.log(0.5), 0.0], abs=1e-7)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    logits=st.lists(st.floats(-4, 4), min_size=2, max_size=9),
+    top_k=st.integers(-1, 9),
+    top_p=st.floats(0.05, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    temperature=st.floats(0.2, 3.0),
+)
+def test_processed_log_probs_sum_to_one_over_the_kept_tokens(logits, top_k, top_p, min_p, temperature):
+    row = torch.tensor([logits])
+    probs = (row / temperature).double().softmax(-1)
+    bounds = torch.tensor([top_k]), torch.tensor([top_p], dtype=F64), torch.tensor([min_p], dtype=F64)
+    kept = kept_tokens((row / temperature).log_softmax(-1).double().exp(), *bounds)[0]
+    expected = (probs[0] * kept / (probs[0] * kept).sum()).log()
+    found = drawn(row, top_k=top_k, top_p=top_p, min_p=min_p, temperature=temperature, count=16)
+    for token, log_prob in found.items():
+        assert kept[token]
+        assert log_prob == pytest.approx(expected[token].item(), abs=1e-5)
 
 
 def test_a_large_vocabulary_is_worked_on_in_parts(monkeypatch):
@@ -109,7 +191,7 @@ def test_kept_tokens_against_the_slow_definition(weights, top_k, top_p):
             break
         kept.add(v)
         reached += weights[v] / total
-    got = kept_tokens(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=F64))[0]
+    got = kept_tokens(probs, torch.tensor([top_k]), torch.tensor([top_p], dtype=F64), torch.zeros(1, dtype=F64))[0]
     on_the_edge = any(abs(sum(weights[w] for w in ranked[:i]) / total - top_p * mass) < 1e-9 for i in range(9))
     if not on_the_edge:
         assert set(got.nonzero().flatten().tolist()) == kept
@@ -117,7 +199,16 @@ def test_kept_tokens_against_the_slow_definition(weights, top_k, top_p):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("max_tokens", 0), ("temperature", -0.1), ("top_p", 0.0), ("top_p", 1.1), ("top_k", -2), ("stop", ("",))],
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -2),
+        ("min_p", 1.1),
+        ("min_p", -0.1),
+        ("stop", ("",)),
+    ],
 )
 def test_parameters_out_of_range_are_refused_with_their_bounds(field, value):
     good = SamplingParams(max_tokens=1, seed=0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from verl.base_config import BaseConfig, section, setting, subsection
 from verl.workers.config.actor import KLKind
+from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 
-NO_CORRECTION = "rollout correction is not in this version; leave it at its default (the gap is logged at every step)"
 NO_FILTER = "dynamic sampling is not in this version; set algorithm.filter_groups.enable=false"
 NO_PF_PPO = "reweighting of samples (PF-PPO) is not in this version; set algorithm.use_pf_ppo=false"
 
@@ -48,26 +48,6 @@ class FilterGroupsConfig(BaseConfig):
     """What must differ inside a group: acc, score, seq_reward, seq_final_reward."""
     max_num_gen_batches: int = setting(0, ge=0)
     """Give up after this many batches; 0 never."""
-
-
-@section
-class RolloutCorrectionConfig(BaseConfig):
-    """Correction for the gap between the rollout's and the trainer's probabilities."""
-
-    rollout_is: Literal["token", "sequence"] | None = setting(None, refuse=NO_CORRECTION)
-    """Importance weights, per token or per sequence."""
-    rollout_is_threshold: float = setting(2.0, gt=0, refuse=NO_CORRECTION)
-    """Cap of a weight."""
-    rollout_rs: str | None = setting(None, refuse=NO_CORRECTION)
-    """Rejection of tokens or sequences, as a comma-separated list of criteria."""
-    rollout_rs_threshold: Annotated[str | float | None, "threshold"] = setting(None, refuse=NO_CORRECTION)
-    """Thresholds of the criteria."""
-    bypass_mode: bool = setting(False, refuse=NO_CORRECTION)
-    """Take the rollout's log-probs as the old ones."""
-    loss_type: Literal["ppo_clip", "reinforce"] = setting("ppo_clip", refuse=NO_CORRECTION)
-    """Policy loss of the bypass mode."""
-    rollout_is_batch_normalize: bool = setting(False, refuse=NO_CORRECTION)
-    """Divide the weights by their mean."""
 
 
 @section

@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.trainer.config.algorithm import NO_CORRECTION
 from verl.trainer.config.keys import Key, Tree, drop, flat, get, put, same
 from verl.trainer.config.problems import Problem, shown
 from verl.workers.config.agent import NO_MULTI_TURN
@@ -89,6 +88,14 @@ ALIASES: tuple[Alias, ...] = (
     Alias("trainer.checkpoint", "checkpoint"),
 )
 
+OLD_CAP = (
+    "this cap has moved; set algorithm.rollout_correction.rollout_is=token and "
+    "algorithm.rollout_correction.rollout_is_threshold to the cap"
+)
+OLD_CORRECTION = (
+    "these settings have a section of their own, with other values; set rollout_is (token, sequence), "
+    "rollout_is_threshold, rollout_rs and rollout_rs_threshold in algorithm.rollout_correction"
+)
 NO_FIRE = "sampling the first token hot is not in this version; leave it out"
 
 RETIRED: tuple[Retired, ...] = (
@@ -97,9 +104,9 @@ RETIRED: tuple[Retired, ...] = (
     Retired("actor_rollout_ref.rollout.multi_turn.completion_callback", NO_MULTI_TURN),
     Retired("actor_rollout_ref.rollout.chat_scheduler", NO_MULTI_TURN),
     Retired("actor_rollout_ref.rollout.use_fire_sampling", NO_FIRE),
-    Retired("actor_rollout_ref.actor.tis_imp_ratio_cap", NO_CORRECTION, (None, -1)),
-    Retired("algorithm.rollout_is*", NO_CORRECTION),
-    Retired("algorithm.rollout_rs*", NO_CORRECTION),
+    Retired("actor_rollout_ref.actor.tis_imp_ratio_cap", OLD_CAP, (None, -1)),
+    Retired("algorithm.rollout_is*", OLD_CORRECTION),
+    Retired("algorithm.rollout_rs*", OLD_CORRECTION),
     Retired("*.fsdp_config.grad_offload", "gradients stay with their parameters; use param_offload=true instead"),
     Retired("*.megatron.*", "Megatron is not in this version; leave it out and use strategy=fsdp2"),
     Retired("trainer.remove_previous_ckpt_in_save", "it was replaced; set trainer.max_actor_ckpt_to_keep=1"),

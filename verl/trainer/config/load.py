@@ -31,6 +31,7 @@ from verl.trainer.config.overrides import CONFIG_DIR, add_search_path, force_ove
 from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.problems import Problem, report, shown
 from verl.trainer.config.rewrite import rewrite
+from verl.trainer.config.rollout_correction import with_bypass_mode
 from verl.trainer.config.validate import validate
 from verl.utils.import_utils import prepare_process
 
@@ -77,7 +78,7 @@ def load_config(
     for advice in checked:
         logger.warning("%s", advice)
     _tell_hints(tree, raw, known)
-    return config
+    return with_bypass_mode(config) if isinstance(config, PPOConfig) else config
 
 
 def _restore_sections(raw: Tree, known: Mapping[str, Key], problems: list[Problem]) -> None:

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.base_config import BaseConfig
+from verl.trainer.config import rollout_correction as correction
 from verl.trainer.config import validate_files as files
 from verl.trainer.config import validate_run as run
 from verl.trainer.config.evaluation import EvalConfig
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.ppo import PPOConfig
-from verl.trainer.config.problems import Problem
 from verl.trainer.config.preference import DPOConfig, PreferenceConfig, RMConfig
+from verl.trainer.config.problems import Problem
 from verl.trainer.config.sft import SFTConfig
 from verl.trainer.config.validate_run import needs_critic, needs_reference
 
@@ -140,7 +141,6 @@ def sft_batches(config: SFTConfig) -> Problems:
         )
 
 
-def sft_columns(config: SFTConfig) -> Problems:
 def preference_batches(config: PreferenceConfig) -> Problems:
     """Batches of pairs that the ranks share equally, passes that fit a pair."""
     data, ranks = config.data, run.rank_count(config.trainer)
@@ -167,6 +167,7 @@ def preference_loss(config: DPOConfig) -> Problems:
         yield Problem("ref.path", config.ref.path, wrong, "null", "leave it null, or set loss.reference_free=false")
 
 
+def sft_columns(config: SFTConfig) -> Problems:
     """A single prompt needs a single response."""
     data = config.data
     if (data.prompt_key is None) != (data.response_key is None):
@@ -209,7 +210,6 @@ def _shareable(size: int, prompts: int, n: int, ranks: int) -> str:
     )
 
 
-RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
 _PREFERENCE: tuple[Callable[[Any], Problems], ...] = (
     files.data_files,
     files.models,
@@ -222,6 +222,7 @@ _PREFERENCE: tuple[Callable[[Any], Problems], ...] = (
     run.controller,
 )
 
+RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     PPOConfig: (
         files.data_files,
         files.models,
@@ -236,6 +237,8 @@ _PREFERENCE: tuple[Callable[[Any], Problems], ...] = (
         run.dynamic_sampling,
         run.losses,
         run.sampling,
+        correction.rollout_correction,
+        correction.truncated_sampling,
         run.rewards,
         run.schedule,
         run.resuming,
@@ -254,9 +257,9 @@ _PREFERENCE: tuple[Callable[[Any], Problems], ...] = (
         run.trackers,
         run.controller,
     ),
+    RMConfig: _PREFERENCE,
+    DPOConfig: (*_PREFERENCE, preference_loss, files.reference),
     GenerationConfig: (files.generation_files, files.models, run.engine_sampling, run.controller),
     EvalConfig: (files.evaluation_files, files.own_code),
 }
-    RMConfig: _PREFERENCE,
-    DPOConfig: (*_PREFERENCE, preference_loss, files.reference),
 """Which rules hold for which entry point."""

@@ -23,6 +23,7 @@ from verl.workers.config.rollout import (
     SamplingConfig,
     TraceConfig,
 )
+from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 
 __all__ = [
     "ActorConfig",
@@ -49,6 +50,7 @@ __all__ = [
     "RefConfig",
     "RewardModelConfig",
     "RolloutConfig",
+    "RolloutCorrectionConfig",
     "RouterReplayConfig",
     "SamplingConfig",
     "SandboxFusionConfig",

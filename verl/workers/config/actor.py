@@ -10,6 +10,7 @@ from verl.workers.config.checkpoint import CheckpointConfig
 from verl.workers.config.engine import NO_MEGATRON, NO_ULYSSES, FSDPEngineConfig, Strategy
 from verl.workers.config.model import ALWAYS_FUSED
 from verl.workers.config.optimizer import FSDPOptimizerConfig
+from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
@@ -39,6 +40,8 @@ class PolicyLossConfig(BaseConfig):
     """`kl_cov`: fraction of tokens that get a KL penalty."""
     ppo_kl_coef: float = setting(0.1, ge=0, hint=OTHER_LOSSES)
     """`kl_cov`: weight of that penalty."""
+    rollout_correction: RolloutCorrectionConfig | None = setting(None, internal=True)
+    """`bypass_mode`: `algorithm.rollout_correction`, which loading hands over to the loss."""
 
 
 @section

@@ -12,6 +12,7 @@ from verl.workers.config.model import PART_OF_MTP, MtpConfig
 
 ENGINE = "used by the vllm and sglang engines; the hf engine has no such choice"
 NO_OTHER_ENGINE = "this engine is not in this version yet; use hf"
+NO_LOGITS = "logits are not log-probs, and nothing here can train on them; use processed_logprobs"
 
 
 @section
@@ -26,6 +27,8 @@ class SamplingConfig(BaseConfig):
     """Sample among this many most likely tokens; -1 or 0 among all."""
     top_p: float = setting(1.0, gt=0, le=1)
     """Sample among the fewest tokens whose probabilities reach this sum."""
+    min_p: float = setting(0.0, ge=0, le=1)
+    """Sample among tokens with at least this share of the largest probability; 0 keeps all."""
     do_sample: bool = setting(False)
     """Sample; false takes the most likely token whatever `temperature` says."""
     n: int = setting(1, ge=1)
@@ -157,6 +160,8 @@ class RolloutConfig(ServingConfig):
     """Sample among this many most likely tokens; -1 or 0 among all."""
     top_p: float = setting(1, gt=0, le=1)
     """Sample among the fewest tokens whose probabilities reach this sum."""
+    min_p: float = setting(0.0, ge=0, le=1)
+    """Sample among tokens with at least this share of the largest probability; 0 keeps all."""
     do_sample: bool = setting(True)
     """Sample; false takes the most likely token."""
     n: int = setting(1, ge=1)
@@ -183,8 +188,11 @@ class RolloutConfig(ServingConfig):
     """Further arguments, by engine."""
     scheduling_policy: str = setting("fcfs", hint=ENGINE)
     """Order in which the engine serves waiting requests."""
-    logprobs_mode: str = setting("processed_logprobs", hint=ENGINE)
-    """Which log-probs the engine returns; those of `hf` are of the tempered, untruncated distribution."""
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = setting(
+        "processed_logprobs", refuse_values=dict.fromkeys(("processed_logits", "raw_logits"), NO_LOGITS)
+    )
+    """`processed_logprobs` are those of the distribution that is sampled from: after temperature, min_p, top_k and
+    top_p, summing to 1 over the tokens kept; `raw_logprobs` those of the model's own logits, before all of these."""
     layered_summon: bool = setting(False, hint=ENGINE)
     """Gather weights layer by layer while they are sent."""
     multi_stage_wake_up: bool = setting(False, hint=ENGINE)

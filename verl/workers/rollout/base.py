@@ -39,9 +39,10 @@ NO_WEIGHTS = -1
 class SamplingParams:
     """How to draw one response.
 
-    The next token is drawn from softmax(logits / temperature), cut first to the ``top_k`` most likely
-    tokens, then to the smallest set of those that holds the share ``top_p`` of their mass; among equally
-    likely tokens the lower id comes first. Temperature 0 takes the most likely token (greedy).
+    The next token is drawn from softmax(logits / temperature), cut first to the tokens that have at least the
+    share ``min_p`` of the largest probability, then to the ``top_k`` most likely of them, then to the smallest set
+    of those that holds the share ``top_p`` of their mass; among equally likely tokens the lower id comes first.
+    Temperature 0 takes the most likely token (greedy).
     """
 
     max_tokens: int
@@ -52,6 +53,8 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = -1
     """-1 or 0: all tokens."""
+    min_p: float = 0.0
+    """0: all tokens."""
     stop: tuple[str, ...] = ()
     """Texts that end the response; the token that completes one is the last token kept."""
     stop_token_ids: tuple[int, ...] = ()
@@ -64,6 +67,7 @@ class SamplingParams:
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
             ("temperature", self.temperature >= 0, "0 (greedy) or larger"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
             ("top_k", self.top_k >= -1, "-1 (all tokens) or a number of tokens"),
             ("stop", all(self.stop), "texts of at least one character"),
         ]
@@ -78,8 +82,8 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Some tokens are never drawn, because of ``top_k`` or ``top_p``."""
-        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1)
+        """Some tokens are never drawn, because of ``min_p``, ``top_k`` or ``top_p``."""
+        return not self.is_greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
 
 
 @dataclass(frozen=True)
@@ -98,8 +102,10 @@ class RolloutOutput:
     token_ids: list[int]
     """What the policy chose, with the end token if it chose one."""
     log_probs: list[float]
-    """log p of each token under softmax(logits / temperature) over all tokens, before top_k and top_p, as
-    the trainer computes it; a greedy response has those of temperature 1."""
+    """log p of each token. With ``rollout.logprobs_mode=processed_logprobs`` under the distribution that it was
+    drawn from: softmax(logits / temperature) over the tokens that min_p, top_k and top_p keep (without these, what
+    the trainer computes); a greedy response has those of softmax(logits). With ``raw_logprobs`` under
+    softmax(logits), whatever was sampled from."""
     finish_reason: Literal["stop", "length", "abort"]
     """``stop``: an end token or stop text; ``length``: ``max_tokens`` reached; ``abort``: given up by the engine."""
     weight_version: int

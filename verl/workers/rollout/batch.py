@@ -65,6 +65,7 @@ def sampling_for(config: RolloutConfig, validate: bool, do_sample: bool | None =
         temperature=source.temperature if samples else 0.0,
         top_p=source.top_p,
         top_k=source.top_k,
+        min_p=source.min_p,
         stop=config.stop if source.stop is None else source.stop,
         stop_token_ids=config.stop_token_ids if source.stop_token_ids is None else source.stop_token_ids,
         ignore_eos=config.ignore_eos,

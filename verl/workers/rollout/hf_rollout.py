@@ -136,7 +136,7 @@ class HFRollout(BaseRollout):
             self._awake_module(),
             self.config.max_num_batched_tokens,
         )
-        sampler = TokenSampler(params, self.device)
+        sampler = TokenSampler(params, self.device, raw=self.config.logprobs_mode == "raw_logprobs")
         stop = StopRules(params, self.eos_token_ids, self.tokenizer, self.device)
         tokens = torch.zeros(len(requests), longest, dtype=torch.long, device=self.device)
         log_probs = torch.zeros(len(requests), longest, device=self.device)

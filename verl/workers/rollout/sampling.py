@@ -36,17 +36,18 @@ def uniforms(seed: int, count: int) -> Tensor:
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def kept_tokens(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+def kept_tokens(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Which tokens may be drawn.
 
-    Tokens are ranked by probability, the lower id first among equals. The first ``top_k`` stay; of
-    those, the shortest beginning of the ranking whose mass reaches ``top_p`` of theirs stays. The first
-    token always stays.
+    Tokens are ranked by probability, the lower id first among equals. Those with at least ``min_p`` of the first
+    one's probability stay; of those the first ``top_k``; of those the shortest beginning of the ranking whose mass
+    reaches ``top_p`` of theirs. The first token always stays.
 
     Args:
         probs: (rows, vocab).
         top_k: (rows,); 0 or less keeps all.
         top_p: (rows,) in (0, 1]; 1 keeps all.
+        min_p: (rows,) in [0, 1]; 0 keeps all.
 
     Returns:
         (rows, vocab) bool.
@@ -54,6 +55,7 @@ def kept_tokens(probs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     ranked, order = probs.sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[-1], device=probs.device)
     within_k = (rank < top_k[:, None]) | (top_k[:, None] <= 0)
+    within_k &= ranked >= min_p[:, None] * ranked[:, :1]
     ranked = ranked * within_k
     mass_before = torch.cat([torch.zeros_like(ranked[:, :1]), ranked.cumsum(-1)[:, :-1]], dim=-1)
     within_p = (mass_before < top_p[:, None] * ranked.sum(-1, keepdim=True)) | (top_p[:, None] >= 1)
@@ -86,15 +88,21 @@ class TokenSampler:
     Args:
         params: of each row.
         device: of the logits.
+        raw: return the log-probs of softmax(logits) instead of those of the distribution that is drawn from.
     """
 
-    def __init__(self, params: list[SamplingParams], device: torch.device) -> None:
+    def __init__(self, params: list[SamplingParams], device: torch.device, raw: bool = False) -> None:
+        self._raw = raw
         self._all_greedy = all(p.is_greedy for p in params)
         self._truncates = any(p.truncates for p in params)
         self._greedy = torch.tensor([p.is_greedy for p in params], device=device)
         self._temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device)
-        self._top_k = torch.tensor([p.top_k for p in params], device=device)
-        self._top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)
+        # A greedy row keeps all tokens: its log-probs are those of softmax(logits).
+        self._top_k = torch.tensor([p.top_k if p.truncates else -1 for p in params], device=device)
+        self._top_p, self._min_p = (
+            torch.tensor(values, dtype=torch.float64, device=device)
+            for values in zip(*((p.top_p, p.min_p) if p.truncates else (1.0, 0.0) for p in params), strict=True)
+        )
         self._uniforms = torch.zeros(len(params), max(p.max_tokens for p in params), dtype=torch.float64)
         for row, p in zip(self._uniforms, params, strict=True):
             if not p.is_greedy:
@@ -110,7 +118,7 @@ class TokenSampler:
             step: position in the response.
 
         Returns:
-            tokens (n,) int64 and their log-probs (n,) float32.
+            tokens (n,) int64 and their log-probs (n,) float32: see :class:`RolloutOutput`.
         """
         size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
         parts = [self._draw(*part, step) for part in zip(logits.split(size), rows.split(size), strict=True)]
@@ -119,12 +127,17 @@ class TokenSampler:
 
     def _draw(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
         log_probs = (logits.float() / self._temperature[rows, None]).log_softmax(-1)
+        log_kept_mass = log_probs.new_zeros(len(rows))
         if self._all_greedy:
             tokens = log_probs.argmax(-1)
         else:
             probs = log_probs.double().exp()
             if self._truncates:
-                probs = probs * kept_tokens(probs, self._top_k[rows], self._top_p[rows])
+                mass = probs.sum(-1)
+                probs = probs * kept_tokens(probs, self._top_k[rows], self._top_p[rows], self._min_p[rows])
+                log_kept_mass = (probs.sum(-1) / mass).log()  # exactly 0 where all tokens are kept
             tokens = inverse_cdf(probs, self._uniforms[rows, step])
             tokens = torch.where(self._greedy[rows], log_probs.argmax(-1), tokens)
-        return tokens, log_probs.gather(-1, tokens[:, None]).squeeze(-1)
+        if self._raw:
+            log_probs, log_kept_mass = logits.float().log_softmax(-1), torch.zeros_like(log_kept_mass)
+        return tokens, (log_probs.gather(-1, tokens[:, None]).squeeze(-1) - log_kept_mass).float()

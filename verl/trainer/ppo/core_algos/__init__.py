@@ -24,6 +24,7 @@ from verl.trainer.ppo.core_algos.advantages import (
     compute_rloo_outcome_advantage,
 )
 from verl.trainer.ppo.core_algos.aggregate import LOSS_AGG_MODES, agg_loss, compute_entropy_loss
+from verl.trainer.ppo.core_algos.bypass import compute_policy_loss_bypass_mode
 from verl.trainer.ppo.core_algos.kl import (
     AdaptiveKLController,
     FixedKLController,
@@ -62,6 +63,7 @@ __all__ = [
     "compute_gae_advantage_return",
     "compute_grpo_outcome_advantage",
     "compute_policy_loss",
+    "compute_policy_loss_bypass_mode",
     "compute_policy_loss_vanilla",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",
