@@ -155,7 +155,7 @@ def test_more_prompts_can_be_drawn_at_once(train):
         ({"actor_rollout_ref__rollout__n": 1}, "there is one"),
         (
             {"algorithm__filter_groups__metric": "seq_final_reward", "algorithm__use_kl_in_reward": "true"},
-            "final rewards of all responses differ",
+            "all final rewards differ",
         ),
         ({"algorithm__filter_groups__enable": "false", "data__gen_batch_size": 8}, "only sampled with dynamic"),
     ],

@@ -48,8 +48,9 @@ def assert_same_steps(a: dict[int, dict[str, float]], b: dict[int, dict[str, flo
         left, right = comparable(a[step]), comparable(b[step])
         assert left.keys() == right.keys()
         for key in left:
-            # The gap between rollout and trainer is rounding itself: small on both sides is all that holds.
-            absolute = 1e-6 if key.startswith(("training/rollout_", "rollout_corr/")) and rel else 1e-8 * bool(rel)
+            # The gap between rollout and trainer is rounding itself: small on both sides is all that holds. A loss is
+            # a sum of terms of order 1 that nearly cancel: its rounding is theirs.
+            absolute = 5e-6 if key.startswith(("training/rollout_", "rollout_corr/")) and rel else 1e-7 * bool(rel)
             assert right[key] == pytest.approx(left[key], rel=rel, abs=absolute, nan_ok=True), (step, key)
 
 

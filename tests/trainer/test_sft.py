@@ -57,3 +57,14 @@ def test_a_resumed_run_continues_where_it_stopped(train):
         for step, metrics in rest.items():
             for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens"):
                 assert metrics[key] == straight[step][key], (stop, step, key)
+
+
+def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster):
+    local = train("local", 3)
+    changes = {"trainer.controller": "ray", "trainer.n_gpus_per_node": 2, "data.balance_dp_token": "true"}
+    ray = train("ray", 3, **changes)
+    assert local.keys() == ray.keys() == {1, 2, 3}
+    for step, metrics in local.items():
+        for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens"):
+            assert ray[step][key] == pytest.approx(metrics[key], rel=1e-5), (step, key)
+    assert ray[3]["val/loss"] == pytest.approx(local[3]["val/loss"], rel=1e-5)

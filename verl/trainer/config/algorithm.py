@@ -8,9 +8,6 @@ from verl.base_config import BaseConfig, section, setting, subsection
 from verl.workers.config.actor import KLKind
 from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 
-NO_FILTER = "dynamic sampling is not in this version; set algorithm.filter_groups.enable=false"
-NO_PF_PPO = "reweighting of samples (PF-PPO) is not in this version; set algorithm.use_pf_ppo=false"
-
 
 @section
 class KLControlConfig(BaseConfig):
@@ -30,24 +27,24 @@ class KLControlConfig(BaseConfig):
 
 @section
 class PFPPOConfig(BaseConfig):
-    """Reweighting of samples by their score."""
+    """How likely a sample is to be drawn, by its score s (arXiv:2409.06957)."""
 
     reweight_method: Literal["pow", "max_min", "max_random"] = setting("pow")
-    """How samples are weighted."""
-    weight_pow: float = setting(2.0)
+    """`pow`: |s|^weight_pow; `max_min`: only the best and the worst; `max_random`: 0.4 the best, 0.1 the others."""
+    weight_pow: float = setting(2.0, ge=0)
     """Exponent of `pow`."""
 
 
 @section
 class FilterGroupsConfig(BaseConfig):
-    """Dynamic sampling: drop groups whose samples all score the same, sample others in their place."""
+    """Dynamic sampling (DAPO, arXiv:2503.14476): prompts whose responses all earn the same give way to others."""
 
-    enable: bool = setting(False, refuse=NO_FILTER)
-    """Drop and sample again."""
+    enable: bool = setting(False)
+    """Train only on prompts whose responses differ, and sample until there are enough of them."""
     metric: str | None = setting(None)
-    """What must differ inside a group: acc, score, seq_reward, seq_final_reward."""
+    """What must differ: seq_reward (the summed token scores), or what the reward function returns: score, acc."""
     max_num_gen_batches: int = setting(0, ge=0)
-    """Give up after this many batches; 0 never."""
+    """Give up after this many batches of `data.gen_batch_size` prompts; 0 never."""
 
 
 @section
@@ -57,26 +54,28 @@ class AlgoConfig(BaseConfig):
     hydra_target: ClassVar[str] = "verl.trainer.config.AlgoConfig"
 
     gamma: float = setting(1.0, ge=0, le=1)
-    """Discount per token."""
+    """Discount per token; per turn for `grpo_per_turn`."""
     lam: float = setting(1.0, ge=0, le=1)
     """λ of generalised advantage estimation."""
     adv_estimator: str = setting("gae")
-    """Registered advantage estimator: gae, grpo, rloo, reinforce_plus_plus, remax, or one of yours."""
+    """Registered advantage estimator: gae, grpo, rloo, reinforce_plus_plus, remax, opo, gpg, ..., or one of yours."""
     norm_adv_by_std_in_grpo: bool = setting(True)
-    """Divide by the group's standard deviation (GRPO); false is Dr. GRPO (arXiv:2503.20783)."""
+    """Divide by the group's standard deviation (GRPO and what builds on it); false is Dr. GRPO (arXiv:2503.20783)."""
     use_kl_in_reward: bool = setting(False)
     """Take the divergence from the reference off the reward of every token."""
     kl_penalty: KLKind = setting("kl")
     """Its estimator: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KLControlConfig = subsection(KLControlConfig)
     """Its weight."""
-    use_pf_ppo: bool = setting(False, refuse=NO_PF_PPO)
-    """Reweight samples by their score."""
-    pf_ppo: PFPPOConfig = subsection(PFPPOConfig, hint="part of PF-PPO, which is not in this version")
+    gdpo_reward_keys: tuple[str, ...] | None = setting(None)
+    """`gdpo`: components of the reward, as keys of the dict that the reward function returns."""
+    gdpo_reward_weights: tuple[float, ...] | None = setting(None)
+    """`gdpo`: a weight for each of them; null weighs all by 1."""
+    use_pf_ppo: bool = setting(False)
+    """PF-PPO (arXiv:2409.06957): draw the samples of an update again, with replacement, by their score."""
+    pf_ppo: PFPPOConfig = subsection(PFPPOConfig)
     """How samples are weighted."""
-    filter_groups: FilterGroupsConfig = subsection(
-        FilterGroupsConfig, hint="part of dynamic sampling, which is not in this version"
-    )
+    filter_groups: FilterGroupsConfig = subsection(FilterGroupsConfig)
     """Dynamic sampling."""
     rollout_correction: RolloutCorrectionConfig = subsection(RolloutCorrectionConfig)
     """Correction for the gap between rollout and trainer."""

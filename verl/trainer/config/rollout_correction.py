@@ -85,6 +85,16 @@ def _bypass(config: PPOConfig) -> Problems:
         wrong = f"it has no effect with {_CORRECTION}.loss_type=ppo_clip, whose clipped ratio is the importance weight"
         remedy = "leave it null, or set loss_type=reinforce"
         yield Problem(f"{_CORRECTION}.rollout_is", chosen.rollout_is, wrong, remedy=remedy, advice=True)
+    actor = config.actor_rollout_ref.actor
+    wrong = "in the bypass mode the trainer computes no old log-probs, and so no entropy"
+    if actor.policy_loss.top_entropy_quantile < 1:
+        key = "actor_rollout_ref.actor.policy_loss.top_entropy_quantile"
+        yield Problem(
+            key, actor.policy_loss.top_entropy_quantile, wrong, "1", f"or set {_CORRECTION}.bypass_mode=false"
+        )
+    if actor.entropy_target is not None:
+        key = "actor_rollout_ref.actor.entropy_target"
+        yield Problem(key, actor.entropy_target, wrong, "null", f"or set {_CORRECTION}.bypass_mode=false")
     if config.trainer.max_rollout_actor_probs_diff is not None:
         wrong = "in the bypass mode the trainer computes no old log-probs, so there is nothing to compare"
         remedy = f"leave it null, or set {_CORRECTION}.bypass_mode=false"

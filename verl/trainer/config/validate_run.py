@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.trainer.config import validate_losses
+from verl.trainer.config.estimator import estimator_reads
 from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.problems import Problem
@@ -65,6 +67,7 @@ def estimator(config: PPOConfig) -> Problems:
     except ConfigError as error:
         yield Problem(key, name, str(error), remedy="register your own with @register_adv_est before the run starts")
         return
+    yield from estimator_reads(config)
     columns = core_algos.adv_needs(name).columns
     if "index" in columns and n == 1 and function.__module__.startswith("verl."):
         yield Problem(
@@ -92,7 +95,7 @@ def dynamic_sampling(config: PPOConfig) -> Problems:
         remedy = f"set {key}=seq_reward, or acc if the reward function returns it"
         yield Problem(key, None, "dynamic sampling must know what has to differ", remedy=remedy)
     if chosen.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
-        wrong = "with algorithm.use_kl_in_reward=true the final rewards of all responses differ, and nothing is filtered"
+        wrong = "with algorithm.use_kl_in_reward=true all final rewards differ, and nothing is filtered"
         yield Problem(key, chosen.metric, wrong, "seq_reward, score, acc", f"set {key}=seq_reward")
     n = config.actor_rollout_ref.rollout.n
     if n == 1:
@@ -101,7 +104,7 @@ def dynamic_sampling(config: PPOConfig) -> Problems:
 
 
 def losses(config: PPOConfig) -> Problems:
-    """The policy loss exists; both KL terms at once deserve a word."""
+    """The policy loss exists and has what it needs; both KL terms at once deserve a word."""
     from verl.trainer.ppo import core_algos
 
     actor = config.actor_rollout_ref.actor
@@ -110,6 +113,9 @@ def losses(config: PPOConfig) -> Problems:
     except ConfigError as error:
         key, remedy = "policy_loss.loss_mode", "register your own with @register_policy_loss before the run starts"
         yield Problem(f"actor_rollout_ref.actor.{key}", actor.policy_loss.loss_mode, str(error), remedy=remedy)
+    else:
+        yield from validate_losses.policy_loss(actor)
+    yield from validate_losses.entropy_control(actor)
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         yield Problem(
             "algorithm.use_kl_in_reward",

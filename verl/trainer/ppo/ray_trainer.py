@@ -10,11 +10,13 @@
     reward     ──► scores           token_level_scores               (reward.py, reward_manager/)
        │ with dynamic sampling: back to the dataloader, until the batch is full of prompts that can teach
        ▼
-    actor      ──► old_log_probs    old_log_probs, entropys
+    actor      ──► old_log_probs    old_log_probs, entropys          or the rollout's, in bypass mode
+    driver     ──► correction       rollout_is_weights, accepted_mask                if it is on
     reference  ──► ref_log_prob     ref_log_prob                     if a KL term is on
     critic     ──► values           values                           if the estimator reads it
        ▼
     driver     ──► advantages       token_level_rewards, advantages, returns        (core_algos/)
+       │ without what the correction rejected; with PF-PPO, drawn anew by score
        ▼
     critic.update, actor.update ──► metrics; the next rollout wakes with the new weights
 
@@ -43,7 +45,7 @@ from verl.trainer.config.sizes import derived_sizes
 from verl.trainer.loop import Metrics, TrainingLoop
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.balance import layout_for_ranks
-from verl.trainer.ppo.core_algos import get_kl_controller
+from verl.trainer.ppo.core_algos import compute_pf_ppo_reweight_data, get_entropy_controller, get_kl_controller
 from verl.trainer.ppo.dynamic_sampling import Draw, fill_batch
 from verl.trainer.ppo.metrics import (
     compute_data_metrics,
@@ -52,6 +54,7 @@ from verl.trainer.ppo.metrics import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.stages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.utils import Needs, Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import Validator, dump_generations
@@ -122,6 +125,7 @@ class RayPPOTrainer(TrainingLoop):
         self.kl_ctrl = (
             get_kl_controller(self.config.algorithm.kl_ctrl) if self.config.algorithm.use_kl_in_reward else None
         )
+        self.entropy_ctrl = get_entropy_controller(self.config.actor_rollout_ref.actor)
         self.metrics: Metrics = {}
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
 
@@ -170,7 +174,8 @@ class RayPPOTrainer(TrainingLoop):
             if group is not None:
                 group.init_model()
         saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
-        controllers = {"epochs": self.epochs} | ({"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {})
+        controllers: dict[str, Any] = {"epochs": self.epochs, "entropy_ctrl": self.entropy_ctrl}
+        controllers |= {"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {}
         self.checkpoint = TrainerCheckpoint(CheckpointPlan.of(self.config.trainer), saved, controllers)
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
@@ -236,15 +241,18 @@ class RayPPOTrainer(TrainingLoop):
         """One PPO iteration: prompts in, updated policy out. See the picture above."""
         batch = self.collect(prompts)
         batch = batch | self.old_log_probs(batch)
+        if self.needs.correction:
+            batch = batch | self.correction(batch)
         if self.needs.reference:
             batch = batch | self.reference(batch)
         if self.needs.critic:
             batch = batch | self.values(batch)
         batch = batch | self.advantages(batch)
+        chosen = self.to_learn_from(batch)
         if self.needs.critic:
-            self.update_critic(batch)
+            self.update_critic(chosen)
         if self.global_steps > self.config.trainer.critic_warmup:
-            self.update_actor(batch)
+            self.update_actor(chosen)
         return batch
 
     # ---- the stages ---------------------------------------------------------------------------
@@ -306,13 +314,23 @@ class RayPPOTrainer(TrainingLoop):
     @stage("old_log_prob")
     def old_log_probs(self, batch: DataProto) -> DataProto:
         """old_log_probs of the policy before the update; how far the rollout engine's are from them."""
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            return apply_bypass_mode(batch).select(batch_keys=["old_log_probs"], non_tensor_batch_keys=[])
         actor = self.config.actor_rollout_ref.actor
         columns = self._call(self.actor_rollout_wg, "compute_log_prob", batch, stages.ACTOR_COLUMNS)
         scored = batch | columns
         self.metrics.update(stages.mean_entropy(scored, actor.loss_agg_mode, actor.loss_scale_factor))
+        self.entropy_ctrl.update(stages.entropy_per_token(scored))
         self.metrics.update(compute_rollout_gap_metrics(scored))
         stages.check_rollout_gap(self.metrics, self.config.trainer.max_rollout_actor_probs_diff)
-        return columns.select(batch_keys=["old_log_probs"])
+        return columns
+
+    @stage("rollout_correction")
+    def correction(self, batch: DataProto) -> DataProto:
+        """rollout_is_weights and accepted_mask: what the gap between rollout and trainer asks for."""
+        columns, metrics = stages.correct_rollout(batch, self.config.algorithm.rollout_correction)
+        self.metrics.update(metrics)
+        return columns
 
     @stage("ref")
     def reference(self, batch: DataProto) -> DataProto:
@@ -336,6 +354,18 @@ class RayPPOTrainer(TrainingLoop):
         settings = {**algorithm.to_dict(), "config": algorithm}
         return rewards | compute_advantage(batch | rewards, algorithm.adv_estimator, settings)
 
+    def to_learn_from(self, batch: DataProto) -> DataProto:
+        """The rows and tokens of the update: without what was rejected, and with PF-PPO drawn by their score.
+
+        After the advantages, because a rejected token still tells what its response was worth.
+        """
+        algorithm = self.config.algorithm
+        batch = stages.without_rejected(batch)
+        if not algorithm.use_pf_ppo:
+            return batch
+        seed = stages.step_seed(self.config.trainer.seed, self.global_steps)
+        return compute_pf_ppo_reweight_data(batch, **algorithm.pf_ppo.to_dict(), seed=seed)
+
     @stage("update_critic")
     def update_critic(self, batch: DataProto) -> None:
         """Fit the critic to the returns."""
@@ -345,10 +375,12 @@ class RayPPOTrainer(TrainingLoop):
     @stage("update_actor")
     def update_actor(self, batch: DataProto) -> None:
         """Improve the policy by its advantages."""
-        columns = (*stages.ACTOR_COLUMNS, "old_log_probs", "advantages", "rollout_log_probs")
-        columns += ("ref_log_prob",) if self.needs.reference else ()
         actor = self.config.actor_rollout_ref.actor
-        self._update(self.actor_rollout_wg, "update_actor", batch, columns, actor.ppo_mini_batch_size)
+        seed = stages.step_seed(self.config.trainer.seed, self.global_steps)
+        batch = batch | stages.prepare_mini_batches(batch, actor, self._mini_batches(actor.ppo_mini_batch_size), seed)
+        columns = stages.policy_columns(batch, actor)
+        arguments = {"entropy_coeff": self.entropy_ctrl.value}
+        self._update(self.actor_rollout_wg, "update_actor", batch, columns, actor.ppo_mini_batch_size, arguments)
 
     # ---- calling workers ----------------------------------------------------------------------
 
@@ -358,12 +390,25 @@ class RayPPOTrainer(TrainingLoop):
         inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
         return getattr(workers, method)(inputs.select_idxs(order)).select_idxs(get_reverse_idx(order))
 
-    def _update(self, workers: Any, method: str, batch: DataProto, columns: tuple[str, ...], mini_batch: int) -> None:
+    def _update(
+        self,
+        workers: Any,
+        method: str,
+        batch: DataProto,
+        columns: tuple[str, ...],
+        mini_batch: int,
+        arguments: Mapping[str, Any] = {},
+    ) -> None:
         """One pass of updates over the batch; its metrics are the same on every rank."""
-        order, ranks = self._order(workers, batch, self.config.data.train_batch_size // mini_batch)
+        order, ranks = self._order(workers, batch, self._mini_batches(mini_batch))
         self.metrics.update(log_seqlen_unbalance(stages.sequence_lengths(batch), ranks, "global_seqlen"))
         inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
-        self.metrics.update(getattr(workers, method)(inputs.select_idxs(order)).meta_info["metrics"])
+        updated = getattr(workers, method)(inputs.select_idxs(order), **arguments)
+        self.metrics.update(updated.meta_info["metrics"])
+
+    def _mini_batches(self, prompts: int) -> int:
+        """Optimizer steps of one pass, with so many prompts in each."""
+        return self.config.data.train_batch_size // prompts
 
     def _order(self, workers: Any, batch: DataProto, num_mini_batches: int) -> tuple[list[int], list[list[int]]]:
         return layout_for_ranks(

@@ -16,7 +16,17 @@ import torch
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.schema import require
-from verl.trainer.ppo.core_algos import agg_loss, compute_advantages, kl_in_reward
+from verl.trainer.ppo.core_algos import (
+    agg_loss,
+    compute_advantages,
+    kl_in_reward,
+    policy_loss_info,
+    prepare_update,
+    update_columns,
+)
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.utils.torch_functional import masked_mean
+from verl.workers.config import ActorConfig, RolloutCorrectionConfig
 
 Metrics = dict[str, float]
 
@@ -126,13 +136,77 @@ def compute_advantage(data: DataProto, adv_estimator: str, settings: Mapping[str
 
 def mean_entropy(batch: DataProto, loss_agg_mode: str, loss_scale_factor: float | None) -> Metrics:
     """``actor/entropy``: the entropy of the policy over the response tokens, aggregated as the loss is."""
+    mask = batch.batch["response_mask"]
     entropy = agg_loss(
         batch.batch["entropys"],
-        batch.batch["response_mask"],
+        mask,
         loss_agg_mode,
         loss_scale_factor=loss_scale_factor,
+        index=batch.non_tensor_batch["uid"],
     )
     return {"actor/entropy": entropy.item()}
+
+
+def entropy_per_token(batch: DataProto) -> float:
+    """Mean entropy of the policy over the response tokens, in nats."""
+    return masked_mean(batch.batch["entropys"], batch.batch["response_mask"]).item()
+
+
+def correct_rollout(batch: DataProto, correction: RolloutCorrectionConfig) -> tuple[DataProto, Metrics]:
+    """What ``algorithm.rollout_correction`` makes of the gap between rollout and trainer.
+
+    Returns:
+        ``rollout_is_weights`` if it weighs, ``accepted_mask`` if it rejects; and its metrics.
+    """
+    corrected, metrics = compute_rollout_correction_and_add_to_batch(batch, correction)
+    columns: dict[str, torch.Tensor] = {}
+    if correction.rollout_is is not None:
+        columns["rollout_is_weights"] = corrected.batch["rollout_is_weights"]
+    if correction.rollout_rs is not None:
+        columns["accepted_mask"] = corrected.batch["response_mask"]
+    return DataProto.from_dict(tensors=columns), metrics
+
+
+def without_rejected(batch: DataProto) -> DataProto:
+    """The batch with ``accepted_mask``, where it has one, in place of ``response_mask``."""
+    if "accepted_mask" not in batch.batch.keys():
+        return batch
+    return replace_columns(batch, DataProto.from_dict(tensors={"response_mask": batch.batch["accepted_mask"]}))
+
+
+def step_seed(seed: int, step: int) -> int:
+    """A seed of its own for each step of a run."""
+    return seed * 1_000_003 + step
+
+
+def prepare_mini_batches(batch: DataProto, actor: ActorConfig, num_mini_batches: int, seed: int) -> DataProto:
+    """What the policy's update has to know of whole mini-batches, before their rows are dealt to ranks.
+
+    Mini-batch k is the k-th contiguous part of the batch, as in
+    :func:`verl.trainer.ppo.balance.layout_for_ranks`.
+
+    Returns:
+        the columns of :func:`verl.trainer.ppo.core_algos.prepare_update`; none for most settings.
+    """
+    made = []
+    for k, part in enumerate(batch.chunk(num_mini_batches)):
+        columns = {**dict(part.batch.items()), "index": part.non_tensor_batch["uid"]}
+        made.append(prepare_update(columns, actor, seed * num_mini_batches + k))
+    return DataProto.from_dict(tensors={name: torch.cat([part[name] for part in made]) for name in made[0]})
+
+
+def policy_columns(batch: DataProto, actor: ActorConfig) -> tuple[str, ...]:
+    """The columns of ``batch`` that the policy's update reads.
+
+    Raises:
+        SchemaError: one that it cannot do without is missing.
+    """
+    info = policy_loss_info(actor.policy_loss.loss_mode)
+    needed = {*ACTOR_COLUMNS, "old_log_probs", "advantages", *update_columns(actor)}
+    needed |= {"ref_log_prob"} if actor.use_kl_loss else set()
+    require(batch, sorted(needed), "the policy update")
+    optional = info.optional_columns | {"rollout_is_weights"}
+    return tuple(sorted(needed | (optional & set(batch.batch.keys()))))
 
 
 def check_rollout_gap(metrics: Metrics, limit: float | None) -> None:

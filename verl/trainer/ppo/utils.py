@@ -49,6 +49,8 @@ class Needs:
     """A discriminative reward model scores the responses."""
     greedy_baseline: bool
     """The estimator reads ``reward_baselines``: the reward of one greedy response per prompt."""
+    correction: bool
+    """The driver corrects for the gap between rollout and trainer, by weights or rejection."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> Needs:
@@ -59,6 +61,7 @@ class Needs:
             reference=need_reference_policy(config),
             reward_model=need_reward_model(config),
             greedy_baseline="reward_baselines" in columns,
+            correction=config.algorithm.rollout_correction.is_decoupled,
         )
 
 
