@@ -272,6 +272,7 @@ def test_a_row_that_lacks_what_the_prompt_wants(kwargs, truth, info, says):
     [
         ({"base_url": ""}, "base_url='' and model='m' are both needed"),
         ({"model": ""}, "model=''"),
+        ({"base_url": "localhost:8000/v1"}, "base_url='localhost:8000/v1' must begin with http://"),
         ({"read": "regexp"}, "'regexp' is unknown; there are regex, json, yes_probability"),
         ({"prompt_template": "{question}"}, "no {response} to grade"),
         ({"pattern": "Score: \\d"}, "has 0 groups"),
@@ -324,6 +325,12 @@ def test_control_tokens_of_chat_templates_are_broken_up(token):
 def test_other_text_arrives_as_it_is():
     text = "if a < b | c > d: <b>x</b> <|> [x] [INSTALL] <sub> |> 3 || ∑ \x00"
     assert f"\n{text}\n" in JUDGE.messages(text, "4", QUESTION)[1]["content"]
+
+
+def test_a_lone_surrogate_can_be_sent():
+    with judge_server("Score: 5") as server:
+        assert judged(server, response="4\ud800", info={"question": "\udfff?"})["score"] == 0.5
+    assert "\n4?\n" in prompts(server)["user"]
 
 
 @given(st.text(alphabet="<|｜>[/s INST{}\n"))

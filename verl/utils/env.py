@@ -63,7 +63,7 @@ def secret(name: str, setting: str) -> str:
     Raises:
         ConfigError: it is not set.
     """
-    value = os.environ.get(name, "")
+    value = os.environ.get(name, "").strip()
     if not value:
         raise ConfigError(f"{setting}={name}: there is no environment variable {name}. Export it where the run starts.")
     return value

@@ -84,7 +84,7 @@ def compute_score(
     """
     try:
         target, given = int(ground_truth["target"]), Counter(int(number) for number in ground_truth["numbers"])
-    except (TypeError, KeyError, ValueError) as error:
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
         raise RewardError(
             f"countdown: ground_truth is {ground_truth!r:.120}; expected {{'target': 9, 'numbers': [1, 2, 3]}}."
         ) from error

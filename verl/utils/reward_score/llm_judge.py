@@ -106,7 +106,7 @@ class Judge:
     prompt_template: str | None = None
     question_key: str = "question"
     read: Reading = "regex"
-    pattern: str = r"[Ss]core:\s*\**\s*(-?\d+(?:\.\d+)?)"
+    pattern: str = r"[Ss]core:[\s*]*(-?\d+(?:\.\d+)?)"
     json_field: str = "score"
     score_range: Sequence[float] | None = None
     reward_range: Sequence[float] = (0.0, 1.0)
@@ -122,6 +122,8 @@ class Judge:
                 f"llm_judge: base_url='{self.base_url}' and model='{self.model}' are both needed. Set "
                 "reward_model.scorer_kwargs.base_url=http://localhost:8000/v1 and reward_model.scorer_kwargs.model."
             )
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"llm_judge: base_url='{self.base_url}' must begin with http:// or https://.")
         if self.read not in SYSTEM_PROMPTS:
             raise ConfigError(f"llm_judge: read='{self.read}' is unknown; there are {', '.join(SYSTEM_PROMPTS)}.")
         if self.prompt_template is not None and "{response}" not in self.prompt_template:
@@ -171,6 +173,7 @@ class Judge:
             texts["ground_truth"] = ground_truth if isinstance(ground_truth, str) else repr(ground_truth)
         if (question := (extra_info or {}).get(self.question_key)) is not None:
             texts["question"] = _as_text(question)
+        texts = {name: text.encode(errors="replace").decode() for name, text in texts.items()}  # no lone surrogates
         code = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
         values = {name: f"<<<{name} {code}>>>\n{text}\n<<<end of {name} {code}>>>" for name, text in texts.items()}
         values |= {"low": f"{self.range[0]:g}", "high": f"{self.range[1]:g}"}
