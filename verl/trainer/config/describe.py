@@ -20,7 +20,9 @@ def allowed_values(field: FieldInfo) -> str:
 def _options(annotation: Any, bounds: str = "") -> str:
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    # Literal[...] | None is a typing.Union, int | None a types.UnionType.
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    options = typing.get_args(annotation) if is_union else (annotation,)
     return ", or ".join(_word(option) + (bounds if option in (int, float) else "") for option in options)
 
 

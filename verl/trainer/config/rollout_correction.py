@@ -67,6 +67,20 @@ def _decoupled(config: PPOConfig) -> Problems:
         wrong = "this loss takes the rollout's log-probs for the old ones, and the trainer computes its own"
         remedy = f"set {_CORRECTION}.bypass_mode=true, which chooses this loss by itself"
         yield Problem(_LOSS_MODE, loss_mode, wrong, remedy=remedy)
+    if chosen.rollout_is is not None and not _takes_weights(loss_mode):
+        wrong = f"{_LOSS_MODE}={loss_mode} has no parameter rollout_is_weights, so no weight would reach it"
+        remedy = "add the parameter to your loss, or leave it null"
+        yield Problem(f"{_CORRECTION}.rollout_is", chosen.rollout_is, wrong, remedy=remedy)
+
+
+def _takes_weights(loss_mode: str) -> bool:
+    """Whether a loss reads importance weights; true for an unknown one, which is a problem of its own."""
+    from verl.trainer.ppo.core_algos import policy_loss_info
+
+    try:
+        return policy_loss_info(loss_mode).takes_weights
+    except ConfigError:
+        return True
 
 
 def _bypass(config: PPOConfig) -> Problems:
