@@ -36,6 +36,8 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "low_var_kl": _k3,
     "k3": _k3,
 }
+KL_KINDS = (*_KINDS, *(f"{kind}+" for kind in _KINDS))
+"""What :func:`kl_penalty` may be asked for."""
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
@@ -71,8 +73,8 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
             "Use low_var_kl (k3), the estimator of least variance."
         )
     if base not in _KINDS:
-        known = [kind + plus for plus in ("", "+") for kind in _KINDS]
-        raise ConfigError(f"unknown kl_penalty '{kl_penalty}'.{suggest(kl_penalty, known)} Known: {', '.join(known)}.")
+        near = suggest(kl_penalty, list(KL_KINDS))
+        raise ConfigError(f"unknown kl_penalty '{kl_penalty}'.{near} Known: {', '.join(KL_KINDS)}.")
     delta = logprob - ref_logprob
     value = _KINDS[base](delta)
     if base == kl_penalty:
