@@ -55,7 +55,7 @@ def test_a_setting_that_nobody_takes():
     [
         ("openai/gsm8", "Did you mean 'openai/gsm8k'"),
         ("", "data source ''"),
-        ("codecontests", "code run against tests"),
+        ("codecontest", "Did you mean 'codecontests'"),
         ("aim", "no scorer has this name"),
         ("math_dapo_2", "Did you mean 'math_dapo'"),
     ],

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.utils.sandbox import Limits, Outcome, Sandbox
@@ -17,6 +17,8 @@ from verl.utils.sandbox.reaper import orphans_come_here
 from verl.utils.sandbox.watch import descendants
 
 LIMITS = Limits(wall_s=3.0, cpu_s=1, memory_mb=256, max_processes=8, max_output_bytes=1 << 16, max_files_mb=16)
+PATIENT = replace(LIMITS, wall_s=60.0)
+"""For programs that do not wait for the clock: so a busy machine changes no status."""
 SAFE = "nothing happened"
 """What a program prints if all that it tried was refused."""
 
@@ -304,7 +306,8 @@ def _accept(server: socket.socket, connections: list[str]) -> None:
 
 def judge(sandbox: Sandbox, hostile: Hostile, state: Machine) -> tuple[Outcome, list[str]]:
     """Run one program; return its outcome and the harm it did."""
-    outcome = sandbox.run(hostile.program, hostile.stdin, LIMITS)
+    waits = {"timeout", "too_many_processes"} & set(hostile.statuses)
+    outcome = sandbox.run(hostile.program, hostile.stdin, LIMITS if waits else PATIENT)
     harm = state.harm()
     if not hostile.is_harmless(outcome):
         harm.append(f"it got through: {outcome.stdout.strip()[-200:]}")

@@ -11,6 +11,7 @@ numina_synthetic_amc, numina_cn_k12, numina_olympiads                      :mod:
 hiyouga/geometry3k                                                         :mod:`.geo3k`
 searchR1_*                                                                 :mod:`.search_r1_like_qa_em`
 countdown                                                                  :mod:`.countdown`
+codecontests, apps, codeforces, taco                                       :mod:`.prime_code`
 llm_judge (by ``reward_model.reward_format``)                              :mod:`.llm_judge`
 ========================================================================== =============================
 
@@ -62,9 +63,6 @@ SCORERS = SourceRegistry("data source")
 CHECKS: dict[Scorer, Callable[[Mapping[str, Any]], None]] = {}
 """For some scorers, what looks at the values of their settings."""
 
-LATER: dict[str, str] = dict.fromkeys(("codecontests", "apps", "codeforces", "taco"), "code run against tests")
-"""Sources whose scorer is not in this version, and what it would score."""
-
 
 class UnknownDataSourceError(RewardError, NotImplementedError):
     """No scorer is registered for a data source."""
@@ -96,10 +94,8 @@ def get_scorer(data_source: str) -> Scorer:
     """
     if data_source in SCORERS:
         return SCORERS.get(data_source)
-    later = LATER.get(data_source)
-    reason = f"its scorer ({later}) is not in this version" if later else "no scorer has this name"
     raise UnknownDataSourceError(
-        f"data source '{data_source}': {reason}.{suggest(data_source, SCORERS.names())} "
+        f"data source '{data_source}': no scorer has this name.{suggest(data_source, SCORERS.names())} "
         f"Known: {', '.join(SCORERS.names())}. Choose one of them for all rows with reward_model.reward_format, "
         "or write your own: custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score, with "
         "def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float."
@@ -197,6 +193,7 @@ from verl.utils.reward_score import (  # noqa: E402
     llm_judge,  # noqa: F401
     math_dapo,  # noqa: F401
     math_reward,  # noqa: F401
+    prime_code,  # noqa: F401
     prime_math,  # noqa: F401
     search_r1_like_qa_em,  # noqa: F401
 )

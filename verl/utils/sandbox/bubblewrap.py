@@ -126,6 +126,7 @@ class Walls:
         memory, files = limits.memory_mb * MIB, limits.max_files_mb * MIB
         command = [self.prlimit, "--core=0"]
         command += [f"--as={_at_most(resource.RLIMIT_AS, memory)}"]
+        command += [f"--data={_at_most(resource.RLIMIT_DATA, memory)}"]
         command += [f"--nproc={_at_most(resource.RLIMIT_NPROC, limits.max_processes + own)}"]
         command += [f"--fsize={_at_most(resource.RLIMIT_FSIZE, files)}"]
         command += [f"--nofile={_at_most(resource.RLIMIT_NOFILE, limits.max_open_files)}"]

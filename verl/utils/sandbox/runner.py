@@ -19,7 +19,7 @@ from verl.utils.sandbox.bubblewrap import MIB, Walls, find_walls, why_unavailabl
 from verl.utils.sandbox.probe import PROBE, PROBE_LIMITS, complaint
 from verl.utils.sandbox.reaper import collect, orphans_come_here
 from verl.utils.sandbox.seccomp import filter_program
-from verl.utils.sandbox.types import Limits, Outcome, SandboxError, SandboxUnavailableError, Status, last_line
+from verl.utils.sandbox.types import Limits, Outcome, SandboxError, SandboxUnavailableError, Status, end_of
 from verl.utils.sandbox.watch import Watch
 
 LOOK_EVERY_S = 0.02
@@ -250,25 +250,18 @@ class _Run:
         )
 
     def _judge(self, code: int | None, stderr: str) -> tuple[Status, str | None]:
-        """Status and signal. bubblewrap reports a signal as 128 + its number, as shells do."""
+        """Status and name of the signal."""
         crowded = self.watch is not None and self.watch.peak_tasks >= self.limits.max_processes
         if self.ended is not None or code is None:
             ended = self.ended or Status.TIMEOUT
             return (Status.TOO_MANY_PROCESSES if crowded and ended is Status.TIMEOUT else ended), None
-        if code == 0:
-            return Status.OK, None
-        if code > 128 and code - 128 in set(signal.Signals):
-            name = signal.Signals(code - 128).name
-            spent = self.watch is not None and self.watch.cpu_s >= self.limits.cpu_s
-            if name == "SIGXCPU" or (name == "SIGKILL" and spent):
-                return Status.CPU_LIMIT, name
-            return Status.CRASHED, name
-        last = last_line(stderr)
-        if last.startswith("MemoryError"):
-            return Status.OUT_OF_MEMORY, None
-        if crowded or last.startswith(("BlockingIOError: [Errno 11]", "RuntimeError: can't start new thread")):
+        status, name = end_of(code, stderr)
+        spent = self.watch is not None and self.watch.cpu_s >= self.limits.cpu_s
+        if name == "SIGKILL" and spent:  # it did not listen to SIGXCPU
+            return Status.CPU_LIMIT, name
+        if status is Status.EXIT_ERROR and crowded:
             return Status.TOO_MANY_PROCESSES, None
-        return Status.EXIT_ERROR, None
+        return status, name
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -102,6 +103,25 @@ class Outcome:
         last = last_line(self.stderr)
         detail = f" ({self.signal or self.exit_code})" if self.signal or self.exit_code else ""
         return f"{self.status}{detail}{': ' + last if last and not self.ok else ''}"
+
+
+def end_of(exit_code: int, stderr: str) -> tuple[Status, str | None]:
+    """Status, and the name of the signal, of a program that nobody stopped.
+
+    Shells and bubblewrap report a signal as 128 + its number. Memory and processes that the kernel refused
+    reach a Python program as exceptions, with which its stderr then ends.
+    """
+    if exit_code == 0:
+        return Status.OK, None
+    if exit_code > 128 and exit_code - 128 in set(signal.Signals):
+        name = signal.Signals(exit_code - 128).name
+        return (Status.CPU_LIMIT if name == "SIGXCPU" else Status.CRASHED), name
+    last = last_line(stderr)
+    if last.startswith("MemoryError"):
+        return Status.OUT_OF_MEMORY, None
+    if last.startswith(("BlockingIOError: [Errno 11]", "RuntimeError: can't start new thread")):
+        return Status.TOO_MANY_PROCESSES, None
+    return Status.EXIT_ERROR, None
 
 
 def last_line(text: str) -> str:

@@ -1,0 +1,186 @@
+"""Tests of a programming task, as public data sets write them, and the program cut out of a response."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.errors import RewardError
+from verl.utils.reward_score.prime_code.compare import plain, same_text, same_value
+
+FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+PYTHON = ("python", "python3", "py")
+
+
+@dataclass(frozen=True)
+class TextCase:
+    """A program reads stdin and writes stdout."""
+
+    stdin: str
+    expected: str
+
+    def is_answered_by(self, stdout: str) -> bool:
+        """Whether it wrote what was expected; see :func:`.compare.same_text`."""
+        return same_text(stdout, self.expected)
+
+
+@dataclass(frozen=True)
+class ValueCase:
+    """A function is called, or an expression evaluated, in the program's namespace."""
+
+    request: Mapping[str, Any]
+    """``{"function": name, "arguments": [...]}`` or ``{"expression": source}``."""
+    expected: tuple[Any, ...]
+    """Values that are right."""
+
+    @property
+    def stdin(self) -> str:
+        """What the harness reads; the expected values stay here."""
+        return json.dumps(self.request)
+
+    def is_answered_by(self, stdout: str) -> bool:
+        """Whether the harness wrote a value equal to an expected one; see :func:`.compare.same_value`."""
+        try:
+            value = json.loads(stdout)
+        except (ValueError, RecursionError):  # no answer, or one made to break a parser
+            return False
+        return any(same_value(value, expected) for expected in self.expected)
+
+
+Case = TextCase | ValueCase
+
+
+def extract_code(response: str) -> str | None:
+    """The last fenced block marked ``python``, else the last one without a mark.
+
+    A block that is never closed, as in a response that was cut off, reaches to the end.
+
+    Returns:
+        None if there is neither.
+    """
+    blocks = [(language.lower(), code) for language, code in FENCE.findall(response)]
+    for wanted in (PYTHON, ("",)):
+        if found := [code for language, code in blocks if language in wanted]:
+            return found[-1]
+    return None
+
+
+def read_cases(ground_truth: Any) -> list[Case]:
+    """The tests of a task.
+
+    ====================================================================== =====================================
+    ground truth (a dict, or its JSON text)                                test
+    ====================================================================== =====================================
+    ``{"inputs": [text, ...], "outputs": [text, ...]}``                    stdin and stdout; lists are joined
+                                                                           by line ends
+    the same with ``"fn_name"``; an input is a list of arguments, or text  call of ``Solution().fn_name`` or
+    with one JSON value per line                                           ``fn_name``
+    ``{"assert_case": ["assert f(1) == 2", ...]}``                         the left side is evaluated in the
+                                                                           program, the right side is a literal
+    ====================================================================== =====================================
+
+    In some data sets with ``fn_name`` each output is a list of one, the result; in others it is the
+    result. Where all outputs of a task are lists of one, both readings are right.
+
+    Raises:
+        RewardError: it is none of these, or there is no test.
+    """
+    truth = _as_dict(ground_truth)
+    if asserts := list(truth.get("assert_case", [])):
+        return [_assertion(text) for text in asserts]
+    inputs, outputs = list(truth.get("inputs", [])), list(truth.get("outputs", []))
+    if not inputs or len(inputs) != len(outputs):
+        raise RewardError(
+            f"the ground truth of a programming task has {len(inputs)} inputs and {len(outputs)} outputs; expected "
+            "as many of each, at least one, or 'assert_case'."
+        )
+    name = truth.get("fn_name")
+    if not name:
+        return [TextCase(_text(i), _text(o)) for i, o in zip(inputs, outputs, strict=True)]
+    results = [_value(output) for output in outputs]
+    is_wrapped = all(isinstance(result, list) and len(result) == 1 for result in results)
+    return [
+        ValueCase({"function": str(name), "arguments": _arguments(i)}, (r, r[0]) if is_wrapped else (r,))
+        for i, r in zip(inputs, results, strict=True)
+    ]
+
+
+def _as_dict(ground_truth: Any) -> Mapping[str, Any]:
+    if isinstance(ground_truth, (str, bytes)):
+        try:
+            ground_truth = json.loads(ground_truth)
+        except ValueError as error:
+            raise RewardError(f"the ground truth of a programming task is no JSON: {error}") from error
+    if not isinstance(ground_truth, Mapping):
+        raise RewardError(
+            f"the ground truth of a programming task is {type(ground_truth).__name__}; expected an object with "
+            "'inputs' and 'outputs', or 'assert_case'."
+        )
+    return {key: value for key, value in ground_truth.items() if value is not None}
+
+
+def _text(value: Any) -> str:
+    value = plain(value)
+    if isinstance(value, list):
+        return "\n".join(map(str, value))
+    return str(value)
+
+
+def _arguments(value: Any) -> list[Any]:
+    value = plain(value)
+    if not isinstance(value, str):
+        return value if isinstance(value, list) else [value]
+    try:
+        return [json.loads(line) for line in value.splitlines() if line.strip()]
+    except ValueError as error:
+        raise RewardError(
+            f"the arguments {value!r:.200} of a function are not one JSON value per line: {error}"
+        ) from error
+
+
+def _value(value: Any) -> Any:
+    if not isinstance(value, str):
+        return plain(value)
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value  # a result that is text
+
+
+def _assertion(text: str) -> ValueCase:
+    try:
+        (statement,) = ast.parse(text.strip()).body
+        if not isinstance(statement, ast.Assert):
+            raise TypeError(type(statement).__name__)
+        test = statement.test
+        if isinstance(test, ast.Compare):
+            expression, expected = _comparison(test)
+        else:
+            expression, expected = ast.parse(f"not not ({ast.unparse(test)})", mode="eval").body, True
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise RewardError(
+            f"the test {text!r:.300} cannot be used ({error}). What is right must be decided outside the program: "
+            "expected `assert EXPRESSION == LITERAL` or `assert EXPRESSION` without a comparison."
+        ) from error
+    return ValueCase({"expression": ast.unparse(expression)}, (plain(expected),))
+
+
+def _comparison(test: ast.Compare) -> tuple[ast.expr, Any]:
+    """The side to evaluate and the value of the other one, which is a literal."""
+    if len(test.ops) != 1 or not isinstance(test.ops[0], (ast.Eq, ast.Is)):
+        raise ValueError("it compares otherwise than by == or is")
+    left, right = test.left, test.comparators[0]
+    for literal, expression in ((right, left), (left, right)):
+        with contextlib.suppress(ValueError):
+            return expression, ast.literal_eval(literal)
+    raise ValueError("no side is a literal")
+
+
+def limited(cases: Sequence[Case], most: int | None) -> Sequence[Case]:
+    """The first so many tests; all if None."""
+    return cases if most is None else cases[:most]

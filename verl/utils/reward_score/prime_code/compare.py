@@ -1,0 +1,98 @@
+"""When an answer of a program is right."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+TOLERANCE = 1e-6
+"""Absolute or relative error of numbers with a fraction, as programming contests state it."""
+NUMBER = re.compile(r"[+-]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})([eE][+-]?\d{1,4})?", re.ASCII)
+
+
+def same_text(answer: str, expected: str) -> bool:
+    r"""Whether two outputs are the same.
+
+    Empty lines, and blanks around and between the words of a line, do not count; lines do. Words are
+    equal as texts, or as numbers, one of which at least has a fraction or an exponent, with an absolute
+    or relative error of at most :data:`TOLERANCE`. Upper and lower case differ.
+
+    >>> same_text("1  2\n0.33333333\n", "1 2\n\n0.333333333333")
+    True
+    >>> same_text("1 2", "1\n2")
+    False
+    """
+    left, right = _words(answer), _words(expected)
+    return len(left) == len(right) and all(
+        len(a) == len(b) and all(map(_same_word, a, b)) for a, b in zip(left, right, strict=True)
+    )
+
+
+def _words(text: str) -> list[list[str]]:
+    return [words for line in text.splitlines() if (words := line.split())]
+
+
+def _same_word(left: str, right: str) -> bool:
+    if left == right:
+        return True
+    if not (NUMBER.fullmatch(left) and NUMBER.fullmatch(right)):
+        return False
+    is_integer = all(set(word).isdisjoint(".eE") for word in (left, right))
+    return not is_integer and _close(float(left), float(right))
+
+
+def same_value(answer: Any, expected: Any) -> bool:
+    """Whether two values are the same as JSON values.
+
+    Numbers: exactly if both are integers, else as in :func:`same_text`. ``true`` is no number. Lists in
+    order, objects by key, to any depth.
+
+    >>> same_value([1, {"a": 0.1}], [1, {"a": 0.1000000001}])
+    True
+    >>> same_value(True, 1)
+    False
+    """
+    if isinstance(answer, bool) or isinstance(expected, bool):
+        return answer is expected
+    if isinstance(answer, (int, float)) and isinstance(expected, (int, float)):
+        return answer == expected or (_has_fraction(answer, expected) and _close(answer, expected))
+    if isinstance(answer, list) and isinstance(expected, list):
+        return len(answer) == len(expected) and all(map(same_value, answer, expected))
+    if isinstance(answer, dict) and isinstance(expected, dict):
+        return answer.keys() == expected.keys() and all(same_value(answer[key], expected[key]) for key in expected)
+    return type(answer) is type(expected) and answer == expected
+
+
+def _has_fraction(*numbers: float) -> bool:
+    return any(isinstance(number, float) for number in numbers)
+
+
+def _close(left: float, right: float) -> bool:
+    try:
+        is_finite = math.isfinite(left) and math.isfinite(right)
+        return is_finite and math.isclose(left, right, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it: tuples and arrays are lists, keys are texts, sets are sorted lists.
+
+    The harness does the same with results, so that both sides meet.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {_key(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(plain, value), key=json.dumps)
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def _key(key: Any) -> str:
+    return key if isinstance(key, str) else json.dumps(plain(key))
