@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from torch.utils.data import SequentialSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.models import tiny_tokenizer
@@ -57,6 +56,7 @@ def test_a_row_by_hand(file):
     assert {row[key].dtype for key in ("input_ids", "attention_mask", "position_ids")} == {torch.int64}
     assert row["raw_prompt"] == [{"role": "user", "content": "q7"}]
     assert row["index"] == 107
+    assert row["row_index"] == 7
     assert row["data_source"] == "countdown"
     assert row["reward_model"] == {"style": "rule", "ground_truth": {"target": 7}}
     assert row["extra_info"] == {"index": 107, "split": "train"}
@@ -293,13 +293,12 @@ def test_the_order_depends_on_seed_and_epoch_alone():
     iter(again)
     iter(again)
     assert [list(again), list(again)] == [first, second]
-    assert SeededShuffle(range(20), seed=8).order(0) not in (first, second)
-    assert shuffle.order(0) == first
+    assert SeededShuffle(range(20), seed=8).order(0, 20) not in (first, second)
+    assert shuffle.order(0, 20) == first
 
 
 def test_without_shuffle_rows_come_as_they_stand(file):
     dataset = RLHFDataset(file, TOKENIZER, CONFIG)
-    assert isinstance(create_rl_sampler(config(shuffle=False), dataset), SequentialSampler)
     seen, _ = batches(loader(dataset, shuffle=False), 4)
     assert seen == [[100, 101, 102], [103, 104, 105], [106, 107, 108], [100, 101, 102]]
 
@@ -362,7 +361,7 @@ def test_custom_sampler(tmp_path, file):
         return {"class_path": str(tmp_path / "samplers.py"), "class_name": name}
 
     assert batches(loader(dataset, sampler=sampler("Backwards")), 2)[0] == [[109, 108, 107], [106, 105, 104]]
-    with pytest.raises(ConfigError, match="update"):
+    with pytest.raises(ConfigError, match=r"'update' method, which nothing would call.*AbstractCurriculumSampler"):
         loader(dataset, sampler=sampler("Learns"))
     with pytest.raises(ConfigError, match=r"torch\.utils\.data\.Sampler"):
         loader(dataset, sampler=sampler("function"))

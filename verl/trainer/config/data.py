@@ -24,24 +24,38 @@ class CustomClassConfig(BaseConfig):
 
 @section
 class SamplerConfig(BaseConfig):
-    """A sampler class of your own, for a curriculum."""
+    """A sampler that learns from the batches, or one of your own."""
 
     class_path: str | None = setting(None, path=True)
-    """File that holds the class."""
+    """File or module that holds the class; null takes a built-in one."""
     class_name: str | None = setting(None)
-    """Name of the class."""
+    """Name of the class; built in is `DifficultyCurriculum`."""
+
+
+@section
+class CurriculumConfig(BaseConfig):
+    """Which rows `DifficultyCurriculum` draws more often."""
+
+    target_success: float = setting(0.5, gt=0, lt=1)
+    """Success rate of the rows that are drawn most readily."""
+    sharpness: float = setting(4.0, ge=0)
+    """How quickly a row is drawn less when its success rate is away from the target; 0 draws all alike."""
+    decay: float = setting(0.5, ge=0, le=1)
+    """What earlier outcomes of a row count after each further visit."""
+    success_score: float = setting(0.5)
+    """A response with this score or more is a success."""
+    revisit_epochs: float = setting(4.0, ge=1)
+    """A row that was not drawn for so many epochs is drawn next, whatever its success rate."""
 
 
 @section
 class DatagenConfig(BaseConfig):
     """A generator of new rows between steps."""
 
-    path: str | None = setting(
-        None, refuse="generating rows while training is not in this version; use data.custom_cls"
-    )
-    """File that holds the class."""
+    path: str | None = setting(None, path=True)
+    """File or module that holds the class."""
     name: str | None = setting(None)
-    """Name of the class."""
+    """Name of the class, an AbstractDataGenerator."""
 
 
 @section
@@ -113,8 +127,12 @@ class DataConfig(BaseConfig):
     return_multi_modal_inputs: bool = setting(True, hint=NO_VISION)
     """Add the processed images to each row."""
     sampler: SamplerConfig = subsection(SamplerConfig)
-    """A sampler class of your own."""
-    datagen: DatagenConfig = subsection(DatagenConfig, hint="part of generating rows, which is not in this version")
+    """A sampler that learns from the batches, or one of your own."""
+    curriculum: CurriculumConfig = subsection(CurriculumConfig)
+    """Which rows the built-in curriculum draws more often."""
+    source_weights: dict[str, float] = setting(factory=dict)
+    """Share of each data source in every batch, by weight; empty reads the files as one."""
+    datagen: DatagenConfig = subsection(DatagenConfig)
     """A generator of new rows."""
     apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
     """Further arguments of the chat template, such as `enable_thinking`."""

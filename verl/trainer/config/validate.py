@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.base_config import BaseConfig
 from verl.trainer.config import rollout_correction as correction
+from verl.trainer.config import validate_data as data_rules
 from verl.trainer.config import validate_files as files
 from verl.trainer.config import validate_run as run
 from verl.trainer.config.evaluation import EvalConfig
@@ -232,6 +233,8 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         actor_passes,
         other_passes,
         lengths,
+        data_rules.order_of_rows,
+        data_rules.growing_data,
         run.engines,
         run.estimator,
         run.dynamic_sampling,

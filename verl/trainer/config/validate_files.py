@@ -91,6 +91,8 @@ def own_code(config: PPOConfig | SFTConfig | PreferenceConfig | EvalConfig) -> P
     if isinstance(config, PPOConfig):
         sampler, manager = config.data.sampler, config.reward_manager
         wanted.append(("data.sampler.class_path", sampler.class_path, "data.sampler.class_name", sampler.class_name))
+        datagen = config.data.datagen
+        wanted.append(("data.datagen.path", datagen.path, "data.datagen.name", datagen.name))
         if manager.source == "importlib":
             module = manager.module
             wanted.append(("reward_manager.module.path", module.path, "reward_manager.module.name", module.name))

@@ -6,21 +6,28 @@ import logging
 from collections.abc import Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.utils.data import Dataset, Sampler, SequentialSampler
+from torch.utils.data import Dataset, Sampler
 
 from verl.errors import ConfigError
+from verl.utils.dataset.curriculum import DifficultyCurriculum
+from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
+from verl.utils.dataset.mixing import WeightedSources
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.dataset.rm_dataset import RMDataset
-from verl.utils.dataset.sampler import SeededShuffle
+from verl.utils.dataset.sampler import AbstractCurriculumSampler, InOrder, SeededShuffle
 from verl.utils.dataset.sft_dataset import SFTDataset
 from verl.utils.import_utils import load_object
+from verl.utils.registry import suggest
 
 if TYPE_CHECKING:
     from verl.trainer.config import DataConfig, SFTDataConfig
-    from verl.trainer.config.data import CustomClassConfig, PreferenceDataConfig
+    from verl.trainer.config.data import CustomClassConfig, PreferenceDataConfig, SamplerConfig
 
 logger = logging.getLogger(__name__)
+
+SAMPLERS: dict[str, type[Sampler]] = {"DifficultyCurriculum": DifficultyCurriculum}
+"""Samplers that ``data.sampler.class_name`` names without a ``class_path``."""
 
 
 def create_rl_dataset(
@@ -32,6 +39,8 @@ def create_rl_dataset(
     max_samples: int = -1,
 ) -> Dataset:
     """The data set of prompts: :class:`RLHFDataset`, or the class that ``data.custom_cls`` names.
+
+    Training prompts with ``data.datagen.path`` are a :class:`DynamicGenDataset`, which grows.
 
     A custom class is called as ``cls(data_files=..., tokenizer=..., config=..., processor=...,
     max_samples=...)``; its items must have the columns of :class:`RLHFDataset`.
@@ -48,7 +57,8 @@ def create_rl_dataset(
         ConfigError: ``data.custom_cls`` names no class, or one that is not a torch ``Dataset``.
         DataError: the files cannot be used.
     """
-    cls = _dataset_class(data_config.custom_cls, RLHFDataset)
+    grows = is_train and data_config.datagen.path is not None
+    cls = _dataset_class(data_config.custom_cls, DynamicGenDataset if grows else RLHFDataset)
     dataset = cls(
         data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples
     )
@@ -106,23 +116,28 @@ def create_rm_dataset(
 def create_rl_sampler(data_config: DataConfig | SFTDataConfig | PreferenceDataConfig, dataset: Dataset) -> Sampler[int]:
     """The order of the training rows: a seeded shuffle, new in each epoch, or as they stand.
 
-    The state of the shuffle is part of a ``StatefulDataLoader``'s state, so a resumed run sees
+    The state of the order is part of a ``StatefulDataLoader``'s state, so a resumed run sees
     the rest of the epoch that was interrupted, and then the epochs that would have followed.
-    The class that ``data.sampler`` names takes its place; it is called as
+    ``data.source_weights`` mixes sources (:class:`WeightedSources`). The class that
+    ``data.sampler`` names takes the place of all that; it is called as
     ``cls(data_source=dataset, data_config=data_config)``.
 
     Args:
-        data_config: ``shuffle``, ``seed`` and ``sampler`` of the ``data`` section; no seed is seed 1.
+        data_config: ``shuffle``, ``seed``, ``source_weights`` and ``sampler`` of the ``data`` section; no seed
+            is seed 1.
         dataset: the data set to be read.
 
     Raises:
-        ConfigError: ``data.sampler`` names no class, or one that is not a torch ``Sampler``.
+        ConfigError: ``data.sampler`` names no class, or one that is not a torch ``Sampler``; it learns from
+            the batches, but rows are read ahead; weights and data name other sources.
     """
     custom = data_config.get("sampler")
-    if custom is not None and custom.class_path:
-        return _custom_sampler(custom.class_path, custom.class_name or "")(data_source=dataset, data_config=data_config)
+    if custom is not None and (custom.class_path or custom.class_name):
+        return _sampler_class(custom, data_config)(data_source=dataset, data_config=data_config)
+    if data_config.get("source_weights"):
+        return WeightedSources(cast(Sized, dataset), data_config)
     if not data_config.shuffle:
-        return SequentialSampler(cast(Sized, dataset))
+        return InOrder(cast(Sized, dataset))
     return SeededShuffle(cast(Sized, dataset), seed=1 if data_config.seed is None else data_config.seed)
 
 
@@ -138,15 +153,28 @@ def _dataset_class(custom: CustomClassConfig, default: type[Dataset]) -> Any:
     return cls
 
 
-def _custom_sampler(path: str, name: str) -> Any:
-    cls = load_object(path, name, "data.sampler")
+def _sampler_class(custom: SamplerConfig, data_config: Any) -> Any:
+    path, name = custom.class_path, custom.class_name or ""
+    if path is None and name not in SAMPLERS:
+        raise ConfigError(
+            f"data.sampler.class_name='{name}': there is no such sampler.{suggest(name, list(SAMPLERS))} "
+            f"Set data.sampler.class_path to the file of your own, or take one of: {', '.join(SAMPLERS)}."
+        )
+    cls: Any = SAMPLERS[name] if path is None else load_object(path, name, "data.sampler")
     if not (isinstance(cls, type) and issubclass(cls, Sampler)):
         raise ConfigError(
             f"data.sampler: '{name}' in {path} is not a class that inherits from torch.utils.data.Sampler."
         )
-    if hasattr(cls, "update"):
+    if not issubclass(cls, AbstractCurriculumSampler):
+        if hasattr(cls, "update"):
+            raise ConfigError(
+                f"data.sampler: {name} has an 'update' method, which nothing would call. Let it inherit from "
+                "verl.experimental.dataset.sampler.AbstractCurriculumSampler, or take the method out."
+            )
+        return cls
+    if data_config.dataloader_num_workers != 0:
         raise ConfigError(
-            f"data.sampler: {name} has an 'update' method, and samplers that learn from the batches are not in this "
-            "version. Take the method out, or order the data file."
+            f"data.sampler: {name} learns from every batch, but data.dataloader_num_workers="
+            f"{data_config.dataloader_num_workers} processes read rows ahead of it. Set data.dataloader_num_workers=0."
         )
     return cls

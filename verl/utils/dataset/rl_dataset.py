@@ -40,7 +40,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MADE_HERE = ("input_ids", "attention_mask", "position_ids", "raw_prompt", "raw_prompt_ids", "full_prompts", "index")
+MADE_HERE = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "raw_prompt",
+    "raw_prompt_ids",
+    "full_prompts",
+    "index",
+    "row_index",
+)
 UNKNOWN_SOURCE = "unknown"
 
 
@@ -52,9 +61,10 @@ class RLHFDataset(Dataset):
     without the filter), every prompt is measured, so that no run stops half-way at a long one.
 
     An item holds ``input_ids``, ``attention_mask``, ``position_ids`` (each (max_prompt_length,)
-    int64), ``index`` (``extra_info.index``, or the row's number), ``data_source``, ``extra_info``,
-    ``tools_kwargs``, ``interaction_kwargs``, every other column of the file as it stands, and by
-    config ``raw_prompt`` (messages), ``raw_prompt_ids`` (unpadded), ``full_prompts`` (text).
+    int64), ``index`` (``extra_info.index``, or ``row_index``), ``row_index`` (the item's number),
+    ``data_source``, ``extra_info``, ``tools_kwargs``, ``interaction_kwargs``, every other column of
+    the file as it stands, and by config ``raw_prompt`` (messages), ``raw_prompt_ids`` (unpadded),
+    ``full_prompts`` (text).
 
     Args:
         data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.
@@ -87,8 +97,8 @@ class RLHFDataset(Dataset):
             require_columns(self.files, {config.reward_fn_key: "data.reward_fn_key"})
         self._refuse_unusable_columns()
         self.columns = list(dict.fromkeys(name for file in self.files for name in file.columns))
-        self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
-        self._check_prompts()
+        self.rows: list[tuple[int, int]] = []
+        self.rows = self._usable(choose_rows(self.files, max_samples, config.shuffle, config.seed))
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -113,8 +123,7 @@ class RLHFDataset(Dataset):
 
     def place(self, item: int) -> str:
         """File and row of an item, for error messages."""
-        file, number = self.rows[item]
-        return f"{self.files[file].path}, row {number}"
+        return self._place(self.rows[item])
 
     def source_row(self, item: int) -> Row:
         """The row of the file, untouched."""
@@ -125,6 +134,10 @@ class RLHFDataset(Dataset):
         """One column of the file, for every item in order."""
         columns = [list(file.column(name)) if name in file.columns else [None] * len(file) for file in self.files]
         return (columns[file][number] for file, number in self.rows)
+
+    def sources(self) -> list[str]:
+        """The data source of every item, in order."""
+        return [value or UNKNOWN_SOURCE for value in self.source_column(self.config.reward_fn_key)]
 
     def require_columns(self, wanted: dict[str, str]) -> None:
         """Check that every file has the columns; see :func:`verl.utils.dataset.files.require_columns`."""
@@ -140,6 +153,7 @@ class RLHFDataset(Dataset):
         row["extra_info"] = extra
         row["data_source"] = row.get(self.config.reward_fn_key) or UNKNOWN_SOURCE
         row["index"] = extra.get("index", item)
+        row["row_index"] = item
         row["tools_kwargs"] = extra.get("tools_kwargs") or {}
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
         if extra.get("need_tools_kwargs") and not row["tools_kwargs"]:
@@ -174,44 +188,52 @@ class RLHFDataset(Dataset):
                     "only for now. Remove these rows, or the column if the text stands alone."
                 )
 
-    def _messages(self) -> Iterator[tuple[str, list[Message]]]:
-        for item, prompt in enumerate(self.source_column(self.config.prompt_key)):
-            yield self.place(item), as_messages(prompt, self.place(item))
+    def _place(self, row: tuple[int, int]) -> str:
+        file, number = row
+        return f"{self.files[file].path}, row {number}"
 
-    def _check_prompts(self) -> None:
+    def _messages(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[str, list[Message]]]:
+        key = self.config.prompt_key
+        columns = {file: list(self.files[file].column(key)) for file in {file for file, _ in rows}}
+        for file, number in rows:
+            place = self._place((file, number))
+            yield place, as_messages(columns[file][number], place)
+
+    def _usable(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Check the prompts of rows (number of the file, number of the row); those that the filter keeps."""
         config = self.config
         if not config.filter_overlong_prompts and config.truncation != "error":
-            for _ in self._messages():
+            for _ in self._messages(rows):
                 pass
-            return
-        texts = rendered(self._messages(), self.tokenizer, self.template_kwargs)
+            return rows
+        texts = rendered(self._messages(rows), self.tokenizer, self.template_kwargs)
         lengths = token_lengths(texts, self.tokenizer, config.filter_overlong_prompts_workers or 1)
         limit = config.max_prompt_length
         fits = [length <= limit for length in lengths]
-        if not any(fits):
+        if not any(fits) and not self.rows:
             raise DataError(
                 f"all {len(lengths)} prompts are longer than data.max_prompt_length={limit}: the shortest has "
                 f"{min(lengths)} tokens, the longest {max(lengths)} (with the chat template). "
                 f"Set data.max_prompt_length to {max(lengths)} to keep them all."
             )
-        if config.filter_overlong_prompts:
-            self.rows = list(itertools.compress(self.rows, fits))
-            if not all(fits):
-                logger.info(
-                    "filter_overlong_prompts: kept %d of %d prompts, those of at most %d tokens; the longest had %d",
-                    len(self.rows),
-                    len(fits),
-                    limit,
-                    max(lengths),
-                )
-        elif not all(fits):
-            item = fits.index(False)
+        if not all(fits) and not config.filter_overlong_prompts:
+            first = fits.index(False)
             raise DataError(
                 f"{fits.count(False)} of {len(fits)} prompts are longer than data.max_prompt_length={limit} and "
-                f"data.truncation is 'error': the first is {self.place(item)} with {lengths[item]} tokens, the "
-                f"longest has {max(lengths)}. Raise data.max_prompt_length, drop them with "
+                f"data.truncation is 'error': the first is {self._place(rows[first])} with {lengths[first]} tokens, "
+                f"the longest has {max(lengths)}. Raise data.max_prompt_length, drop them with "
                 "data.filter_overlong_prompts=true, or set data.truncation to left, right or middle."
             )
+        kept = list(itertools.compress(rows, fits))
+        if len(kept) < len(rows):
+            logger.info(
+                "filter_overlong_prompts: kept %d of %d prompts, those of at most %d tokens; the longest had %d",
+                len(kept),
+                len(rows),
+                limit,
+                max(lengths),
+            )
+        return kept
 
 
 def left_pad(ids: list[int], length: int, pad_token_id: int) -> dict[str, torch.Tensor]:

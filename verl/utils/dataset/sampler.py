@@ -1,11 +1,52 @@
-"""The order of the training prompts."""
+"""The order of the training rows.
+
+A sampler's iterator carries the state of the epoch (``state_dict``, ``load_state_dict``), and a
+``StatefulDataLoader`` saves it: that is how a run resumes in the middle of an epoch. A data loader
+makes iterators as it likes, so an iterator begins only when its first item is asked for.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sized
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import Sampler
+
+from verl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+
+class AbstractSampler(Sampler[int], ABC):
+    """Base of the samplers that ``data.sampler`` names.
+
+    Args:
+        data_source: the data set; row ``i`` is ``data_source[i]``.
+        data_config: the ``data`` section.
+    """
+
+    @abstractmethod
+    def __init__(self, data_source: Sized, data_config: Any) -> None: ...
+
+
+class AbstractCurriculumSampler(AbstractSampler):
+    """A sampler that learns from the batches.
+
+    The trainer calls :meth:`update` after every step. Rows must not be fetched ahead of it, so
+    ``data.dataloader_num_workers`` must be 0.
+    """
+
+    @abstractmethod
+    def update(self, batch: DataProto) -> None:
+        """Look at a scored batch.
+
+        Args:
+            batch: every response of a step. ``row_index`` (bsz,) is the number of the row in the data set,
+                ``token_level_scores`` (bsz, response_len) sums to the score.
+        """
 
 
 class SeededShuffle(Sampler[int]):
@@ -13,9 +54,8 @@ class SeededShuffle(Sampler[int]):
 
     An epoch ends when its iterator is exhausted; how often ``iter`` was called before does not
     matter, so the order is the same for every number of loader workers. (A generator shared by the
-    iterators, as torch's ``RandomSampler`` keeps one, advances with each of them, and a data loader
-    makes as many as it likes.) Iterators carry their state, which is how a ``StatefulDataLoader``
-    resumes in the middle of an epoch.
+    iterators, as torch's ``RandomSampler`` keeps one, advances with each of them.) Rows that the
+    data set gains come in with the next epoch.
 
     Args:
         dataset: what to index.
@@ -34,14 +74,30 @@ class SeededShuffle(Sampler[int]):
     def __iter__(self) -> _Epoch:
         return _Epoch(self)
 
-    def order(self, epoch: int) -> list[int]:
-        """The items of an epoch, in order."""
-        generator = torch.Generator()
-        # Two draws, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
-        generator.manual_seed(self.seed)
-        offset = int(torch.randint(2**62, (1,), generator=generator).item())
-        generator.manual_seed(offset + epoch)
-        return torch.randperm(len(self), generator=generator).tolist()
+    def order(self, epoch: int, length: int) -> list[int]:
+        """The items of an epoch of ``length`` rows, in order."""
+        return seeded_permutation(length, self.seed, epoch)
+
+
+class InOrder(SeededShuffle):
+    """Every epoch in the order of the data set."""
+
+    def __init__(self, dataset: Sized) -> None:
+        super().__init__(dataset, seed=0)
+
+    def order(self, epoch: int, length: int) -> list[int]:
+        """0, 1, ..., length - 1."""
+        return list(range(length))
+
+
+def seeded_permutation(length: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of ``length`` items that is a function of seed and epoch."""
+    generator = torch.Generator()
+    # Two draws, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
+    generator.manual_seed(seed)
+    offset = int(torch.randint(2**62, (1,), generator=generator).item())
+    generator.manual_seed(offset + epoch)
+    return torch.randperm(length, generator=generator).tolist()
 
 
 class _Epoch(Iterator[int]):
@@ -50,13 +106,17 @@ class _Epoch(Iterator[int]):
         self.yielded = 0
         self._epoch: int | None = None
         self._order: list[int] = []
+        self._is_checked = False
 
     def __next__(self) -> int:
         if self._epoch is None:
-            self._begin(self.sampler.epoch)
+            self._begin(self.sampler.epoch, len(self.sampler))
         if self.yielded == len(self._order):
             self.sampler.epoch = self.epoch + 1
             raise StopIteration
+        if not self._is_checked:
+            require_rows(self.sampler.dataset, len(self._order))
+            self._is_checked = True
         item = self._order[self.yielded]
         self.yielded += 1
         return item
@@ -65,13 +125,106 @@ class _Epoch(Iterator[int]):
     def epoch(self) -> int:
         return self.sampler.epoch if self._epoch is None else self._epoch
 
-    def _begin(self, epoch: int) -> None:
-        self._epoch, self._order = epoch, self.sampler.order(epoch)
+    def _begin(self, epoch: int, length: int) -> None:
+        self._epoch, self._order = epoch, self.sampler.order(epoch, length)
 
     def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "yielded": self.yielded, "next_epoch": self.sampler.epoch}
+        length = len(self.sampler) if self._epoch is None else len(self._order)
+        return {"epoch": self.epoch, "yielded": self.yielded, "length": length, "next_epoch": self.sampler.epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self._begin(state["epoch"])
+        # Not len(sampler): the loader gives a data set that grows its rows back after this.
+        self._begin(state["epoch"], state["length"])
         self.yielded = state["yielded"]
         self.sampler.epoch = state["next_epoch"]
+
+
+class BatchSampler(AbstractSampler):
+    """Base of samplers that draw a batch at a time.
+
+    A batch is drawn when its first row is asked for. An epoch is as many whole batches as the data
+    set has rows for when it begins.
+
+    Args:
+        data_source: the data set.
+        data_config: ``gen_batch_size`` or ``train_batch_size``, and ``seed``; no seed is seed 1.
+    """
+
+    def __init__(self, data_source: Sized, data_config: Any) -> None:
+        self.dataset = data_source
+        self.batch_size: int = data_config.get("gen_batch_size") or data_config.train_batch_size
+        self.seed: int = 1 if data_config.seed is None else data_config.seed
+        self.epoch = 0
+        """The epoch that the next iterator will read."""
+        self.batches = 0
+        """How many batches were drawn so far, over all epochs."""
+
+    def __len__(self) -> int:
+        return len(self.dataset) // self.batch_size * self.batch_size
+
+    def __iter__(self) -> _Batches:
+        return _Batches(self)
+
+    @abstractmethod
+    def draw(self) -> list[int]:
+        """The rows of the batch number ``self.batches``."""
+
+    def progress(self) -> dict[str, Any]:
+        """What the next batch depends on, beside seed and number: numbers, tensors, lists and dicts of them."""
+        return {}
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Go on from a saved :meth:`progress`."""
+
+
+class _Batches(Iterator[int]):
+    def __init__(self, sampler: BatchSampler) -> None:
+        self.sampler = sampler
+        self.epoch = sampler.epoch
+        self.yielded = 0
+        self.length: int | None = None
+        self.pending: list[int] = []
+
+    def __next__(self) -> int:
+        sampler = self.sampler
+        if self.length is None:
+            self.epoch, self.length = sampler.epoch, len(sampler)
+        if self.yielded == self.length:
+            sampler.epoch = self.epoch + 1
+            raise StopIteration
+        if not self.pending:
+            self.pending = sampler.draw()
+            sampler.batches += 1
+        self.yielded += 1
+        return self.pending.pop(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        sampler = self.sampler
+        return {
+            "epoch": self.epoch if self.length is not None else sampler.epoch,
+            "yielded": self.yielded,
+            "length": len(sampler) if self.length is None else self.length,
+            "pending": list(self.pending),
+            "next_epoch": sampler.epoch,
+            "batches": sampler.batches,
+            "progress": sampler.progress(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.yielded, self.length = state["epoch"], state["yielded"], state["length"]
+        self.pending = list(state["pending"])
+        self.sampler.epoch, self.sampler.batches = state["next_epoch"], state["batches"]
+        self.sampler.restore(state["progress"])
+
+
+def require_rows(dataset: Sized, count: int) -> None:
+    """Check that a data set still has the rows that a checkpoint speaks of.
+
+    Raises:
+        CheckpointError: it has fewer.
+    """
+    if len(dataset) < count:
+        raise CheckpointError(
+            f"the checkpoint was made with {count} training rows, and there are {len(dataset)} now. Resume with the "
+            "data and the filters that the run began with, or set trainer.resume_mode=disable."
+        )

@@ -1,0 +1,125 @@
+"""A curriculum that draws the prompts which the policy solves sometimes."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from verl.errors import SchemaError
+from verl.utils.dataset.sampler import AbstractCurriculumSampler, BatchSampler, require_rows
+
+if TYPE_CHECKING:
+    from verl.protocol import DataProto
+
+
+class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
+    """Rows whose success rate is near a target are drawn more often.
+
+    A group of responses that are all right or all wrong has no advantage under a group baseline. The
+    variance of a success, p (1 - p), says how far a prompt is from that (arXiv:2504.03380 filters by
+    p, arXiv:2502.12272 samples by p (1 - p)). With target t and sharpness k a row is drawn
+    with a weight proportional to
+
+        w(p) = (p / t)^(k t) ((1 - p) / (1 - t))^(k (1 - t))
+
+    which is 1 at p = t and falls to both sides; t = 1/2 and k = 2 make it 4 p (1 - p). The estimate of
+    p is the mean of the row's outcomes, of which those of earlier visits count ``decay`` as much
+    with each visit, since the policy moves, and of one outcome of t. So a row that was never drawn
+    weighs as much as a row can.
+
+    No row starves: one that was not drawn for ``revisit_epochs`` epochs goes first, the longest
+    waiting ahead. Rows of one batch are distinct. Everything follows from ``data.seed`` and the
+    batches that :meth:`update` saw.
+
+    Settings: ``data.curriculum``.
+    """
+
+    def __init__(self, data_source: Sized, data_config: Any) -> None:
+        super().__init__(data_source, data_config)
+        self.config = data_config.curriculum
+        self.successes = np.zeros(len(data_source))
+        self.trials = np.zeros(len(data_source))
+        self.drawn = np.zeros(len(data_source), dtype=np.int64)
+        """The batch that drew a row last, counted from 1; 0 is never."""
+
+    @property
+    def success_rates(self) -> np.ndarray:
+        """(rows,) the estimates of p."""
+        return (self.successes + self.config.target_success) / (self.trials + 1)
+
+    @property
+    def weights(self) -> np.ndarray:
+        """(rows,) how readily a row is drawn; at most 1."""
+        rates, target, sharpness = self.success_rates, self.config.target_success, self.config.sharpness
+        right = (rates / target) ** (sharpness * target)
+        wrong = ((1 - rates) / (1 - target)) ** (sharpness * (1 - target))
+        return right * wrong
+
+    def draw(self) -> list[int]:
+        """Rows that have waited too long, then others by weight, without replacement."""
+        self._grow()
+        generator = np.random.default_rng([self.seed, self.batches])
+        # The smallest of exponential variables with rates w are a draw by weight w without
+        # replacement (Efraimidis and Spirakis 2006).
+        keys = generator.exponential(size=len(self.drawn)) / self.weights
+        batches_per_epoch = max(1, len(self.dataset) // self.batch_size)
+        waited = self.batches + 1 - self.drawn
+        is_due = waited > self.config.revisit_epochs * batches_per_epoch
+        order = np.lexsort((keys, np.where(is_due, -waited, 0)))
+        rows = order[: self.batch_size]
+        self.drawn[rows] = self.batches + 1
+        return rows.tolist()
+
+    def update(self, batch: DataProto) -> None:
+        """Count the outcomes of a batch.
+
+        Args:
+            batch: ``row_index`` (bsz,), ``token_level_scores`` (bsz, response_len), and, if there is one,
+                ``reward_status`` (bsz,): what is not ``ok`` could not be scored and is not counted.
+
+        Raises:
+            SchemaError: a column is missing.
+        """
+        extra = batch.non_tensor_batch
+        if "row_index" not in extra or "token_level_scores" not in batch.batch.keys():
+            raise SchemaError(
+                "DifficultyCurriculum.update needs the columns 'row_index' and 'token_level_scores' (batch has: "
+                f"{', '.join(sorted([*extra, *batch.batch.keys()]))}). A data set of your own must give each "
+                "item its number as 'row_index'."
+            )
+        self._grow()
+        rows = extra["row_index"].astype(np.int64)
+        is_success = batch.batch["token_level_scores"].sum(-1).numpy() >= self.config.success_score
+        if "reward_status" in extra:
+            is_scored = extra["reward_status"] == "ok"
+            rows, is_success = rows[is_scored], is_success[is_scored]
+        for row in np.unique(rows):
+            outcomes = is_success[rows == row]
+            self.successes[row] = self.config.decay * self.successes[row] + outcomes.sum()
+            self.trials[row] = self.config.decay * self.trials[row] + len(outcomes)
+
+    def progress(self) -> dict[str, Any]:
+        """Outcomes and last visits of every row."""
+        return {
+            "successes": torch.from_numpy(self.successes.copy()),
+            "trials": torch.from_numpy(self.trials.copy()),
+            "drawn": torch.from_numpy(self.drawn.copy()),
+        }
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Go on from a saved :meth:`progress`."""
+        self.successes = progress["successes"].numpy().copy()
+        self.trials = progress["trials"].numpy().copy()
+        self.drawn = progress["drawn"].numpy().copy()
+
+    def _grow(self) -> None:
+        """Room for rows that the data set gained; they have not been drawn yet, as of now."""
+        require_rows(self.dataset, len(self.drawn))
+        more = len(self.dataset) - len(self.drawn)
+        if more:
+            self.successes = np.append(self.successes, np.zeros(more))
+            self.trials = np.append(self.trials, np.zeros(more))
+            self.drawn = np.append(self.drawn, np.full(more, self.batches))

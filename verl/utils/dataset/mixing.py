@@ -1,0 +1,153 @@
+"""Several sources in one run, each with its share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any
+
+import numpy as np
+
+from verl.errors import ConfigError
+from verl.utils.dataset.sampler import BatchSampler, require_rows, seeded_permutation
+from verl.utils.registry import suggest
+
+
+class WeightedSources(BatchSampler):
+    """Batches that hold each source in proportion to its weight.
+
+    Stratified: a source with share s of the weights has floor(B s) or ceil(B s) rows in a batch of B,
+    and B s on average (systematic sampling: one uniform number per batch decides which sources
+    round up). Independent draws would have the same mean and a variance of B s (1 - s) on top.
+
+    A source is read in epochs of its own, each a seeded shuffle (or the file's order without
+    ``data.shuffle``), so no row comes a second time before every row of its source came once. A
+    small source with a large weight is therefore repeated, and a large one with a small weight is
+    not finished in one epoch of the run, which is as long as the data set.
+
+    Args:
+        data_source: has ``sources()``, the source of every row in order.
+        data_config: ``source_weights`` (source to weight >= 0), ``shuffle``, ``seed`` and the batch size.
+
+    Raises:
+        ConfigError: weights and data do not name the same sources.
+    """
+
+    def __init__(self, data_source: Sized, data_config: Any) -> None:
+        super().__init__(data_source, data_config)
+        self.shuffle: bool = data_config.shuffle
+        if not hasattr(data_source, "sources"):
+            raise ConfigError(
+                f"data.source_weights needs a data set with a method sources(), and {type(data_source).__name__} has "
+                "none. Give it one that lists the source of every row, or leave data.source_weights empty."
+            )
+        self.weights = dict(data_config.source_weights)
+        self._read_sources()
+        self.shares = {name: weight / sum(self.weights.values()) for name, weight in self.weights.items() if weight > 0}
+        self.streams = {name: {"epoch": 0, "yielded": 0, "length": len(self.rows[name])} for name in self.shares}
+        """Of each source: which of its epochs is read, how much of it was, and how many rows that epoch has."""
+        self._orders: dict[str, tuple[tuple[int, int], list[int]]] = {}
+
+    def draw(self) -> list[int]:
+        """The rows of a batch, sources mixed."""
+        generator = np.random.default_rng([self.seed, self.batches])
+        counts = round_shares(list(self.shares.values()), self.batch_size, float(generator.random()))
+        rows = [iter(self._next(name, count)) for name, count in zip(self.shares, counts, strict=True)]
+        # The sources change places, the rows of one source keep their order.
+        sources = generator.permutation(np.repeat(np.arange(len(counts)), counts))
+        return [next(rows[source]) for source in sources]
+
+    def progress(self) -> dict[str, Any]:
+        """Where each source stands."""
+        return {name: dict(stream) for name, stream in self.streams.items()}
+
+    def restore(self, progress: dict[str, Any]) -> None:
+        """Go on from a saved :meth:`progress`.
+
+        Raises:
+            ConfigError: the run had other sources.
+        """
+        if progress.keys() != self.streams.keys():
+            raise ConfigError(
+                f"data.source_weights names {', '.join(self.streams)}, and the checkpoint was made with "
+                f"{', '.join(progress)}. Resume with the sources that the run began with; weights may change."
+            )
+        self.streams = {name: dict(stream) for name, stream in progress.items()}
+
+    def _next(self, name: str, count: int) -> list[int]:
+        stream, taken = self.streams[name], []
+        while len(taken) < count:
+            if stream["yielded"] == stream["length"]:
+                self._read_sources()  # rows that the data set gained come in here
+                stream.update(epoch=stream["epoch"] + 1, yielded=0, length=len(self.rows[name]))
+            rows = self._order(name, stream["epoch"], stream["length"])
+            part = rows[stream["yielded"] : stream["yielded"] + count - len(taken)]
+            stream["yielded"] += len(part)
+            taken += part
+        return taken
+
+    def _order(self, name: str, epoch: int, length: int) -> list[int]:
+        which, order = self._orders.get(name, (None, []))
+        if which != (epoch, length):
+            order = self._make_order(name, epoch, length)
+            self._orders[name] = (epoch, length), order
+        return order
+
+    def _make_order(self, name: str, epoch: int, length: int) -> list[int]:
+        rows = self.rows[name]
+        if length > len(rows):
+            self._read_sources()
+            rows = self.rows[name]
+            require_rows(rows, length)
+        if not self.shuffle:
+            return rows[:length]
+        number = sorted(self.shares).index(name)  # so that sources of one size are not shuffled alike
+        return [rows[place] for place in seeded_permutation(length, self.seed * 1009 + number, epoch)]
+
+    def _read_sources(self) -> None:
+        self.rows: dict[str, list[int]] = {}
+        for row, name in enumerate(self.dataset.sources()):  # type: ignore[attr-defined]
+            self.rows.setdefault(name, []).append(row)
+        check_weights(self.weights, list(self.rows))
+
+
+def round_shares(shares: Sequence[float], size: int, uniform: float) -> list[int]:
+    """Counts that add up to ``size``, each the floor or the ceiling of ``share * size``.
+
+    Systematic sampling: with C_s the running sum of the exact counts, source s gets
+    floor(C_s + u) - floor(C_(s-1) + u). For u uniform in [0, 1) the mean is exact.
+
+    >>> round_shares([0.5, 0.25, 0.25], 6, uniform=0.6)
+    [3, 2, 1]
+
+    Args:
+        shares: add up to 1.
+        size: of the batch.
+        uniform: in [0, 1).
+    """
+    edges = np.cumsum([0.0, *shares]) * size
+    edges[-1] = size
+    # Sums of floats miss an integer by some ulps, which would move a floor by one.
+    near = np.round(edges)
+    edges = np.where(np.abs(edges - near) < 1e-9 * max(1, size), near, edges)
+    return np.diff(np.floor(edges + min(uniform, 1 - 1e-9))).astype(int).tolist()
+
+
+def check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:
+    """Check that the weights speak of the sources that there are.
+
+    Raises:
+        ConfigError: a source is unknown, has no weight, or no weight is positive.
+    """
+    unknown = [name for name in weights if name not in sources]
+    if unknown:
+        raise ConfigError(
+            f"data.source_weights names '{unknown[0]}', and no training row has that source."
+            f"{suggest(unknown[0], list(sources))} Sources: {', '.join(sorted(sources))}."
+        )
+    missing = sorted(set(sources) - set(weights))
+    if missing:
+        raise ConfigError(
+            f"data.source_weights says nothing of {', '.join(missing)}. Give every source a weight; 0 leaves it out."
+        )
+    if not sum(weights.values()) > 0:
+        raise ConfigError(f"data.source_weights={dict(weights)}: at least one weight must be positive.")
