@@ -91,6 +91,16 @@ def test_geo_mean_by_hand():
     assert_close(gradient, tensor([[0.0, -3 * s / 4], [0.0, 0.0]], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", ["gspo", "geo_mean"])
+def test_the_ratio_of_a_response_is_bounded(name: str):
+    # mean log-ratio 12, A < 0 so that no clip stops it: cut at e^10, without gradient. At 9 nothing is cut.
+    far, near = (rows([[math.exp(-d - 1)]], [[math.exp(-1)]], [[-1.0]]) for d in (12.0, 9.0))
+    loss, _, gradient = evaluate(name, far)
+    assert (loss.item(), gradient.item()) == (pytest.approx(math.exp(10)), 0.0)
+    loss, _, gradient = evaluate(name, near)
+    assert (loss.item(), gradient.item()) == (pytest.approx(math.exp(9)), pytest.approx(math.exp(9)))
+
+
 # ---- one token ----------------------------------------------------------------------------------
 
 

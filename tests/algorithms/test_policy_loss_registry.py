@@ -1,0 +1,95 @@
+"""What a policy loss declares: columns, what is prepared for it, where it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from verl.errors import ConfigError
+from verl.trainer.ppo.core_algos import (
+    get_policy_loss_fn,
+    policy_loss_columns,
+    policy_loss_info,
+    prepare_policy_loss,
+    register_policy_loss,
+    registry,
+)
+from verl.workers.config import ActorConfig
+
+
+@pytest.fixture(autouse=True)
+def forget_what_tests_register() -> Iterator[None]:
+    tables = (registry._losses._entries, registry._loss_infos)
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+def register_mine(made: dict) -> None:
+    def prepare(columns, config, seed):
+        return {key: columns["advantages"] * value + seed for key, value in made.items()}
+
+    @register_policy_loss("mine", paper="https://arxiv.org/abs/1", prepare=prepare, modes=["token-sum"])
+    def mine(log_prob, ref_log_prob, rollout_log_probs=None, my_baseline=None, scale=2.0): ...
+
+
+def test_what_it_declares_is_read_from_its_parameters():
+    register_mine({"my_baseline": 3})
+    info = policy_loss_info("mine")
+    assert info.columns == {"ref_log_prob"}
+    assert info.optional_columns == {"rollout_log_probs"}
+    assert info.prepared_columns == {"my_baseline"}
+    assert policy_loss_columns("mine") == {"ref_log_prob", "my_baseline"}
+    assert not info.takes_weights
+    assert (info.modes, info.paper_mode) == (("token-sum",), None)
+
+
+def test_prepare_gets_the_mini_batch_and_a_seed():
+    register_mine({"my_baseline": 3})
+    made = prepare_policy_loss("mine", {"advantages": torch.ones(2, 2)}, config=None, seed=4)
+    assert_close(made, {"my_baseline": torch.full((2, 2), 7.0)})
+    assert prepare_policy_loss("vanilla", {}, config=None, seed=0) == {}
+
+
+@pytest.mark.parametrize("made", [{}, {"my_baselin": 1}, {"my_baseline": 1, "more": 1}])
+def test_prepare_makes_what_the_loss_names(made: dict):
+    register_mine(made)
+    with pytest.raises(ConfigError, match=r"made columns \[.*\], but the loss has parameters .* \['my_baseline'\]"):
+        prepare_policy_loss("mine", {"advantages": torch.ones(1, 1)}, config=None, seed=0)
+
+
+def test_unknown_losses_are_named():
+    for ask in (policy_loss_info, policy_loss_columns):
+        with pytest.raises(ConfigError, match=r"unknown policy loss 'gsop'.*Did you mean 'gspo'"):
+            ask("gsop")
+
+
+def test_the_losses_of_the_guide_work_as_it_says():
+    """Each block of the guide's section is run; the loss with a prepared mean is the same in two parts as in one."""
+    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    section = guide.split("## A policy loss")[1].split("\n## ")[0]
+    for block in section.split("```python\n")[1:]:
+        exec(block.split("```")[0], {})
+    config = ActorConfig(global_batch_info={"batch_num_tokens": 3, "global_batch_size": 2})
+    columns = {
+        "log_prob": torch.tensor([[-1.0, -2.0], [-3.0, -9.0]]),
+        "advantages": torch.tensor([[3.0, 0.0], [0.0, 9.0]]),
+        "response_mask": torch.tensor([[1, 1], [1, 0]]),
+    }
+    made = prepare_policy_loss("centred_pg", columns, config, seed=0)
+    assert_close(made["mean_advantage"], torch.ones(2))
+
+    def loss(*rows: int) -> torch.Tensor:
+        part = {key: value[list(rows)] for key, value in {**columns, **made}.items()}
+        return get_policy_loss_fn("centred_pg")(**part, loss_agg_mode="token-mean", config=config)[0]
+
+    # 1·(3-1) + 2·(0-1) + 3·(0-1), over 3 tokens
+    assert_close(loss(0, 1), torch.tensor((2.0 - 2.0 - 3.0) / 3))
+    assert_close(loss(0) + loss(1), loss(0, 1))
+    assert policy_loss_info("plain_pg").takes_weights

@@ -1,0 +1,113 @@
+"""Settings of policy losses, and of the entropy's target: what is refused, what is advised against."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from tests.config.support import Run, only
+from verl.trainer.config import PPOConfig
+from verl.trainer.config.keys import leaves
+from verl.trainer.config.overrides import compose
+from verl.trainer.ppo.core_algos import (
+    LOSS_AGG_MODES,
+    policy_loss_info,
+    policy_loss_names,
+    register_policy_loss,
+    registry,
+)
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.fixture(autouse=True)
+def forget_what_tests_register() -> Iterator[None]:
+    tables = (registry._losses._entries, registry._loss_infos)
+    before = [dict(table) for table in tables]
+    yield
+    for table, entries in zip(tables, before, strict=True):
+        table.clear()
+        table.update(entries)
+
+
+@pytest.mark.parametrize("mode", ["seq-mean-token-mean", "prompt-mean"])
+def test_luspo_does_not_divide_by_lengths(run: Run, mode: str):
+    message = only(run.refusal({f"{ACTOR}.policy_loss.loss_mode": "luspo", f"{ACTOR}.loss_agg_mode": mode}))
+    assert f"{ACTOR}.loss_agg_mode={mode}: policy_loss.loss_mode=luspo makes no sense with it" in message
+    assert "token-mean, token-sum, seq-mean-token-sum, seq-mean-token-sum-norm" in message
+    assert "the paper's is seq-mean-token-sum" in message
+
+
+@pytest.mark.parametrize("name", ["gspo", "sapo", "geo_mean"])
+def test_another_aggregation_than_the_papers_is_said(run: Run, name: str, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "verl"):
+        assert run.load({f"{ACTOR}.policy_loss.loss_mode": name})
+    assert f"the paper of policy_loss.loss_mode={name}" in caplog.text
+    assert "set loss_agg_mode=seq-mean-token-mean" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "verl"):
+        assert run.load({f"{ACTOR}.policy_loss.loss_mode": name, f"{ACTOR}.loss_agg_mode": "seq-mean-token-mean"})
+    assert "the paper of" not in caplog.text
+
+
+def test_dro_needs_its_beta(run: Run):
+    message = only(run.refusal({f"{ACTOR}.policy_loss.loss_mode": "dro"}))
+    assert f"{ACTOR}.policy_loss.dro_beta=null" in message
+    assert run.load({f"{ACTOR}.policy_loss.loss_mode": "dro", f"{ACTOR}.policy_loss.dro_beta": 0.1})
+
+
+def test_bounds_of_clip_cov(run: Run):
+    own = {f"{ACTOR}.policy_loss.loss_mode": "clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb": 6.0}
+    assert "no covariance lies between it and policy_loss.clip_cov_ub=5.0" in only(run.refusal(own))
+
+
+def test_tokens_cannot_leave_a_loss_without_weights(run: Run):
+    @register_policy_loss("no_weights")
+    def no_weights(log_prob, advantages, response_mask): ...
+
+    own = {f"{ACTOR}.policy_loss.loss_mode": "no_weights", f"{ACTOR}.policy_loss.top_entropy_quantile": 0.2}
+    assert "no_weights has no parameter rollout_is_weights" in only(run.refusal(own))
+
+
+@pytest.mark.parametrize("quantile", [0.0, 1.1])
+def test_the_quantile_is_a_fraction(run: Run, quantile: float):
+    assert "top_entropy_quantile" in run.refusal({f"{ACTOR}.policy_loss.top_entropy_quantile": quantile})
+
+
+def test_entropy_bounds(run: Run):
+    target = {f"{ACTOR}.entropy_target": 0.2}
+    assert run.load(target)
+    swapped = target | {f"{ACTOR}.entropy_coeff_min": 0.2, f"{ACTOR}.entropy_coeff_max": 0.1}
+    assert "entropy_coeff_min=0.2: it is above entropy_coeff_max=0.1" in only(run.refusal(swapped))
+    outside = target | {f"{ACTOR}.entropy_coeff": 2.0}
+    assert "kept between entropy_coeff_min=0.0 and entropy_coeff_max=1.0" in only(run.refusal(outside))
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_every_aggregation_can_be_set(run: Run, mode: str):
+    assert run.load({f"{ACTOR}.loss_agg_mode": mode}).actor_rollout_ref.actor.loss_agg_mode == mode
+
+
+PUBLISHED = [
+    (name, setting, overrides)
+    for name in policy_loss_names()
+    for setting, overrides in policy_loss_info(name).reproduces.items()
+]
+
+
+@pytest.mark.parametrize(("name", "setting", "overrides"), PUBLISHED, ids=[f"{n}: {s}" for n, s, _ in PUBLISHED])
+def test_published_settings_are_settings(run: Run, name: str, setting: str, overrides: tuple[str, ...]):
+    known = leaves(PPOConfig)
+    compose(overrides)  # Hydra refuses keys that there are not
+    changes = dict(override.lstrip("+").split("=", 1) for override in overrides)
+    assert all(key in known or key.startswith("reward_model.reward_kwargs.") for key in changes)
+    actor = {key: value for key, value in changes.items() if key.startswith(ACTOR)}
+    loaded = run.load(actor).actor_rollout_ref.actor
+    assert loaded.policy_loss.loss_mode == name
+
+
+def test_every_loss_has_its_paper():
+    for name in policy_loss_names():
+        assert policy_loss_info(name).paper.startswith("https://arxiv.org/abs/")
