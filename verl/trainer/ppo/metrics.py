@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.errors import SchemaError
+from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
 from verl.trainer.ppo.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.metric import distribution, memory_metrics, reduce_metrics
 
@@ -172,12 +173,14 @@ def compute_throughout_metrics(
 def compute_rollout_gap_metrics(batch: DataProto) -> Metrics:
     """How far the rollout engine's probabilities are from the trainer's, over valid tokens.
 
-    With p = exp(rollout_log_probs), q = exp(old_log_probs), Δ = log q - log p::
+    With p = exp(rollout_log_probs), q = exp(old_log_probs)::
 
         training/rollout_probs_diff_{max,mean,std}       of |p - q|
         training/rollout_actor_probs_pearson_corr        correlation of p and q
-        rollout_corr/kl       mean(-Δ)                   KL(p ‖ q) by k1
-        rollout_corr/k3_kl    mean(e^Δ - Δ - 1)          KL(p ‖ q) by k3
+        rollout_corr/{kl,k3_kl,training_ppl,...}         see compute_offpolicy_metrics
+
+    Training responses that are sampled with top_p, top_k or min_p come from a distribution in which the tokens that
+    were kept are likelier, so p > q by design; the difference then measures the truncation as well.
 
     Args:
         batch: with old_log_probs, response_mask, and rollout_log_probs if the engine gave them.
@@ -192,16 +195,16 @@ def compute_rollout_gap_metrics(batch: DataProto) -> Metrics:
         return {"training/rollout_probs_diff_valid": 0.0}
     rollout = columns["rollout_log_probs"][mask].double()
     actor = columns["old_log_probs"][mask].double()
-    p, q, delta = rollout.exp(), actor.exp(), actor - rollout
+    p, q = rollout.exp(), actor.exp()
     gap = (p - q).abs()
+    offpolicy = compute_offpolicy_metrics(columns["old_log_probs"], columns["rollout_log_probs"], mask)
     return {
         "training/rollout_probs_diff_valid": 1.0,
         "training/rollout_probs_diff_max": gap.max().item(),
         "training/rollout_probs_diff_mean": gap.mean().item(),
         "training/rollout_probs_diff_std": gap.std(correction=0).item(),
         "training/rollout_actor_probs_pearson_corr": pearson_correlation(p, q),
-        "rollout_corr/kl": -delta.mean().item(),
-        "rollout_corr/k3_kl": (delta.exp() - delta - 1.0).mean().item(),
+        **{f"rollout_corr/{name}": value for name, value in offpolicy.items()},
     }
 
 
