@@ -22,13 +22,14 @@ def inputs(rows=7, width=5, vocab=11, dtype=torch.double):
 
 def test_by_hand():
     # logits 2·(1, 0) = (2, 0), temperature 2 → (1, 0): p = (e, 1) / (e + 1)
-    log_probs, entropy = token_log_probs(
-        torch.tensor([[2.0]]), torch.tensor([[1.0], [0.0]]), None, torch.tensor([1]), temperature=2.0, with_entropy=True
+    log_probs, entropy, squares = token_log_probs(
+        torch.tensor([[2.0]]), torch.tensor([[1.0], [0.0]]), None, torch.tensor([1]), 2.0, True, True
     )
     z = math.log(math.e + 1)
     p = math.e / (math.e + 1)
     assert_close(log_probs, torch.tensor([-z]))
     assert_close(entropy, torch.tensor([-(p * (1 - z) + (1 - p) * -z)]))
+    assert_close(squares, torch.tensor([p**2 + (1 - p) ** 2]))
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
@@ -38,11 +39,14 @@ def test_equals_full_logits_in_any_chunking(rule):
     logits = logits if rule.softcap is None else rule.softcap * torch.tanh(logits / rule.softcap)
     full = (logits / 0.7).log_softmax(-1)
     for chunk in (1, 22, 33, 10_000):
-        log_probs, entropy = token_log_probs(
-            hidden, weight, bias, targets, 0.7, with_entropy=True, rule=rule, chunk_elements=chunk
+        log_probs, entropy, squares = token_log_probs(
+            hidden, weight, bias, targets, 0.7, True, True, rule=rule, chunk_elements=chunk
         )
         assert_close(log_probs, full[torch.arange(7), targets])
         assert_close(entropy, -(full.exp() * full).sum(-1))
+        assert_close(squares, full.exp().square().sum(-1))
+        assert log_probs.requires_grad
+        assert not squares.requires_grad
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES.keys())
@@ -50,7 +54,7 @@ def test_gradients_are_the_finite_differences(rule):
     hidden, weight, bias, targets = inputs()
 
     def both(h, w, b):
-        return token_log_probs(h, w, b, targets, 0.7, with_entropy=True, rule=rule, chunk_elements=33)
+        return token_log_probs(h, w, b, targets, 0.7, True, True, rule=rule, chunk_elements=33)[:2]
 
     def one(h, w):
         return token_log_probs(h, w, None, targets, 0.7, rule=rule, chunk_elements=33)[0]
@@ -61,9 +65,10 @@ def test_gradients_are_the_finite_differences(rule):
 
 def test_no_rows_give_a_zero_gradient_not_none():
     hidden, weight, _, _ = inputs()
-    log_probs, entropy = token_log_probs(hidden[:0], weight, None, torch.zeros(0, dtype=torch.long))
+    log_probs, entropy, squares = token_log_probs(hidden[:0], weight, None, torch.zeros(0, dtype=torch.long))
     assert log_probs.shape == (0,)
     assert entropy is None
+    assert squares is None
     log_probs.sum().backward()
     assert weight.grad is not None
     assert weight.grad.eq(0).all()
@@ -71,7 +76,17 @@ def test_no_rows_give_a_zero_gradient_not_none():
 
 def test_half_precision_is_reduced_in_fp32():
     hidden, weight, _, targets = inputs(dtype=torch.bfloat16)
-    log_probs, _ = token_log_probs(hidden, weight, None, targets)
-    assert log_probs.dtype == torch.float32
+    log_probs, _, squares = token_log_probs(hidden, weight, None, targets, with_sum_pi_squared=True)
+    assert log_probs.dtype == squares.dtype == torch.float32
     log_probs.sum().backward()
     assert hidden.grad.dtype == torch.bfloat16
+
+
+def test_the_sum_of_squares_of_certain_and_of_forbidden_tokens():
+    # p = (1, 0): 1.  p = (1/2, 1/2, 0), the last forbidden by a bias of -inf: 1/2.
+    ones = torch.ones(1, 1)
+    certain = token_log_probs(ones, torch.tensor([[200.0], [0.0]]), None, torch.tensor([0]), with_sum_pi_squared=True)
+    assert_close(certain.sum_pi_squared, torch.ones(1))
+    bias = torch.tensor([0.0, 0.0, -math.inf])
+    halves = token_log_probs(ones, torch.zeros(3, 1), bias, torch.tensor([0]), with_sum_pi_squared=True)
+    assert_close(halves.sum_pi_squared, torch.tensor([0.5]))

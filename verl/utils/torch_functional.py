@@ -64,10 +64,12 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
         shift_mean: if false, scale only and keep the mean.
     """
     # In float64: where the spread is small beside the mean, float32 sums would shift every entry by their rounding.
-    exact = zero_masked(values, mask).double()
-    mean = masked_mean(exact, mask)
-    whitened = (exact - mean) * torch.rsqrt(masked_var(exact, mask) + 1e-8)
-    return zero_masked(whitened if shift_mean else whitened + mean, mask).to(values.dtype)
+    is_masked, count = mask == 0, mask.count_nonzero()
+    kept = values.masked_fill(is_masked, 0.0)
+    mean = kept.sum(dtype=torch.float64) / count.clamp(min=1)
+    centred = kept.to(torch.float64).sub_(mean).masked_fill_(is_masked, 0.0).flatten()
+    whitened = centred.mul_(torch.rsqrt(centred.dot(centred) / (count - 1).clamp(min=1) + 1e-8)).view(kept.shape)
+    return (whitened if shift_mean else whitened.add_(mean).masked_fill_(is_masked, 0.0)).to(values.dtype)
 
 
 def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:

@@ -113,7 +113,10 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys under the policy as it is now, both (bsz, response_length)."""
+        """old_log_probs and entropys under the policy as it is now, each (bsz, response_length).
+
+        With ``actor.calculate_sum_pi_squared`` also sum_pi_squared.
+        """
         rollout = self.config.rollout
         micro = MicroBatchConfig(
             micro_batch_size_per_gpu=rollout.log_prob_micro_batch_size_per_gpu,
@@ -121,8 +124,16 @@ class ActorRolloutRefWorker(EngineWorker):
             max_token_len_per_gpu=rollout.log_prob_max_token_len_per_gpu,
         )
         with self.trained.eval_mode():
-            found = self.trained.infer_batch(batch, {"log_probs", "entropy"}, micro, self.temperature)
-        return DataProto.from_dict(tensors={"old_log_probs": found["log_probs"], "entropys": found["entropy"]})
+            found = self.trained.infer_batch(batch, set(self._log_prob_columns), micro, self.temperature)
+        return DataProto.from_dict(tensors={column: found[name] for name, column in self._log_prob_columns.items()})
+
+    @property
+    def _log_prob_columns(self) -> dict[str, str]:
+        """The engine's output → the column that it becomes."""
+        columns = {"log_probs": "old_log_probs", "entropy": "entropys"}
+        if self.config.actor.calculate_sum_pi_squared:
+            columns["sum_pi_squared"] = "sum_pi_squared"
+        return columns
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -138,9 +149,14 @@ class ActorRolloutRefWorker(EngineWorker):
         return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def update_actor(self, batch: DataProto) -> DataProto:
-        """Improve the policy on this batch; ``meta_info["metrics"]``, the same on every rank."""
-        engine, loss = self.trained, _present(self.policy_loss, "actor")
+    def update_actor(self, batch: DataProto, entropy_coeff: float | None = None) -> DataProto:
+        """Improve the policy on this batch; ``meta_info["metrics"]``, the same on every rank.
+
+        Args:
+            batch: mini-batches as ``layout_for_ranks`` deals them, with the columns of ``prepare_update``.
+            entropy_coeff: weight of the entropy bonus in this step; None takes ``actor.entropy_coeff``.
+        """
+        engine, loss = self.trained, _present(self.policy_loss, "actor").with_entropy_coeff(entropy_coeff)
         plan = _plan("actor", self.config.actor, self.config.rollout.n, engine, self.temperature)
         with engine.train_mode():
             metrics = update(engine, batch, loss, plan, prefix="actor")

@@ -26,6 +26,7 @@ from verl.base_config import BaseConfig
 from verl.errors import CheckpointError, ConfigError, DataError, ResourceError, RewardError
 from verl.trainer.config.aliases import ALIASES, respell
 from verl.trainer.config.describe import allowed_values
+from verl.trainer.config.estimator import with_sum_pi_squared
 from verl.trainer.config.keys import Key, Tree, default_tree, drop, flat, get, iter_keys, merged, nearest, put, same
 from verl.trainer.config.overrides import CONFIG_DIR, add_search_path, force_overrides, keys_set
 from verl.trainer.config.ppo import PPOConfig
@@ -78,7 +79,7 @@ def load_config(
     for advice in checked:
         logger.warning("%s", advice)
     _tell_hints(tree, raw, known)
-    return with_bypass_mode(config) if isinstance(config, PPOConfig) else config
+    return with_sum_pi_squared(with_bypass_mode(config)) if isinstance(config, PPOConfig) else config
 
 
 def _restore_sections(raw: Tree, known: Mapping[str, Key], problems: list[Problem]) -> None:

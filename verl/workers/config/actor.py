@@ -15,11 +15,12 @@ from verl.workers.config.rollout_correction import RolloutCorrectionConfig
 KLKind = Literal[
     "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
 ]
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
+]
 
 NO_ROUTER_REPLAY = "router replay is not in this version; leave it disabled"
-OTHER_LOSSES = "belongs to policy losses that are not in this version"
-NO_SUM_PI = "estimators that need Σπ² are not in this version; leave it false and use grpo, rloo or gae"
+NEVER_KEPT = "Σπ² is computed in slices and without a gradient, so that there is nothing to keep or to compute again"
 
 
 @section
@@ -29,17 +30,22 @@ class PolicyLossConfig(BaseConfig):
     hydra_target: ClassVar[str] = "verl.workers.config.PolicyLossConfig"
 
     loss_mode: str = setting("vanilla")
-    """Registered policy loss; `vanilla` is the clipped surrogate of PPO."""
-    clip_cov_ratio: float = setting(0.0002, ge=0, le=1, hint=OTHER_LOSSES)
+    """Registered policy loss: vanilla (PPO's clip), gspo, luspo, geo_mean, sapo, cispo, gpg, clip_cov, kl_cov, dppo_tv,
+    dppo_kl, dro, bypass_mode, or your own."""
+    clip_cov_ratio: float = setting(0.0002, ge=0, le=1)
     """`clip_cov`: fraction of tokens whose gradient is dropped."""
-    clip_cov_lb: float = setting(1.0, hint=OTHER_LOSSES)
+    clip_cov_lb: float = setting(1.0)
     """`clip_cov`: covariance above which a token may be dropped."""
-    clip_cov_ub: float = setting(5.0, hint=OTHER_LOSSES)
+    clip_cov_ub: float = setting(5.0)
     """`clip_cov`: covariance below which a token may be dropped."""
-    kl_cov_ratio: float = setting(0.0002, ge=0, le=1, hint=OTHER_LOSSES)
+    kl_cov_ratio: float = setting(0.0002, ge=0, le=1)
     """`kl_cov`: fraction of tokens that get a KL penalty."""
-    ppo_kl_coef: float = setting(0.1, ge=0, hint=OTHER_LOSSES)
+    ppo_kl_coef: float = setting(0.1, ge=0)
     """`kl_cov`: weight of that penalty."""
+    dro_beta: float | None = setting(None, gt=0)
+    """`dro`: weight of its quadratic term, in advantage per nat; that loss cannot do without."""
+    top_entropy_quantile: float = setting(1.0, gt=0, le=1)
+    """Fraction of tokens, those of highest entropy, that keep their policy loss (arXiv:2506.01939); 1 keeps all."""
     rollout_correction: RolloutCorrectionConfig | None = setting(None, internal=True)
     """`bypass_mode`: `algorithm.rollout_correction`, which loading hands over to the loss."""
 
@@ -84,9 +90,9 @@ class ActorConfig(BaseConfig):
     """The same, downwards; left alone it follows `clip_ratio`."""
     clip_ratio_high: float = setting(factory=_follows_clip_ratio, ge=0)
     """The same, upwards; above `clip_ratio_low` it is clip-higher (arXiv:2503.14476)."""
-    tau_pos: float = setting(1.0, gt=0, hint=OTHER_LOSSES)
+    tau_pos: float = setting(1.0, gt=0)
     """`sapo`: temperature for positive advantages."""
-    tau_neg: float = setting(1.05, gt=0, hint=OTHER_LOSSES)
+    tau_neg: float = setting(1.05, gt=0)
     """`sapo`: temperature for negative advantages."""
     freeze_vision_tower: bool = setting(
         False, refuse="vision models are not in this version; set freeze_vision_tower=false"
@@ -95,13 +101,22 @@ class ActorConfig(BaseConfig):
     policy_loss: PolicyLossConfig = subsection(PolicyLossConfig)
     """Which policy loss."""
     clip_ratio_c: float = setting(3.0, gt=1)
-    """Dual clip: cap on ratio·|A| where the advantage is negative (arXiv:1912.09729)."""
+    """Dual clip: cap on ratio·|A| where the advantage is negative (arXiv:1912.09729); `dppo_*`: cap on the ratio."""
     loss_agg_mode: LossAggMode = setting("token-mean")
-    """How per-token losses become one number; all denominators are global."""
+    """How per-token losses become one number; all denominators are global. In `prompt-mean` every prompt weighs the
+    same, and in its group of responses every token."""
     loss_scale_factor: float | None = setting(None, gt=0)
     """Divisor of `seq-mean-token-sum-norm`; null takes the response length."""
     entropy_coeff: float = setting(0)
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus; with `entropy_target` the one to start from."""
+    entropy_target: float | None = setting(None, ge=0)
+    """Entropy per token, in nats, that the bonus holds: its weight rises below and is 0 above (arXiv:2505.22312)."""
+    entropy_target_step: float = setting(0.005, gt=0)
+    """Change of the weight per training step, with `entropy_target`."""
+    entropy_coeff_min: float = setting(0.0, ge=0)
+    """The weight never falls below, with `entropy_target`."""
+    entropy_coeff_max: float = setting(1.0, ge=0)
+    """The weight never rises above, with `entropy_target`."""
     calculate_entropy: bool = setting(False)
     """Compute and log the entropy during the update also where the bonus has no weight."""
     use_kl_loss: bool = setting(False)
@@ -160,9 +175,9 @@ class FSDPActorConfig(ActorConfig):
         True, interpolation="${oc.select:actor_rollout_ref.model.use_remove_padding,false}"
     )
     """Pack sequences, by default as the model section says."""
-    calculate_sum_pi_squared: bool = setting(False, refuse=NO_SUM_PI)
-    """Compute the sum of squared probabilities of every token."""
-    sum_pi_squared_checkpointing: bool = setting(False, refuse=NO_SUM_PI)
+    calculate_sum_pi_squared: bool = setting(False)
+    """Compute Σπ² of every token beside the old log-probs; estimators that read it turn it on themselves."""
+    sum_pi_squared_checkpointing: bool = setting(False, hint=NEVER_KEPT)
     """Compute it again in the backward pass instead of keeping its inputs."""
 
 

@@ -108,7 +108,8 @@ class BaseEngine(ABC):
 
         Args:
             batch: this rank's rows.
-            outputs: of ``log_probs``, ``entropy`` (language models) or ``values`` (value and reward models).
+            outputs: of ``log_probs``, ``entropy``, ``sum_pi_squared`` (language models) or
+                ``values`` (value and reward models).
             micro: size of the passes.
             temperature: of the policy; logits are divided by it.
 

@@ -1,30 +1,62 @@
 """The algorithms: pure functions of tensors, chosen by name.
 
-==================== ============================================ ==========================================
-estimator            advantage                                    paper
-==================== ============================================ ==========================================
-gae                  Σ_k (γλ)^k δ_{t+k}, whitened                 arXiv:1506.02438
-grpo                 (R - mean_g) / std_g; or without std         arXiv:2402.03300, 2503.20783
-rloo                 R - mean of the siblings                     arXiv:2402.14740
-reinforce_plus_plus  discounted return, whitened                  arXiv:2501.03262
-remax                reward to go - reward of greedy response     arXiv:2310.10505
-==================== ============================================ ==========================================
+============================ ========================================== ==============================
+estimator                    advantage                                  paper
+============================ ========================================== ==============================
+gae                          Σ_k (γλ)^k δ_{t+k}, whitened               arXiv:1506.02438
+grpo                         (R - mean_g) / std_g; or without std       arXiv:2402.03300, 2503.20783
+grpo_passk                   best - second best, on the best alone      arXiv:2503.19595
+grpo_per_turn                grpo of the return of each turn            arXiv:2505.11821
+gdpo                         Σ_k w_k grpo(r_k), whitened                arXiv:2601.05242
+rloo                         R - mean of the siblings                   arXiv:2402.14740
+reinforce_plus_plus          discounted return, whitened                arXiv:2501.03262
+reinforce_plus_plus_baseline R - mean_g, whitened                       arXiv:2501.03262
+remax                        reward to go - reward of greedy response   arXiv:2310.10505
+opo                          R - mean_g weighed by length               arXiv:2505.23585
+gpg                          (R - mean_g) · rows / rows with R ≠ 0      arXiv:2504.02546
+maxrl                        (R - mean_g) / mean_g                      arXiv:2602.02710
+optimal_token_baseline       G_t - Σ_g G_t W_t / Σ_g W_t                verl docs, algo/otb
+tir_optimal_token_baseline   the same, tool tokens squeezed out         verl docs, algo/otb
+============================ ========================================== ==============================
 
-Policy loss: ``vanilla``, PPO's clip with separate bounds and dual clip (arXiv:1707.06347, 2503.14476,
-1912.09729). Add your own with :func:`register_adv_est` and :func:`register_policy_loss`.
+``grpo_vectorized`` and ``rloo_vectorized`` are other names of ``grpo`` and ``rloo``.
+
+Policy losses (table in ``policy_losses``): vanilla, clip_cov, kl_cov, gspo, luspo, geo_mean, sapo, dro, gpg, cispo,
+dppo_tv, dppo_kl, bypass_mode. Each has its paper and the settings that it published in ``policy_loss_info(name)``.
+What a loss has to know of its whole mini-batch is made by ``prepare_update``.
+
+Add your own with :func:`register_adv_est` and :func:`register_policy_loss`.
 """
 
 from enum import StrEnum
 
 from verl.trainer.ppo.core_algos.advantages import (
     compute_gae_advantage_return,
+    compute_gdpo_outcome_advantage,
+    compute_gpg_outcome_advantage,
     compute_grpo_outcome_advantage,
+    compute_grpo_passk_outcome_advantage,
+    compute_grpo_per_turn_advantage,
+    compute_grpo_vectorized_outcome_advantage,
+    compute_maxrl_outcome_advantage,
+    compute_multi_turn_optimal_token_baseline_advantage,
+    compute_opo_outcome_advantage,
+    compute_optimal_token_baseline_advantage,
+    compute_reinforce_plus_plus_baseline_outcome_advantage,
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
+    compute_rloo_vectorized_outcome_advantage,
 )
-from verl.trainer.ppo.core_algos.aggregate import LOSS_AGG_MODES, agg_loss, compute_entropy_loss
+from verl.trainer.ppo.core_algos.aggregate import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, prepare_aggregation
 from verl.trainer.ppo.core_algos.bypass import compute_policy_loss_bypass_mode
+from verl.trainer.ppo.core_algos.entropy import (
+    EntropyController,
+    FixedEntropyController,
+    TargetEntropyController,
+    get_entropy_controller,
+    top_entropy_mask,
+)
 from verl.trainer.ppo.core_algos.kl import (
     AdaptiveKLController,
     FixedKLController,
@@ -33,18 +65,38 @@ from verl.trainer.ppo.core_algos.kl import (
     kl_in_reward,
     kl_penalty,
 )
-from verl.trainer.ppo.core_algos.policy_losses import compute_policy_loss, compute_policy_loss_vanilla
+from verl.trainer.ppo.core_algos.policy_losses import (
+    compute_policy_loss,
+    compute_policy_loss_cispo,
+    compute_policy_loss_clip_cov,
+    compute_policy_loss_dppo_kl,
+    compute_policy_loss_dppo_tv,
+    compute_policy_loss_dro,
+    compute_policy_loss_geo_mean,
+    compute_policy_loss_gpg,
+    compute_policy_loss_gspo,
+    compute_policy_loss_kl_cov,
+    compute_policy_loss_luspo,
+    compute_policy_loss_sapo,
+    compute_policy_loss_vanilla,
+)
+from verl.trainer.ppo.core_algos.prepare import prepare_update, update_columns
 from verl.trainer.ppo.core_algos.registry import (
     EstimatorNeeds,
+    PolicyLossInfo,
     adv_needs,
     compute_advantages,
     estimator_names,
     get_adv_estimator_fn,
     get_policy_loss_fn,
     policy_loss_columns,
+    policy_loss_info,
+    policy_loss_names,
+    prepare_policy_loss,
     register_adv_est,
     register_policy_loss,
 )
+from verl.trainer.ppo.core_algos.reweight import compute_pf_ppo_reweight_data
 from verl.trainer.ppo.core_algos.value_loss import compute_value_loss
 
 AdvantageEstimator = StrEnum("AdvantageEstimator", {name.upper(): name for name in estimator_names()})
@@ -54,29 +106,64 @@ __all__ = [
     "LOSS_AGG_MODES",
     "AdaptiveKLController",
     "AdvantageEstimator",
+    "EntropyController",
     "EstimatorNeeds",
+    "FixedEntropyController",
     "FixedKLController",
+    "PolicyLossInfo",
+    "TargetEntropyController",
     "adv_needs",
     "agg_loss",
     "compute_advantages",
     "compute_entropy_loss",
     "compute_gae_advantage_return",
+    "compute_gdpo_outcome_advantage",
+    "compute_gpg_outcome_advantage",
     "compute_grpo_outcome_advantage",
+    "compute_grpo_passk_outcome_advantage",
+    "compute_grpo_per_turn_advantage",
+    "compute_grpo_vectorized_outcome_advantage",
+    "compute_maxrl_outcome_advantage",
+    "compute_multi_turn_optimal_token_baseline_advantage",
+    "compute_opo_outcome_advantage",
+    "compute_optimal_token_baseline_advantage",
+    "compute_pf_ppo_reweight_data",
     "compute_policy_loss",
     "compute_policy_loss_bypass_mode",
+    "compute_policy_loss_cispo",
+    "compute_policy_loss_clip_cov",
+    "compute_policy_loss_dppo_kl",
+    "compute_policy_loss_dppo_tv",
+    "compute_policy_loss_dro",
+    "compute_policy_loss_geo_mean",
+    "compute_policy_loss_gpg",
+    "compute_policy_loss_gspo",
+    "compute_policy_loss_kl_cov",
+    "compute_policy_loss_luspo",
+    "compute_policy_loss_sapo",
     "compute_policy_loss_vanilla",
+    "compute_reinforce_plus_plus_baseline_outcome_advantage",
     "compute_reinforce_plus_plus_outcome_advantage",
     "compute_remax_outcome_advantage",
     "compute_rewards",
     "compute_rloo_outcome_advantage",
+    "compute_rloo_vectorized_outcome_advantage",
     "compute_value_loss",
     "estimator_names",
     "get_adv_estimator_fn",
+    "get_entropy_controller",
     "get_kl_controller",
     "get_policy_loss_fn",
     "kl_in_reward",
     "kl_penalty",
     "policy_loss_columns",
+    "policy_loss_info",
+    "policy_loss_names",
+    "prepare_aggregation",
+    "prepare_policy_loss",
+    "prepare_update",
     "register_adv_est",
     "register_policy_loss",
+    "top_entropy_mask",
+    "update_columns",
 ]

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.schema import COLUMNS, require
+from verl.schema import COLUMNS, PREPARED, require
 from verl.utils.registry import Registry, suggest
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SETTINGS = frozenset({"gamma", "lam", "norm_adv_by_std_in_grpo", "config"})
+Prepare = Callable[[Mapping[str, Any], Any, int], dict[str, Tensor]]
+"""(columns of the whole mini-batch, the actor's section, seed) to columns by name."""
+
+SETTINGS = frozenset(
+    {"gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights", "config"}
+)
 """Parameters that come from ``algorithm.*``; ``config`` is that whole section."""
 
 LOSS_ARGUMENTS = (
@@ -40,17 +45,52 @@ class EstimatorNeeds:
     """Settings of ``algorithm``."""
     wants_all: bool
     """It takes ``**kwargs``: every other column is handed over too."""
+    no_kl_in_reward: str
+    """Why ``algorithm.use_kl_in_reward`` must be off; empty where it may be on."""
     paper: str
     """Where it is described."""
+    reproduces: Mapping[str, tuple[str, ...]]
+    """Name of a published setting → the overrides that select it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyLossInfo:
+    """What a policy loss is called with, as its signature and its registration declare it."""
+
+    columns: frozenset[str]
+    """Batch columns beside ``LOSS_ARGUMENTS`` without which it cannot run."""
+    optional_columns: frozenset[str]
+    """Columns with a default: handed over if the batch has them."""
+    prepared_columns: frozenset[str]
+    """Columns that ``prepare`` makes from the whole mini-batch."""
+    takes_weights: bool
+    """It reads ``rollout_is_weights``, so single tokens can be weighed or taken out of it."""
+    prepare: Prepare | None
+    """Makes the prepared columns."""
+    modes: tuple[str, ...] | None
+    """The aggregation modes that make sense for it; None for all."""
+    paper_mode: str | None
+    """The aggregation of its paper, where that is part of the method."""
+    paper: str
+    """Where it is described."""
+    reproduces: Mapping[str, tuple[str, ...]]
+    """Name of a published setting → the overrides that select it."""
 
 
 _estimators: Registry[Callable[..., tuple[Tensor, Tensor]]] = Registry("advantage estimator")
 _needs: dict[str, EstimatorNeeds] = {}
 _losses: Registry[Callable[..., Any]] = Registry("policy loss")
-_loss_columns: dict[str, frozenset[str]] = {}
+_loss_infos: dict[str, PolicyLossInfo] = {}
 
 
-def register_adv_est(name: str, paper: str = "") -> Callable[[F], F]:
+def register_adv_est(
+    name: str,
+    paper: str = "",
+    *,
+    aliases: Sequence[str] = (),
+    no_kl_in_reward: str = "",
+    reproduces: Mapping[str, Sequence[str]] | None = None,
+) -> Callable[[F], F]:
     """Decorator: file an advantage estimator under ``name`` (``algorithm.adv_estimator``).
 
     Its parameter names are what it needs. A batch column (``token_level_rewards``,
@@ -68,15 +108,20 @@ def register_adv_est(name: str, paper: str = "") -> Callable[[F], F]:
     Args:
         name: how configurations call it.
         paper: link to its description.
+        aliases: other names of the same function.
+        no_kl_in_reward: why the reward that it reads may hold no KL; refuses ``algorithm.use_kl_in_reward``.
+        reproduces: name of a published setting → the overrides that select it.
 
     Raises:
-        ConfigError: a parameter is neither a column nor a setting, or the name is taken.
+        ConfigError: a parameter is neither a column nor a setting, or a name is taken.
     """
 
     def file(function: F) -> F:
-        needs = _estimator_needs(_plain(name), function, paper)
-        _estimators.register(_plain(name))(function)
-        _needs.setdefault(_plain(name), needs)
+        published = {key: tuple(overrides) for key, overrides in (reproduces or {}).items()}
+        needs = _estimator_needs(_plain(name), function, paper, no_kl_in_reward, published)
+        for known_as in (_plain(name), *aliases):
+            _estimators.register(known_as)(function)
+            _needs.setdefault(known_as, needs)
         return function
 
     return file
@@ -136,28 +181,60 @@ def compute_advantages(name: str, columns: Mapping[str, Any], settings: Mapping[
     return function(**arguments)
 
 
-def register_policy_loss(name: str, paper: str = "") -> Callable[[F], F]:
+def register_policy_loss(
+    name: str,
+    paper: str = "",
+    *,
+    prepare: Prepare | None = None,
+    modes: Sequence[str] | None = None,
+    paper_mode: str | None = None,
+    reproduces: Mapping[str, Sequence[str]] | None = None,
+) -> Callable[[F], F]:
     """Decorator: file a policy loss under ``name`` (``actor.policy_loss.loss_mode``).
 
     It is called by keyword with ``old_log_prob, log_prob, advantages, response_mask, loss_agg_mode,
     config, rollout_is_weights``, of which it may leave out what it does not read, and returns
     ``(loss, metrics)``. It may also name batch columns (``rollout_log_probs``, ``ref_log_prob``, ...).
 
+    A loss sees one micro-batch. What has to be known of the whole mini-batch (a mean, a quantile, a
+    random draw) is made by ``prepare(columns, config, seed)``, called once per mini-batch before
+    its rows are dealt out; each column that it returns is a parameter of the loss with the default
+    None.
+
     Args:
         name: how configurations call it.
-        paper: link to its description (kept for readers of the code).
+        paper: link to its description.
+        prepare: from the columns of the whole mini-batch, the actor's section and a seed to columns
+            by name, (bsz, response_length) or (bsz,).
+        modes: the ``loss_agg_mode`` values that make sense for it; None for all.
+        paper_mode: the one of its paper, where that is part of the method.
+        reproduces: name of a published setting → the overrides that select it.
 
     Raises:
         ConfigError: a parameter is unknown and has no default, or the name is taken.
     """
 
     def file(function: F) -> F:
-        parameters = inspect.signature(function).parameters.values()
-        for parameter in parameters:
-            _refuse_unknown(f"policy loss '{name}'", parameter, _LOSS_COLUMNS | set(LOSS_ARGUMENTS))
+        parameters = inspect.signature(function).parameters
+        for parameter in parameters.values():
+            if prepare is None or parameter.default is not None:  # what is prepared may have any name
+                _refuse_unknown(f"policy loss '{name}'", parameter, _LOSS_COLUMNS | set(LOSS_ARGUMENTS))
+        named = {key: p for key, p in parameters.items() if key not in LOSS_ARGUMENTS}
+        prepared = {key for key, p in named.items() if prepare and p.default is None and _is_prepared(key)}
+        columns = {key for key in named if key in _LOSS_COLUMNS} - prepared
+        info = PolicyLossInfo(
+            columns=frozenset(key for key in columns if _is_required(named[key])),
+            optional_columns=frozenset(key for key in columns if not _is_required(named[key])),
+            prepared_columns=frozenset(prepared),
+            takes_weights=_takes_kwargs(parameters) or "rollout_is_weights" in parameters,
+            prepare=prepare,
+            modes=None if modes is None else tuple(modes),
+            paper_mode=paper_mode,
+            paper=paper,
+            reproduces={key: tuple(overrides) for key, overrides in (reproduces or {}).items()},
+        )
         _losses.register(name)(function)
-        named = {p.name for p in parameters} - set(LOSS_ARGUMENTS)
-        _loss_columns.setdefault(name, frozenset(named & _LOSS_COLUMNS))
+        _loss_infos.setdefault(name, info)
         return function
 
     return file
@@ -181,17 +258,66 @@ def get_policy_loss_fn(name: str) -> Callable[..., tuple[Tensor, dict[str, Any]]
     return call
 
 
-def policy_loss_columns(name: str) -> frozenset[str]:
-    """Batch columns that the loss ``name`` asks for beside ``LOSS_ARGUMENTS``.
+def policy_loss_names() -> list[str]:
+    """All registered policy losses."""
+    return _losses.names()
+
+
+def policy_loss_info(name: str) -> PolicyLossInfo:
+    """What the loss ``name`` is called with, and where it comes from.
 
     Raises:
         ConfigError: there is no such loss.
     """
     _losses.get(name)
-    return _loss_columns[name]
+    return _loss_infos[name]
 
 
-def _estimator_needs(name: str, function: Callable, paper: str) -> EstimatorNeeds:
+def policy_loss_columns(name: str) -> frozenset[str]:
+    """Batch columns that the loss ``name`` cannot do without, beside ``LOSS_ARGUMENTS``.
+
+    Raises:
+        ConfigError: there is no such loss.
+    """
+    info = policy_loss_info(name)
+    return info.columns | info.prepared_columns
+
+
+def prepare_policy_loss(name: str, columns: Mapping[str, Any], config: Any, seed: int) -> dict[str, Tensor]:
+    """The columns that the loss ``name`` wants made from a whole mini-batch; none if it wants none.
+
+    Args:
+        name: a registered loss.
+        columns: of the whole mini-batch, all ranks' rows, in the order of the batch.
+        config: the actor's section.
+        seed: of its random draws.
+
+    Returns:
+        columns by name, each with as many rows.
+
+    Raises:
+        ConfigError: there is no such loss, or its ``prepare`` made other columns than it names.
+        SchemaError: a column that ``prepare`` reads is missing.
+    """
+    info = policy_loss_info(name)
+    if info.prepare is None:
+        return {}
+    made = info.prepare(columns, config, seed)
+    if made.keys() != info.prepared_columns:
+        raise ConfigError(
+            f"the prepare function of policy loss '{name}' made columns {sorted(made)}, but the loss has parameters "
+            f"with default None for {sorted(info.prepared_columns)}. Make them the same."
+        )
+    return made
+
+
+def _is_prepared(name: str) -> bool:
+    return name not in COLUMNS or COLUMNS[name].producer == PREPARED
+
+
+def _estimator_needs(
+    name: str, function: Callable, paper: str, no_kl_in_reward: str, reproduces: Mapping[str, tuple[str, ...]]
+) -> EstimatorNeeds:
     parameters = inspect.signature(function).parameters
     for parameter in parameters.values():
         _refuse_unknown(f"advantage estimator '{name}'", parameter, COLUMNS.keys() | SETTINGS)
@@ -202,7 +328,9 @@ def _estimator_needs(name: str, function: Callable, paper: str) -> EstimatorNeed
         optional_columns=frozenset(optional),
         settings=frozenset(parameters) & SETTINGS,
         wants_all=_takes_kwargs(parameters),
+        no_kl_in_reward=no_kl_in_reward,
         paper=paper,
+        reproduces=reproduces,
     )
 
 

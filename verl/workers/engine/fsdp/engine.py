@@ -48,7 +48,7 @@ class FSDPEngine(BaseEngine):
     """
 
     model_type: ModelType = "language_model"
-    output_names = frozenset({"log_probs", "entropy"})
+    output_names = frozenset({"log_probs", "entropy", "sum_pi_squared"})
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ def _check_temperature(temperature: float) -> None:
 
 @EngineRegistry.register("language_model", ("fsdp", "fsdp2"))
 class FSDPLanguageModelEngine(FSDPEngine):
-    """A causal language model: log_probs and entropy of response tokens."""
+    """A causal language model: log_probs, entropy and sum_pi_squared of response tokens."""
 
 
 @EngineRegistry.register("value_model", ("fsdp", "fsdp2"))

@@ -1,9 +1,9 @@
-"""Log-probs and entropy of chosen tokens, straight from hidden states, without tokens x vocabulary in memory."""
+"""What the policy says of chosen tokens, straight from hidden states, without tokens x vocabulary in memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,17 @@ class LogitRule:
         return grad.mul_(self.scale) if self.scale != 1.0 else grad
 
 
+class TokenStatistics(NamedTuple):
+    """Of each of N tokens; (N,) fp32, or None where it was not asked for."""
+
+    log_probs: Tensor
+    """log p(target)."""
+    entropy: Tensor | None
+    """H(p) in nats."""
+    sum_pi_squared: Tensor | None
+    """Σ_v p(v)², which has no gradient."""
+
+
 def token_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -50,10 +61,11 @@ def token_log_probs(
     targets: Tensor,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
     rule: LogitRule = LogitRule(),
     chunk_elements: int = CHUNK_ELEMENTS,
-) -> tuple[Tensor, Tensor | None]:
-    """log p(target) and H(p) for p = softmax(rule(hidden Wᵀ + b) / temperature), in fp32.
+) -> TokenStatistics:
+    """log p(target), H(p) and Σ p² for p = softmax(rule(hidden Wᵀ + b) / temperature), in fp32.
 
     Logits are made for a few rows at a time and made again in the backward pass, which knows
 
@@ -68,15 +80,14 @@ def token_log_probs(
         targets: (N,).
         temperature: divides the logits.
         with_entropy: compute the entropy too.
+        with_sum_pi_squared: compute Σ p² too.
         rule: what the model does to its logits.
         chunk_elements: the bound on logits.
-
-    Returns:
-        (N,) log-probs and (N,) entropy, or None without ``with_entropy``; both fp32.
     """
     rows = max(1, chunk_elements // weight.shape[0])
-    log_probs, entropy = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, with_entropy, rule, rows)  # type: ignore[misc]
-    return log_probs, entropy if with_entropy else None
+    wanted = with_entropy, with_sum_pi_squared
+    log_probs, entropy, squares = _TokenLogProbs.apply(hidden, weight, bias, targets, temperature, wanted, rule, rows)  # type: ignore[misc]
+    return TokenStatistics(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -88,18 +99,22 @@ class _TokenLogProbs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         temperature: float,
-        with_entropy: bool,
+        wanted: tuple[bool, bool],
         rule: LogitRule,
         rows: int,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        with_entropy, with_sum_pi_squared = wanted
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_probs = hidden.new_empty(len(hidden), dtype=wide)
-        log_z, entropy = torch.empty_like(log_probs), torch.empty_like(log_probs)
+        log_z, entropy, squares = (torch.empty_like(log_probs) for _ in range(3))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             logits = _logits(hidden[part], weight, bias, rule, wide).div_(temperature)
             log_z[part] = logits.logsumexp(-1)
             log_probs[part] = logits.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1) - log_z[part]
+            if with_sum_pi_squared:
+                # Σ p² = Z(2z) / Z(z)², and one more reduction instead of one more copy of the logits.
+                squares[part] = (logits.mul(2).logsumexp(-1) - 2 * log_z[part]).exp()
             if with_entropy:
                 logits.sub_(log_z[part].unsqueeze(-1))
                 entropy[part] = -(logits.exp().mul_(logits)).sum(-1)
@@ -109,13 +124,14 @@ class _TokenLogProbs(torch.autograd.Function):
         if not with_entropy:
             entropy = entropy.new_empty(0)
             ctx.mark_non_differentiable(entropy)
-        return log_probs, entropy
+        ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_z, entropy = ctx.saved_tensors
         temperature, rule, rows, wide = ctx.settings
-        grad_log_probs, grad_entropy = grads
+        grad_log_probs, grad_entropy, _ = grads
         grad_hidden = torch.zeros_like(hidden)
         grad_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None else None

@@ -70,7 +70,7 @@ class HeadedModel(nn.Module):
     def forward(self, inputs: ModelInputs, outputs: frozenset[str], temperature: float) -> dict[str, Tensor]:
         """What ``outputs`` names at the N chosen tokens, each (N,) fp32.
 
-        ``log_probs`` and ``entropy``, or ``values`` or ``scores``; for the trial of a new model also
+        ``log_probs``, ``entropy``, ``sum_pi_squared``; ``values``; or ``scores``; for the trial of a new model also
         ``hidden``, (N, hidden_size), and ``reference``, the log-probs by the Transformers model's own forward.
         """
         arguments: dict[str, Any] = {
@@ -91,16 +91,17 @@ class HeadedModel(nn.Module):
         if self.head.out_features == 1:
             found: dict[str, Any] = dict.fromkeys(outputs, self.head(chosen).squeeze(-1).float())
             return found
-        log_probs, entropy = token_log_probs(
+        found = token_log_probs(
             chosen,
             self.head.weight,
             self.head.bias,
             inputs.targets,
             temperature,
             with_entropy="entropy" in outputs,
+            with_sum_pi_squared="sum_pi_squared" in outputs,
             rule=self.rule,
         )
-        return {"log_probs": log_probs} if entropy is None else {"log_probs": log_probs, "entropy": entropy}
+        return {name: values for name, values in found._asdict().items() if values is not None}
 
 
 def build_model(
@@ -115,8 +116,8 @@ def build_model(
         config: which model, and how it runs.
         dtype: of the parameters.
         with_weights: read the weights; else they are unset memory, to be filled from another rank.
-
         is_trained: whether a new head has a purpose.
+
     Raises:
         ConfigError: the folder is missing, or holds another kind of model.
     """
@@ -152,9 +153,9 @@ def _scalar_model(
         if architecture.endswith(ending):
             return _classifier(auto, architecture, config, hf_config, dtype, with_weights)
     if model_type == "reward_model":
-        raise ConfigError(
         if is_trained:
             return _new_reward_model(architecture, config, hf_config, dtype, with_weights)
+        raise ConfigError(
             f"reward_model.model.path={config.path} holds a {architecture or 'model without architectures'}, which "
             "has no trained score. A reward model is a ...ForSequenceClassification or ...ForTokenClassification "
             "with one label; python -m verl.trainer.rm_trainer makes one of a language model."
@@ -171,7 +172,6 @@ def _scalar_model(
     return hf
 
 
-def _classifier(
 def _new_reward_model(
     architecture: str, config: HFModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, with_weights: bool
 ) -> PreTrainedModel:
@@ -209,16 +209,17 @@ def _name_padding(text_config: PretrainedConfig, config: HFModelConfig) -> None:
         text_config.pad_token_id = tokenizer.pad_token_id
 
 
+def _classifier(
     auto: Any,
     architecture: str,
     config: HFModelConfig,
     hf_config: PretrainedConfig,
     dtype: torch.dtype,
     with_weights: bool,
-) -> PreTrainedModel:
     new: Set[str] = frozenset(),
-    if hf_config.num_labels != 1:
+) -> PreTrainedModel:
     """A model with one label; its files may lack the weights ``new``."""
+    if hf_config.num_labels != 1:
         raise ConfigError(
             f"{config.path} holds a {architecture} with {hf_config.num_labels} labels; a value or reward model has "
             "one (num_labels=1 in its config.json)."

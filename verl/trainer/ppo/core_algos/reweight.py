@@ -1,0 +1,80 @@
+"""PF-PPO: train more often on the samples whose score says most."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.schema import require
+from verl.utils.torch_functional import masked_sum
+
+ReweightMethod = Literal["pow", "max_min", "max_random"]
+
+
+def compute_pf_ppo_reweight_data(
+    data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0, seed: int = 0
+) -> DataProto:
+    """As many rows, drawn with replacement by the weight of their score.
+
+    Policy filtration for PPO (arXiv:2409.06957): a reward model is most reliable where its scores are
+    extreme. With s_i = Σ_t token_level_scores_{i,t}·m_{i,t}, a row is drawn with probability ∝
+
+        pow          |s_i|^weight_pow
+        max_min      1 for rows of the largest and of the smallest score, 0 for others
+        max_random   0.4 for rows of the largest score, 0.1 for others
+
+    Where every weight is 0 (``pow``, all scores 0) all rows are equally likely. Every column of a row comes
+    along, its group id too: a row that is drawn twice is two siblings. verl draws from the global
+    generator of the process; here the seed alone decides.
+
+    Args:
+        data: batch with ``token_level_scores`` and ``response_mask``.
+        reweight_method: ``pow``, ``max_min`` or ``max_random``.
+        weight_pow: exponent of ``pow``.
+        seed: of the draw; give every step its own.
+
+    Returns:
+        a new batch of the same size, with the same ``meta_info``.
+
+    Raises:
+        ConfigError: there is no such method.
+        SchemaError: a column is missing.
+    """
+    require(data, ("token_level_scores", "response_mask"), "PF-PPO (algorithm.use_pf_ppo)")
+    assert data.batch is not None
+    scores = masked_sum(data.batch["token_level_scores"], data.batch["response_mask"], axis=-1).double()
+    weights = pf_ppo_weights(scores, reweight_method, weight_pow).cpu().numpy()
+    rows = np.random.default_rng(seed).choice(len(weights), size=len(weights), p=weights / weights.sum())
+    return data.select_idxs(torch.from_numpy(rows))
+
+
+def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
+    """How likely each row is to be drawn, up to a factor; see :func:`compute_pf_ppo_reweight_data`.
+
+    Args:
+        scores: (bsz,).
+        reweight_method: ``pow``, ``max_min`` or ``max_random``.
+        weight_pow: exponent of ``pow``.
+
+    Returns:
+        (bsz,) of which at least one is above 0.
+    """
+    is_best = scores == scores.max()
+    match reweight_method:
+        case "pow":
+            magnitude = scores.abs()
+            weights = (magnitude / magnitude.max().clamp(min=torch.finfo(scores.dtype).tiny)) ** weight_pow
+        case "max_min":
+            weights = (is_best | (scores == scores.min())).to(scores.dtype)
+        case "max_random":
+            weights = torch.where(is_best, 0.4, 0.1).to(scores.dtype)
+        case _:
+            raise ConfigError(
+                f"algorithm.pf_ppo.reweight_method={reweight_method} is unknown. Use pow, max_min or max_random."
+            )
+    return weights if (weights > 0).any() else torch.ones_like(weights)
