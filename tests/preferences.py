@@ -57,3 +57,8 @@ def preference_run(run: Callable[[Any], None], name: str, folder: Path, model: s
         return {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
 
     return start
+
+
+def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that a run must reproduce: all but times and memory."""
+    return {key: value for key, value in metrics.items() if not key.endswith(("time(s)", "memory_used_gb"))}

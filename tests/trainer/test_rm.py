@@ -126,7 +126,7 @@ def test_main_ppo_scores_with_it(train, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"data__train_batch_size": 7, "trainer__n_gpus_per_node": 2, "trainer__controller": "ray"}, "share these pairs"),
+        ({"data__train_batch_size": 7, "trainer__n_gpus_per_node": 2, "trainer__controller": "ray"}, "share these"),
         ({"data__use_dynamic_bsz": "true", "data__max_token_len_per_gpu": 32}, "the longest sequence has 64 tokens"),
         ({"data__train_batch_size": 100}, "24 rows, fewer than one batch"),
         ({"loss__label_smoothing": 0.7}, "loss.label_smoothing=0.7"),

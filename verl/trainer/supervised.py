@@ -190,11 +190,14 @@ class SupervisedRunner:
         ranks = [trainer.n_gpus_per_node] * trainer.nnodes
         pools = controller.pool_manager({"global_pool": ranks}, {self.role: "global_pool"}, device)
         pools.create_resource_pool()
-        workers = controller.WorkerGroup(
-            resource_pool=pools.get_resource_pool(self.role),
-            ray_cls_with_init=controller.WorkerGroup.describe(self.worker_class(), config=config, device_name=device),
-            device_name=device,
-        )
-        workers.init_model()
-        sampler = create_rl_sampler(data, train)
-        self.trainer_class(config, workers, train, val, self.collate_fn(config, tokenizer), sampler).fit()
+        worker = controller.WorkerGroup.describe(self.worker_class(), config=config, device_name=device)
+        try:
+            workers = controller.WorkerGroup(
+                resource_pool=pools.get_resource_pool(self.role), ray_cls_with_init=worker, device_name=device
+            )
+            workers.init_model()
+            sampler = create_rl_sampler(data, train)
+            self.trainer_class(config, workers, train, val, self.collate_fn(config, tokenizer), sampler).fit()
+            workers.shutdown()
+        finally:
+            pools.release()  # a Ray cluster that goes on may have another run to place

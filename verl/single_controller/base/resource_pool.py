@@ -49,6 +49,9 @@ class ResourcePool:
         """For each rank its number on its node."""
         return [local_rank for count in self.store for local_rank in range(count)]
 
+    def release(self) -> None:
+        """Give the places back; workers that still live there end."""
+
 
 class PoolManager:
     """Named pools, and which role lives in which; a controller's subclass says what a pool is made of.
@@ -90,6 +93,11 @@ class PoolManager:
         self.resource_pool_dict = {
             name: self._make_pool(name, counts) for name, counts in self.resource_pool_spec.items()
         }
+
+    def release(self) -> None:
+        """Give the places of all pools back, for another run in the same cluster."""
+        for pool in self.resource_pool_dict.values():
+            pool.release()
 
     def check_resources(self) -> None:
         """Raise a ResourceError unless all pools fit at the same time."""
