@@ -28,11 +28,13 @@ BY_HAND = {
 INDEX = ["a", "b"]
 
 
+@pytest.mark.proof("by hand", param="mode")
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_by_hand(mode: str):
     assert_close(agg_loss(LOSS, MASK, mode, index=INDEX), torch.tensor(BY_HAND[mode]))
 
 
+@pytest.mark.proof("by hand", "prompt-mean")
 def test_prompt_mean_by_hand():
     loss = torch.tensor([[1.0, 2.0], [6.0, 9.0], [5.0, 7.0], [9.0, 9.0], [9.0, 9.0]])
     mask = torch.tensor([[1, 1], [1, 0], [1, 1], [0, 0], [0, 0]])
@@ -44,6 +46,7 @@ def test_prompt_mean_by_hand():
     assert_close(agg_loss(loss, mask, "prompt-mean", dp_size=2, row_weights=weights), torch.tensor(9.0))
 
 
+@pytest.mark.proof("reductions", "prompt-mean")
 def test_prompt_mean_reductions():
     # every prompt with one response: seq-mean-token-mean; all of one prompt: token-mean
     assert_close(agg_loss(LOSS, MASK, "prompt-mean", index=[0, 1]), agg_loss(LOSS, MASK, "seq-mean-token-mean"))
@@ -61,6 +64,7 @@ def test_other_modes_prepare_nothing():
     assert all(prepare_aggregation(mode, MASK, INDEX) == {} for mode in LOSS_AGG_MODES if mode != "prompt-mean")
 
 
+@pytest.mark.proof("by hand", param="mode")
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
@@ -116,6 +120,8 @@ def mini_batches(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, list[list
     return loss, mask, parts
 
 
+@pytest.mark.proof("partition", param="mode")
+@pytest.mark.proof("oracle", param="mode")
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @settings(max_examples=60, deadline=None)
 @given(batch=mini_batches(), dp_size=st.integers(1, 4))
@@ -145,6 +151,7 @@ def test_partition_law_fails_without_global_counts():
     assert abs(split.item() - 7 / 3) > 0.1
 
 
+@pytest.mark.proof("masks", param="mode")
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 def test_masked_places_are_never_read(mode: str, garbage: float):
@@ -156,6 +163,7 @@ def test_masked_places_are_never_read(mode: str, garbage: float):
     assert (loss.grad[MASK == 1] > 0).all()
 
 
+@pytest.mark.proof("edges", param="mode")
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_no_valid_token_gives_zero_with_a_graph(mode: str):
     loss = torch.ones(2, 3, requires_grad=True)

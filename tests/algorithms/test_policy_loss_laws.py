@@ -17,6 +17,7 @@ from verl.trainer.ppo.core_algos import get_policy_loss_fn, policy_loss_info, po
 NAMES = policy_loss_names()
 
 
+@pytest.mark.proof("masks", param="name")
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize(("name", "mode"), PAIRS)
 def test_masked_places_are_never_read(name: str, mode: str, garbage: float):
@@ -33,6 +34,7 @@ def test_masked_places_are_never_read(name: str, mode: str, garbage: float):
     assert (gradient != 0).any()
 
 
+@pytest.mark.proof("edges", param="name")
 @pytest.mark.parametrize(("name", "mode"), PAIRS)
 def test_nothing_valid_is_a_finite_zero_with_a_graph(name: str, mode: str):
     data = batch(0) | {"response_mask": torch.zeros(6, 5, dtype=torch.int64)}
@@ -42,6 +44,7 @@ def test_nothing_valid_is_a_finite_zero_with_a_graph(name: str, mode: str):
     assert all(torch.isfinite(v) for k, v in metrics.items() if not k.endswith(("_max", "_min")))
 
 
+@pytest.mark.proof("edges", param="name")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_response_changes_nothing_in_the_token_mean(name: str):
     data = batch(1)
@@ -65,6 +68,7 @@ def test_a_weight_multiplies_the_gradient_of_its_token_and_gets_none(name: str):
     assert weights.grad is None
 
 
+@pytest.mark.proof("reductions", param="name")
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_step_is_the_policy_gradient(name: str):
     """On the policy itself every loss has the gradient -A, once nothing is selected by covariance."""
@@ -87,9 +91,10 @@ def test_metrics_are_the_known_ones_without_a_graph(name: str):
     assert_close(metrics["actor/ppo_kl"], expected)
 
 
-SMOOTH = ["vanilla", "clip_cov", "kl_cov", "sapo", "dro", "gpg", "gspo", "luspo", "geo_mean"]
+SMOOTH = ["vanilla", "bypass_mode", "clip_cov", "kl_cov", "sapo", "dro", "gpg", "gspo", "luspo", "geo_mean"]
 
 
+@pytest.mark.proof("gradient", param="name")
 @pytest.mark.parametrize(("name", "mode"), [pair for pair in PAIRS if pair[0] in SMOOTH])
 def test_gradient_against_finite_differences(name: str, mode: str):
     """Of the value; away from the kinks, and for ratios of a response with its one advantage."""
@@ -102,6 +107,24 @@ def test_gradient_against_finite_differences(name: str, mode: str):
             moved = data["log_probs"].clone()
             moved[i, j] += sign * step
             values.append(evaluate(name, {**data, "log_probs": moved}, mode)[0].item())
+        assert gradient[i, j].item() == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-5, abs=1e-8)
+
+
+@pytest.mark.proof("gradient", param="name")
+@pytest.mark.parametrize("name", ["gpg", "cispo", "dppo_tv", "dppo_kl"])
+def test_gradient_of_a_stopped_weight_against_finite_differences(name: str):
+    """Of the value with the ratio held: both log-probs move together."""
+    data = batch(1, spread=0.8)
+    _, metrics, gradient = evaluate(name, data)
+    assert name == "gpg" or metrics["actor/pg_clipfrac"] > 0
+    step = 1e-6
+    for i, j in data["response_mask"].nonzero().tolist():
+        values = []
+        for sign in (1, -1):
+            moved = {key: data[key].clone() for key in ("log_probs", "old_log_probs")}
+            for column in moved.values():
+                column[i, j] += sign * step
+            values.append(evaluate(name, data | moved)[0].item())
         assert gradient[i, j].item() == pytest.approx((values[0] - values[1]) / (2 * step), rel=1e-5, abs=1e-8)
 
 

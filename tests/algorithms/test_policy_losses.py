@@ -35,6 +35,7 @@ def one(ratio: float, advantage: float, **changes: float) -> float:
     return loss.item()
 
 
+@pytest.mark.proof("by hand", "vanilla")
 @pytest.mark.parametrize(
     ("ratio", "advantage", "expected"),
     [
@@ -91,6 +92,7 @@ def batch(seed: int, rows: int = 5, width: int = 6, spread: float = 1.0) -> dict
     }
 
 
+@pytest.mark.proof("oracle", "vanilla")
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.sampled_from([0.01, 1.0, 30.0]))
 def test_against_the_slow_form(seed: int, spread: float):
@@ -108,6 +110,7 @@ def test_gradient_on_policy_is_the_policy_gradient():
     assert_close(log_prob.grad, -data["advantages"] * data["response_mask"])
 
 
+@pytest.mark.proof("gradient", "vanilla")
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_gradient_against_finite_differences(mode: str):
     data = batch(1, rows=3, width=4, spread=0.4)
@@ -142,6 +145,7 @@ def test_dual_clip_is_plain_clip_for_positive_advantages():
     assert_close(tight, loose)
 
 
+@pytest.mark.proof("reductions", "vanilla")
 def test_wide_bounds_are_plain_importance_sampling():
     data = batch(3)
     loss, metrics = compute_policy_loss_vanilla(
@@ -169,6 +173,7 @@ def test_importance_weights_multiply_each_token():
     assert weights_with_graph.grad is None
 
 
+@pytest.mark.proof("masks", "vanilla")
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("columns", [("advantages",), ("log_prob",), ("old_log_prob", "log_prob", "advantages")])
 def test_masked_places_are_never_read(garbage: float, columns: tuple[str, ...]):

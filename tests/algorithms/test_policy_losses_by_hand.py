@@ -53,6 +53,7 @@ TWO = rows(
 )
 
 
+@pytest.mark.proof("by hand", "gspo")
 def test_gspo_by_hand():
     # row 1: s = 1, loss -3 on two tokens. Row 2: s = 1/2, A < 0, clipped at 1 - 0.2: 2·0.8 = 1.6 on one.
     assert value("gspo", TWO, "token-sum") == pytest.approx(2 * -3 + 1.6)
@@ -66,6 +67,7 @@ def test_gspo_by_hand():
     assert_close(gradient, tensor([[-0.75, -0.75], [0.0, 0.0]], dtype=torch.float64))
 
 
+@pytest.mark.proof("by hand", "luspo")
 def test_luspo_by_hand():
     # mean over responses of length times loss: (2·(-3) + 1·1.6) / 2
     assert value("luspo", TWO, "seq-mean-token-sum") == pytest.approx((-6 + 1.6) / 2)
@@ -79,6 +81,7 @@ def test_luspo_refuses_modes_that_divide_by_lengths(mode: str):
         compute_policy_loss_luspo(ones, ones, ones, ones, mode, actor("luspo"))
 
 
+@pytest.mark.proof("by hand", "geo_mean")
 def test_geo_mean_by_hand():
     # row 1, A > 0: ln 2 cut to 0.3, -ln 2 stays. Row 2, A < 0: -ln 2 cut to -0.2.
     s, cut = math.exp((0.3 - LN2) / 2), math.exp(-0.2)
@@ -87,6 +90,8 @@ def test_geo_mean_by_hand():
     _, metrics, gradient = evaluate("geo_mean", TWO, "seq-mean-token-mean")
     assert metrics["actor/pg_clipfrac"].item() == pytest.approx(1 / 3)
     assert metrics["actor/pg_clipfrac_lower"].item() == pytest.approx(1 / 3)
+    only_above = evaluate("geo_mean", rows([[0.4]], [[0.8]], [[1.0]]))[1]
+    assert (only_above["actor/pg_clipfrac"], only_above["actor/pg_clipfrac_lower"]) == (1.0, 0.0)
     # only the second token of row 1 is inside its bounds: -A·s/|y|/B
     assert_close(gradient, tensor([[0.0, -3 * s / 4], [0.0, 0.0]], dtype=torch.float64))
 
@@ -104,6 +109,7 @@ def test_the_ratio_of_a_response_is_bounded(name: str):
 # ---- one token ----------------------------------------------------------------------------------
 
 
+@pytest.mark.proof("by hand", "sapo")
 @pytest.mark.parametrize(
     ("old", "new", "advantage", "loss", "gradient"),
     [
@@ -122,11 +128,13 @@ def test_sapo_by_hand(old: float, new: float, advantage: float, loss: float, gra
     assert slope.item() == pytest.approx(gradient, rel=1e-5)
 
 
+@pytest.mark.proof("by hand", "gpg")
 def test_gpg_by_hand():
     # -(2·ln ¼ + (-1)·ln ½)
     assert value("gpg", rows([[0.5, 0.5]], [[0.25, 0.5]], [[2.0, -1.0]])) == pytest.approx(4 * LN2 - LN2)
 
 
+@pytest.mark.proof("by hand", "cispo")
 @pytest.mark.parametrize(
     ("old", "new", "advantage", "weight"),
     [
@@ -143,6 +151,7 @@ def test_cispo_by_hand(old: float, new: float, advantage: float, weight: float):
     assert metrics["actor/pg_clipfrac_lower"] == (weight == 0.8)
 
 
+@pytest.mark.proof("by hand", "dppo_tv")
 @pytest.mark.parametrize(
     ("old", "new", "advantage", "weight"),
     [
@@ -161,6 +170,7 @@ def test_dppo_tv_by_hand(old: float, new: float, advantage: float, weight: float
     assert metrics["actor/pg_clipfrac"] == (weight == 0.0)
 
 
+@pytest.mark.proof("by hand", "dppo_kl")
 @pytest.mark.parametrize(
     ("old", "new", "advantage", "weight"),
     [
@@ -186,6 +196,7 @@ def test_binary_divergences_by_hand():
     assert_close(binary_kl(*tiny), tensor([2e-7 * LN2 - 1e-7]), rtol=1e-2, atol=0)
 
 
+@pytest.mark.proof("by hand", "dro")
 def test_dro_by_hand():
     # Δ = ln 2, β = ½: -(3·ln 0.8 - ½·½·ln²2); gradient -(3 - ½·ln 2)
     loss, metrics, gradient = evaluate("dro", rows([[0.4]], [[0.8]], [[3.0]]))
@@ -270,6 +281,7 @@ def test_selection_names_the_column_it_lacks(name: str):
         prepare_policy_loss(name, columns, actor(name), seed=0)
 
 
+@pytest.mark.proof("by hand", "clip_cov")
 def test_clip_cov_by_hand():
     # ratios 2 (clipped at 1.3: -3.9), 1.1 (-3.3, selected: 0), ½ with A < 0 (clipped at 0.8: 1.6)
     data = rows([[0.4, 0.5, 0.8]], [[0.8, 0.55, 0.4]], [[3.0, 3.0, -2.0]])
@@ -282,6 +294,7 @@ def test_clip_cov_by_hand():
     assert metrics["actor/cov_selected_frac"].item() == pytest.approx(1 / 3)
 
 
+@pytest.mark.proof("by hand", "kl_cov")
 def test_kl_cov_by_hand():
     # -A·r = -6, -3.3, +1; + 0.7·ln 2 on the last
     data = rows([[0.4, 0.5, 0.8]], [[0.8, 0.55, 0.4]], [[3.0, 3.0, -2.0]])
@@ -380,6 +393,7 @@ TOKENS: dict[str, Callable] = {
 }
 
 
+@pytest.mark.proof("oracle", param="name")
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.sampled_from([0.05, 0.6, 2.0]))
 @pytest.mark.parametrize("name", TOKENS)
@@ -406,11 +420,13 @@ def same(name: str, changes: dict, other: str, other_changes: dict, data: dict[s
 NO_DUAL_CLIP = {"clip_ratio_c": 1e9}
 
 
+@pytest.mark.proof("reductions", "gspo", "vanilla")
 @pytest.mark.parametrize("seed", range(5))
 def test_gspo_on_responses_of_one_token_is_ppo(seed: int):
     same("gspo", {}, "vanilla", NO_DUAL_CLIP, batch(seed, rows=20, width=1))
 
 
+@pytest.mark.proof("reductions", "gspo", "geo_mean")
 @pytest.mark.parametrize("seed", range(5))
 def test_gspo_and_geo_mean_without_bounds_are_one(seed: int):
     data = batch(seed, per_row=True)
@@ -418,6 +434,7 @@ def test_gspo_and_geo_mean_without_bounds_are_one(seed: int):
     same("gspo", wide, "geo_mean", wide, data, "seq-mean-token-mean")
 
 
+@pytest.mark.proof("reductions", "luspo", "gspo")
 @pytest.mark.parametrize("seed", range(5))
 def test_luspo_on_equal_lengths_is_gspo_times_the_length(seed: int):
     data = batch(seed, width=4) | {"response_mask": torch.ones(6, 4).long()}
@@ -427,6 +444,7 @@ def test_luspo_on_equal_lengths_is_gspo_times_the_length(seed: int):
     assert_close(gradient, 4 * expected_gradient)
 
 
+@pytest.mark.proof("reductions", "clip_cov")
 @pytest.mark.parametrize("seed", range(5))
 def test_clip_cov_without_a_choice_is_ppo(seed: int):
     (loss, _, gradient), (expected, _, expected_gradient) = (
@@ -437,6 +455,7 @@ def test_clip_cov_without_a_choice_is_ppo(seed: int):
     assert_close(gradient, expected_gradient)
 
 
+@pytest.mark.proof("reductions", "kl_cov")
 @pytest.mark.parametrize("own", [{"ppo_kl_coef": 0.0}, {"kl_cov_ratio": 0.0}])
 def test_kl_cov_without_a_penalty_is_ppo_without_a_clip(own: dict):
     wide = {"clip_ratio_low": 1e9, "clip_ratio_high": 1e9, "clip_ratio_c": 1e12}
@@ -448,6 +467,7 @@ def test_kl_cov_without_a_penalty_is_ppo_without_a_clip(own: dict):
     assert_close(gradient, expected_gradient)
 
 
+@pytest.mark.proof("reductions", param="name")
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl", "cispo"])
 def test_without_bounds_it_is_the_importance_weighted_gradient(name: str):
     data = batch(1, spread=1.5)
@@ -456,10 +476,12 @@ def test_without_bounds_it_is_the_importance_weighted_gradient(name: str):
     assert_close(evaluate(name, data, config=wide)[2], -ratio * data["advantages"] * data["response_mask"])
 
 
+@pytest.mark.proof("reductions", "cispo", "gpg")
 def test_cispo_with_closed_bounds_is_gpg():
     same("cispo", {"clip_ratio_low": 0.0, "clip_ratio_high": 0.0}, "gpg", {}, batch(2))
 
 
+@pytest.mark.proof("reductions", "dro", "gpg")
 def test_dro_with_a_small_beta_is_gpg():
     loss, _, gradient = evaluate("dro", batch(3), config=actor("dro", {"dro_beta": 1e-12}))
     expected, _, expected_gradient = evaluate("gpg", batch(3))

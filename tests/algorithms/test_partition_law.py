@@ -67,6 +67,8 @@ def layouts(draw: st.DrawFn) -> list[list[list[int]]]:
     return ranks
 
 
+@pytest.mark.proof("partition", param="name")
+@pytest.mark.proof("partition", param="mode")
 @pytest.mark.parametrize(("name", "mode"), PAIRS)
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**31), layout=layouts(), quantile=st.sampled_from([1.0, 0.4]), with_weights=st.booleans())
