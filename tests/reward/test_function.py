@@ -1,15 +1,18 @@
-"""The two forms of a reward function, and what becomes of its results and failures."""
+"""The forms of a reward function, and what becomes of its results and failures."""
 
 import asyncio
 import functools
+import importlib
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from tests.reward.batches import LENGTH, batch_of
+from tests.reward.batches import batch_of
 from verl.errors import ConfigError, RewardError
-from verl.workers.reward_manager.function import RewardFunction, Sample, form_of, to_score, token_scores
+from verl.utils.reward_score import SCORERS, UnknownDataSourceError, default_compute_score
+from verl.workers.reward_manager.function import RewardFunction, Sample, form_of, on_turns, to_score, token_scores
 
 SAMPLES = [Sample("a", "xx", "2", {"n": 1}, "u0"), Sample("b", "yyy", "3", {"n": 2}, "u1")]
 
@@ -21,7 +24,8 @@ def extra(data_source, solution_str, ground_truth, extra_info, weight): ...
 async def waits(data_source, solution_str, ground_truth, extra_info): ...
 def whole(data, **kwargs): ...
 def whole_weight(data, weight=1.0): ...
-def old_batch(data_sources, solution_strs, ground_truths, extra_infos): ...
+def texts(data_sources, solution_strs, ground_truths, extra_infos): ...
+def texts_weight(solution_strs, ground_truths, weight, **kwargs): ...
 def other(x, y): ...
 
 
@@ -36,6 +40,8 @@ def other(x, y): ...
         (waits, {}, "sample"),
         (whole, {"anything": 1}, "batch"),
         (whole_weight, {"weight": 2}, "batch"),
+        (texts, {}, "texts"),
+        (texts_weight, {"weight": 2}, "texts"),
     ],
 )
 def test_forms_are_told_apart_by_parameter_names(function, bound, form):
@@ -45,14 +51,15 @@ def test_forms_are_told_apart_by_parameter_names(function, bound, form):
 @pytest.mark.parametrize(
     "function, bound, says",
     [
-        (other, {}, "other(x, y) has neither 'solution_str' nor 'data'"),
-        (old_batch, {}, "has neither"),
+        (other, {}, "other(x, y) has neither 'solution_str' nor 'solution_strs' nor 'data'"),
+        (texts, {"weight": 2}, "takes no weight"),
+        (texts_weight, {}, "needs weight"),
         (extra, {}, "needs weight, which nobody gives"),
         (full, {"weight": 2}, "takes no weight"),
         (functools.partial(other, y=1), {}, "other(x, *, y=1) has neither"),
     ],
 )
-def test_another_form_is_refused_with_both_forms(function, bound, says):
+def test_another_form_is_refused_with_all_forms(function, bound, says):
     with pytest.raises(ConfigError) as caught:
         form_of(function, bound)
     assert says in str(caught.value)
@@ -80,29 +87,28 @@ def test_a_function_gets_only_what_it_names():
 
 
 def test_kwargs_alone_get_all_four():
-    seen = []
-    RewardFunction(lambda solution_str, **kwargs: seen.append(kwargs) or 0.0, {"w": 1}).score_samples(SAMPLES[:1])
-    assert seen == [{"data_source": "a", "ground_truth": "2", "extra_info": {"n": 1}, "w": 1}]
+    function = RewardFunction(lambda solution_str, **kwargs: {"score": 0.0, "seen": kwargs}, {"w": 1})
+    (score,) = function.score_samples(SAMPLES[:1])
+    assert score.extra["seen"] == {"data_source": "a", "ground_truth": "2", "extra_info": {"n": 1}, "w": 1}
 
 
 def test_async_functions_run_side_by_side_within_the_bound():
-    running, most = 0, 0
+    running = [0]
 
     async def score(data_source, solution_str, ground_truth, extra_info):
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.005)
-        running -= 1
+        running[0] += 1
+        seen = running[0]
+        await asyncio.sleep(0.05)
+        running[0] -= 1
         if solution_str == "3":
             raise ValueError("three")
-        return float(solution_str)
+        return {"score": float(solution_str), "running": seen}
 
     samples = [Sample("a", str(n), "", {}) for n in range(10)]
     scores = RewardFunction(score, {}, max_concurrent=4).score_samples(samples)
-    assert most == 4
+    assert max(s.extra.get("running", 0) for s in scores) == 4
     assert [s.value for s in scores] == [0, 1, 2, 0, 4, 5, 6, 7, 8, 9]
-    assert [s.error is not None for s in scores] == [n == 3 for n in range(10)]
+    assert [s.status for s in scores] == ["error" if n == 3 else "ok" for n in range(10)]
     assert "ValueError: three" in scores[3].error
 
 
@@ -117,14 +123,62 @@ def test_a_failure_concerns_its_sample_alone_and_keeps_its_traceback():
     assert "1 / (extra_info" in first.error
 
 
-def test_configuration_errors_and_interrupts_pass_through():
-    for error in (ConfigError("wrong"), KeyboardInterrupt()):
+def test_what_is_wrong_for_every_sample_is_raised_once():
+    def wrong(solution_str):
+        raise ConfigError("format_scor is no setting")
 
-        def score(solution_str, error=error):
-            raise error
+    with pytest.raises(ConfigError, match="format_scor is no setting"):
+        RewardFunction(wrong, {}).score_samples(SAMPLES)
+    with pytest.raises(UnknownDataSourceError, match="'nobody'"):
+        RewardFunction(default_compute_score, {}).score_samples([Sample("nobody", "x", "y", {})])
 
-        with pytest.raises(type(error)):
-            RewardFunction(score, {}).score_samples(SAMPLES)
+
+def test_an_interrupt_ends_its_sample_and_not_the_run():
+    def score(solution_str):
+        if solution_str == "xx":
+            raise KeyboardInterrupt
+        return 1.0
+
+    assert [s.status for s in RewardFunction(score, {}).score_samples(SAMPLES)] == ["crashed", "ok"]
+
+
+def test_results_of_every_kind_arrive_as_numbers():
+    def score(solution_str):
+        values = [np.float32(0.5), np.int64(2), torch.tensor(0.25), np.bool_(True), 1, np.array(3)]
+        return {"score": values[int(solution_str)], "list": np.arange(2), "pair": (1, "x"), "none": None}
+
+    scores = RewardFunction(score, {}).score_samples([Sample("a", str(n), "", {}) for n in range(6)])
+    assert [s.value for s in scores] == [0.5, 2.0, 0.25, 1.0, 1.0, 3.0]
+    assert all(type(s.value) is float for s in scores)
+    assert scores[0].extra == {"list": [0, 1], "pair": [1, "x"], "none": None}
+
+
+def test_async_scorers_by_data_source_run_side_by_side(tmp_path, monkeypatch):
+    # One source is async, the other is not; each sample gets its own score, in order.
+    code = """
+import asyncio
+from verl.utils.reward_score import register_scorer
+
+@register_scorer("test/slow")
+async def slow(solution_str, ground_truth):
+    await asyncio.sleep(0.5)
+    return float(solution_str)
+
+@register_scorer("test/fast")
+def fast(solution_str, ground_truth):
+    return float(solution_str) * 10
+"""
+    (tmp_path / "my_scorers.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "my_scorers")
+    importlib.import_module("my_scorers")
+    function = RewardFunction(default_compute_score, {}, max_concurrent=16)
+    samples = [Sample("test/fast" if n % 4 == 0 else "test/slow", str(n), "", {}) for n in range(16)]
+    started = time.perf_counter()
+    assert [s.value for s in function.score_samples(samples)] == [n * 10 if n % 4 == 0 else n for n in range(16)]
+    assert time.perf_counter() - started < 4  # one after the other, the twelve slow ones take 6 s
+    for name in ("test/slow", "test/fast"):
+        del SCORERS._entries[name]
 
 
 @pytest.mark.parametrize(
@@ -133,9 +187,6 @@ def test_configuration_errors_and_interrupts_pass_through():
         (1, 1.0),
         (0.5, 0.5),
         (True, 1.0),
-        (np.float32(0.5), 0.5),
-        (np.int64(2), 2.0),
-        (torch.tensor(0.25), 0.25),
         (-3, -3.0),
     ],
 )
@@ -146,12 +197,14 @@ def test_numbers_of_every_kind(result, value):
         assert type(score.value) is float
 
 
-def test_extra_values_become_plain():
-    assert to_score({"score": 1, "acc": np.bool_(True), "len": torch.tensor(3), "pred": "x"}).extra == {
-        "acc": True,
-        "len": 3,
-        "pred": "x",
-    }
+def test_a_score_for_each_turn():
+    score = to_score({"turn_scores": [0.5, 0, 1], "acc": True})
+    assert (score.value, score.turn_scores, score.extra) == (1.5, (0.5, 0.0, 1.0), {"acc": True})
+    assert to_score({"turn_scores": [1.0], "score": 1.0}).value == 1.0
+    assert on_turns(score, 3) is score
+    failed = on_turns(score, 2)
+    assert (failed.value, failed.status) == (0.0, "error")
+    assert "3 turn_scores, but the policy had 2 turns" in failed.error
 
 
 @pytest.mark.parametrize(
@@ -162,9 +215,10 @@ def test_extra_values_become_plain():
         ((1.0, "x"), "tuple"),
         (float("nan"), "nan, not a finite number"),
         (float("inf"), "inf, not a finite number"),
-        (torch.tensor(float("nan")), "nan"),
-        (torch.ones(2), "Tensor"),
-        (1j, "complex"),
+        ([1.0, 1.0], "list [1.0, 1.0], not a number"),
+        ({"turn_scores": 1.0}, "turn_scores=1.0, not a list"),
+        ({"turn_scores": [1.0, None]}, "NoneType"),
+        ({"turn_scores": [1.0, 2.0], "score": 1.0}, "score=1, and turn_scores whose sum is 3"),
         ({"acc": 1}, "without 'score'; it has: acc"),
         ({"score": None}, "NoneType"),
         ({"score": 1.0, "reward_status": "fine"}, "reward_status"),
@@ -176,7 +230,30 @@ def test_what_is_no_score(result, says):
     assert says in str(caught.value)
 
 
-# ---- the per-batch form --------------------------------------------------------------------------
+# ---- the forms for a whole batch -----------------------------------------------------------------
+
+
+def batch_scores(function, data, samples, **kwargs):
+    return RewardFunction(function, kwargs).submit_batch(data, samples).result()
+
+
+def test_texts_form():
+    def score(data_sources, solution_strs, ground_truths, extra_infos, weight):
+        rows = zip(data_sources, solution_strs, ground_truths, extra_infos, strict=True)
+        return [{"score": len(text) * weight, "what": f"{s}{t}{e['n']}"} for s, text, t, e in rows]
+
+    scores = batch_scores(score, batch_of(["xx", "yyy"]), SAMPLES, weight=10).samples
+    assert [(s.value, s.extra) for s in scores] == [(20.0, {"what": "a21"}), (30.0, {"what": "b32"})]
+    some = batch_scores(lambda solution_strs: [1.0, None], batch_of(["xx", "yyy"]), SAMPLES).samples
+    assert [s.status for s in some] == ["ok", "error"]
+
+
+@pytest.mark.parametrize(
+    "result, says", [([1.0], "returned 1 scores for 2 samples"), (1.0, "returned float, not a list")]
+)
+def test_texts_form_of_another_length(result, says):
+    scores = batch_scores(lambda solution_strs: result, batch_of(["a", "b"]), SAMPLES).samples
+    assert all(says in s.error and s.status == "error" for s in scores)
 
 
 def test_batch_form_sees_texts_truths_and_columns():
@@ -185,21 +262,20 @@ def test_batch_form_sees_texts_truths_and_columns():
     def compute_reward(data, **kwargs):
         assert len(data.batch) == len(data) == 2
         assert data.non_tensor_batch["uid"].tolist() == ["u0", "u1"]
-        assert data.batch["responses"].shape == (2, LENGTH)
+        assert data.batch["responses"].shape == (2, 6)
         return torch.tensor([float(r == t) for r, t in zip(data.responses, data.ground_truth_answers, strict=True)])
 
-    samples = [Sample("s", "ab", "ab", {}), Sample("s", "c", "x", {})]
-    scores, tokens = RewardFunction(compute_reward, {}).score_batch(data, samples)
-    assert [s.value for s in scores] == [1.0, 0.0]
-    assert tokens is None
+    scores = batch_scores(compute_reward, data, [Sample("s", "ab", "ab", {}), Sample("s", "c", "x", {})])
+    assert [s.value for s in scores.samples] == [1.0, 0.0]
+    assert scores.tokens is None
     assert isinstance(data.responses, torch.Tensor)  # the batch itself is as it was
 
 
 def test_batch_form_with_token_scores():
     data = batch_of(["ab", ""], ["", ""])  # the first has a, b, <eos>
-    scores, tokens = RewardFunction(lambda data: torch.ones(2, LENGTH) / 4, {}).score_batch(data, SAMPLES)
-    assert tokens.tolist() == [[0.25, 0.25, 0.25, 0, 0, 0], [0.0] * 6]
-    assert [s.value for s in scores] == [0.75, 0.0]
+    scores = batch_scores(lambda data: torch.ones(2, 6) / 4, data, SAMPLES)
+    assert scores.tokens.tolist() == [[0.25, 0.25, 0.25, 0, 0, 0], [0.0] * 6]
+    assert [s.value for s in scores.samples] == [0.75, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -208,25 +284,32 @@ def test_batch_form_with_token_scores():
         (torch.ones(3), "shape (3,); expected (2,), one score per sample, or (2, 6), one per token"),
         (torch.ones(2, 5), "shape (2, 5)"),
         (torch.ones(2, 1), "shape (2, 1)"),
-        ([1.0, 0.0], "returned list, not a torch.Tensor"),
+        (1.0, "returned float, not a torch.Tensor"),
     ],
 )
 def test_batch_form_of_another_shape_fails_every_sample(result, says):
-    scores, _ = RewardFunction(lambda data: result, {}).score_batch(batch_of(["a", "b"], ["", ""]), SAMPLES)
-    assert all(says in s.error for s in scores)
+    scores = batch_scores(lambda data: result, batch_of(["a", "b"], ["", ""]), SAMPLES).samples
+    assert all(says in s.error and s.status == "error" for s in scores)
 
 
 def test_batch_form_with_nan_fails_that_sample():
     data = batch_of(["a", "b"], ["", ""])
-    scores, _ = RewardFunction(lambda data: torch.tensor([1.0, float("nan")]), {}).score_batch(data, SAMPLES)
+    scores = batch_scores(lambda data: torch.tensor([1.0, float("nan")]), data, SAMPLES).samples
     assert (scores[0].value, scores[0].error) == (1.0, None)
     assert (scores[1].value, "not a finite number" in scores[1].error) == (0.0, True)
+
+
+def test_a_batch_call_has_its_own_time():
+    function = RewardFunction(lambda solution_strs: time.sleep(600), {}, batch_timeout_s=0.5)
+    scores = function.submit_batch(batch_of(["a", "b"]), SAMPLES).result().samples
+    assert [s.status for s in scores] == ["timeout", "timeout"]
+    assert "0.5 s" in scores[0].error
 
 
 def test_token_scores_outside_the_mask_do_not_count():
     nan = float("nan")
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])
-    scores, tokens = token_scores(torch.tensor([[1.0, 2.0, nan], [nan, 1.0, 5.0]]), mask)
-    assert tokens.tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
-    assert [s.value for s in scores] == [3.0, 0.0]
-    assert [s.error is None for s in scores] == [True, False]
+    scores = token_scores(torch.tensor([[1.0, 2.0, nan], [nan, 1.0, 5.0]]), mask)
+    assert scores.tokens.tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
+    assert [s.value for s in scores.samples] == [3.0, 0.0]
+    assert [s.error is None for s in scores.samples] == [True, False]

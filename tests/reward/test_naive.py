@@ -82,10 +82,12 @@ def test_dict_results_become_columns():
 
 
 def test_extra_info_has_what_the_rollout_knows_and_the_batch_keeps_its_own():
-    seen = []
     data = batch_of(["a", "b"], __num_turns__=[2, 4], rm_scores=torch.full((2, LENGTH), 0.5))
-    manager(lambda solution_str, extra_info: seen.append(extra_info) or 0.0)(data)
-    assert seen == [{"row": 0, "num_turns": 2, "rm_score": 3.0}, {"row": 1, "num_turns": 4, "rm_score": 3.0}]
+    result = manager(lambda solution_str, extra_info: {"score": 0.0, "seen": extra_info})(data, return_dict=True)
+    assert result["reward_extra_info"]["seen"] == [
+        {"row": 0, "num_turns": 2, "rm_score": 3.0},
+        {"row": 1, "num_turns": 4, "rm_score": 3.0},
+    ]
     assert data.non_tensor_batch["extra_info"].tolist() == [{"row": 0}, {"row": 1}]
 
 

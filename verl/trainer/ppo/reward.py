@@ -1,22 +1,32 @@
-"""From the configuration to a reward manager, and from a batch to its scores."""
+"""From the configuration to a reward manager, from a batch to its scores, and what becomes of failures."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
+from verl.schema import require
 from verl.trainer.config import PPOConfig
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import load_object
-from verl.utils.reward_score import check_settings, default_compute_score, is_async
-from verl.workers.reward_manager import AbstractRewardManager, get_reward_manager_cls
-from verl.workers.reward_manager.function import form_of, tensors_of
+from verl.utils.killable_pool import STATUSES
+from verl.utils.metric import distribution
+from verl.utils.reward_score import check_settings, default_compute_score
+from verl.utils.reward_score.one_source import scorer_for_all
+from verl.workers.config.reward_model import FailurePolicy
+from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
+from verl.workers.reward_manager.function import Pending, form_of, tensors_of
+
+Metrics = dict[str, float]
 
 FORMATS = {"math": "math_reward"}
 """Names of ``reward_model.reward_format`` that are not data sources."""
@@ -48,7 +58,8 @@ def load_reward_manager(
     goes by data source; ``reward_model.scorer_kwargs`` are bound to it. The manager is the
     registered one called ``reward_manager.name``, or, with ``reward_manager.source=importlib``, the
     class of that name in the file ``reward_manager.module.path``; it is given
-    ``reward_model.reward_kwargs``, and ``max_error_rate`` if it has such a parameter.
+    ``reward_model.reward_kwargs``, and of ``max_error_rate``, ``num_workers``, ``timeout_s``,
+    ``memory_limit_mb`` and ``max_resp_len`` (``data.max_response_length``) those that it has as parameters.
 
     Args:
         config: the whole configuration.
@@ -64,14 +75,24 @@ def load_reward_manager(
     if config.reward_model.scorer_kwargs:
         function = functools.partial(function, **config.reward_model.scorer_kwargs)
     cls = _manager_class(config)
-    settings: dict[str, Any] = {"reward_fn_key": config.data.reward_fn_key}
-    if "max_error_rate" in inspect.signature(cls).parameters:
-        settings["max_error_rate"] = config.reward_model.max_error_rate
+    model = config.reward_model
+    offered = {
+        "max_error_rate": model.max_error_rate,
+        "num_workers": model.num_workers,
+        "timeout_s": model.timeout_s,
+        "memory_limit_mb": model.memory_limit_mb,
+        "max_resp_len": config.data.max_response_length,
+    }
+    wanted = set(inspect.signature(cls).parameters)
+    if NaiveRewardManager in getattr(cls, "__mro__", ()):  # further settings go on to it
+        wanted |= set(inspect.signature(NaiveRewardManager).parameters)
+    settings = {"reward_fn_key": config.data.reward_fn_key}
+    settings |= {name: value for name, value in offered.items() if name in wanted}
     return cls(
         tokenizer=tokenizer,
         num_examine=num_examine,
         compute_score=function,
-        **{**settings, **config.reward_model.reward_kwargs, **reward_kwargs},
+        **{**settings, **model.reward_kwargs, **reward_kwargs},
     )
 
 
@@ -90,6 +111,13 @@ def check_reward_data(config: PPOConfig, reward_fn: Any, dataset: Any) -> None:
         reward_fn.check_dataset(dataset)
 
 
+def start_reward(data: DataProto, reward_fn: Any) -> Pending[tuple[torch.Tensor, dict[str, list[Any]]]]:
+    """Begin to score a batch and return at once; ``result()`` waits for what :func:`compute_reward` returns."""
+    if isinstance(reward_fn, AbstractRewardManager):
+        return reward_fn.start(data).map(lambda result: _checked(result, data, reward_fn))
+    return Pending([], lambda: _checked(reward_fn(data, return_dict=True), data, reward_fn))
+
+
 def compute_reward(data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
     """Scores of a batch, and what the reward function said beside them.
 
@@ -99,12 +127,85 @@ def compute_reward(data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[
 
     Returns:
         scores (bsz, response_length), and lists of length bsz by name: ``score``,
-        ``reward_status`` (``ok`` or ``error``), and the function's own.
+        ``reward_status`` (one of :data:`verl.utils.killable_pool.STATUSES`), and the function's own.
 
     Raises:
         RewardError: too many samples failed, or the manager returned something of another shape.
     """
-    result = reward_fn(data, return_dict=True)
+    return start_reward(data, reward_fn).result()
+
+
+def status_metrics(statuses: Sequence[str]) -> Metrics:
+    """``reward/error_rate``, the share of samples that could not be scored, and ``reward/status/{status}`` of each way.
+
+    >>> metrics = status_metrics(["ok", "timeout", "ok", "error"])
+    >>> metrics["reward/error_rate"], metrics["reward/status/timeout"], metrics["reward/status/crashed"]
+    (0.5, 0.25, 0.0)
+    """
+    counts, size = Counter(statuses), max(len(statuses), 1)
+    failed = sum(count for status, count in counts.items() if status != "ok")
+    rates = {f"reward/status/{status}": counts[status] / size for status in STATUSES if status != "ok"}
+    return {"reward/error_rate": failed / size} | rates
+
+
+def component_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
+    """``reward/{name}/mean``, ``/max`` and ``/min`` of every number that the reward function returned.
+
+    A sample that could not be scored, or has no such value, is no part of them. Names that hold a text
+    or a list for any sample have no numbers.
+
+    Args:
+        extra: the second result of :func:`compute_reward`.
+    """
+    statuses = extra.get("reward_status")
+    metrics: Metrics = {}
+    for name, values in extra.items():
+        scored = [v for row, v in enumerate(values) if v is not None and (statuses is None or statuses[row] == "ok")]
+        if scored and all(isinstance(value, (bool, int, float)) for value in scored):
+            metrics |= distribution([float(value) for value in scored], f"reward/{name}")
+    return metrics
+
+
+def leave_out_failed(batch: DataProto, statuses: Sequence[str], policy: FailurePolicy) -> tuple[DataProto, Metrics]:
+    """Take the samples that could not be scored out of training: a failure is not a score of zero.
+
+    Their ``response_mask`` becomes zero, so no loss sees them, and they leave their group, so that
+    their missing score is no part of any baseline.
+
+    Args:
+        batch: with response_mask and uid.
+        statuses: ``reward_status`` of each sample.
+        policy: ``mask`` takes out the failed samples, ``drop_group`` all samples of a prompt of which one failed,
+            ``stop`` allows no failure.
+
+    Returns:
+        the new ``response_mask`` and ``uid``; :func:`status_metrics`, and ``reward/left_out_rate``, the share
+        of samples that were taken out.
+
+    Raises:
+        RewardError: a sample failed, and the policy is ``stop``.
+    """
+    require(batch, ("response_mask", "uid"), "leaving out samples without score")
+    assert batch.batch is not None
+    failed = np.array([status != "ok" for status in statuses], dtype=bool)
+    uids = batch.non_tensor_batch["uid"].copy()
+    if policy == "stop" and failed.any():
+        row = int(failed.argmax())
+        raise RewardError(
+            f"{failed.sum()} of {len(failed)} samples could not be scored; the first is sample {uids[row]} "
+            f"({statuses[row]}), and reward_model.on_failure=stop. The reason is logged above. Correct the reward "
+            "function or the data, or set reward_model.on_failure=mask to go on without such samples."
+        )
+    out = np.isin(uids.astype(str), uids[failed].astype(str)) if policy == "drop_group" else failed
+    for row in np.flatnonzero(out):
+        uids[row] = f"failed-{uuid.uuid5(uuid.NAMESPACE_OID, f'{uids[row]}-{row}')}"
+    mask = batch.batch["response_mask"]
+    keep = torch.from_numpy(~out).to(mask).unsqueeze(-1)
+    columns = DataProto.from_dict(tensors={"response_mask": mask * keep}, non_tensors={"uid": uids})
+    return columns, status_metrics(statuses) | {"reward/left_out_rate": float(out.mean())}
+
+
+def _checked(result: Any, data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
     scores, extra = (result, {}) if isinstance(result, torch.Tensor) else _unpacked(result)
     expected = tensors_of(data)["responses"].shape
     if scores.shape != expected:
@@ -140,18 +241,7 @@ def _reward_function(config: PPOConfig) -> Callable[..., Any]:
         return default_compute_score
     source = FORMATS.get(name, name)
     check_settings(config.reward_model.scorer_kwargs, source)
-
-    async def compute_score_async(
-        data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], **kwargs: Any
-    ) -> float | dict[str, Any]:
-        return await default_compute_score(source, solution_str, ground_truth, extra_info, **kwargs)
-
-    def compute_score(
-        data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], **kwargs: Any
-    ) -> float | dict[str, Any]:
-        return default_compute_score(source, solution_str, ground_truth, extra_info, **kwargs)
-
-    return compute_score_async if is_async(source) else compute_score
+    return scorer_for_all(source)
 
 
 def _manager_class(config: PPOConfig) -> Any:

@@ -246,7 +246,9 @@ class _Worker:
         with _Attempt(self.fatal) as attempt:
             arguments = pickle.loads(body)
             async with asyncio.timeout(timeout_s):
-                value = await self.function(**arguments)
+                value = self.function(**arguments)
+                if inspect.isawaitable(value):
+                    value = await value
             attempt.reply = {"status": "ok", "value": plain(value)}
         writer.write(_message(number, attempt.reply))
 

@@ -51,6 +51,7 @@ class KillablePool:
             function needs to run side by side.
         limits: rates that all jobs together keep.
         fatal: errors that concern every job: the first one ends the batch and is raised.
+        side_by_side: whether a worker takes several jobs at once; None asks whether the function is async.
 
     Raises:
         ConfigError: the function cannot be sent to another process.
@@ -64,12 +65,19 @@ class KillablePool:
         max_concurrent: int | None = None,
         limits: Sequence[RateLimit] = (),
         fatal: tuple[type[Exception], ...] = (),
+        side_by_side: bool | None = None,
     ) -> None:
-        self._arguments = (function, num_workers, budget, max_concurrent, limits, fatal)
+        self._arguments = (function, num_workers, budget, max_concurrent, limits, fatal, side_by_side)
         self.budget = budget or Budget()
         self._numbers = itertools.count(1)
         self._engine = _Engine(
-            pack(function, fatal), is_async(function), num_workers, self.budget, max_concurrent, limits, fatal
+            pack(function, fatal),
+            is_async(function) if side_by_side is None else side_by_side,
+            num_workers,
+            self.budget,
+            max_concurrent,
+            limits,
+            fatal,
         )
         self._end = weakref.finalize(self, self._engine.close)
 

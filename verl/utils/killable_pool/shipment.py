@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import pickle
 import sys
@@ -22,11 +23,12 @@ def pack(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -> di
     Raises:
         ConfigError: the function can be neither imported nor pickled.
     """
+    pickled = _pickled(function, fatal)
     first: list[tuple[str, str, tuple[Any, ...]]] = [("verl.utils.import_utils", "prepare_process", ())]
-    module = sys.modules.get(getattr(unwrapped(function), "__module__", None) or "")
-    if module is not None and module.__name__.startswith(USER_MODULE):
-        first.append(("verl.utils.import_utils", "load_module", (module.__file__, "custom_reward_function")))
-    return {"path": list(sys.path), "first": first, "function": _pickled(function, fatal)}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(USER_MODULE) and name.encode() in pickled:  # the pickle asks for it by this name
+            first.append(("verl.utils.import_utils", "load_module", (module.__file__, "custom_reward_function")))
+    return {"path": list(sys.path), "first": first, "function": pickled}
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -43,12 +45,10 @@ def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _pickled(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -> bytes:
-    by_name = getattr(unwrapped(function), "__module__", None) != "__main__"
-    if by_name:
-        try:
-            return pickle.dumps((function, fatal))
-        except (pickle.PicklingError, AttributeError, TypeError):
-            pass  # a closure, a lambda, a local function: only by value
+    with contextlib.suppress(pickle.PicklingError, AttributeError, TypeError):  # a lambda or a local function
+        pickled = pickle.dumps((function, fatal))
+        if b"__main__" not in pickled:  # what is defined in the script that runs has that name in every process
+            return pickled
     name = getattr(unwrapped(function), "__qualname__", repr(function))
     remedy = "Put it at the top level of a file, and name that in custom_reward_function.path."
     try:

@@ -10,6 +10,9 @@ from verl.workers.config.engine import NO_MEGATRON, NO_ULYSSES, FSDPEngineConfig
 from verl.workers.config.model import ALWAYS_FUSED, NO_SHM
 from verl.workers.config.rollout import RewardRolloutConfig
 
+FailurePolicy = Literal["mask", "drop_group", "stop"]
+"""What becomes of samples that could not be scored."""
+
 NO_REWARD_LOOP = "reward loops are not in this version; use reward_model.reward_manager"
 
 
@@ -19,16 +22,15 @@ def _forward_only() -> FSDPEngineConfig:
 
 @section
 class SandboxFusionConfig(BaseConfig):
-    """A service that runs generated code."""
+    """Where generated programs run: on a SandboxFusion service, or in the sandbox of this machine."""
 
-    url: str | None = setting(
-        None, refuse="scoring code in a sandbox is not in this version; score it in a custom_reward_function"
-    )
-    """Address of the service."""
+    url: str | None = setting(None)
+    """Address of a SandboxFusion service, such as `http://host:8080`; null runs programs on this machine, in the
+    sandbox of bubblewrap."""
     max_concurrent: int = setting(64, ge=1)
-    """Most requests at once."""
-    memory_limit_mb: int = setting(1024, ge=1)
-    """Memory of one run."""
+    """Most requests to the service at once, over all processes that score."""
+    memory_limit_mb: int = setting(1024, ge=64)
+    """MiB for one run of a program, there or here."""
 
 
 @section
@@ -99,12 +101,17 @@ class RewardModelConfig(BaseConfig):
     """Further arguments of the scorer, such as `format_score` of countdown."""
     max_error_rate: float = setting(0.1, ge=0, le=1)
     """Fraction of a step's samples whose scorer may fail before the run stops."""
-    launch_reward_fn_async: bool = setting(
-        False, refuse="scoring beside other stages is not in this version; set launch_reward_fn_async=false"
-    )
+    on_failure: FailurePolicy = setting("mask")
+    """What becomes of samples that could not be scored: `mask` leaves them out of training and of their group's
+    baseline, `drop_group` leaves out all responses to the prompt, `stop` ends the run at the first one."""
+    timeout_s: float = setting(30.0, gt=0)
+    """Time for the score of one sample; what takes longer is killed and has the status `timeout`."""
+    memory_limit_mb: int | None = setting(4096, ge=1)
+    """Memory for the score of one sample, beyond what loading the scorer took; null is no limit."""
+    launch_reward_fn_async: bool = setting(False)
     """Score while log-probs are computed."""
-    num_workers: int = setting(1, ge=1, hint="scorers run in the driver in this version")
-    """Processes that score."""
+    num_workers: int = setting(1, ge=1)
+    """Processes that score; more are started for a while when some are held up by a slow sample."""
     use_reward_loop: bool = setting(True, hint="reward managers are called by the driver in this version")
     """Score inside the rollout loop."""
     reward_loop_source: Literal["register", "importlib"] = setting("register", refuse=NO_REWARD_LOOP)
@@ -113,9 +120,7 @@ class RewardModelConfig(BaseConfig):
     """File of a reward loop of your own."""
     reward_loop_class_name: str | None = setting(None, refuse=NO_REWARD_LOOP)
     """Its class."""
-    sandbox_fusion: SandboxFusionConfig = subsection(
-        SandboxFusionConfig, hint="part of scoring in a sandbox, which is not in this version"
-    )
-    """A service that runs generated code."""
+    sandbox_fusion: SandboxFusionConfig = subsection(SandboxFusionConfig)
+    """Where generated programs run: on a SandboxFusion service, or in the sandbox of this machine."""
     profiler: RewardProfilerConfig = subsection(RewardProfilerConfig, hint=PART_OF_PROFILING)
     """Profiling of the reward model's workers."""

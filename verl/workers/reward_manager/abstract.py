@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from verl.protocol import DataProto
 from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.workers.reward_manager.function import Pending
+
+Result = dict[str, Any]
+"""``{"reward_tensor": ..., "reward_extra_info": {name: list of length bsz}}``."""
 
 
 class AbstractRewardManager(ABC):
@@ -35,7 +40,7 @@ class AbstractRewardManager(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Result:
         """Scores of a batch.
 
         Args:
@@ -45,8 +50,29 @@ class AbstractRewardManager(ABC):
         Returns:
             reward_tensor (bsz, response_length) float32, or with ``return_dict``
             ``{"reward_tensor": ..., "reward_extra_info": {name: list of length bsz}}``; the extra
-            info always has ``score`` and ``reward_status`` (``ok`` or ``error``).
+            info always has ``score`` and ``reward_status`` (see :data:`verl.utils.killable_pool.STATUSES`).
         """
+
+    def start(self, data: DataProto) -> Pending[torch.Tensor | Result]:
+        """Begin to score a batch and return at once; ``result()`` waits for what ``__call__`` returns."""
+        future: Future[Any] = ThreadPoolExecutor(1).submit(self, data, return_dict=True)
+        return Pending([future], future.result)
+
+    async def run_single(self, data: DataProto) -> dict[str, Any]:
+        """Score one sample without blocking the event loop.
+
+        Returns:
+            ``{"reward_score": float, "reward_extra_info": {name: value}}``.
+        """
+        result = await self.start(data).wait()
+        tokens, extra = (result, {}) if isinstance(result, torch.Tensor) else result.values()
+        return {
+            "reward_score": float(tokens.sum()),
+            "reward_extra_info": {name: values[0] for name, values in (extra or {}).items()},
+        }
+
+    def warm_up(self) -> None:  # noqa: B027 - a hook that may stay empty
+        """Prepare for the first call while something else runs; does not wait."""
 
     def check_dataset(self, dataset: RLHFDataset) -> None:  # noqa: B027 - a hook that may stay empty
         """Look for what scoring will need in the data, before any model loads.
