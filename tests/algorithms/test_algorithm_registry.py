@@ -26,7 +26,7 @@ from verl.trainer.ppo.core_algos import (
 
 @pytest.fixture(autouse=True)
 def forget_what_tests_register() -> Iterator[None]:
-    tables = (registry._estimators._entries, registry._needs, registry._losses._entries, registry._loss_columns)
+    tables = (registry._estimators._entries, registry._needs, registry._losses._entries, registry._loss_infos)
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):

@@ -115,7 +115,7 @@ def compute_policy_loss_clip_cov(
         l_t = max(-A·r, -A·clip(r, 1 - ε_low, 1 + ε_high)),  0 on the selected tokens
 
     Which tokens, and when they are chosen: the head of this file and :func:`prepare_clip_cov`.
-    There is no dual clip. Paper: https://arxiv.org/abs/2505.22617, section 4.2.
+    There is no dual clip. Paper: https://arxiv.org/abs/2505.22617, section 4.
 
     Args:
         old_log_prob: (bsz, response_length) of the policy at the start of the update.
@@ -181,7 +181,7 @@ def compute_policy_loss_kl_cov(
         l_t = -A·r                                        on the others
 
     Which tokens, and when they are chosen: the head of this file and :func:`prepare_kl_cov`.
-    Paper: https://arxiv.org/abs/2505.22617, section 4.2. Nothing is clipped, so both clip
+    Paper: https://arxiv.org/abs/2505.22617, section 4. Nothing is clipped, so both clip
     fractions are 0.
 
     Args:

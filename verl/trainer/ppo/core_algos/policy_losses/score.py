@@ -47,7 +47,7 @@ def compute_policy_loss_gpg(
 
         l_t = -A · log π
 
-    Paper: GPG, https://arxiv.org/abs/2504.02546, eq. 6. With more than one step per batch nothing
+    Paper: GPG, https://arxiv.org/abs/2504.02546. With more than one step per batch nothing
     corrects for the policy having moved.
 
     Args:
@@ -94,7 +94,7 @@ def compute_policy_loss_cispo(
 
         l_t = -sg[clip(r, 1 - ε_low, 1 + ε_high)] · A · log π
 
-    Paper: MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4-5. It has no lower bound, which is
+    Paper: MiniMax-M1, https://arxiv.org/abs/2506.13585. It has no lower bound, which is
     ``clip_ratio_low=1``.
 
     Args:

@@ -198,7 +198,7 @@ def compute_policy_loss_geo_mean(
     The bounds hold for the logarithm: the ratio may be e^{-ε_low} to e^{ε_high}. A token that is
     cut gets no gradient, its siblings in the response still do.
 
-    Paper: https://arxiv.org/abs/2507.20673, eq. 4 with ``seq-mean-token-mean``. Releases of verl
+    Paper: https://arxiv.org/abs/2507.20673, whose objective it is with ``seq-mean-token-mean``. Releases of verl
     ignore ``loss_agg_mode`` here and average the sequences of each micro-batch by themselves.
 
     Args:

@@ -49,7 +49,7 @@ def compute_policy_loss_sapo(
     On the policy itself (r = 1) its gradient is the policy gradient; away from it the gradient
     falls like the slope of the sigmoid, faster for a larger τ.
 
-    Paper: https://arxiv.org/abs/2511.20347, eq. 5-6, whose aggregation is ``seq-mean-token-mean``.
+    Paper: https://arxiv.org/abs/2511.20347, whose aggregation is ``seq-mean-token-mean``.
     Releases of verl ignore ``loss_agg_mode`` here and always take that; ours is what the setting
     says. Nothing is clipped, so both clip fractions are 0.
 
