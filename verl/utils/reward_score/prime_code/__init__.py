@@ -21,8 +21,17 @@ from verl.utils.sandbox.types import SMALLEST_MEMORY_MB
 CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 MEMORY_LIMIT_MB = 1024
 CONTINUOUS_TESTS = 10
+TOTAL_TIME_LIMIT_S = 24.0
 
-__all__ = ["CODE_SOURCES", "check_sandbox", "compute_score", "extract_code", "read_cases", "score_code"]
+__all__ = [
+    "CODE_SOURCES",
+    "check_sandbox",
+    "code_settings",
+    "compute_score",
+    "extract_code",
+    "read_cases",
+    "score_code",
+]
 
 
 def check_sandbox(settings: Mapping[str, Any]) -> None:
@@ -55,6 +64,29 @@ def check_sandbox(settings: Mapping[str, Any]) -> None:
         raise ConfigError(str(error)) from error
 
 
+def code_settings(
+    *, url: str | None, max_concurrent: int, memory_limit_mb: int, num_workers: int, timeout_s: float
+) -> dict[str, Any]:
+    """Settings of :func:`score_code` in a pool of processes, of each of which one sample is scored at a time.
+
+    Args:
+        url: ``reward_model.sandbox_fusion.url``.
+        max_concurrent: ``reward_model.sandbox_fusion.max_concurrent``; the processes share it evenly.
+        memory_limit_mb: ``reward_model.sandbox_fusion.memory_limit_mb``.
+        num_workers: processes.
+        timeout_s: time of a sample; programs get at most four fifths, so that a slow one is a wrong answer.
+
+    >>> code_settings(url="http://x", max_concurrent=64, memory_limit_mb=512, num_workers=8, timeout_s=10)
+    {'sandbox_fusion_url': 'http://x', 'concurrent_semaphore': 8, 'memory_limit_mb': 512, 'total_time_limit_s': 8.0}
+    """
+    return {
+        "sandbox_fusion_url": url,
+        "concurrent_semaphore": max(1, max_concurrent // num_workers),
+        "memory_limit_mb": memory_limit_mb,
+        "total_time_limit_s": min(TOTAL_TIME_LIMIT_S, 0.8 * timeout_s),
+    }
+
+
 @register_scorer(*CODE_SOURCES, "prime_code", check=check_sandbox)
 def score_code(
     solution_str: str,
@@ -62,7 +94,7 @@ def score_code(
     continuous: bool = True,
     max_tests: int | None = None,
     time_limit_s: float = 6.0,
-    total_time_limit_s: float = 25.0,
+    total_time_limit_s: float = TOTAL_TIME_LIMIT_S,
     memory_limit_mb: int | None = None,
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
