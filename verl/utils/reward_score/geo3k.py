@@ -46,7 +46,7 @@ def compute_score(
         ``score``, and ``accuracy`` and ``format``.
 
     Raises:
-        RewardError: the ground truth cannot be read, or the comparison was given up.
+        RewardError: the ground truth cannot be read.
     """
     accuracy, form = accuracy_reward(solution_str, ground_truth, use_boxed), format_reward(solution_str)
     return weighted_sum({"accuracy": (1.0 - format_score, accuracy), "format": (format_score, form)})

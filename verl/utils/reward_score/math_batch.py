@@ -25,7 +25,7 @@ def compute_score_batched(
         settings: of :func:`.math_reward.compute_score`.
 
     Raises:
-        RewardError: a ground truth cannot be read, or a comparison was given up.
+        RewardError: a ground truth cannot be read.
         ValueError: as many truths as responses are needed.
     """
     pairs = zip(solution_strs, ground_truths, strict=True)

@@ -18,6 +18,6 @@ def compute_score(model_output: str, ground_truth: Any) -> float:
         ground_truth: the answer.
 
     Raises:
-        RewardError: the ground truth cannot be read, or the comparison was given up (which is no 0).
+        RewardError: the ground truth cannot be read.
     """
     return prime_math.compute_score(model_output, ground_truth)

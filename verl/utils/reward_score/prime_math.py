@@ -13,11 +13,15 @@ from verl.utils.reward_score import register_scorer
 from verl.utils.reward_score.math_reward import is_equivalent, last_boxed
 
 ANSWER = re.compile(r"\banswers?(?:[ \t]*:|[ \t]+(?:is|are)\b:?)", re.IGNORECASE)
+FORMULA = re.compile(r"\$(?=\S)([^$]+)(?<=\S)\$(?!\d)")
+"""``$...$`` without space inside its dollar signs and without a digit behind it, which would be prices."""
 SENTENCE_END = re.compile(r"\.(?=\s|$)")
 
 
 def final_answer(text: str) -> str | None:
-    r"""The last ``\boxed{...}``; without one the rest of the sentence behind the last "answer is" or "answer:".
+    r"""The last ``\boxed{...}``; without one what the sentence says behind the last "answer is" or "answer:".
+
+    That is its formula if it has one between ``$``, and else its words.
 
     Returns:
         None if there is neither.
@@ -32,7 +36,9 @@ def final_answer(text: str) -> str | None:
     if place is None:
         return None
     line = text[place:].strip().split("\n", 1)[0]
-    return SENTENCE_END.split(line, maxsplit=1)[0].strip(" \t\r$*") or None
+    sentence = SENTENCE_END.split(line, maxsplit=1)[0]
+    formulas = FORMULA.findall(sentence)
+    return formulas[0] if len(formulas) == 1 else sentence.strip(" \t\r$*") or None
 
 
 @register_scorer(
@@ -49,7 +55,7 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
         score: for a right one.
 
     Raises:
-        RewardError: the ground truth cannot be read, or the comparison was given up.
+        RewardError: the ground truth cannot be read.
     """
     answer = final_answer(solution_str)
     if answer is None:
