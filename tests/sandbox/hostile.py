@@ -198,9 +198,10 @@ def programs(port: int, secret: Path) -> list[Hostile]:
             "reach the network",
             f"socket.create_connection(('127.0.0.1', {port}), 1)", "socket.create_connection(('1.1.1.1', 53), 1)",
             "socket.getaddrinfo('example.com', 80)",
-            f"socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port})) and -1",
+            f"socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', {port}))",
             "socket.socket(socket.AF_INET, socket.SOCK_RAW, 1)", "socket.socket(socket.AF_PACKET, socket.SOCK_RAW)",
             "socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)", "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+            "socket.create_server(('127.0.0.1', 0))", "socket.create_server(('::1', 0), family=socket.AF_INET6)",
             "socket.socket(socket.AF_UNIX).connect('/run/docker.sock')",
             f"socket.socket(socket.AF_UNIX).connect('\\0verl-hostile-{port}')",
             before="import socket",
@@ -230,6 +231,7 @@ def programs(port: int, secret: Path) -> list[Hostile]:
                 "    except ValueError: return -1"
             ),
         ),
+        _trying("take terminals", "os.openpty()", "open('/dev/ptmx')", "open('/dev/tty')", "open('/dev/console')"),
         Hostile(
             "type into the terminal",
             f"import fcntl, os, termios\ntry:\n    t = os.open('/dev/tty', os.O_RDWR)\n"

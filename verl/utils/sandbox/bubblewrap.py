@@ -115,7 +115,9 @@ class Walls:
         # Process 1 is bubblewrap itself: in a user namespace it has the program's uid, but not its limits.
         command += ["--proc", "/proc", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1", "--dev", "/dev"]
         command += ["--perms", "1777", "--size", files, "--tmpfs", "/tmp"]
-        command += ["--perms", "1777", "--size", files, "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+        command += ["--perms", "1777", "--size", files, "--tmpfs", "/dev/shm"]
+        # Terminals come from a number that the whole machine shares.
+        command += ["--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts", "--remount-ro", "/dev"]
         command += ["--remount-ro", "/", "--chdir", "/tmp"]
         command += ["--seccomp", str(filter_fd), "--json-status-fd", str(status_fd), "--"]
         return command + self._limited(limits, uid) + [_interpreter(), "-s", "-B", PROGRAM]

@@ -38,9 +38,9 @@ class Semaphore(Protocol):
 class FusionSandbox:
     """Runs programs on a SandboxFusion service.
 
-    The service has one time limit, by the clock: it is given ``cpu_s``, or ``wall_s`` if that is less. Of the other limits it
-    knows the memory; ``max_output_bytes`` is looked at here. Requests that meet a busy service (429, 502,
-    503, 504), a refused connection or no answer are repeated, with pauses that double.
+    The service has one time limit, by the clock: it is given ``cpu_s``, or ``wall_s`` if that is less. Of
+    the other limits it knows the memory; ``max_output_bytes`` is looked at here. Requests that meet a busy
+    service (429, 502, 503, 504), a refused connection or no answer are repeated, with pauses that double.
 
     Args:
         url: address of the service, with or without ``/run_code``.

@@ -1,9 +1,9 @@
 """The system calls that a sandboxed program may not make, as a program for the kernel's filter (seccomp-BPF).
 
 Namespaces and limits are the walls; the filter closes what they leave open: memory that no limit
-counts (``memfd``, System V segments), new namespaces (a capability inside one reaches more of the
-kernel), address families that network namespaces do not isolate (vsock reaches the host of a virtual
-machine), tracing, kernel keyrings, io_uring, BPF. Layout: ``struct sock_filter`` of
+counts (``memfd``, System V segments, buffers of TCP), new namespaces (a capability inside one reaches
+more of the kernel), sockets that no namespace isolates (vsock reaches the host of a virtual machine),
+tracing, kernel keyrings, io_uring, BPF. Layout: ``struct sock_filter`` of
 https://docs.kernel.org/userspace-api/seccomp_filter.html.
 """
 
@@ -19,8 +19,8 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
 """Offsets in ``struct seccomp_data``."""
 NEW_NAMESPACE = 0x7E020000
 """The CLONE_NEW* flags of clone(2)."""
-FAMILIES = {"AF_UNIX": 1, "AF_INET": 2, "AF_INET6": 10}
-"""Address families that a namespace isolates."""
+AF_UNIX = 1
+"""The one address family that a program may use, to speak to its own processes."""
 X32 = 0x40000000
 """Numbers of x86-64's second table of calls start here."""
 
@@ -94,12 +94,12 @@ def filter_program(machine: str) -> bytes:
         _jump(JUMP_ANY_BIT, NEW_NAMESPACE, yes=0, no=1),
         _return(ERRNO | errno.EPERM),
         _return(ALLOW),
-        _jump(JUMP_EQUAL, arch.socket, yes=0, no=2 + len(FAMILIES)),
+        _jump(JUMP_EQUAL, arch.socket, yes=0, no=3),
         _load(FIRST_ARGUMENT),
+        _jump(JUMP_EQUAL, AF_UNIX, yes=1, no=0),
+        _return(ERRNO | errno.EAFNOSUPPORT),
+        _return(ALLOW),
     ]
-    families = list(FAMILIES.values())
-    code += [_jump(JUMP_EQUAL, family, yes=len(families) - place, no=0) for place, family in enumerate(families)]
-    code += [_return(ERRNO | errno.EAFNOSUPPORT), _return(ALLOW)]
     return b"".join(code)
 
 

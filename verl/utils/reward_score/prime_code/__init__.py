@@ -112,7 +112,7 @@ def score_code(
         ground_truth: the tests; see :func:`.cases.read_cases`.
         continuous: score the fraction of the tests.
         max_tests: only the first so many tests. Default: 10 if ``continuous``, else all.
-        time_limit_s: seconds of computing per test; by the clock it may take twice that.
+        time_limit_s: seconds of computing per test; by the clock it may take three times that.
         total_time_limit_s: seconds by the clock for all tests; those that are left then count as not passed.
             It must stay below the time that the reward manager gives a sample.
         memory_limit_mb: MiB per test; None is 1024.

@@ -29,7 +29,7 @@ class TimeBudget:
     """What a program may take."""
 
     time_limit_s: float
-    """Seconds of computing per test; by the clock it may take twice that."""
+    """Seconds of computing per test; by the clock it may take three times that, for the machine may be busy."""
     total_time_limit_s: float
     """Seconds by the clock for all tests together."""
     memory_limit_mb: int
@@ -38,7 +38,7 @@ class TimeBudget:
     def limits(self, left_s: float) -> Limits:
         """Limits of the next test, of which there is so much time left."""
         return Limits(
-            wall_s=min(2 * self.time_limit_s, left_s),
+            wall_s=min(3 * self.time_limit_s, left_s),
             cpu_s=math.ceil(self.time_limit_s),
             memory_mb=self.memory_limit_mb,
         )
