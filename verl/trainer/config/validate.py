@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.base_config import BaseConfig
 from verl.trainer.config import rollout_correction as correction
+from verl.trainer.config import validate_code as code
 from verl.trainer.config import validate_data as data_rules
 from verl.trainer.config import validate_files as files
 from verl.trainer.config import validate_run as run
@@ -243,6 +244,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         correction.rollout_correction,
         correction.truncated_sampling,
         run.rewards,
+        code.code_rewards,
         run.schedule,
         run.resuming,
         run.trackers,
