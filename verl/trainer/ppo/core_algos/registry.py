@@ -19,9 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 Prepare = Callable[[Mapping[str, Any], Any, int], dict[str, Tensor]]
 """(columns of the whole mini-batch, the actor's section, seed) to columns by name."""
 
-SETTINGS = frozenset(
-    {"gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights", "config"}
-)
+SETTINGS = frozenset({"gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights", "config"})
 """Parameters that come from ``algorithm.*``; ``config`` is that whole section."""
 
 LOSS_ARGUMENTS = (
