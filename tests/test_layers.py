@@ -16,6 +16,7 @@ LAYERS = {
     "verl.trainer": 6,
     "verl.model_merger": 6,
     "verl.workers": 5,
+    "verl.experimental": 5,
     "verl.single_controller": 4,
     "verl.trainer.ppo.core_algos": 3,
     "verl.protocol": 2,

@@ -17,6 +17,7 @@ from verl.trainer.config import validate_files as files
 from verl.trainer.config import validate_run as run
 from verl.trainer.config.evaluation import EvalConfig
 from verl.trainer.config.generation import GenerationConfig
+from verl.trainer.config.inspection import InspectedDPO, InspectedPPO, InspectedRM, InspectedSFT
 from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.preference import DPOConfig, PreferenceConfig, RMConfig
 from verl.trainer.config.problems import Problem
@@ -264,6 +265,16 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     ),
     RMConfig: _PREFERENCE,
     DPOConfig: (*_PREFERENCE, preference_loss, files.reference),
+    InspectedPPO: (
+        files.data_files,
+        files.tokenizer,
+        files.own_code,
+        data_rules.order_of_rows,
+        data_rules.growing_data,
+    ),
+    InspectedSFT: (files.data_files, files.tokenizer, files.own_code, sft_columns),
+    InspectedRM: (files.data_files, files.tokenizer, files.own_code),
+    InspectedDPO: (files.data_files, files.tokenizer, files.own_code),
     GenerationConfig: (files.generation_files, files.models, run.engine_sampling, run.controller),
     EvalConfig: (files.evaluation_files, files.own_code),
 }

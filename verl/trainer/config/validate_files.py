@@ -79,6 +79,14 @@ def reference(config: DPOConfig) -> Problems:
         yield from _model("ref.path", config.ref.path, "config.json")
 
 
+def tokenizer(config: PPOConfig | SFTConfig) -> Problems:
+    """The folder of the tokenizer exists; the model need not."""
+    ppo = isinstance(config, PPOConfig)
+    model, prefix = (config.actor_rollout_ref.model, "actor_rollout_ref.model") if ppo else (config.model, "model")
+    key = "path" if model.tokenizer_path is None else "tokenizer_path"
+    yield from _model(f"{prefix}.{key}", model[key], None)
+
+
 def own_code(config: PPOConfig | SFTConfig | PreferenceConfig | EvalConfig) -> Problems:
     """Files of the user's own code exist and define the name that is asked for."""
     wanted: list[tuple[str, str | None, str, str | None]] = []

@@ -69,14 +69,8 @@ class MultiTurnSFTDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, item: int) -> Item:
-        place, row = self._locate(item)
-        ids, mask = mask_assistant(
-            self.conversation(row, place),
-            self.tokenizer,
-            place,
-            strict=not self.config.ignore_input_ids_mismatch,
-            **self._template_kwargs(row, place),
-        )
+        place = self.place(item)
+        [(ids, mask)] = self.sequences(item)
         # One list, so that ids and mask are cut at the same places.
         pairs = truncate(
             list(zip(ids, mask, strict=True)), self.config.max_length, self.config.truncation, place, "data.max_length"
@@ -84,6 +78,28 @@ class MultiTurnSFTDataset(Dataset):
         columns = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
         length = len(pairs) if self.config.pad_mode == "no_padding" else self.config.max_length
         return right_pad(columns[:, 0], columns[:, 1], length, self.tokenizer.pad_token_id)
+
+    def place(self, item: int) -> str:
+        """File and row of an item, for error messages."""
+        return self._locate(item)[0]
+
+    def texts(self, item: int) -> list[str]:
+        """The conversation as the chat template writes it, in a list of one."""
+        place, row = self._locate(item)
+        kwargs = self._template_kwargs(row, place)
+        return [render(self.conversation(row, place), self.tokenizer, place, **kwargs)]
+
+    def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
+        """Token ids and loss mask before any cut, in a list of one."""
+        place, row = self._locate(item)
+        sequence = mask_assistant(
+            self.conversation(row, place),
+            self.tokenizer,
+            place,
+            strict=not self.config.ignore_input_ids_mismatch,
+            **self._template_kwargs(row, place),
+        )
+        return [sequence]
 
     def _locate(self, item: int) -> tuple[str, Row]:
         file, number = self.rows[item]

@@ -106,8 +106,7 @@ class RLHFDataset(Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         place = self.place(item)
         source = self.source_row(item)
-        messages = as_messages(source[self.config.prompt_key], place)
-        text = render(messages, self.tokenizer, place, add_generation_prompt=True, **self.template_kwargs)
+        messages, text = self._prompt(source, place)
         longest = self.config.max_prompt_length
         ids = encode(text, self.tokenizer)
         ids = truncate(ids, longest, self.config.truncation, f"{place}: the prompt", "data.max_prompt_length")
@@ -120,6 +119,19 @@ class RLHFDataset(Dataset):
         if self.config.return_full_prompt:
             row["full_prompts"] = text
         return row
+
+    def _prompt(self, source: Row, place: str) -> tuple[list[Message], str]:
+        messages = as_messages(source[self.config.prompt_key], place)
+        return messages, render(messages, self.tokenizer, place, add_generation_prompt=True, **self.template_kwargs)
+
+    def texts(self, item: int) -> list[str]:
+        """The prompt as the chat template writes it, in a list of one."""
+        return [self._prompt(self.source_row(item), self.place(item))[1]]
+
+    def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
+        """Token ids before any cut and what of them is trained on (nothing: it is a prompt), in a list of one."""
+        ids = encode(self.texts(item)[0], self.tokenizer)
+        return [(ids, [0] * len(ids))]
 
     def place(self, item: int) -> str:
         """File and row of an item, for error messages."""

@@ -85,7 +85,7 @@ class RMDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, item: int) -> Item:
-        chosen, rejected = self._fit(item, *self.sides(item))
+        chosen, rejected = self._fit(item, *self.sequences(item))
         length = max(len(chosen[0]), len(rejected[0]))
         padded = [
             right_pad(torch.tensor(ids), torch.tensor(mask), length, self.tokenizer.pad_token_id)
@@ -103,7 +103,14 @@ class RMDataset(Dataset):
         file, number = self.rows[item]
         return make_pair(self.files[file].row(number), self.config, self.place(item))
 
-    def sides(self, item: int) -> tuple[Side, Side]:
+    def texts(self, item: int) -> list[str]:
+        """The chosen and the rejected side as the chat template writes them."""
+        pair, place = self.pair(item), self.place(item)
+        return [
+            render(messages, self.tokenizer, place, **self.template_kwargs) for messages in (pair.chosen, pair.rejected)
+        ]
+
+    def sequences(self, item: int) -> tuple[Side, Side]:
         """Token ids and loss mask of the chosen and of the rejected side, before any cut."""
         pair, place = self.pair(item), self.place(item)
         chosen, rejected = (
@@ -165,13 +172,9 @@ class RMDataset(Dataset):
         """Every message of every pair, every length, and every cut that would be made."""
         texts: list[str] = []
         for item in range(len(self)):
-            pair, place = self.pair(item), self.place(item)
-            sides = [
-                render(messages, self.tokenizer, place, **self.template_kwargs)
-                for messages in (pair.chosen, pair.rejected)
-            ]
+            sides = self.texts(item)
             if sides[0] == sides[1]:
-                raise DataError(f"{place}: the chat template writes both sides alike. Take the row out.")
+                raise DataError(f"{self.place(item)}: the chat template writes both sides alike. Take the row out.")
             texts += sides
         lengths = token_lengths(texts, self.tokenizer)
         longest = [max(lengths[2 * item : 2 * item + 2]) for item in range(len(self))]
@@ -184,7 +187,7 @@ class RMDataset(Dataset):
                 f"{max(longest)}. Raise data.max_length, or set data.truncation to left or right."
             )
         for item in too_long:
-            self._fit(item, *self.sides(item))
+            self._fit(item, *self.sequences(item))
 
 
 def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:

@@ -1,0 +1,297 @@
+"""``python -m verl.trainer.inspect_data``: look at the data of a run before it starts.
+
+::
+
+    python -m verl.trainer.inspect_data data.train_files=… actor_rollout_ref.model.path=…
+    python -m verl.trainer.inspect_data sft data.train_files=… model.path=…
+    python -m verl.trainer.inspect_data dpo --no-color data.train_files=… model.path=…
+
+The first word is the kind of run (``ppo`` if it is left out, ``sft``, ``rm``, ``dpo``); what follows are
+the settings of that run, all of them or those of the data and the model. The tokenizer is loaded
+and no model. The exit code is 1 if a run would stop at a row, 2 if files or settings cannot be used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from verl.errors import ConfigError
+from verl.trainer.config.inspection import InspectedDPO, InspectedPPO, InspectedRM, InspectedSFT
+from verl.trainer.config.load import hydra_entry
+from verl.utils.console import console, show
+from verl.utils.dataset.inspection import DataReport, Sample, histogram, inspect_dataset, quantiles
+from verl.utils.dataset.mixing import check_weights
+
+NO_COLOR = "--no-color"
+BAR = 40
+"""Characters of the longest bar."""
+SHOWN_TEXT = 2000
+"""Characters of a sample that are shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One kind of run: how its files are opened and what a step reads."""
+
+    root: Any
+    config_name: str
+    model: Callable[[Any], Any]
+    open: Callable[[Any, Any, Any, int], Any]
+    """(files, data section, tokenizer, max_samples) to a data set that refuses no row for its length."""
+    limit: str
+    """Field of the data section that holds the longest sequence."""
+    sequence: str
+    """What the lengths are lengths of."""
+
+
+def _open_prompts(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:
+    from verl.utils.dataset import create_rl_dataset
+
+    open_config = replace(data, truncation="right", filter_overlong_prompts=False)
+    return create_rl_dataset(files, open_config, tokenizer, is_train=False, max_samples=max_samples)
+
+
+def _open_conversations(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:
+    from verl.utils.dataset import create_sft_dataset
+
+    return create_sft_dataset(files, replace(data, truncation="right"), tokenizer, max_samples)
+
+
+def _open_pairs(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:
+    from verl.utils.dataset.build import create_rm_dataset
+
+    return create_rm_dataset(files, replace(data, max_length=sys.maxsize), tokenizer, max_samples)
+
+
+KINDS = {
+    "ppo": Kind(
+        root=InspectedPPO,
+        config_name="ppo_trainer",
+        model=lambda config: config.actor_rollout_ref.model,
+        open=_open_prompts,
+        limit="max_prompt_length",
+        sequence="prompt",
+    ),
+    "sft": Kind(
+        root=InspectedSFT,
+        config_name="sft_trainer",
+        model=lambda config: config.model,
+        open=_open_conversations,
+        limit="max_length",
+        sequence="conversation",
+    ),
+    "rm": Kind(
+        root=InspectedRM,
+        config_name="rm_trainer",
+        model=lambda config: config.model,
+        open=_open_pairs,
+        limit="max_length",
+        sequence="pair (its longer side)",
+    ),
+}
+KINDS["dpo"] = replace(KINDS["rm"], root=InspectedDPO, config_name="dpo_trainer")
+
+
+def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
+    """Write the findings about training and validation files.
+
+    Args:
+        config: the whole configuration of the run.
+        kind: of the run.
+        is_plain: mark trained tokens by brackets instead of colours.
+
+    Returns:
+        how many rows a run would stop at.
+
+    Raises:
+        DataError: the files cannot be used.
+        ConfigError: the data set is a class that cannot be inspected; data.source_weights and the data
+            name other sources.
+    """
+    from verl.utils import hf_tokenizer
+
+    model, data = kind.model(config), config.data
+    tokenizer = hf_tokenizer(
+        model.tokenizer_path or model.path,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.custom_chat_template,
+    )
+    filters = bool(data.get("filter_overlong_prompts"))
+    reports = []
+    for split in ("train", "val"):
+        key = f"data.{split}_files"
+        files = data[f"{split}_files"]
+        if not files:
+            continue
+        dataset = kind.open(files, data, tokenizer, data[f"{split}_max_samples"])
+        if not all(hasattr(dataset, name) for name in ("files", "texts", "sequences", "place")):
+            raise ConfigError(
+                f"data.custom_cls: {type(dataset).__name__} cannot be inspected, since it has none of the methods "
+                "files, texts, sequences and place. Let it inherit from one of verl.utils.dataset."
+            )
+        dataset.config = data  # from here on rows are read as the run reads them
+        report = inspect_dataset(dataset, key, data[kind.limit], filters)
+        if split == "train" and data.get("source_weights"):
+            check_weights(data.source_weights, list(report.sources))
+        reports.append(report)
+    for report in reports:
+        _show_report(report, kind, config, filters, is_plain)
+    if len(reports) == 2:
+        _show_overlap(*reports)
+    return sum(len(report.unusable) for report in reports)
+
+
+def _show_report(report: DataReport, kind: Kind, config: Any, filters: bool, is_plain: bool) -> None:
+    data = config.data
+    show(Text(f"\n{report.name}: {report.rows:,} rows", style="bold"))
+    is_train = report.name == "data.train_files"
+    show(_sources_table(report, data.get("source_weights") or {} if is_train else {}))
+    show(_lengths_table(report, kind))
+    for line in _findings(report, kind, data, filters):
+        show(line)
+    if is_train:
+        show(_tokens_per_step(report, kind, config, filters))
+    show(_legend(kind, is_plain))
+    for sample in report.samples:
+        show(_sample_text(sample, kind, is_plain))
+
+
+def _sources_table(report: DataReport, weights: dict[str, float]) -> Table:
+    table = Table("source", "rows", "share of the data", *(["share of a batch"] if weights else []))
+    for source, count in report.sources.items():
+        cells = [source, f"{count:,}", f"{count / report.rows:.1%}"]
+        if weights:
+            cells.append(f"{weights.get(source, 0.0) / sum(weights.values()):.1%}")
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _lengths_table(report: DataReport, kind: Kind) -> Table:
+    summary = "  ".join(f"{name} {value:,.0f}" for name, value in quantiles(report.lengths).items())
+    table = Table("tokens", "rows", "", title=f"tokens of a {kind.sequence}: {summary}", title_justify="left")
+    bins = histogram(report.lengths)
+    most = max(count for _, _, count in bins)
+    for first, last, count in bins:
+        style = "red" if first > report.limit else "yellow" if last > report.limit else "green"
+        bar = "█" * max(round(BAR * count / most), 1 if count else 0)
+        beyond = f"  beyond data.{kind.limit}" if first > report.limit and count else ""
+        table.add_row(f"{first:,}-{last:,}", f"{count:,}", Text(bar + beyond, style=style))
+    return table
+
+
+def _findings(report: DataReport, kind: Kind, data: Any, filters: bool) -> list[str]:
+    lines = []
+    if report.too_long:
+        count, lost = len(report.too_long), sum(report.lengths[i] - report.limit for i in report.too_long)
+        if filters:
+            outcome = "are left out (data.filter_overlong_prompts)"
+        elif data.truncation == "error":
+            outcome = "stop the run (data.truncation=error)"
+        else:
+            outcome = f"are cut, {lost:,} tokens in all (data.truncation={data.truncation})"
+        longest = ", ".join(f"{report.places[i]} with {report.lengths[i]:,}" for i in report.too_long[:3])
+        lines.append(
+            f"too long: {count:,} rows ({count / report.rows:.1%}) are longer than data.{kind.limit}={report.limit} "
+            f"and {outcome}: {longest}"
+        )
+    else:
+        lines.append(f"too long: none (data.{kind.limit}={report.limit})")
+    gaps = ", ".join(f"{column} in {count:,} rows" for column, count in report.gaps.items())
+    lines.append(f"no value: {gaps or 'in no column'}")
+    if report.duplicates:
+        pairs = "; ".join(
+            f"{report.places[item]} repeats {report.places[first]}" for item, first in report.duplicates[:3]
+        )
+        lines.append(f"duplicates: {len(report.duplicates):,} rows are written as an earlier one: {pairs}")
+    else:
+        lines.append("duplicates: none")
+    if report.unusable:
+        lines.append(f"unusable: {len(report.unusable):,} rows would stop the run; the first:")
+        lines += [f"  {words}" for _, words in report.unusable[:3]]
+    return lines
+
+
+def _tokens_per_step(report: DataReport, kind: Kind, config: Any, filters: bool) -> str:
+    data, batch = config.data, config.data.train_batch_size
+    kept = [min(length, report.limit) for length in report.lengths if not filters or length <= report.limit]
+    if not kept:
+        return "a step: no row is left"
+    mean, steps = sum(kept) / len(kept), len(kept) // batch
+    if kind.root is InspectedPPO:
+        n = config.actor_rollout_ref.rollout.n
+        return (
+            f"a step: {batch:,} prompts x {n} responses: about {batch * n * mean:,.0f} prompt tokens and at most "
+            f"{batch * n * data.max_response_length:,} response tokens; {steps:,} steps an epoch"
+        )
+    sides = 2 if kind.limit == "max_length" and kind.root is not InspectedSFT else 1
+    about = "at most" if sides == 2 else "about"
+    return (
+        f"a step: {batch:,} rows: {about} {batch * sides * mean:,.0f} tokens, {report.trained:.1%} of them trained on; "
+        f"{steps:,} steps an epoch"
+    )
+
+
+def _legend(kind: Kind, is_plain: bool) -> Text:
+    text = Text("\nsamples: ")
+    text.append("context", style="" if is_plain else "dim")
+    text.append(", ")
+    _append_trained(text, "the response is sampled here" if kind.root is InspectedPPO else "trained on", is_plain)
+    return text
+
+
+def _sample_text(sample: Sample, kind: Kind, is_plain: bool) -> Text:
+    text = Text(f"--- {sample.title}: {sample.tokens:,} tokens")
+    if kind.root is not InspectedPPO:
+        text.append(f", {sample.trained:,} trained on")
+    text.append("\n")
+    left = SHOWN_TEXT
+    for is_trained, piece in sample.runs:
+        shown = piece if len(piece) <= left else f"{piece[:left]} … ({len(piece) - left:,} more characters)"
+        left = max(0, left - len(piece))
+        if is_trained:
+            _append_trained(text, shown, is_plain)
+        else:
+            text.append(shown, style="" if is_plain else "dim")
+    if kind.root is InspectedPPO:
+        _append_trained(text, "…", is_plain)
+    return text
+
+
+def _append_trained(text: Text, piece: str, is_plain: bool) -> None:
+    text.append(f"[[{piece}]]" if is_plain else piece, style="" if is_plain else "green")
+
+
+def _show_overlap(train: DataReport, val: DataReport) -> None:
+    shared = len(train.texts & val.texts)
+    if shared:
+        show(f"\noverlap: {shared:,} of {len(val.texts):,} different validation rows are training rows too")
+    else:
+        show("\noverlap: no validation row is a training row")
+
+
+def main() -> None:
+    """The command line."""
+    arguments = sys.argv[1:]
+    name = arguments.pop(0) if arguments and arguments[0] in KINDS else "ppo"
+    if arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
+        sys.stderr.write(f"'{arguments[0]}' is no kind of run; there are {', '.join(KINDS)}.\n")
+        raise SystemExit(2)
+    is_plain = NO_COLOR in arguments or not console().is_terminal
+    sys.argv[1:] = [argument for argument in arguments if argument != NO_COLOR]
+    kind = KINDS[name]
+
+    def run(config: Any) -> None:
+        if inspect(config, kind, is_plain):
+            raise SystemExit(1)
+
+    hydra_entry(run, config_name=kind.config_name, root=kind.root)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""What is in a data set, before a run spends anything on it."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl.errors import DataError
+from verl.utils.dataset.chat import token_lengths
+from verl.utils.dataset.files import DataFile
+
+EXAMPLES = 3
+BINS = 10
+
+
+class Inspectable(Protocol):
+    """What the data sets of this package have in common."""
+
+    files: list[DataFile]
+    rows: list[tuple[int, int]]
+    tokenizer: Any
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, item: int) -> Any: ...
+
+    def place(self, item: int) -> str:
+        """File and row of an item."""
+        ...
+
+    def texts(self, item: int) -> list[str]:
+        """The sequences of an item as text."""
+        ...
+
+    def sequences(self, item: int) -> Sequence[tuple[list[int], list[int]]]:
+        """Token ids and loss mask of each sequence of an item, before any cut."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One rendered sequence."""
+
+    title: str
+    runs: list[tuple[bool, str]]
+    """Text, and whether it is trained on, in order."""
+    tokens: int
+    trained: int
+
+
+@dataclass(kw_only=True)
+class DataReport:
+    """The findings about one list of files."""
+
+    name: str
+    rows: int
+    limit: int
+    """Longest sequence that is kept whole."""
+    sources: dict[str, int]
+    """Rows by data source, or by file where rows name no source."""
+    gaps: dict[str, int]
+    """Column → rows without a value in it."""
+    lengths: list[int]
+    """Tokens of each row; of a pair the longer side."""
+    too_long: list[int]
+    """Rows that are longer than the limit, the longest first."""
+    trained: float
+    """Share of the tokens that are trained on."""
+    duplicates: list[tuple[int, int]]
+    """Rows that repeat an earlier one, and which."""
+    unusable: list[tuple[int, str]]
+    """Rows that a run would stop at, and its words."""
+    samples: list[Sample]
+    places: dict[int, str] = field(default_factory=dict)
+    """File and row of the items that are named above."""
+    texts: set[str] = field(default_factory=set, repr=False)
+
+
+def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) -> DataReport:
+    """Read every row as a run would.
+
+    Args:
+        dataset: opened so that it refuses no row for its length.
+        name: of the setting that the files come from.
+        limit: longest sequence that is kept whole.
+        filters: rows that are longer are left out, so they need not be readable.
+    """
+    rows = range(len(dataset))
+    texts = [dataset.texts(item) for item in rows]
+    flat = token_lengths([text for sides in texts for text in sides], dataset.tokenizer)
+    numbers = iter(flat)
+    lengths = [max(next(numbers) for _ in sides) for sides in texts]
+    too_long = sorted((item for item in rows if lengths[item] > limit), key=lambda item: -lengths[item])
+    unusable, trained, tokens = [], 0, 0
+    for item in rows:
+        if filters and lengths[item] > limit:
+            continue
+        try:
+            _ = dataset[item]
+            sequences = dataset.sequences(item)
+        except DataError as error:
+            unusable.append((item, str(error)))
+            continue
+        trained += sum(sum(mask) for _, mask in sequences)
+        tokens += sum(len(ids) for ids, _ in sequences)
+    duplicates = _duplicates(["\0".join(sides) for sides in texts])
+    bad = {item for item, _ in unusable}
+    kept = [item for item in rows if lengths[item] <= limit and item not in bad]
+    named = {*too_long[:EXAMPLES], *(item for pair in duplicates[:EXAMPLES] for item in pair), *bad}
+    return DataReport(
+        name=name,
+        rows=len(dataset),
+        limit=limit,
+        sources=_sources(dataset),
+        gaps=_gaps(dataset),
+        lengths=lengths,
+        too_long=too_long,
+        trained=trained / tokens if tokens else 0.0,
+        duplicates=duplicates,
+        unusable=unusable,
+        samples=[sample for item in _chosen(kept, lengths) for sample in _samples(dataset, item)],
+        places={item: dataset.place(item) for item in named},
+        texts={"\0".join(sides) for sides in texts},
+    )
+
+
+def histogram(values: Sequence[int], bins: int = BINS) -> list[tuple[int, int, int]]:
+    """(first, last, count) of bins of equal width over whole numbers; never more bins than there are numbers.
+
+    >>> histogram([1, 2, 2, 9], bins=3)
+    [(1, 3, 3), (4, 6, 0), (7, 9, 1)]
+    """
+    low, high = min(values), max(values)
+    width = -(-(high - low + 1) // bins)
+    counts = collections.Counter((value - low) // width for value in values)
+    last = (high - low) // width
+    return [(low + k * width, low + (k + 1) * width - 1, counts[k]) for k in range(last + 1)]
+
+
+def quantiles(values: Sequence[int]) -> Mapping[str, float]:
+    """min, median, mean, p95 (the smallest value that 95% do not exceed) and max."""
+    ordered = sorted(values)
+    return {
+        "min": ordered[0],
+        "median": statistics.median(ordered),
+        "mean": statistics.fmean(ordered),
+        "p95": ordered[-(-95 * len(ordered) // 100) - 1],
+        "max": ordered[-1],
+    }
+
+
+def mask_runs(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[tuple[bool, str]]:
+    """The text of a sequence in pieces that are trained on or are not.
+
+    A piece is decoded as a whole, so that characters of several tokens stay whole.
+    """
+    runs: list[tuple[bool, list[int]]] = []
+    for token, learn in zip(ids, mask, strict=True):
+        if not runs or runs[-1][0] != bool(learn):
+            runs.append((bool(learn), []))
+        runs[-1][1].append(token)
+    return [(learn, tokenizer.decode(tokens, skip_special_tokens=False)) for learn, tokens in runs]
+
+
+def _sources(dataset: Any) -> dict[str, int]:
+    if hasattr(dataset, "sources"):
+        names = dataset.sources()
+    else:
+        names = [str(dataset.files[file].path) for file, _ in dataset.rows]
+    return dict(collections.Counter(names).most_common())
+
+
+def _gaps(dataset: Inspectable) -> dict[str, int]:
+    columns = dict.fromkeys(column for file in dataset.files for column in file.columns)
+    gaps: collections.Counter[str] = collections.Counter()
+    for number, file in enumerate(dataset.files):
+        used = {row for which, row in dataset.rows if which == number}
+        for column in columns:
+            if column not in file.columns:
+                gaps[column] += len(used)
+            else:
+                gaps[column] += sum(value is None for row, value in enumerate(file.column(column)) if row in used)
+    return {column: count for column, count in gaps.items() if count}
+
+
+def _duplicates(texts: Sequence[str]) -> list[tuple[int, int]]:
+    first: dict[str, int] = {}
+    return [(item, first[text]) for item, text in enumerate(texts) if first.setdefault(text, item) != item]
+
+
+def _chosen(kept: Sequence[int], lengths: Sequence[int]) -> list[int]:
+    """The first row, the shortest and the longest."""
+    if not kept:
+        return []
+    by_length = sorted(kept, key=lambda item: lengths[item])
+    return list(dict.fromkeys([kept[0], by_length[0], by_length[-1], *kept]))[:EXAMPLES]
+
+
+def _samples(dataset: Inspectable, item: int) -> list[Sample]:
+    sequences = dataset.sequences(item)
+    sides = ("",) if len(sequences) == 1 else (", chosen", ", rejected")
+    return [
+        Sample(
+            title=f"{dataset.place(item)}{side}",
+            runs=mask_runs(ids, mask, dataset.tokenizer),
+            tokens=len(ids),
+            trained=sum(mask),
+        )
+        for side, (ids, mask) in zip(sides, sequences, strict=True)
+    ]
