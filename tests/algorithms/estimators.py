@@ -37,6 +37,8 @@ def random_batch(
     for name in batch:
         if "log_prob" in name:
             batch[name] = -batch[name]
+    pi = batch["old_log_probs"].exp()  # Σπ² holds π², and what the other tokens may share of the rest
+    batch["sum_pi_squared"] = (pi**2 + batch["sum_pi_squared"] * (1 - pi) ** 2) * mask
     batch |= {
         "response_mask": mask,
         "reward_baselines": torch.randn(rows, generator=generator),
@@ -49,7 +51,7 @@ def random_batch(
 
 def only_rows(batch: dict, rows: list[int]) -> dict:
     """The batch with these rows, in this order."""
-    return {name: column[np.array(rows)] if isinstance(column, np.ndarray) else column[rows]
+    return {name: column[np.array(rows, dtype=int)] if isinstance(column, np.ndarray) else column[rows]
             for name, column in batch.items()}  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
+from tests.algorithms.estimators import SETTINGS, random_batch
+from tests.algorithms.estimators import whiten as slow_whiten
 from verl.trainer.ppo.core_algos import (
     compute_advantages,
     compute_gae_advantage_return,
@@ -19,43 +21,17 @@ from verl.trainer.ppo.core_algos import (
     compute_reinforce_plus_plus_outcome_advantage,
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
-    estimator_names,
 )
 
-ESTIMATORS = ["gae", "grpo", "rloo", "reinforce_plus_plus", "remax"]
 
+def whiten(values: list, mask: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(slow_whiten(values, mask.tolist()), dtype=torch.float64)
 
-def whiten(values: list[list[float]], mask: torch.Tensor) -> torch.Tensor:
-    """Oracle: (x - mean) / sqrt(unbiased variance + 1e-8) over the valid entries, 0 elsewhere."""
-    kept = [x for row, m in zip(values, mask.tolist(), strict=True) for x, v in zip(row, m, strict=True) if v]
-    mean = sum(kept) / len(kept) if kept else 0.0
-    var = sum((x - mean) ** 2 for x in kept) / max(len(kept) - 1, 1)
-    return torch.tensor(
-        [
-            [(x - mean) / math.sqrt(var + 1e-8) if v else 0.0 for x, v in zip(row, m, strict=True)]
-            for row, m in zip(values, mask.tolist(), strict=True)
-        ],
-        dtype=torch.float64,
-    )
-
-
-def random_batch(seed: int, rows: int = 6, width: int = 7, density: float = 0.7) -> dict:
-    generator = torch.Generator().manual_seed(seed)
-    mask = (torch.rand(rows, width, generator=generator) < density).long()
-    return {
-        "token_level_rewards": torch.randn(rows, width, generator=generator) * mask,
-        "values": torch.randn(rows, width, generator=generator) * mask,
-        "response_mask": mask,
-        "reward_baselines": torch.randn(rows, generator=generator),
-        "index": np.array([f"p{i // 3}" for i in range(rows)], dtype=object),
-    }
-
-
-SETTINGS = {"gamma": 0.9, "lam": 0.8, "norm_adv_by_std_in_grpo": True}
 
 # ---- gae ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.proof("by hand", "gae")
 def test_gae_by_hand():
     # γ=0.5 λ=0.5, one response of 3 tokens: r = 0 0 1, V = 1 2 3
     # δ₂ = 1 - 3 = -2        δ₁ = 0 + 0.5·3 - 2 = -0.5      δ₀ = 0 + 0.5·2 - 1 = 0
@@ -69,6 +45,7 @@ def test_gae_by_hand():
     assert_close(advantages, expected)
 
 
+@pytest.mark.proof("masks", "gae")
 def test_gae_skips_tool_tokens():
     # The same three tokens with a tool's output between: nothing changes for them.
     _, returns = compute_gae_advantage_return(
@@ -90,6 +67,7 @@ def slow_gae(r: list, v: list, m: list, gamma: float, lam: float) -> list[float]
     return advantages
 
 
+@pytest.mark.proof("oracle", "gae")
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), gamma=st.floats(0, 1), lam=st.floats(0, 1), density=st.floats(0, 1))
 def test_gae_against_the_slow_form(seed: int, gamma: float, lam: float, density: float):
@@ -101,6 +79,7 @@ def test_gae_against_the_slow_form(seed: int, gamma: float, lam: float, density:
     assert_close(advantages.double(), whiten(expected, m), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.proof("reductions", "gae", "remax")
 def test_gae_with_lambda_and_gamma_one_is_monte_carlo_minus_v():
     batch = random_batch(3)
     r, v, m = (batch[k] for k in ("token_level_rewards", "values", "response_mask"))
@@ -109,6 +88,7 @@ def test_gae_with_lambda_and_gamma_one_is_monte_carlo_minus_v():
     assert_close(returns, to_go)
 
 
+@pytest.mark.proof("reductions", "gae")
 def test_gae_with_lambda_zero_is_one_step():
     _, returns = compute_gae_advantage_return(
         tensor([[0.0, 1.0]]), tensor([[5.0, 3.0]]), torch.ones(1, 2), gamma=0.5, lam=0.0
@@ -119,6 +99,7 @@ def test_gae_with_lambda_zero_is_one_step():
 # ---- group estimators ----------------------------------------------------------------------------
 
 
+@pytest.mark.proof("by hand", "grpo", "grpo_vectorized")
 def test_grpo_by_hand():
     # Group a: R = 1, 3: mean 2, unbiased deviation √2. Group b alone: its own reward.
     rewards = tensor([[0.0, 1.0, 0.0], [5.0, 0.0, 0.0], [0.0, 0.0, 3.0]])
@@ -131,12 +112,14 @@ def test_grpo_by_hand():
     assert advantages.data_ptr() != returns.data_ptr()
 
 
+@pytest.mark.proof("by hand", "grpo", "grpo_vectorized")
 def test_grpo_without_std_by_hand():
     rewards, mask = tensor([[1.0], [5.0], [3.0]]), torch.ones(3, 1)
     advantages, _ = compute_grpo_outcome_advantage(rewards, mask, ["a", "b", "a"], norm_adv_by_std_in_grpo=False)
     assert_close(advantages, tensor([[-1.0], [5.0], [1.0]]))
 
 
+@pytest.mark.proof("by hand", "rloo", "rloo_vectorized")
 def test_rloo_by_hand():
     # Group of three, R = 1, 2, 6: each against the mean of the other two: 4, 3.5, 1.5. One alone: raw.
     rewards, mask = tensor([[1.0], [2.0], [7.0], [6.0]]), torch.ones(4, 1)
@@ -164,7 +147,7 @@ def slow_group(scores: list[float], index: list, kind: str) -> list[float]:
     kind=st.sampled_from(["grpo", "dr", "rloo"]),
 )
 def test_group_estimators_against_the_slow_form(groups: list[int], seed: int, kind: str):
-    batch = random_batch(seed, rows=len(groups))
+    batch = random_batch(seed, groups)
     r, m = batch["token_level_rewards"], batch["response_mask"]
     if kind == "rloo":
         advantages, _ = compute_rloo_outcome_advantage(r, m, groups)
@@ -174,6 +157,7 @@ def test_group_estimators_against_the_slow_form(groups: list[int], seed: int, ki
     assert_close(advantages.double(), torch.tensor(expected).unsqueeze(-1).double() * m, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.proof("reductions", "rloo", "rloo_vectorized")
 def test_rloo_of_two_is_twice_grpo_without_std():
     r, m, index = torch.randn(6, 1), torch.ones(6, 1), [0, 0, 1, 1, 2, 2]
     rloo, _ = compute_rloo_outcome_advantage(r, m, index)
@@ -213,6 +197,7 @@ def test_group_ids_of_any_kind(index: object):
 # ---- reinforce++ and remax -----------------------------------------------------------------------
 
 
+@pytest.mark.proof("by hand", "reinforce_plus_plus")
 def test_reinforce_plus_plus_by_hand():
     # γ = 0.5, valid tokens r = 1, 2, 4 with a tool's output before the last, which G passes undiminished:
     # G₂ = 4, G₁ = 2 + 0.5·4 = 4, G₀ = 1 + 0.5·4 = 3
@@ -222,6 +207,7 @@ def test_reinforce_plus_plus_by_hand():
     assert_close(advantages, whiten([[3.0, 4.0, 0.0, 4.0, 0.0]], mask).float())
 
 
+@pytest.mark.proof("reductions", "reinforce_plus_plus", "gae")
 def test_reinforce_plus_plus_is_gae_without_a_critic():
     batch = random_batch(11)
     r, m = batch["token_level_rewards"], batch["response_mask"]
@@ -230,6 +216,7 @@ def test_reinforce_plus_plus_is_gae_without_a_critic():
     assert_close(mine, gae)
 
 
+@pytest.mark.proof("by hand", "remax")
 def test_remax_by_hand():
     rewards, mask = tensor([[1.0, 0.0, 2.0], [0.0, 5.0, 9.0]]), tensor([[1, 1, 1], [1, 1, 0]])
     advantages, returns = compute_remax_outcome_advantage(rewards, tensor([1.5, -1.0]), mask)
@@ -237,6 +224,7 @@ def test_remax_by_hand():
     assert_close(advantages, tensor([[1.5, 0.5, 0.5], [6.0, 6.0, 0.0]]))
 
 
+@pytest.mark.proof("reductions", "remax", "reinforce_plus_plus")
 def test_remax_with_zero_baseline_is_the_return():
     batch = random_batch(5)
     r, m = batch["token_level_rewards"], batch["response_mask"]
@@ -244,86 +232,3 @@ def test_remax_with_zero_baseline_is_the_return():
     assert_close(advantages, returns)
     _, undiscounted = compute_reinforce_plus_plus_outcome_advantage(r, m, gamma=1.0)
     assert_close(returns, undiscounted)
-
-
-# ---- what holds for all --------------------------------------------------------------------------
-
-
-def test_all_estimators_are_covered_here():
-    assert set(ESTIMATORS) <= set(estimator_names())
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-@pytest.mark.parametrize("garbage", [math.nan, math.inf, 1e30])
-def test_masked_places_are_never_read(name: str, garbage: float):
-    clean = random_batch(1)
-    dirty = dict(clean)
-    for column in ("token_level_rewards", "values"):
-        dirty[column] = clean[column].masked_fill(clean["response_mask"] == 0, garbage)
-    expected, found = compute_advantages(name, clean, SETTINGS), compute_advantages(name, dirty, SETTINGS)
-    assert_close(found, expected)
-    for tensor_ in found:
-        assert torch.isfinite(tensor_).all()
-        assert (tensor_[clean["response_mask"] == 0] == 0).all()
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_an_empty_response_and_an_empty_batch_row_break_nothing(name: str):
-    batch = random_batch(2)
-    batch["response_mask"][0] = 0
-    for column in compute_advantages(name, batch, SETTINGS):
-        assert torch.isfinite(column).all()
-        assert (column[0] == 0).all()
-    batch["response_mask"][:] = 0
-    for column in compute_advantages(name, batch, SETTINGS):
-        assert (column == 0).all()
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_single_token_is_finite(name: str):
-    batch = {key: value[:1, :1] if isinstance(value, torch.Tensor) and value.dim() == 2 else value[:1]
-             for key, value in random_batch(4, density=1.0).items()}  # fmt: skip
-    for column in compute_advantages(name, batch, SETTINGS):
-        assert torch.isfinite(column).all()
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_order_of_samples_does_not_matter(name: str):
-    batch = random_batch(8)
-    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
-    shuffled = {
-        key: value[order.numpy()] if isinstance(value, np.ndarray) else value[order] for key, value in batch.items()
-    }
-    for plain, moved in zip(
-        compute_advantages(name, batch, SETTINGS), compute_advantages(name, shuffled, SETTINGS), strict=True
-    ):
-        assert_close(moved, plain[order], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_inputs_stay_as_they_are_and_results_are_their_own(name: str):
-    batch = random_batch(9)
-    before = {key: value.clone() if isinstance(value, torch.Tensor) else value.copy() for key, value in batch.items()}
-    advantages, returns = compute_advantages(name, batch, SETTINGS)
-    advantages.add_(1.0)
-    returns.add_(2.0)
-    for key, value in before.items():
-        assert (batch[key] == value).all()
-    again, _ = compute_advantages(name, batch, SETTINGS)
-    assert_close(again + 1.0, advantages)
-    assert advantages.dtype == returns.dtype == torch.float32
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
-def test_a_better_response_has_the_larger_advantage(name: str):
-    """Fails if a sign is wrong."""
-    batch = {
-        "token_level_rewards": tensor([[0.0, 1.0], [0.0, 0.0]]),
-        "values": torch.full((2, 2), 0.5),
-        "response_mask": torch.ones(2, 2),
-        "reward_baselines": torch.full((2,), 0.5),
-        "index": ["p", "p"],
-    }
-    advantages, _ = compute_advantages(name, batch, SETTINGS)
-    assert (advantages[0] > 0).all()
-    assert (advantages[1] < 0).all()

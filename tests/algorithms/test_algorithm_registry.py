@@ -57,11 +57,49 @@ def test_enum_members_are_names():
     assert adv_needs(AdvantageEstimator.GAE) == adv_needs("gae")
 
 
+TOKENS = {"token_level_rewards", "response_mask", "index"}
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "optional", "settings"),
+    [
+        ("grpo_passk", TOKENS, set(), {"norm_adv_by_std_in_grpo"}),
+        ("reinforce_plus_plus_baseline", TOKENS, set(), set()),
+        ("opo", TOKENS, set(), set()),
+        ("gpg", TOKENS, set(), set()),
+        ("maxrl", TOKENS, set(), set()),
+        ("grpo_per_turn", TOKENS, set(), {"gamma", "norm_adv_by_std_in_grpo"}),
+        ("gdpo", {"response_mask", "index"}, set(),
+         {"gdpo_reward_keys", "gdpo_reward_weights", "norm_adv_by_std_in_grpo"}),
+        ("optimal_token_baseline", TOKENS | {"old_log_probs", "sum_pi_squared"}, {"rollout_is_weights"}, set()),
+        ("tir_optimal_token_baseline", TOKENS | {"old_log_probs", "sum_pi_squared"}, {"rollout_is_weights"}, set()),
+    ],
+)  # fmt: skip
+def test_needs_of_the_wider_catalogue(name: str, columns: set, optional: set, settings: set):
+    needs = adv_needs(name)
+    assert (needs.columns, needs.optional_columns, needs.settings) == (columns, optional, settings)
+    assert needs.wants_all == (name == "gdpo")
+
+
+def test_an_alias_is_the_same_estimator():
+    @register_adv_est("mine", paper="here", aliases=("mine_too",), reproduces={"the paper": ["algorithm.gamma=0.5"]})
+    def mine(token_level_rewards, response_mask):
+        return token_level_rewards, response_mask
+
+    assert get_adv_estimator_fn("mine_too") is mine
+    assert adv_needs("mine_too") == adv_needs("mine")
+    assert adv_needs("mine").reproduces == {"the paper": ("algorithm.gamma=0.5",)}
+    with pytest.raises(ConfigError, match=r"'mine_too' is registered twice"):
+
+        @register_adv_est("other", aliases=("mine_too",))
+        def other(token_level_rewards, response_mask): ...
+
+
 def test_unknown_names_list_the_known():
     with pytest.raises(ConfigError, match=r"unknown advantage estimator 'grop'.*Did you mean 'grpo'.*rloo"):
         get_adv_estimator_fn("grop")
-    with pytest.raises(ConfigError, match=r"grpo_passk"):
-        adv_needs("grpo_passk")
+    with pytest.raises(ConfigError, match=r"unknown advantage estimator 'grpo_pass'.*Did you mean 'grpo_passk'"):
+        adv_needs("grpo_pass")
     with pytest.raises(ConfigError, match=r"unknown policy loss 'vanila'.*Did you mean 'vanilla'"):
         get_policy_loss_fn("vanila")
 

@@ -73,6 +73,25 @@ def test_log_probs_and_entropy_are_those_of_full_logits(family_path, packed):
         assert_close(found["entropy"], entropy, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_the_sum_of_squares_is_that_of_full_logits(path, packed):
+    batch = ragged_batch()
+    model, columns = AutoModelForCausalLM.from_pretrained(path), batch.batch
+    expected = torch.zeros(columns["response_mask"].shape)
+    for row, (ids, seen) in enumerate(zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True)):
+        with torch.no_grad():
+            p = (model(input_ids=ids[seen][None]).logits[0].float() / 0.7).softmax(-1)
+        start = int(seen[:P].sum())
+        for t in columns["response_mask"][row].nonzero().flatten().tolist():
+            expected[row, t] = p[start + t - 1].square().sum()
+    engine = make_engine(path, trained=False, use_remove_padding=packed)
+    for micro in LAYOUTS.values():
+        with engine.eval_mode():
+            found = engine.infer_batch(batch, {"log_probs", "sum_pi_squared"}, micro, temperature=0.7)
+        assert found.keys() == {"log_probs", "sum_pi_squared"}
+        assert_close(found["sum_pi_squared"], expected, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_two_ppo_steps_equal_plain_pytorch(path, batch, mode):
     config = ActorConfig(

@@ -41,7 +41,7 @@ def start(worker, **arguments):
     return group
 
 
-def policy(path, role="actor_rollout_ref", **rollout):
+def policy(path, role="actor_rollout_ref", calculate_sum_pi_squared=False, **rollout):
     config = ActorRolloutRefConfig(
         model=HFModelConfig(path=path),
         actor=FSDPActorConfig(
@@ -50,6 +50,7 @@ def policy(path, role="actor_rollout_ref", **rollout):
             ppo_micro_batch_size_per_gpu=1,
             ppo_epochs=2,
             use_kl_loss=True,
+            calculate_sum_pi_squared=calculate_sum_pi_squared,
             optim=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=1),
         ),
         rollout=RolloutConfig(prompt_length=P, response_length=R, n=N, temperature=0.8, dtype="fp32", **rollout),
@@ -99,6 +100,17 @@ def test_one_step_of_the_policy(path):
     assert set(again.non_tensor_batch["weight_version"]) == {4}
     recomputed = group.compute_log_prob(again).batch["old_log_probs"]
     assert_close(recomputed, again.batch["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
+def test_the_sum_of_squares_comes_with_the_log_probs(path):
+    batch = prompts().select(batch_keys=[]) | policy(path, "actor_rollout").generate_sequences(prompts())
+    squares = policy(path, "actor", calculate_sum_pi_squared=True).compute_log_prob(batch).batch["sum_pi_squared"]
+    mask = batch.batch["response_mask"].bool()
+    chosen = batch.batch["rollout_log_probs"].exp()
+    # Σπ² lies between the square of any one probability and 1
+    assert (squares[mask] > chosen[mask] ** 2).all()
+    assert (squares[mask] < 1).all()
+    assert (squares[~mask] == 0).all()
 
 
 def test_a_restored_policy_samples_as_it_did(path, tmp_path):

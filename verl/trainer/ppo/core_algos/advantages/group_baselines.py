@@ -28,8 +28,9 @@ def broadcast(scores: Tensor, response_mask: Tensor, dtype: torch.dtype) -> tupl
     Args:
         scores: (bsz,).
         response_mask: (bsz, response_length).
-        dtype: of the result.
+        dtype: of the rewards; that of the result, but float32 at least.
     """
+    dtype = torch.promote_types(dtype, torch.float32)
     advantages = zero_masked(scores.to(dtype).unsqueeze(-1).expand(response_mask.shape), response_mask)
     return advantages, advantages.clone()
 
@@ -161,7 +162,7 @@ def compute_grpo_passk_outcome_advantage(
     groups = Groups.of(index, response_mask)
     best = groups.largest(rewards)
     is_best = rewards == best
-    second = groups.largest(rewards.masked_fill(is_best, -torch.inf))
+    second = groups.largest(rewards.double().masked_fill(is_best, -torch.inf))
     is_unique = is_best & (groups.total(is_best) == 1)
     lead = best - second.masked_fill(groups.is_alone, 0.0)
     if norm_adv_by_std_in_grpo:
@@ -208,7 +209,7 @@ def compute_reinforce_plus_plus_baseline_outcome_advantage(
     reproduces={
         "OPO": (
             "algorithm.adv_estimator=opo", "actor_rollout_ref.actor.use_kl_loss=false",
-            "actor_rollout_ref.actor.entropy_coeff=0", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
+            "actor_rollout_ref.actor.entropy_coeff=0.0", "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum",
             "actor_rollout_ref.actor.ppo_mini_batch_size=${data.train_batch_size}",
         )
     },
@@ -373,7 +374,8 @@ def _gdpo_weights(keys: Sequence[str] | None, weights: Sequence[float] | None) -
     if not keys:
         raise ConfigError(
             "algorithm.adv_estimator=gdpo compares components of the reward, and algorithm.gdpo_reward_keys names "
-            "none. Name keys of the dict that the reward function returns, e.g. algorithm.gdpo_reward_keys=[accuracy,format]."
+            "none. Name keys of the dict that the reward function returns, e.g. "
+            "algorithm.gdpo_reward_keys=[accuracy,format]."
         )
     if weights is not None and len(weights) != len(keys):
         raise ConfigError(

@@ -22,8 +22,8 @@ def discounted_sum(x: Tensor, mask: Tensor, factor: float) -> Tensor:
     Returns:
         (bsz, response_length), carried values included.
     """
-    valid = mask.bool()
-    return _backwards(zero_masked(x, valid), torch.where(valid, factor, 1.0).to(x.dtype))
+    valid, x = mask.bool(), x.to(torch.promote_types(x.dtype, torch.float32))
+    return _backwards(zero_masked(x, valid), torch.ones_like(x).masked_fill_(valid, factor))
 
 
 def next_valid(values: Tensor, mask: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ def next_valid(values: Tensor, mask: Tensor) -> Tensor:
 
 def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
     """G_t = Σ_{s≥t} r_s over valid tokens, 0 at masked ones; both (bsz, response_length)."""
-    kept = zero_masked(rewards, mask)
+    kept = zero_masked(rewards.to(torch.promote_types(rewards.dtype, torch.float32)), mask)
     return zero_masked(kept.flip(-1).cumsum(-1).flip(-1), mask)
 
 

@@ -167,8 +167,9 @@ def compute_grpo_per_turn_advantage(
     turns = max(int(starts.sum(-1).max()), 1) if starts.numel() else 1
     number = torch.arange(turns, device=valid.device)
     has_turn = number < starts.sum(-1, keepdim=True)  # (bsz, turns)
-    rewards = torch.zeros(has_turn.shape, dtype=token_level_rewards.dtype, device=valid.device)
-    rewards = rewards.scatter_add(1, turn.clamp(min=0), zero_masked(token_level_rewards, valid))
+    kept = zero_masked(token_level_rewards.to(torch.promote_types(token_level_rewards.dtype, torch.float32)), valid)
+    rewards = torch.zeros(has_turn.shape, dtype=kept.dtype, device=kept.device)
+    rewards = rewards.scatter_add(1, turn.clamp(min=0), kept)
     returns = zero_masked(discounted_sum(rewards, has_turn, gamma), has_turn)
     rows = Groups.of(index, valid)
     groups = Groups((rows.number.unsqueeze(-1) * turns + number).flatten(), has_turn.flatten(), rows.groups * turns)
