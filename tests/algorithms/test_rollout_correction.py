@@ -529,6 +529,12 @@ def test_long_responses_keep_their_digits():
     assert ratio[0, 0].item() == pytest.approx(math.exp(4096 * step), rel=1e-12)
 
 
+def test_the_difference_of_float32_columns_is_exact():
+    old, rollout = torch.tensor([[-1.1, -7.3e-5]]), torch.tensor([[-0.3, -2.9]])
+    assert ((old - rollout).double() != old.double() - rollout.double()).any()  # it would not be, in float32
+    assert torch.equal(log_ratio_of(old, rollout, torch.ones(1, 2)), old.double() - rollout.double())
+
+
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
 def test_masked_places_are_never_read(garbage: float):
     old, rollout = -torch.rand(3, 6, dtype=F64), -torch.rand(3, 6, dtype=F64)
@@ -574,6 +580,12 @@ def test_the_order_of_rows_changes_nothing():
     assert_close(moved.weights, whole.weights[order])
     assert torch.equal(moved.mask, whole.mask[order])
     assert moved.metrics == approx(whole.metrics)
+
+
+def test_the_mask_that_comes_back_is_a_new_one():
+    mask = MASK.clone()
+    compute_rollout_correction_and_rejection_mask(DELTA, DELTA, mask)[1].zero_()
+    assert torch.equal(mask, MASK)
 
 
 def test_weights_have_no_gradient():
