@@ -1,4 +1,4 @@
-"""Chat templates in the manner of three model families, and byte-level tokenizers that carry them."""
+"""Chat templates in the manner of four model families, and byte-level tokenizers that carry them."""
 
 from tests.models import tiny_tokenizer
 
@@ -28,11 +28,33 @@ GEMMA = (
     "<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n{{ m['content'] }}<end_of_turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
+# A system prompt of the template's own where the conversation has none.
+QWEN_DEFAULT = (
+    "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}" + QWEN
+)
+# Thoughts of finished turns are left out once another question has come.
+QWEN_REASONING = (
+    "{% set ns = namespace(last=0) %}"
+    "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
+    "{% if m['role'] == 'assistant' and loop.index0 < ns.last %}{{ m['content'].split('</think>')[-1].lstrip('\n') }}"
+    "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# No header of the assistant: it answers after the closing bracket.
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% elif m['role'] == 'assistant' %} {{ m['content'] }}</s>"
+    "{% else %}{{ raise_exception('Only user and assistant') }}{% endif %}{% endfor %}"
+)
 SPECIALS = {
     QWEN: ["<|im_start|>", "<|im_end|>"],
     QWEN_THINKING: ["<|im_start|>", "<|im_end|>"],
     LLAMA: ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     GEMMA: ["<bos>", "<start_of_turn>", "<end_of_turn>"],
+    QWEN_DEFAULT: ["<|im_start|>", "<|im_end|>"],
+    QWEN_REASONING: ["<|im_start|>", "<|im_end|>"],
+    MISTRAL: ["<s>", "</s>", "[INST]", "[/INST]"],
 }
 
 
