@@ -15,10 +15,18 @@ from verl.trainer.config.describe import allowed_values
 from verl.trainer.config.generate import ENTRIES, files
 from verl.trainer.config.keys import default_tree, flat, get, iter_keys
 from verl.trainer.config.overrides import CONFIG_DIR, compose
+from verl.trainer.config.preference import DPOConfig, RMConfig
 from verl.trainer.config.reference import reference_page
 
 HERE = Path(__file__).parent
-ROOTS = {"ppo_trainer": PPOConfig, "sft_trainer": SFTConfig, "generation": GenerationConfig, "evaluation": EvalConfig}
+ROOTS = {
+    "ppo_trainer": PPOConfig,
+    "sft_trainer": SFTConfig,
+    "rm_trainer": RMConfig,
+    "dpo_trainer": DPOConfig,
+    "generation": GenerationConfig,
+    "evaluation": EvalConfig,
+}
 OURS = {"actor_rollout_ref.rollout.name": "hf"}
 """Keys whose default differs from the list on purpose."""
 
