@@ -13,30 +13,31 @@ def batch(**tensors: torch.Tensor) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a", "a", "b"][:rows], dtype=object)})
 
 
-def test_failed_samples_lose_their_mask_and_their_group():
-    mask = torch.tensor([[1, 1], [1, 0], [1, 1]])
-    columns, metrics = stages.drop_failed_samples(batch(response_mask=mask), ["ok", "error", "ok"])
-    assert columns.batch["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
-    uids = columns.non_tensor_batch["uid"].tolist()
-    assert uids[0] == "a"
-    assert uids[2] == "b"
-    assert uids[1] not in ("a", "b")
-    assert metrics["reward/error_rate"] == pytest.approx(1 / 3)
+def test_values_of_any_kind_are_one_column():
+    columns = stages.score_columns(torch.zeros(2, 1), {"turns": [[1.0], [2.0]], "acc": [True, None]})
+    assert columns.non_tensor_batch["turns"].tolist() == [[1.0], [2.0]]
+    assert columns.non_tensor_batch["turns"].shape == (2,)
+    assert columns.non_tensor_batch["acc"].tolist() == [True, None]
 
 
-def test_an_error_is_no_part_of_the_baseline_of_its_group():
-    # Scores 1 and 0 of a group, and a failed sample: with it as a zero the mean would be 1/3, without it is 1/2.
+def test_sources_are_told_apart_where_there_are_several():
+    mask = torch.ones(3, 2, dtype=torch.long)
     data = DataProto.from_dict(
-        tensors={
-            "response_mask": torch.ones(3, 1, dtype=torch.long),
-            "token_level_rewards": torch.tensor([[1.0], [0.0], [0.0]]),
-        },
-        non_tensors={"uid": np.array(["a", "a", "a"], dtype=object)},
+        tensors={"responses": mask, "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]])},
+        non_tensors={"data_source": np.array(["a", "b", "a"], dtype=object)},
     )
-    columns, _ = stages.drop_failed_samples(data, ["ok", "ok", "error"])
-    kept = data.select(batch_keys=["token_level_rewards"], non_tensor_batch_keys=[]) | columns
-    result = stages.compute_advantage(kept, "grpo", {"norm_adv_by_std_in_grpo": False})
-    assert result.batch["advantages"].flatten().tolist() == [0.5, -0.5, 0.0]
+    scores = torch.tensor([[0.0, 1.0], [0.0, 0.5], [0.0, 0.0]])
+    metrics = stages.metrics_by_source(data, scores, ["ok", "ok", "timeout"])
+    # Of source a one response failed: its 0 is no part of the mean. Lengths: 2, 1, 2 tokens.
+    assert metrics == {
+        "train-source/a/score/mean": 1.0,
+        "train-source/a/response_length/mean": 2.0,
+        "train-source/a/count": 2,
+        "train-source/b/score/mean": 0.5,
+        "train-source/b/response_length/mean": 1.0,
+        "train-source/b/count": 1,
+    }
+    assert stages.metrics_by_source(data[[0, 2]], scores[[0, 2]], ["ok", "ok"]) == {}
 
 
 def test_kl_penalty_by_hand():

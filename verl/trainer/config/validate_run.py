@@ -97,6 +97,9 @@ def dynamic_sampling(config: PPOConfig) -> Problems:
     if chosen.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         wrong = "with algorithm.use_kl_in_reward=true all final rewards differ, and nothing is filtered"
         yield Problem(key, chosen.metric, wrong, "seq_reward, score, acc", f"set {key}=seq_reward")
+    if config.reward_model.launch_reward_fn_async:
+        wrong = "dynamic sampling needs the scores before it goes on"
+        yield Problem("reward_model.launch_reward_fn_async", True, wrong, "false")
     n = config.actor_rollout_ref.rollout.n
     if n == 1:
         wrong = "dynamic sampling compares the responses of one prompt, and there is one"

@@ -31,7 +31,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -53,7 +52,7 @@ from verl.trainer.ppo.metrics import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
-from verl.trainer.ppo.reward import compute_reward
+from verl.trainer.ppo.reward import component_metrics, compute_reward, leave_out_failed, start_reward
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.stages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.utils import Needs, Role, need_critic, need_reference_policy, need_reward_model
@@ -61,6 +60,8 @@ from verl.trainer.ppo.validation import Validator, dump_generations
 from verl.trainer.schedule import Schedule, with_total_steps
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
+from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
+from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.seqlen_balancing import get_reverse_idx, log_seqlen_unbalance
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 from verl.workers.config import FSDPOptimizerConfig
@@ -127,6 +128,8 @@ class RayPPOTrainer(TrainingLoop):
         )
         self.entropy_ctrl = get_entropy_controller(self.config.actor_rollout_ref.actor)
         self.metrics: Metrics = {}
+        self.scored: list[DataProto] = []
+        self.train_sampler = train_sampler
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
 
     # ---- set-up -------------------------------------------------------------------------------
@@ -227,9 +230,10 @@ class RayPPOTrainer(TrainingLoop):
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         """A step, and what the schedule asks for after it: validation, a checkpoint."""
-        self.metrics, self.stopwatch = {}, Stopwatch()
+        self.metrics, self.stopwatch, self.scored = {}, Stopwatch(), []
         with self.stopwatch("step"):
             batch = self.step(DataProto.from_single_dict(dict(rows)))
+            self._tell_the_data(batch)
             if self.validator and self.schedule.due("test", self.global_steps):
                 self.metrics.update(self._validate())
             if self.schedule.due("save", self.global_steps):
@@ -241,6 +245,8 @@ class RayPPOTrainer(TrainingLoop):
         """One PPO iteration: prompts in, updated policy out. See the picture above."""
         batch = self.collect(prompts)
         batch = batch | self.old_log_probs(batch)
+        if self.config.reward_model.launch_reward_fn_async:
+            batch = self.finish_reward(batch)
         if self.needs.correction:
             batch = batch | self.correction(batch)
         if self.needs.reference:
@@ -254,6 +260,14 @@ class RayPPOTrainer(TrainingLoop):
         if self.global_steps > self.config.trainer.critic_warmup:
             self.update_actor(chosen)
         return batch
+
+    def _tell_the_data(self, batch: DataProto) -> None:
+        """A curriculum learns from every response that was scored, a growing data set from the batch."""
+        if isinstance(self.train_sampler, AbstractCurriculumSampler):
+            for seen in self.scored if self.config.algorithm.filter_groups.enable else [batch]:
+                self.train_sampler.update(batch=seen)
+        if isinstance(self.train_dataset, DynamicGenDataset):
+            self.train_dataset.on_batch_end(batch=batch)
 
     # ---- the stages ---------------------------------------------------------------------------
 
@@ -295,21 +309,33 @@ class RayPPOTrainer(TrainingLoop):
 
     @stage("reward")
     def reward(self, batch: DataProto) -> DataProto:
-        """token_level_scores; samples that could not be scored leave the training batch."""
-        scores, extra = self._score(batch, self.reward_fn)
-        masked, metrics = stages.drop_failed_samples(batch, extra["reward_status"])
-        self.metrics.update(metrics)
+        """token_level_scores and what else the reward function says; failed samples leave the training batch.
+
+        With ``reward_model.launch_reward_fn_async`` scoring only begins here, and :meth:`finish_reward` ends it.
+        """
+        self.scoring = start_reward(self._with_model_scores(batch), self.reward_fn)
+        return batch if self.config.reward_model.launch_reward_fn_async else self._scored(batch)
+
+    @stage("reward")
+    def finish_reward(self, batch: DataProto) -> DataProto:
+        """Wait for the scores that :meth:`reward` asked for."""
+        return self._scored(batch)
+
+    def _scored(self, batch: DataProto) -> DataProto:
+        scores, extra = self.scoring.result()
+        kept, metrics = leave_out_failed(batch, extra["reward_status"], self.config.reward_model.on_failure)
+        self.metrics.update(metrics | component_metrics(extra))
+        self.metrics.update(stages.metrics_by_source(batch, scores, extra["reward_status"]))
         self._dump_rollouts(batch, scores, extra)
-        scored = DataProto.from_dict(
-            tensors={"token_level_scores": scores},
-            non_tensors={name: np.array(values, dtype=object) for name, values in extra.items()},
-        )
-        return stages.replace_columns(batch, masked) | scored
+        scored = stages.replace_columns(batch, kept) | stages.score_columns(scores, extra)
+        self.scored.append(scored)
+        return scored
 
     def _score(self, batch: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list]]:
-        if self.needs.reward_model:
-            batch = batch | self.rm_wg.compute_rm_score(batch)
-        return compute_reward(batch, reward_fn)
+        return compute_reward(self._with_model_scores(batch), reward_fn)
+
+    def _with_model_scores(self, batch: DataProto) -> DataProto:
+        return batch | self.rm_wg.compute_rm_score(batch) if self.needs.reward_model else batch
 
     @stage("old_log_prob")
     def old_log_probs(self, batch: DataProto) -> DataProto:

@@ -6,7 +6,6 @@ numbers worth logging), and the driver unions them. See the picture in ``ray_tra
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,9 @@ from verl.trainer.ppo.core_algos import (
     prepare_update,
     update_columns,
 )
+from verl.trainer.ppo.metrics import response_lengths
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.trainer.ppo.source_metrics import source_metrics
 from verl.utils.torch_functional import masked_mean
 from verl.workers.config import ActorConfig, RolloutCorrectionConfig
 
@@ -67,24 +68,29 @@ def sequence_lengths(batch: DataProto) -> list[int]:
     return batch.batch["attention_mask"].sum(-1).tolist()
 
 
-def drop_failed_samples(batch: DataProto, reward_status: list[str]) -> tuple[DataProto, Metrics]:
-    """Take the samples whose reward could not be computed out of training.
-
-    Their ``response_mask`` becomes zero, so no loss sees them, and they leave their group, so
-    that their missing reward is no part of any baseline: an error is not a score of zero.
-
-    Returns:
-        the new ``response_mask`` and ``uid``, and ``reward/error_rate``.
-    """
-    failed = np.array([status != "ok" for status in reward_status], dtype=bool)
-    keep = torch.from_numpy(~failed).to(batch.batch["response_mask"].dtype).unsqueeze(-1)
-    uids = batch.non_tensor_batch["uid"].copy()
-    for row in np.flatnonzero(failed):
-        uids[row] = f"failed-{uuid.uuid5(uuid.NAMESPACE_OID, f'{uids[row]}-{row}')}"
-    columns = DataProto.from_dict(
-        tensors={"response_mask": batch.batch["response_mask"] * keep}, non_tensors={"uid": uids}
+def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataProto:
+    """``token_level_scores``, and what the reward function said beside them under its own names."""
+    return DataProto.from_dict(
+        tensors={"token_level_scores": scores},
+        non_tensors={name: object_column(values) for name, values in extra.items()},
     )
-    return columns, {"reward/error_rate": float(failed.mean())}
+
+
+def object_column(values: list[Any]) -> np.ndarray:
+    """(bsz,) of any values, lists among them."""
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: list[str]) -> Metrics:
+    """``train-source/{data_source}/...``, where a batch has more than one source; without samples that failed."""
+    sources = [str(source) for source in batch.non_tensor_batch.get("data_source", [])]
+    if len(set(sources)) < 2:
+        return {}
+    is_scored = torch.tensor([status == "ok" for status in statuses])
+    values = torch.where(is_scored, scores.sum(-1), torch.nan)
+    return source_metrics(sources, values.tolist(), response_lengths(batch).tolist())
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, Metrics]:
