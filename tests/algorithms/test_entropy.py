@@ -42,8 +42,9 @@ def test_the_top_by_hand(quantile: float, expected: list):
     assert top_entropy_mask(ENTROPYS, MASK, quantile).tolist() == expected
 
 
-def test_equal_entropies_all_stay():
-    assert_close(top_entropy_mask(torch.full((3, 3), 0.7), MASK, 0.2), MASK)
+@pytest.mark.parametrize("entropy", [0.7, 0.0])
+def test_equal_entropies_all_stay_and_masked_places_never(entropy: float):
+    assert_close(top_entropy_mask(torch.full((3, 3), entropy), MASK, 0.2), MASK)
 
 
 def test_nothing_valid_keeps_nothing():
