@@ -20,34 +20,36 @@ from verl.trainer.ppo.core_algos import (
     kl_in_reward,
     kl_penalty,
 )
+from verl.trainer.ppo.core_algos.kl import KL_KINDS
 
-KINDS = ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [
-        ("kl", [0.5, -0.5]),
-        ("k1", [0.5, -0.5]),
-        ("abs", [0.5, 0.5]),
-        ("mse", [0.125, 0.125]),
-        ("k2", [0.125, 0.125]),
-        ("low_var_kl", [math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1]),
-        ("k3", [math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1]),
-    ],
-)
-def test_by_hand(kind: str, expected: list[float]):
-    log_prob, ref = tensor([-1.0, -1.5]), tensor([-1.5, -1.0])  # Δ = 0.5, -0.5
-    assert_close(kl_penalty(log_prob, ref, kind), tensor(expected))
-    assert_close(kl_penalty(log_prob, ref, kind + "+"), tensor(expected))
+K3 = [math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1]
+BY_HAND = {  # Δ = 0.5, -0.5
+    "kl": [0.5, -0.5],
+    "k1": [0.5, -0.5],
+    "abs": [0.5, 0.5],
+    "mse": [0.125, 0.125],
+    "k2": [0.125, 0.125],
+    "low_var_kl": K3,
+    "k3": K3,
+}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_plus_has_the_gradient_of_k2(kind: str):
-    log_prob = tensor([-1.0, -1.5, -0.3], requires_grad=True)
-    ref = tensor([-1.5, -1.0, -0.3])
-    kl_penalty(log_prob, ref, kind + "+").sum().backward()
-    assert_close(log_prob.grad, (log_prob - ref).detach())
+@pytest.mark.proof("by hand", param="kind")
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_by_hand(kind: str):
+    log_prob, ref = tensor([-1.0, -1.5]), tensor([-1.5, -1.0])
+    assert_close(kl_penalty(log_prob, ref, kind), tensor(BY_HAND[kind.removesuffix("+")]))
+
+
+@pytest.mark.proof("gradient", param="kind")
+@pytest.mark.parametrize("kind", KL_KINDS)
+def test_gradient_against_finite_differences(kind: str):
+    log_prob = tensor([-1.0, -1.5, -0.3], dtype=torch.float64, requires_grad=True)
+    ref = tensor([-1.5, -1.0, -0.2], dtype=torch.float64)
+    kl_penalty(log_prob, ref, kind).sum().backward()
+    value, step = ("k2" if kind.endswith("+") else kind), 1e-6  # + has the gradient of k2, whatever its value
+    above, below = (kl_penalty(log_prob.detach() + d, ref, value) for d in (step, -step))
+    assert_close(log_prob.grad, (above - below) / (2 * step), rtol=1e-6, atol=1e-8)
 
 
 def test_plain_gradients():
