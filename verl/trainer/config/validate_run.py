@@ -165,7 +165,7 @@ def rewards(config: PPOConfig) -> Problems:
             remedy = "use a known one, or your own with reward_manager.source=importlib"
             yield Problem("reward_manager.name", manager.name, str(error), remedy=remedy)
     known = sorted({*FORMATS, *SCORERS.names()})
-    if model.reward_format is not None and model.reward_format not in known:
+    if model.reward_format is not None and model.reward_format not in FORMATS and model.reward_format not in SCORERS:
         wrong = f"there is no such scorer.{suggest(model.reward_format, known)}"
         yield Problem("reward_model.reward_format", model.reward_format, wrong, ", ".join(known))
     if model.reward_format is not None and config.custom_reward_function.path is not None:
