@@ -347,3 +347,14 @@ def test_rows_that_the_data_set_gains_are_drawn(kind, monkeypatch):
     data += ["a", "b", "c"]
     seen = {row for batch in train(loader, sampler, 30) for row in batch}
     assert {17, 18, 19} <= seen
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_an_iterator_goes_on_in_the_middle_of_a_batch(kind):
+    expected = list(iter(MAKERS[kind]()))
+    for stop in range(1, len(expected)):
+        first = iter(MAKERS[kind]())
+        assert list(itertools.islice(first, stop)) == expected[:stop]
+        second = iter(MAKERS[kind]())
+        second.load_state_dict(first.state_dict())
+        assert list(second) == expected[stop:], stop
