@@ -79,7 +79,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
         "actor_rollout_ref.rollout.over_sample_rate",
         "actor_rollout_ref.rollout.skip_rollout",
         "actor_rollout_ref.rollout.trace.backend",
-        "algorithm.filter_groups.enable",
         "data.tool_config_path",
         "global_profiler.tool",
         "reward_model.launch_reward_fn_async",
