@@ -171,7 +171,7 @@ def programs(port: int, secret: Path) -> list[Hostile]:
             "write outside /tmp",
             *(f"open({place!r}, 'w')" for place in ("/x", "/usr/x", "/usr/lib/x", "/dev/x", PROGRAM, "/etc/x")),
             f"os.unlink({PROGRAM!r})", "os.mkdir('/home')", "os.truncate('/dev/fd/0', 9)",
-            "open('/proc/self/fd/0', 'rb+', 0).write(b'x')",
+            "open('/proc/self/fd/0', 'rb+', 0).write(b'x')", "os.write(0, b'x')", "os.ftruncate(0, 1 << 30)",
         ),
         Hostile("fill one file", "open('/tmp/x', 'wb').write(bytes(1 << 27))", ("exit_error",)),
         Hostile(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sandbox.walls import needs_sandbox
 from verl.utils.sandbox import bubblewrap, find_walls, why_unavailable
 
 ROOT = Path(__file__).parents[2]
@@ -101,12 +102,9 @@ def test_other_systems_are_refused(monkeypatch):
         ("setpriv", "root"),
     ],
 )
+@needs_sandbox
 def test_the_probe_finds_a_wall_that_is_missing(weakness, complaint):
     """Each wall taken away in turn: the sandbox is refused, not used."""
-    from tests.sandbox.walls import _missing
-
-    if _missing():
-        pytest.skip(f"no sandbox here: {_missing()}")
     if weakness == "setpriv" and os.geteuid() != 0:
         pytest.skip("only root changes the uid by setpriv")
     said = tell(WEAKEN.format(weakness=weakness))
