@@ -55,7 +55,7 @@ def _printed_safe(outcome: Outcome) -> bool:
 def _trying(name: str, *attempts: str, before: str = "") -> Hostile:
     """A program that makes attempts, every one of which must be refused."""
     calls = ", ".join(f"lambda: {attempt}" for attempt in attempts)
-    return Hostile(name, f"{TRY}\n{before}\nreport({calls})", ("ok",), is_harmless=_printed_safe)
+    return Hostile(name, f"{TRY}\n{before}\nreport({calls})", ("ok",), stdin="input", is_harmless=_printed_safe)
 
 
 def programs(port: int, secret: Path) -> list[Hostile]:
