@@ -12,6 +12,10 @@ import threading
 import time
 
 
+def length_of(solution_str):
+    return len(solution_str) / 10
+
+
 def behave(how, value=1.0, **more):
     """Do what ``how`` says; ``ok`` returns the value."""
     return ACTS[how](value, **more) if how in ACTS else value
@@ -180,3 +184,24 @@ async def behave_async(how, value=1.0, seconds=0.2):
     elif how in ACTS:
         return ACTS[how](value)
     return value
+
+
+# ---- reward functions ---------------------------------------------------------------------------
+
+
+def acts(data_source, solution_str, ground_truth, extra_info):
+    """The response says how to behave, and the truth what the score is."""
+    return behave(data_source, ground_truth)
+
+
+def per_text(data_sources, solution_strs, ground_truths, extra_infos, bonus=0.0):
+    return [
+        {"score": len(text) / 10 + bonus, "acc": text == truth}
+        for text, truth in zip(solution_strs, ground_truths, strict=True)
+    ]
+
+
+async def stamps(data_source, solution_str, ground_truth, extra_info):
+    started = time.time()
+    await asyncio.sleep(0.2)
+    return {"score": 1.0, "started": started, "ended": time.time()}

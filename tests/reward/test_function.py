@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.reward.batches import batch_of
+from verl import DataProto
 from verl.errors import ConfigError, RewardError
 from verl.utils.reward_score import SCORERS, UnknownDataSourceError, default_compute_score
 from verl.workers.reward_manager.function import RewardFunction, Sample, form_of, on_turns, to_score, token_scores
@@ -278,23 +279,24 @@ def test_batch_form_with_token_scores():
     assert [s.value for s in scores.samples] == [0.75, 0.0]
 
 
-@pytest.mark.parametrize(
-    "result, says",
-    [
-        (torch.ones(3), "shape (3,); expected (2,), one score per sample, or (2, 6), one per token"),
-        (torch.ones(2, 5), "shape (2, 5)"),
-        (torch.ones(2, 1), "shape (2, 1)"),
-        (1.0, "returned float, not a torch.Tensor"),
-    ],
-)
-def test_batch_form_of_another_shape_fails_every_sample(result, says):
-    scores = batch_scores(lambda data: result, batch_of(["a", "b"], ["", ""]), SAMPLES).samples
-    assert all(says in s.error and s.status == "error" for s in scores)
+def test_batch_form_of_another_shape_fails_every_sample():
+    def compute_reward(data):
+        results = [torch.ones(3), torch.ones(2, 5), torch.ones(2, 1), 1.0, torch.tensor([1.0, float("nan")])]
+        return results[data.meta_info["case"]]
 
-
-def test_batch_form_with_nan_fails_that_sample():
-    data = batch_of(["a", "b"], ["", ""])
-    scores = batch_scores(lambda data: torch.tensor([1.0, float("nan")]), data, SAMPLES).samples
+    says = [
+        "shape (3,); expected (2,), one score per sample, or (2, 6), one per token",
+        "shape (2, 5)",
+        "shape (2, 1)",
+        "returned float, not a torch.Tensor",
+    ]
+    function = RewardFunction(compute_reward, {})
+    for case, message in enumerate(says):
+        data = batch_of(["a", "b"], ["", ""]) | DataProto(meta_info={"case": case})
+        scores = function.submit_batch(data, SAMPLES).result().samples
+        assert all(message in s.error and s.status == "error" for s in scores)
+    data = batch_of(["a", "b"], ["", ""]) | DataProto(meta_info={"case": 4})
+    scores = function.submit_batch(data, SAMPLES).result().samples  # NaN concerns its sample alone
     assert (scores[0].value, scores[0].error) == (1.0, None)
     assert (scores[1].value, "not a finite number" in scores[1].error) == (0.0, True)
 

@@ -7,16 +7,13 @@ import torch
 
 from tests.data.test_rl_dataset import jsonl
 from tests.reward.batches import LENGTH, TOKENIZER, batch_of
+from tests.reward.hostile import length_of
 from verl.errors import ConfigError, DataError, RewardError, SchemaError
 from verl.trainer.config import DataConfig
 from verl.utils.dataset import RLHFDataset
 from verl.utils.reward_score import UnknownDataSourceError
 from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls, register
 from verl.workers.reward_manager.naive import on_last_token
-
-
-def length_of(solution_str):
-    return len(solution_str) / 10
 
 
 def manager(function=length_of, **changes):

@@ -23,8 +23,8 @@ TICK_S = 0.05
 """How often jobs under way are looked after."""
 SPARE_WORKERS = 16
 """How many workers may start beyond ``num_workers`` while others are stuck."""
-PATIENCE_S = 1.0
-"""A worker is stuck when one job takes longer than this, or than a tenth of its time if that is less."""
+PATIENCE_S, ASYNC_PATIENCE_S = 0.5, 1.0
+"""A worker is stuck when one job holds it up for longer than this, or than a tenth of its time if that is less."""
 MAX_START_FAILURES = 3
 MAX_ATTEMPTS = 3
 """After so many processes that ended under a job, not by its own doing for certain, it is given up."""
@@ -145,7 +145,7 @@ class _Engine:
         self.most = max_concurrent or (num_workers + SPARE_WORKERS)
         self.num_workers = min(num_workers, self.most)
         self.slots = max(2, -(-self.most // self.num_workers)) if side_by_side else 1
-        self.patience_s = min(PATIENCE_S, budget.timeout_s / 10)
+        self.patience_s = min(ASYNC_PATIENCE_S if side_by_side else PATIENCE_S, budget.timeout_s / 10)
         self.queue: deque[Job] = deque()
         self.fresh: deque[Job] = deque()
         """Jobs that wait for a process which has served no other."""
@@ -343,10 +343,12 @@ class _Engine:
 
     def _failed(self, job: Job, outcome: Outcome, clean: bool) -> None:
         """A job did not end well: that is its outcome, unless others may have spoilt its process."""
-        if outcome.status in ("out_of_memory", "crashed") and not clean and not job.attempts:
-            job.attempts += 1
+        if outcome.status in ("out_of_memory", "crashed") and not clean and job.first is None:
+            job.first = outcome
             job.spent_s += time.monotonic() - job.started
             self.fresh.append(job)
+        elif outcome.status == "timeout" and job.first is not None:
+            job.done(job.first)  # the second try had only the rest of the time
         else:
             job.done(outcome)
 
@@ -360,6 +362,6 @@ class _Engine:
                 elif self.stopping.is_set() or job.attempts >= MAX_ATTEMPTS:
                     job.done(verdict)
                 else:
-                    job.attempts += blamed is None
+                    job.attempts += blamed is None and not worker.retired
                     self.queue.appendleft(job)
         self._pump()

@@ -78,6 +78,8 @@ class Job:
     """When the process at hand got it."""
     spent_s: float = 0.0
     """What earlier attempts took of its time."""
+    first: Outcome | None = None
+    """How it ended in a process that others may have spoilt; it then has a second try."""
     attempts: int = 0
     """Processes that ended under it, and not by its own doing for certain."""
 
@@ -119,6 +121,8 @@ class WorkerProcess:
         self.end: Outcome | None = None
         """Why it was ended: what becomes of the guilty job."""
         self.guilty: Job | None = None
+        self.retired = False
+        """It was ended for no fault of the jobs that it has."""
         self.gone_since = 0.0
         self.worker_pid = 0
         self.base_memory = 0
@@ -210,8 +214,9 @@ class WorkerProcess:
         return others
 
     def stop(self, outcome: Outcome | None = None, guilty: Job | None = None) -> None:
-        """End the process and all that it has started; ``outcome`` is for the guilty job."""
+        """End the process and all that it has started; ``outcome`` is for the guilty job, None if no job is."""
         if self.end is None:
+            self.retired = outcome is None
             self.end, self.guilty = outcome or Outcome("crashed", message="the pool was closed"), guilty
             self.process.terminate()
             asyncio.get_running_loop().call_later(REAP_S, self.kill)
@@ -226,7 +231,7 @@ class WorkerProcess:
 
     def blamed(self, jobs: list[Job]) -> Job | None:
         """Which of the jobs under way ended the process, where that can be told."""
-        if self.guilty is not None:
+        if self.guilty is not None or self.retired:
             return self.guilty
         running, _ = self._running() if self.slots > 1 else (None, 0.0)
         return running if running is not None else (jobs[0] if len(jobs) == 1 else None)

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.registry import suggest
+from verl.utils.reward_score.length import soft_overlong_penalty
 from verl.workers.reward_manager.function import Scores, tensors_of
 from verl.workers.reward_manager.naive import NaiveRewardManager, on_last_token
 from verl.workers.reward_manager.registry import register
@@ -100,9 +99,13 @@ class DAPORewardManager(NaiveRewardManager):
         if not self.buffer.enable:
             return Scores(samples, scores.tokens)
         tensors = tensors_of(data)
-        lengths = tensors["attention_mask"][:, -tensors["responses"].size(1) :].sum(-1)
-        penalties = overlong_penalty(lengths, self.max_resp_len, self.buffer.len, self.buffer.penalty_factor).tolist()
-        penalties = [p if s.status == "ok" else 0.0 for p, s in zip(penalties, samples, strict=True)]
+        lengths = tensors["attention_mask"][:, -tensors["responses"].size(1) :].sum(-1).tolist()
+        penalties = [
+            overlong_penalty(length, self.max_resp_len, self.buffer.len, self.buffer.penalty_factor)
+            if score.status == "ok"
+            else 0.0
+            for length, score in zip(lengths, samples, strict=True)
+        ]
         if self.buffer.log:
             samples = [
                 replace(score, extra={**score.extra, "overlong_reward": penalty, "overlong": penalty < 0})
@@ -113,27 +116,14 @@ class DAPORewardManager(NaiveRewardManager):
         return Scores(samples, scores.tokens + on_last_token(tensors["response_mask"], penalties))
 
 
-def overlong_penalty(lengths: torch.Tensor, longest: int, buffer: int, factor: float) -> torch.Tensor:
-    """What a response loses for its length (arXiv:2503.14476, eq. 13, times ``factor``).
-
-        0                                     |y| ≤ longest - buffer
-        factor · (longest - buffer - |y|) / buffer    up to |y| = longest
-        -factor                               above
+def overlong_penalty(length: int, longest: int, buffer: int, factor: float) -> float:
+    """What a response loses for its length (arXiv:2503.14476, eq. 13, times ``factor``), from ``-factor`` to 0.
 
     With ``buffer`` 0 only responses above ``longest`` lose, and all of it.
 
-    Args:
-        lengths: (bsz,) tokens of each response.
-        longest: length from which the whole penalty counts.
-        buffer: tokens below it over which the penalty grows.
-        factor: the whole penalty.
-
-    Returns:
-        (bsz,) float32, from ``-factor`` to 0.
-
-    >>> overlong_penalty(torch.tensor([6, 8, 9, 10, 12]), longest=10, buffer=4, factor=2.0)
-    tensor([ 0.0000, -1.0000, -1.5000, -2.0000, -2.0000])
+    >>> [overlong_penalty(length, longest=10, buffer=4, factor=2.0) for length in (6, 8, 9, 10, 12)]
+    [0.0, -1.0, -1.5, -2.0, -2.0]
     """
-    excess = (lengths - (longest - buffer)).clamp(min=0).float()
-    share = (excess / buffer).clamp(max=1.0) if buffer else (excess > 0).float()
-    return -factor * share + 0.0
+    if buffer == 0:
+        return -factor if length > longest else 0.0
+    return soft_overlong_penalty(length, longest, buffer, factor)

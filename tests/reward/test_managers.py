@@ -1,0 +1,376 @@
+"""Reward managers beyond the naive one; turns, failures and components; a service over real HTTP."""
+
+import asyncio
+import functools
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+import torch
+
+from tests.reward.batches import LENGTH, TOKENIZER, batch_of
+from tests.reward.hostile import acts, length_of, per_text, stamps
+from verl.errors import ConfigError, RewardError
+from verl.trainer.config import PPOConfig
+from verl.trainer.ppo.reward import (
+    component_metrics,
+    compute_reward,
+    leave_out_failed,
+    load_reward_manager,
+    start_reward,
+    status_metrics,
+)
+from verl.workers.reward_manager import (
+    BatchRewardManager,
+    DAPORewardManager,
+    GDPORewardManager,
+    NaiveRewardManager,
+    PrimeRewardManager,
+    RateLimitedRewardManager,
+    RemoteRewardManager,
+    get_reward_manager_cls,
+)
+from verl.workers.reward_manager.dapo import overlong_penalty
+
+NAMES = {
+    "naive": NaiveRewardManager,
+    "batch": BatchRewardManager,
+    "dapo": DAPORewardManager,
+    "prime": PrimeRewardManager,
+    "limited": RateLimitedRewardManager,
+    "remote": RemoteRewardManager,
+    "gdpo": GDPORewardManager,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_manager_has_its_name_here_and_there(name):
+    from verl.experimental.reward_loop import reward_manager as elsewhere
+
+    assert get_reward_manager_cls(name) is NAMES[name]
+    assert getattr(elsewhere, NAMES[name].__name__) is NAMES[name]
+
+
+# ---- sixty-four samples, eight of them hostile ---------------------------------------------------
+
+
+def test_eight_bad_samples_of_sixty_four_cost_nobody_else_a_score():
+    bad = {3: "sleep", 11: "spin", 12: "hang_in_c", 40: "sleep", 20: "os_exit", 21: "sys_exit", 33: "hog", 50: "raise"}
+    sources = [bad.get(row, "ok") for row in range(64)]
+    data = batch_of(["ab"] * 64, [float(row) / 64 for row in range(64)], sources)
+    manager = NaiveRewardManager(TOKENIZER, 0, acts, timeout_s=3.0, memory_limit_mb=128, max_error_rate=0.2)
+    started = time.perf_counter()
+    scores, extra = compute_reward(data, manager)
+    elapsed = time.perf_counter() - started
+    expected = {"sleep": "timeout", "spin": "timeout", "hang_in_c": "timeout", "hog": "out_of_memory", "raise": "error"}
+    expected |= {"os_exit": "crashed", "sys_exit": "crashed", "ok": "ok"}
+    assert extra["reward_status"] == [expected[how] for how in sources]
+    assert scores.sum(-1).tolist() == [0.0 if row in bad else row / 64 for row in range(64)]
+    assert elapsed < 4 * 3.0  # the four that hang would take 12 s one after the other, and the others come on top
+    metrics = status_metrics(extra["reward_status"])
+    assert metrics == {
+        "reward/error_rate": 8 / 64,
+        "reward/status/timeout": 4 / 64,
+        "reward/status/crashed": 2 / 64,
+        "reward/status/out_of_memory": 1 / 64,
+        "reward/status/error": 1 / 64,
+    }
+
+
+# ---- what becomes of failures --------------------------------------------------------------------
+
+
+def groups():
+    data = batch_of(["ab"] * 6)  # a, b, <eos>
+    data.non_tensor_batch["uid"] = np.array(["p", "p", "p", "q", "q", "q"], dtype=object)
+    return data, ["ok", "timeout", "ok", "ok", "ok", "ok"]
+
+
+def test_mask_takes_out_the_sample_and_leaves_its_group():
+    data, statuses = groups()
+    columns, metrics = leave_out_failed(data, statuses, "mask")
+    assert columns.batch["response_mask"].sum(-1).tolist() == [3, 0, 3, 3, 3, 3]
+    assert columns.batch["response_mask"].dtype == data.batch["response_mask"].dtype
+    uids = columns.non_tensor_batch["uid"].tolist()
+    assert uids[:1] + uids[2:] == ["p", "p", "q", "q", "q"]
+    assert uids[1] not in ("p", "q")
+    assert metrics["reward/left_out_rate"] == metrics["reward/error_rate"] == pytest.approx(1 / 6)
+    assert data.batch["response_mask"].sum() == 18  # the batch itself is as it was
+    assert data.non_tensor_batch["uid"].tolist() == ["p", "p", "p", "q", "q", "q"]
+
+
+def test_drop_group_takes_out_all_siblings():
+    data, statuses = groups()
+    columns, metrics = leave_out_failed(data, statuses, "drop_group")
+    assert columns.batch["response_mask"].sum(-1).tolist() == [0, 0, 0, 3, 3, 3]
+    assert columns.non_tensor_batch["uid"].tolist()[3:] == ["q", "q", "q"]
+    assert len(set(columns.non_tensor_batch["uid"])) == 4  # no baseline of failures
+    assert (metrics["reward/left_out_rate"], metrics["reward/status/timeout"]) == (0.5, pytest.approx(1 / 6))
+
+
+def test_stop_names_the_sample():
+    data, statuses = groups()
+    with pytest.raises(RewardError, match=r"1 of 6 .* sample p \(timeout\), and reward_model\.on_failure=stop"):
+        leave_out_failed(data, statuses, "stop")
+    columns, _ = leave_out_failed(data, ["ok"] * 6, "stop")
+    assert columns.batch["response_mask"].sum() == 18
+
+
+def test_components_are_means_over_those_that_have_them():
+    extra = {
+        "score": [1.0, 0.0, 0.0, 0.5],
+        "acc": [True, None, False, True],
+        "format": [0.5, 9.0, None, 0.1],
+        "pred": ["a", "b", None, 3],
+        "reward_status": ["ok", "error", "ok", "ok"],
+    }
+    # row 1 failed: score over 1, 0, 0.5; acc over 1, 0, 1; format over 0.5, 0.1; pred has texts
+    metrics = component_metrics(extra)
+    assert metrics == {
+        "reward/score/mean": pytest.approx(0.5),
+        "reward/score/max": 1.0,
+        "reward/score/min": 0.0,
+        "reward/acc/mean": pytest.approx(2 / 3),
+        "reward/acc/max": 1.0,
+        "reward/acc/min": 0.0,
+        "reward/format/mean": pytest.approx(0.3),
+        "reward/format/max": 0.5,
+        "reward/format/min": pytest.approx(0.1),
+    }
+    assert component_metrics({"score": [None], "reward_status": ["ok"]}) == {}
+
+
+# ---- turns, single samples, beside other work ----------------------------------------------------
+
+
+def test_scores_of_turns_sit_on_their_last_tokens():
+    data = batch_of(["abcdef"] * 3)
+    data.batch["response_mask"] = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 0, 0, 0, 1, 1], [0, 1, 1, 1, 1, 1]])
+
+    def by_turn(extra_info):
+        return {"turn_scores": [0.25, 0.5] if extra_info["row"] != 1 else [1.0]}
+
+    def score(solution_str, extra_info):
+        return by_turn(extra_info)
+
+    manager = NaiveRewardManager(TOKENIZER, 0, score, max_error_rate=1.0)
+    tokens, extra = compute_reward(data, manager)
+    # two turns; one score for two turns; two scores for one turn
+    assert tokens.tolist() == [[0, 0.25, 0, 0, 0.5, 0], [0.0] * 6, [0.0] * 6]
+    assert extra == {"score": [0.75, 0.0, 0.0], "reward_status": ["ok", "error", "error"]}
+
+
+def test_one_sample_in_an_event_loop():
+    manager = NaiveRewardManager(TOKENIZER, 0, acts, timeout_s=1.0)
+
+    async def score_both():
+        good, bad = batch_of(["ab"], [0.5], "ok"), batch_of(["ab"], [0.5], "sleep")
+        return await asyncio.gather(manager.run_single(good), manager.run_single(bad))
+
+    good, bad = asyncio.run(score_both())
+    assert good == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "reward_status": "ok"}}
+    assert bad == {"reward_score": 0.0, "reward_extra_info": {"score": 0.0, "reward_status": "timeout"}}
+
+
+def test_scoring_goes_on_beside_other_work():
+    manager = NaiveRewardManager(TOKENIZER, 0, lambda solution_str: time.sleep(0.5) or 1.0)
+    manager.warm_up()
+    started = time.perf_counter()
+    pending = start_reward(batch_of(["a", "b"]), manager)
+    assert time.perf_counter() - started < 0.4
+    scores, _ = pending.result()
+    assert scores.sum(-1).tolist() == [1.0, 1.0]
+    assert time.perf_counter() - started >= 0.5
+
+
+# ---- batch, prime, gdpo --------------------------------------------------------------------------
+
+
+def test_batch():
+    manager = BatchRewardManager(TOKENIZER, 0, per_text, bonus=1.0)
+    tokens, extra = compute_reward(batch_of(["ab", "c"], ["ab", "x"]), manager)
+    assert tokens.sum(-1).tolist() == pytest.approx([1.2, 1.1])
+    assert extra["acc"] == [True, False]
+    with pytest.raises(ConfigError, match=r"BatchRewardManager takes .* texts or batch, .* the form 'sample'"):
+        BatchRewardManager(TOKENIZER, 0, length_of)
+
+
+def test_prime_scores_samples():
+    sources = ["ok", "raise", "ok", "nan", "text"]
+    manager = PrimeRewardManager(TOKENIZER, 0, acts, num_workers=2, max_error_rate=1.0)
+    _, extra = compute_reward(batch_of(["a"] * 5, [0.1, 0.2, 0.3, 0.4, 0.5], sources), manager)
+    assert extra == {"score": [0.1, 0, 0.3, 0, 0], "reward_status": ["ok", "error", "ok", "error", "error"]}
+    with pytest.raises(ConfigError, match="PrimeRewardManager"):
+        PrimeRewardManager(TOKENIZER, 0, per_text)
+
+
+def test_gdpo_returns_every_reward():
+    manager = GDPORewardManager(TOKENIZER, 0, lambda solution_str: {"score": 1.0, "format": 0.5, "correct": 0.25})
+    _, extra = compute_reward(batch_of(["a", "b"]), manager)
+    assert (extra["format"], extra["correct"]) == ([0.5, 0.5], [0.25, 0.25])
+
+
+# ---- dapo ----------------------------------------------------------------------------------------
+
+
+def test_overlong_penalty_by_hand():
+    # longest 10, buffer 4, factor 2: free to 6; at 7 lose 2·1/4, at 9 2·3/4, from 10 on 2
+    lengths = [0, 6, 7, 9, 10, 12]
+    assert [overlong_penalty(length, 10, 4, 2.0) for length in lengths] == [0.0, 0.0, -0.5, -1.5, -2.0, -2.0]
+    assert [overlong_penalty(length, 10, 0, 2.0) for length in lengths] == [0.0, 0.0, 0.0, 0.0, 0.0, -2.0]
+
+
+def test_dapo_penalises_on_the_last_token_and_reports_the_score():
+    # "ab" has 3 tokens with <eos>, "abcdef" 6; longest 6, buffer 2, factor 1: 4 are free, 5 lose 0.5, 6 lose 1
+    settings = {"enable": True, "len": 2, "penalty_factor": 1.0, "log": True}
+    manager = DAPORewardManager(TOKENIZER, 0, acts, max_resp_len=6, overlong_buffer_cfg=settings, max_error_rate=0.5)
+    data = batch_of(["ab", "abcd", "abcdef", "abcdef"], [0.1, 0.1, 0.1, 0.1], ["ok", "ok", "ok", "raise"])
+    tokens, extra = compute_reward(data, manager)
+    expected = torch.zeros(4, LENGTH)
+    expected[0, 2], expected[1, 4], expected[2, 5] = 0.1, 0.1 - 0.5, 0.1 - 1.0
+    torch.testing.assert_close(tokens, expected)
+    assert extra == {
+        "acc": [0.1, 0.1, 0.1, None],
+        "overlong_reward": [0.0, -0.5, -1.0, None],
+        "overlong": [False, True, True, None],
+        "score": [0.1, 0.1, 0.1, 0.0],
+        "reward_status": ["ok", "ok", "ok", "error"],
+    }
+
+
+def test_dapo_without_a_buffer_is_naive():
+    data = batch_of(["ab", "abcdef"])
+    plain = DAPORewardManager(TOKENIZER, 0, length_of, overlong_buffer_cfg={"enable": False, "len": 99})
+    assert torch.equal(plain(data), NaiveRewardManager(TOKENIZER, 0, length_of)(data))
+
+
+@pytest.mark.parametrize(
+    "settings, longest, says",
+    [
+        ({"enable": True, "len": 2}, None, "max_resp_len=None"),
+        ({"enable": True, "len": 7}, 6, "len=7 must be a number of tokens from 0 to max_resp_len=6"),
+        ({"enable": True, "len": -1}, 6, "len=-1"),
+        ({"enable": True, "penalty_factor": -1.0}, 6, "penalty_factor=-1.0"),
+        ({"enable": True, "lenght": 2}, 6, "Did you mean 'len'"),
+    ],
+)
+def test_dapo_settings_that_are_wrong(settings, longest, says):
+    with pytest.raises(ConfigError) as caught:
+        DAPORewardManager(TOKENIZER, 0, length_of, max_resp_len=longest, overlong_buffer_cfg=settings)
+    assert says in str(caught.value)
+
+
+def test_dapo_from_a_configuration():
+    buffer = {"enable": True, "len": 2, "penalty_factor": 1.0}
+    settings = PPOConfig(
+        reward_model={"reward_manager": "dapo", "reward_kwargs": {"overlong_buffer_cfg": buffer}, "timeout_s": 7.0},
+        reward_manager={"name": "dapo"},
+        data={"max_response_length": 6},
+    )
+    manager = load_reward_manager(settings, TOKENIZER, 0)
+    assert isinstance(manager, DAPORewardManager)
+    assert (manager.max_resp_len, manager.buffer.len, manager.max_error_rate) == (6, 2, 0.1)
+    assert manager.function.batch_timeout_s == 70.0
+
+
+# ---- limited -------------------------------------------------------------------------------------
+
+
+def test_limited_keeps_concurrency():
+    manager = RateLimitedRewardManager(TOKENIZER, 0, stamps, max_concurrent=2)
+    _, extra = compute_reward(batch_of(["a"] * 6), manager)
+    spans = list(zip(extra["started"], extra["ended"], strict=True))
+    assert max(sum(s <= start < e for s, e in spans) for start, _ in spans) == 2
+
+
+@pytest.mark.parametrize("limits", [{"max_rpm": 300}, {"max_tpm": 3000, "estimated_tokens_per_request": 10}])
+def test_limited_keeps_rates(limits):
+    # 300 calls, or 3000 tokens of 10 a call, are 5 a second: the 12th starts 1.4 s after the first.
+    manager = RateLimitedRewardManager(TOKENIZER, 0, stamps, max_concurrent=64, **limits)
+    _, extra = compute_reward(batch_of(["a"] * 12), manager)
+    assert max(extra["started"]) - min(extra["started"]) >= 1.2
+    assert extra["reward_status"] == ["ok"] * 12
+
+
+def test_limited_takes_plain_functions_and_refuses_nonsense():
+    manager = RateLimitedRewardManager(TOKENIZER, 0, length_of, max_rpm=6000)
+    assert manager(batch_of(["ab"])).sum() == pytest.approx(0.2)
+    with pytest.raises(ConfigError, match="max_rpm=0 must be positive"):
+        RateLimitedRewardManager(TOKENIZER, 0, length_of, max_rpm=0)
+
+
+# ---- remote --------------------------------------------------------------------------------------
+
+
+class Service(BaseHTTPRequestHandler):
+    seen: list = []
+    lock = threading.Lock()
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            self.seen.append((body, self.headers.get("Authorization")))
+            tries = sum(other["extra_info"] == body["extra_info"] for other, _ in self.seen)
+        how = body["data_source"]
+        if how == "slow":
+            time.sleep(3)
+        status = {"refuses": 403, "broken": 500}.get(how, 503 if how == "flaky" and tries < 3 else 200)
+        answer = {"garbage": b"<html>", "nan": b"NaN", "dict": b'{"score": 0.25, "acc": true}'}.get(how)
+        answer = answer or json.dumps(float(body["solution_str"] == body["ground_truth"])).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def service():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    Service.seen = []
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/score"
+    server.shutdown()
+
+
+def test_remote(service):
+    sources = ["right", "wrong", "dict", "flaky", "refuses", "garbage", "nan", "slow", "broken"]
+    data = batch_of(["ab"] * 9, ["ab", "x", "", "ab", "", "", "", "", ""], sources)
+    manager = RemoteRewardManager(
+        TOKENIZER, 0, None, url=service, headers={"Authorization": "Bearer t"}, max_error_rate=1.0,
+        request_timeout_s=1.0, timeout_s=20.0, max_retries=2,
+    )  # fmt: skip
+    scores, extra = compute_reward(data, manager)
+    assert extra["reward_status"] == ["ok", "ok", "ok", "ok", "error", "error", "error", "timeout", "error"]
+    assert scores.sum(-1).tolist() == [1.0, 0.0, 0.25, 1.0, 0, 0, 0, 0, 0]
+    assert extra["acc"] == [None, None, True] + [None] * 6
+    tries = [sum(body["data_source"] == source for body, _ in Service.seen) for source in sources]
+    assert tries[:7] + tries[8:] == [1, 1, 1, 3, 1, 1, 1, 3]  # what may pass is tried again, twice
+    assert tries[7] >= 2
+    body, token = next(entry for entry in Service.seen if entry[0]["data_source"] == "right")
+    assert body == {"data_source": "right", "solution_str": "ab", "ground_truth": "ab", "extra_info": {"row": 0}}
+    assert token == "Bearer t"
+
+
+def test_remote_says_what_the_service_said(service):
+    manager = functools.partial(RemoteRewardManager, TOKENIZER, 0)
+    with pytest.raises(RewardError, match="answered 403"):
+        manager(url=service)(batch_of(["a"], ["a"], "refuses"))
+    with pytest.raises(RewardError, match="answered what is no JSON: <html>"):
+        manager(url=service)(batch_of(["a"], ["a"], "garbage"))
+    with pytest.raises(RewardError, match=r"http://127\.0\.0\.1:9/ cannot be reached"):
+        manager(url="http://127.0.0.1:9/", max_retries=0)(batch_of(["a"], ["a"]))
+
+
+def test_remote_settings_that_are_wrong():
+    with pytest.raises(ConfigError, match=r"url=''.*reward_kwargs\.url"):
+        RemoteRewardManager(TOKENIZER, 0)
+    with pytest.raises(ConfigError, match="a reward function was chosen as well"):
+        RemoteRewardManager(TOKENIZER, 0, length_of, url="http://x/")
+    with pytest.raises(ConfigError, match="max_retries=-1"):
+        RemoteRewardManager(TOKENIZER, 0, url="http://x/", max_retries=-1)
