@@ -266,6 +266,14 @@ def test_clip_cov_draws_among_those_between_its_bounds():
     assert none["cov_selected"].sum() == 0
 
 
+def test_masked_places_are_never_drawn():
+    # Advantages negated: covariances -4.5 0.5 -0.5 -1.5. A masked place, read as 0, would have 2.5·1.
+    columns = COV | {"advantages": -COV["advantages"]}
+    config = actor("clip_cov", {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.0, "clip_cov_ub": 3.0})
+    made = prepare_policy_loss("clip_cov", columns, config, seed=0)
+    assert made["cov_selected"].tolist() == [[0, 1, 0], [0, 0, 0]]
+
+
 def test_the_draw_does_not_depend_on_padding():
     config = actor("clip_cov")
     wide = {key: torch.nn.functional.pad(column, (0, 4)) for key, column in COV.items()}
