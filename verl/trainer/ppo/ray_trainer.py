@@ -60,7 +60,6 @@ from verl.trainer.ppo.validation import Validator, dump_generations
 from verl.trainer.schedule import Schedule, with_total_steps
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
-from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.seqlen_balancing import get_reverse_idx, log_seqlen_unbalance
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
@@ -266,7 +265,7 @@ class RayPPOTrainer(TrainingLoop):
         if isinstance(self.train_sampler, AbstractCurriculumSampler):
             for seen in self.scored if self.config.algorithm.filter_groups.enable else [batch]:
                 self.train_sampler.update(batch=seen)
-        if isinstance(self.train_dataset, DynamicGenDataset):
+        if hasattr(self.train_dataset, "on_batch_end"):
             self.train_dataset.on_batch_end(batch=batch)
 
     # ---- the stages ---------------------------------------------------------------------------
