@@ -88,6 +88,15 @@ def test_all_that_looks_at_whole_mini_batches_is_the_same_on_two_ranks(train, ra
     assert local[1]["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-4)
 
 
+def test_prompts_weigh_the_same_in_the_critic_too(train):
+    # Mini-batches of other sizes: actor and critic each need weights of their own.
+    changes = {"algorithm__adv_estimator": "gae", f"{ACTOR}__loss_agg_mode": "prompt-mean"}
+    steps = train(critic__ppo_mini_batch_size=4, trainer__total_training_steps=1, **changes)
+    other = train(critic__ppo_mini_batch_size=4, trainer__total_training_steps=1, algorithm__adv_estimator="gae")
+    assert steps[1]["critic/grad_norm"] > 0
+    assert steps[1]["critic/vf_loss"] != pytest.approx(other[1]["critic/vf_loss"], rel=1e-6)
+
+
 def test_bypass_mode_takes_the_rollouts_log_probs(train):
     changes = {f"{CORRECTION}__bypass_mode": "true", f"{ACTOR}__ppo_mini_batch_size": 4}
     bypass = train(trainer__total_training_steps=1, **changes)[1]

@@ -394,8 +394,12 @@ class RayPPOTrainer(TrainingLoop):
     @stage("update_critic")
     def update_critic(self, batch: DataProto) -> None:
         """Fit the critic to the returns."""
-        columns = (*stages.ACTOR_COLUMNS, "values", "returns")
-        self._update(self.critic_wg, "update_critic", batch, columns, self.config.critic.ppo_mini_batch_size)
+        critic = self.config.critic
+        count = self._mini_batches(critic.ppo_mini_batch_size)
+        weights = stages.aggregation_columns(batch, critic.loss_agg_mode, count)
+        columns = (*stages.ACTOR_COLUMNS, "values", "returns", *weights)
+        batch = batch | DataProto.from_dict(tensors=weights)
+        self._update(self.critic_wg, "update_critic", batch, columns, critic.ppo_mini_batch_size)
 
     @stage("update_actor")
     def update_actor(self, batch: DataProto) -> None:

@@ -20,6 +20,7 @@ from verl.trainer.ppo.core_algos import (
     compute_advantages,
     kl_in_reward,
     policy_loss_info,
+    prepare_aggregation,
     prepare_update,
     update_columns,
 )
@@ -199,6 +200,15 @@ def prepare_mini_batches(batch: DataProto, actor: ActorConfig, num_mini_batches:
         columns = {**dict(part.batch.items()), "index": part.non_tensor_batch["uid"]}
         made.append(prepare_update(columns, actor, seed * num_mini_batches + k))
     return DataProto.from_dict(tensors={name: torch.cat([part[name] for part in made]) for name in made[0]})
+
+
+def aggregation_columns(batch: DataProto, loss_agg_mode: str, num_mini_batches: int) -> dict[str, torch.Tensor]:
+    """What the critic's aggregation has to know of whole mini-batches; see :func:`prepare_mini_batches`."""
+    made = [
+        prepare_aggregation(loss_agg_mode, part.batch["response_mask"], part.non_tensor_batch["uid"])
+        for part in batch.chunk(num_mini_batches)
+    ]
+    return {name: torch.cat([part[name] for part in made]) for name in made[0]}
 
 
 def policy_columns(batch: DataProto, actor: ActorConfig) -> tuple[str, ...]:
