@@ -84,7 +84,7 @@ def test_a_resumed_run_continues_where_it_stopped(train):
 
 
 def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster):
-    # Passes by tokens of sequences that differ: the ranks need different numbers of passes.
+    # Other passes, and pairs dealt out by their tokens.
     budget = {"data__use_dynamic_bsz": "true", "data__max_token_len_per_gpu": 64, "data__balance_dp_token": "true"}
     local = train(3, "local")
     ray = train(3, "ray", trainer__controller="ray", trainer__n_gpus_per_node=2, **budget)

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.models import tiny_model_dir, tiny_tokenizer
-from tests.workers.support import EPS, LR, make_engine, weights_of
+from tests.workers.support import EPS, LR, make_engine, run_ranks, weights_of
 from verl.errors import ConfigError, DataError, SchemaError
 from verl.protocol import DataProto
 from verl.trainer.preference import as_rows, last_response_token
@@ -204,6 +204,27 @@ def test_parts_of_a_batch_add_up_to_the_whole(data):
         assert sums == pytest.approx({key: float(share.value) for key, share in found.items()}, rel=1e-5, abs=1e-6)
         # gradients are averaged over ranks; the metrics are not
         assert found["loss"].value == pytest.approx(whole.item() / ranks, rel=1e-5)
+
+
+def one_pair_against_four(rank, world_size, folder, policy):
+    """Rank 0 has one pass to rank 1's four: it fills up with pairs that must not count."""
+    engine = make_engine(policy)
+    rows = [0, 1] if rank == 0 else list(range(2, 2 * PAIRS))
+    batch = to_batch(as_rows(pairs())).select_idxs(rows)
+    with engine.train_mode():
+        metrics = engine.train_batch(batch, DirectPreferenceLoss(DPO["simpo"]), LAYOUTS["one by one"])
+    torch.save({"weights": weights_of(engine), "metrics": metrics}, folder / f"rank_{rank}.pt")
+
+
+def test_ranks_with_other_numbers_of_pairs(policy, tmp_path):
+    run_ranks(one_pair_against_four, 2, tmp_path, policy)
+    alone = make_engine(policy)
+    with alone.train_mode():
+        metrics = alone.train_batch(to_batch(as_rows(pairs())), DirectPreferenceLoss(DPO["simpo"]), LAYOUTS["whole"])
+    found = torch.load(tmp_path / "rank_0.pt", weights_only=True)
+    assert found["metrics"] == pytest.approx(metrics, rel=1e-5)
+    for name, weight in weights_of(alone).items():
+        assert_close(found["weights"][name], weight, atol=2e-6, rtol=1e-5)
 
 
 def test_a_tie_is_half_right():
