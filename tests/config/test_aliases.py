@@ -53,6 +53,16 @@ PPO_CASES: list[tuple[str, Any, str, Any]] = [
         "reward_model.reward_kwargs",
         {"overlong_buffer_cfg": {"enable": True, "len": 4}},
     ),
+    ("reward_model.max_concurrent", 3, "reward_model.reward_kwargs", {"max_concurrent": 3}),
+    ("reward_model.max_rpm", 60, "reward_model.reward_kwargs", {"max_rpm": 60}),
+    ("reward_model.max_tpm", 600, "reward_model.reward_kwargs", {"max_tpm": 600}),
+    (
+        "reward_model.estimated_tokens_per_request",
+        100,
+        "reward_model.reward_kwargs",
+        {"estimated_tokens_per_request": 100},
+    ),
+    ("reward_model.timeout", 60.0, "reward_model.timeout_s", 60.0),
     ("trainer.val_generations_to_log_to_wandb", 5, "trainer.log_val_generations", 5),
     ("ray_init.num_cpus", 3, "ray_kwargs.ray_init", {"num_cpus": 3}),
 ]

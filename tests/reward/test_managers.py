@@ -329,9 +329,13 @@ class Service(BaseHTTPRequestHandler):
         pass
 
 
+class Server(ThreadingHTTPServer):
+    request_queue_size = 64  # with fewer, connections that come together wait for a second try of the kernel
+
+
 @pytest.fixture
 def service():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Service)
+    server = Server(("127.0.0.1", 0), Service)
     Service.seen = []
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}/score"
