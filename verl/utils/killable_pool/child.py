@@ -11,6 +11,7 @@ whatever the worker has started, whether it left its process group or not.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import ctypes
 import importlib
@@ -87,7 +88,8 @@ def _keep(worker: int) -> int:
     try:
         _, status = os.waitpid(worker, 0)
     except _LeaveError:
-        os.killpg(worker, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it is so young that it has no group yet
+            os.killpg(worker, signal.SIGKILL)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_descendants()
     return status
