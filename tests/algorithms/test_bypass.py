@@ -54,6 +54,7 @@ def loss_of(correction: RolloutCorrectionConfig, mode: str = "token-mean", **cha
     return loss.item(), {name: value.item() for name, value in metrics.items()}
 
 
+@pytest.mark.proof("by hand", "bypass_mode")
 def test_reinforce_without_weights_by_hand():
     terms = [-1 * LOG[0][0], 1 * LOG[0][1], -2 * LOG[0][2], -3 * LOG[1][0], -1 * LOG[1][1]]
     loss, metrics = loss_of(reinforce())
@@ -70,6 +71,7 @@ def test_reinforce_without_weights_by_hand():
     )
 
 
+@pytest.mark.proof("by hand", "bypass_mode")
 def test_reinforce_with_token_weights_by_hand():
     # Ratios 2 ½ 1 and ¼ 1, capped at 1.5.
     terms = [-1.5 * LOG[0][0], 0.5 * LOG[0][1], -2 * LOG[0][2], -0.75 * LOG[1][0], -1 * LOG[1][1]]
@@ -87,6 +89,7 @@ def test_reinforce_with_token_weights_by_hand():
     )
 
 
+@pytest.mark.proof("by hand", "bypass_mode")
 def test_reinforce_with_sequence_weights_by_hand():
     # Products 1 and ¼, in each mode of aggregation.
     first, second = -LOG[0][0] + LOG[0][1] - 2 * LOG[0][2], (-3 * LOG[1][0] - LOG[1][1]) / 4
@@ -96,11 +99,13 @@ def test_reinforce_with_sequence_weights_by_hand():
     assert loss_of(correction, "seq-mean-token-mean")[0] == pytest.approx((first / 3 + second / 2) / 2)
 
 
+@pytest.mark.proof("by hand", "bypass_mode")
 def test_icepop_by_hand():
     terms = [-2 * LOG[0][0], 0.5 * LOG[0][1], -2 * LOG[0][2], 0.0, -1 * LOG[1][1]]  # ¼ is outside
     assert loss_of(reinforce(rollout_is="token", rollout_is_threshold="0.5_5.0"))[0] == pytest.approx(sum(terms) / 5)
 
 
+@pytest.mark.proof("by hand", "bypass_mode")
 def test_ppo_clip_by_hand():
     # r = 2 ½ 1 and ¼ 1; clipped to [.8, 1.3]: -1.3, +.8 (A < 0), -2, -.75, -1.
     loss, metrics = loss_of(ppo_clip())
@@ -108,6 +113,7 @@ def test_ppo_clip_by_hand():
     assert metrics["actor/pg_clipfrac"] == pytest.approx(2 / 5)
 
 
+@pytest.mark.proof("by hand", "bypass_mode")
 def test_rejection_by_hand():
     # The product of the second response is ¼: it is rejected, and stays in the denominators.
     rejecting = {"rollout_rs": "seq_sum_k1", "rollout_rs_threshold": "0.5_2.0"}
@@ -121,6 +127,7 @@ def test_rejection_by_hand():
     assert loss_of(reinforce(**alone))[0] == pytest.approx((-2 * LOG[0][2] - LOG[1][1]) / 5)
 
 
+@pytest.mark.proof("edges", "bypass_mode")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", [ppo_clip, reinforce])
 def test_everything_rejected_is_no_loss_and_no_gradient(mode: str, kind: Any):
@@ -193,6 +200,7 @@ def slow_loss(data: dict[str, Tensor], c: RolloutCorrectionConfig) -> float:
     return total / max(count, 1)
 
 
+@pytest.mark.proof("oracle", "bypass_mode")
 @pytest.mark.parametrize("name", CORRECTIONS)
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31))
@@ -205,6 +213,7 @@ def test_against_the_slow_form(name: str, seed: int):
 # ---- reductions and gradients
 
 
+@pytest.mark.proof("reductions", "bypass_mode", "vanilla")
 @pytest.mark.parametrize("mode", MODES)
 def test_clip_without_rejection_is_the_vanilla_loss(mode: str):
     data, config = batch(1), actor(ppo_clip(rollout_is="token"))  # weights have no part in it
@@ -215,6 +224,7 @@ def test_clip_without_rejection_is_the_vanilla_loss(mode: str):
         assert_close(metrics[name], value, check_dtype=False)
 
 
+@pytest.mark.proof("reductions", "bypass_mode")
 def test_on_policy_both_kinds_have_the_policy_gradient():
     data = batch(2, spread=0.0)
     for correction in (ppo_clip(), reinforce(), reinforce(rollout_is="token"), reinforce(rollout_is="sequence")):
@@ -226,6 +236,7 @@ def test_on_policy_both_kinds_have_the_policy_gradient():
         assert_close(log_prob.grad, -data["advantages"] * data["response_mask"])
 
 
+@pytest.mark.proof("reductions", "bypass_mode")
 def test_reinforce_with_exact_weights_has_the_gradient_of_importance_sampling():
     """∇(-ρ·A) = -ρ·A·∇log π: with no cap in the way the weighted gradient is that of the unclipped surrogate."""
     data = batch(3)
@@ -239,6 +250,7 @@ def test_reinforce_with_exact_weights_has_the_gradient_of_importance_sampling():
     assert_close(*gradients)
 
 
+@pytest.mark.proof("gradient", "bypass_mode")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["clip, token rejection", "gradient"])
 def test_gradient_against_finite_differences(mode: str, name: str):
@@ -295,6 +307,7 @@ def test_further_weights_multiply_each_token():
 # ---- masks, layout
 
 
+@pytest.mark.proof("masks", "bypass_mode")
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("columns", [("advantages",), ("log_prob",), ("old_log_prob", "log_prob", "advantages")])
@@ -310,6 +323,7 @@ def test_masked_places_are_never_read(name: str, garbage: float, columns: tuple[
     assert (log_prob.grad[masked] == 0).all()
 
 
+@pytest.mark.proof("edges", "bypass_mode")
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_rows_without_a_valid_token_add_nothing(name: str):
     data, config = batch(8), actor(CORRECTIONS[name])
@@ -322,6 +336,7 @@ def test_rows_without_a_valid_token_add_nothing(name: str):
     assert loss == 0.0
 
 
+@pytest.mark.proof("partition", "bypass_mode")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CORRECTIONS)
 @settings(max_examples=8, deadline=None)

@@ -21,6 +21,7 @@ from verl.trainer.ppo import rollout_corr_helper as helper
 from verl.trainer.ppo.core_algos.rollout_correction import (
     REJECTION_CRITERIA,
     Band,
+    Level,
     accepted,
     importance_ratio,
     importance_weights,
@@ -40,6 +41,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
 )
 
 F64 = torch.float64
+LEVELS: tuple[Level, ...] = ("token", "sequence")
 LOG2 = math.log(2.0)
 
 # Ratios of two responses: 2, ½, 4 (the fourth place is masked), and 1, ¼ (two places are masked).
@@ -106,6 +108,7 @@ def test_criteria_that_cannot_be_used(criteria: str, thresholds: Any, said: str)
 # ---- weights
 
 
+@pytest.mark.proof("by hand", "token", "sequence")
 def test_ratios_by_hand():
     # Products: 2·½·4 = 4 and 1·¼.
     assert_close(
@@ -116,6 +119,7 @@ def test_ratios_by_hand():
     )
 
 
+@pytest.mark.proof("by hand", "token")
 def test_weights_by_hand():
     weights, metrics = compute_rollout_correction_weights(DELTA, MASK, "token", 3.0)
     assert_close(weights, tensor([[2.0, 0.5, 3.0, 0.0], [1.0, 0.25, 0.0, 0.0]]))
@@ -142,6 +146,7 @@ def test_weights_by_hand():
     )
 
 
+@pytest.mark.proof("by hand", "sequence")
 def test_sequence_weights_by_hand():
     weights, metrics = compute_rollout_correction_weights(DELTA, MASK, "sequence", 3.0)
     assert_close(weights, tensor([[3.0, 3.0, 3.0, 0.0], [0.25, 0.25, 0.0, 0.0]]))
@@ -152,6 +157,7 @@ def test_sequence_weights_by_hand():
     assert metrics["rollout_is_seq_max_deviation"] == approx(3.0)
 
 
+@pytest.mark.proof("by hand", "token", "sequence")
 def test_icepop_by_hand():
     weights, metrics = compute_rollout_correction_weights(DELTA, MASK, "token", "0.5_2.0")  # both ends belong to it
     assert_close(weights, tensor([[2.0, 0.5, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]))
@@ -161,6 +167,7 @@ def test_icepop_by_hand():
     assert_close(whole, tensor([[0.0, 0.0, 0.0, 0.0], [0.25, 0.25, 0.0, 0.0]]))
 
 
+@pytest.mark.proof("by hand", "token", "sequence")
 def test_normalised_weights_by_hand():
     weights, metrics = compute_rollout_correction_weights(DELTA, MASK, "token", 3.0, True)
     assert metrics["rollout_is_batch_norm_factor"] == approx(1.35)  # 6.75 / 5
@@ -211,6 +218,7 @@ def test_every_criterion_is_worked_by_hand():
     assert STATISTICS.keys() == set(REJECTION_CRITERIA)
 
 
+@pytest.mark.proof("by hand", param="name")
 @pytest.mark.parametrize("name", REJECTION_CRITERIA)
 def test_statistics_by_hand(name: str):
     found, expected = rejection_statistic(DELTA, MASK, name), STATISTICS[name]
@@ -220,6 +228,7 @@ def test_statistics_by_hand(name: str):
         assert found[row, :length].tolist() == approx(values)
 
 
+@pytest.mark.proof("by hand", param="name")
 @pytest.mark.parametrize("name", REJECTION_CRITERIA)
 def test_each_criterion_rejects_what_is_outside_of_its_threshold(name: str):
     """A threshold between the two largest values rejects exactly the largest."""
@@ -322,11 +331,13 @@ def valid_of(rows: list) -> list[list[tuple[float, float]]]:
     return [[(o, r) for o, r, m in row if m] for row in rows]
 
 
-@settings(max_examples=60, deadline=None)
-@given(rows=ROWS, level=st.sampled_from(["token", "sequence"]), bounds=st.sampled_from([2.0, math.inf, "0.5_5.0"]))
-def test_weights_against_the_slow_form(rows: list, level: str, bounds: float | str):
+@pytest.mark.proof("oracle", param="level")
+@pytest.mark.parametrize("level", LEVELS)
+@settings(max_examples=40, deadline=None)
+@given(rows=ROWS, bounds=st.sampled_from([2.0, math.inf, "0.5_5.0"]))
+def test_weights_against_the_slow_form(level: Level, rows: list, bounds: float | str):
     old, rollout, mask = columns_of(rows)
-    weights, _ = compute_rollout_correction_weights(log_ratio_of(old, rollout, mask), mask, level, bounds)  # type: ignore[arg-type]
+    weights, _ = compute_rollout_correction_weights(log_ratio_of(old, rollout, mask), mask, level, bounds)
     for row, found in zip(rows, weights.tolist(), strict=True):
         product = math.exp(max(-20.0, min(20.0, sum(o - r for o, r, m in row if m))))
         for (o, r, m), weight in zip(row, found, strict=True):
@@ -350,6 +361,7 @@ def slow_statistic(pairs: list[tuple[float, float]], name: str) -> list[float]:
     return [math.exp(max(-20.0, min(20.0, v))) for v in values] if kind == "k1" else values
 
 
+@pytest.mark.proof("oracle", param="name")
 @pytest.mark.parametrize("name", REJECTION_CRITERIA)
 @settings(max_examples=25, deadline=None)
 @given(rows=ROWS)
@@ -447,7 +459,9 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.proof("reductions", param="level")
+@pytest.mark.proof("reductions", *REJECTION_CRITERIA)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("threshold", [1.0, 2.0, "0.5_5.0"])
 @pytest.mark.parametrize("normalize", [False, True])
 def test_where_both_agree_nothing_happens(level: str, threshold: float | str, normalize: bool):
@@ -470,6 +484,7 @@ def test_where_both_agree_nothing_happens(level: str, threshold: float | str, no
         assert value == approx(1.0 if is_ratio and key.endswith(ones) else 0.0), name
 
 
+@pytest.mark.proof("reductions", "token")
 def test_no_cap_is_the_exact_ratio():
     old, rollout = -torch.rand(2, 4, dtype=F64) * 3, -torch.rand(2, 4, dtype=F64) * 3
     result = Result(
@@ -480,6 +495,7 @@ def test_no_cap_is_the_exact_ratio():
     assert_close(result.weights, ((old - rollout).exp() * MASK).float())
 
 
+@pytest.mark.proof("reductions", "token")
 def test_inside_of_its_band_icepop_is_the_identity():
     near = DELTA * 0.1
     banded, capped = (
@@ -488,6 +504,7 @@ def test_inside_of_its_band_icepop_is_the_identity():
     assert torch.equal(banded, capped)
 
 
+@pytest.mark.proof("reductions", "token", "sequence", *REJECTION_CRITERIA)
 @settings(max_examples=30, deadline=None)
 @given(deltas=st.lists(st.floats(-3, 3), min_size=1, max_size=6))
 def test_on_responses_of_one_token_all_reductions_are_the_token(deltas: list[float]):
@@ -535,11 +552,14 @@ def test_the_difference_of_float32_columns_is_exact():
     assert torch.equal(log_ratio_of(old, rollout, torch.ones(1, 2)), old.double() - rollout.double())
 
 
+@pytest.mark.proof("masks", param="level")
+@pytest.mark.proof("masks", *REJECTION_CRITERIA)
+@pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, 1e30])
-def test_masked_places_are_never_read(garbage: float):
+def test_masked_places_are_never_read(garbage: float, level: Level):
     old, rollout = -torch.rand(3, 6, dtype=F64), -torch.rand(3, 6, dtype=F64)
     mask = tensor([[1, 1, 0, 1, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
-    changes = ALL | {"rollout_is_batch_normalize": True}
+    changes = ALL | {"rollout_is": level, "rollout_is_batch_normalize": True}
     clean = Result(*compute_rollout_correction_and_rejection_mask(old, rollout, mask, **changes))
     for which in ({"old"}, {"rollout"}, {"old", "rollout"}):
         dirty = [
@@ -552,18 +572,26 @@ def test_masked_places_are_never_read(garbage: float):
         assert found.metrics == clean.metrics
 
 
-def test_empty_responses_neither_count_nor_are_rejected():
-    whole = correct([DELTA], MASK, **ALL)
+@pytest.mark.proof("edges", param="level")
+@pytest.mark.proof("edges", *REJECTION_CRITERIA)
+@pytest.mark.parametrize("level", LEVELS)
+def test_empty_responses_neither_count_nor_are_rejected(level: Level):
+    changes = ALL | {"rollout_is": level, "rollout_is_batch_normalize": True}
+    whole = correct([DELTA], MASK, **changes)
     more = correct(
-        [torch.cat([DELTA, torch.full((2, 4), 7.0, dtype=F64)])], torch.cat([MASK, torch.zeros_like(MASK)]), **ALL
+        [torch.cat([DELTA, torch.full((2, 4), 7.0, dtype=F64)])], torch.cat([MASK, torch.zeros_like(MASK)]), **changes
     )
     assert more.metrics == approx(whole.metrics)
     assert torch.equal(more.weights[:2], whole.weights)
     assert more.weights[2:].sum() == 0
 
 
-def test_a_batch_without_a_valid_token():
-    result = correct([DELTA], torch.zeros_like(MASK), **(ALL | {"rollout_is_batch_normalize": True}))
+@pytest.mark.proof("edges", param="level")
+@pytest.mark.proof("edges", *REJECTION_CRITERIA)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_batch_without_a_valid_token(level: Level):
+    changes = ALL | {"rollout_is": level, "rollout_is_batch_normalize": True}
+    result = correct([DELTA], torch.zeros_like(MASK), **changes)
     assert result.weights.sum() == 0
     assert result.mask.sum() == 0
     assert all(math.isfinite(value) for value in result.metrics.values())
