@@ -9,7 +9,8 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.trainer.config import DataConfig, PPOConfig
 from verl.trainer.ppo.reward import check_reward_data, compute_reward, get_custom_reward_fn, load_reward_manager
 from verl.utils.dataset import RLHFDataset
-from verl.utils.reward_score import UnknownDataSourceError
+from verl.utils.reward_score import UnknownDataSourceError, prime_code
+from verl.utils.sandbox import bubblewrap
 from verl.workers.reward_manager import NaiveRewardManager
 
 PER_SAMPLE = """
@@ -172,6 +173,18 @@ def test_what_a_manager_may_not_return(result, says):
     with pytest.raises(RewardError) as caught:
         compute_reward(batch_of(["a", "b"]), lambda data, return_dict: result)
     assert says in str(caught.value)
+
+
+def test_code_is_refused_before_the_run_where_nothing_can_run_it(tmp_path, monkeypatch):
+    row = {"prompt": "a", "data_source": "taco", "reward_model": {"ground_truth": {"inputs": ["1"], "outputs": ["1"]}}}
+    dataset = RLHFDataset(jsonl(tmp_path / "x.jsonl", [row]), TOKENIZER, DataConfig(max_prompt_length=20))
+    monkeypatch.setenv("PATH", str(tmp_path))  # no bubblewrap here
+    monkeypatch.setattr(bubblewrap, "TOOLS", str(tmp_path))
+    prime_code._sandbox.cache_clear()
+    with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
+        check_reward_data(config(), load_reward_manager(config(), TOKENIZER, 0), dataset)
+    service = config(reward_model={"sandbox_fusion": {"url": "http://127.0.0.1:1/run_code"}})
+    check_reward_data(service, load_reward_manager(service, TOKENIZER, 0), dataset)
 
 
 def test_data_is_checked_unless_a_model_scores(tmp_path):

@@ -137,6 +137,29 @@ def test_a_failing_sample_leaves_training_and_is_counted(train, tmp_path):
     assert steps[1]["actor/grad_norm"] > 0
 
 
+def test_a_prompt_whose_greedy_response_has_no_score_is_left_out(train, tmp_path):
+    (tmp_path / "flaky.py").write_text(
+        "from pathlib import Path\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    seen = Path(__file__).with_suffix('.seen')\n"
+        "    first = not seen.exists()\n"  # the very first call is of a greedy response
+        "    seen.touch()\n"
+        "    if first:\n"
+        "        raise KeyError('no such test case')\n"
+        "    return sum(c.isdigit() for c in solution_str) / 8\n"
+    )
+    steps = train(
+        algorithm__adv_estimator="remax",
+        actor_rollout_ref__rollout__n=2,
+        custom_reward_function__path=tmp_path / "flaky.py",
+        reward_model__max_error_rate=0.5,
+        trainer__total_training_steps=1,
+    )
+    assert steps[1]["reward/baseline_error_rate"] == 0.25
+    assert steps[1]["reward/error_rate"] == 0  # its samples were scored; there is nothing to compare them with
+    assert steps[1]["actor/grad_norm"] > 0
+
+
 def test_ray_with_two_ranks_gives_the_numbers_of_one_local_rank(train, ray_cluster):
     common = {"actor_rollout_ref__actor__use_kl_loss": "true", "trainer__total_training_steps": 2}
     local = train(**common)

@@ -81,6 +81,7 @@ class TaskRunner:
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
         from verl.utils import hf_processor, hf_tokenizer
+        from verl.workers.reward_manager import AbstractRewardManager
 
         needs = Needs.of(config)
         self.add_actor_rollout_worker(config)
@@ -109,15 +110,19 @@ class TaskRunner:
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
         for dataset in (train, val):
             check_reward_data(config, reward_fn, dataset)
+        for manager in (reward_fn, val_reward_fn):
+            if isinstance(manager, AbstractRewardManager):
+                manager.warm_up()  # its processes start while the models load
         show(sizes_table(derived_sizes(config, len(cast(Sized, train)))))
 
         controller = load_controller(config.trainer.controller)
+        pools = self.init_resource_pool_mgr(config, controller)
         trainer = RayPPOTrainer(
             config=config,
             tokenizer=tokenizer,
             processor=processor,
             role_worker_mapping=self.role_worker_mapping,
-            resource_pool_manager=self.init_resource_pool_mgr(config, controller),
+            resource_pool_manager=pools,
             ray_worker_group_cls=controller.WorkerGroup,
             reward_fn=reward_fn,
             val_reward_fn=val_reward_fn,
@@ -127,8 +132,12 @@ class TaskRunner:
             train_sampler=create_rl_sampler(data, train),
             device_name=resolve_device(config),
         )
-        trainer.init_workers()
-        trainer.fit()
+        try:
+            trainer.init_workers()
+            trainer.fit()
+            trainer.shutdown()
+        finally:
+            pools.release()  # a Ray cluster that goes on may have another run to place
 
 
 def run_ppo(config: PPOConfig, task_runner_class: type[TaskRunner] | None = None) -> None:

@@ -102,7 +102,8 @@ class RewardInput:
             text = self.policy_tokenizer.decode(response)
             chat: list[dict[str, Any]] = [*messages, {"role": "assistant", "content": text}]
             rendered = cast(str, self.own_tokenizer.apply_chat_template(chat, tokenize=False))
-            rows.append(self.own_tokenizer(rendered, add_special_tokens=False)["input_ids"])
+            # The score is read at the end token of the turn; some templates put a line break behind it.
+            rows.append(self.own_tokenizer(rendered.rstrip(), add_special_tokens=False)["input_ids"])
         return rows
 
     def place(self, scores: Tensor, batch: DataProto) -> Tensor:

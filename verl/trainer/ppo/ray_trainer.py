@@ -161,11 +161,13 @@ class RayPPOTrainer(TrainingLoop):
         """Start every worker of the run and load its model."""
         self.resource_pool_manager.create_resource_pool()
         groups: dict[str, Any] = {}
+        self.processes: list[Any] = []
         for pool, members in self._members_by_pool().items():
             colocated = self.ray_worker_group_cls.colocate(members)
             group = self.ray_worker_group_cls(
                 resource_pool=pool, ray_cls_with_init=colocated, device_name=self.device_name
             )
+            self.processes.append(group)
             groups.update(group.spawn(prefix_set=members.keys()))
         self.critic_wg: Any = groups.get(str(Role.Critic))
         self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy))
@@ -184,6 +186,11 @@ class RayPPOTrainer(TrainingLoop):
             self.validator = Validator(
                 self.config, self.tokenizer, self.actor_rollout_wg, self._score, self.val_reward_fn, self.val_dataloader
             )
+
+    def shutdown(self) -> None:
+        """End the workers of a run that is over; nothing of it can be used afterwards."""
+        for processes in self.processes:
+            processes.shutdown()
 
     def _members_by_pool(self) -> dict[Any, dict[str, ClassWithInitArgs]]:
         """Which workers share the processes of each pool, with the configuration that each gets."""
@@ -294,17 +301,22 @@ class RayPPOTrainer(TrainingLoop):
         prompts = prompts | DataProto(meta_info={"global_steps": self.global_steps, "validate": False})
         repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.n)
         batch = repeated.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(repeated)
-        if self.needs.greedy_baseline:
-            batch = batch | self._greedy_baseline(prompts)
-        return batch
+        return self._with_greedy_baseline(batch, prompts) if self.needs.greedy_baseline else batch
 
-    def _greedy_baseline(self, prompts: DataProto) -> DataProto:
-        """``reward_baselines``: for each sample the score of its prompt's greedy response."""
+    def _with_greedy_baseline(self, batch: DataProto, prompts: DataProto) -> DataProto:
+        """``reward_baselines``: for each sample the score of its prompt's greedy response.
+
+        Where that could not be scored there is nothing to compare with, and the prompt is left out.
+        """
         greedy = stages.repeat_prompts(prompts, 1) | DataProto(meta_info={"do_sample": False})
         responses = greedy.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(greedy)
-        scores, _ = self._score(responses, self.reward_fn)
-        baselines = scores.sum(-1).repeat_interleave(self.config.actor_rollout_ref.rollout.n)
-        return DataProto.from_dict(tensors={"reward_baselines": baselines})
+        scores, extra = self._score(responses, self.reward_fn)
+        is_scored = torch.tensor([status == "ok" for status in extra["reward_status"]])
+        self.metrics["reward/baseline_error_rate"] = 1.0 - is_scored.float().mean().item()
+        n = self.config.actor_rollout_ref.rollout.n
+        mask = batch.batch["response_mask"] * is_scored.repeat_interleave(n).unsqueeze(-1)
+        columns = {"reward_baselines": scores.sum(-1).repeat_interleave(n), "response_mask": mask}
+        return stages.replace_columns(batch, DataProto.from_dict(tensors=columns))
 
     @stage("reward")
     def reward(self, batch: DataProto) -> DataProto:

@@ -22,6 +22,7 @@ from verl.utils.killable_pool import STATUSES
 from verl.utils.metric import distribution
 from verl.utils.reward_score import check_settings, default_compute_score
 from verl.utils.reward_score.one_source import scorer_for_all
+from verl.utils.reward_score.prime_code import code_settings
 from verl.workers.config.reward_model import FailurePolicy
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.function import Pending, form_of, tensors_of
@@ -236,12 +237,24 @@ def _reward_function(config: PPOConfig) -> Callable[..., Any]:
         )
     if custom is not None:
         return custom
-    check_settings(config.reward_model.scorer_kwargs)
+    code = _code_settings(config)
+    check_settings(code | config.reward_model.scorer_kwargs)
     if not name:
-        return default_compute_score
+        return functools.partial(default_compute_score, **code)
     source = FORMATS.get(name, name)
-    check_settings(config.reward_model.scorer_kwargs, source)
-    return scorer_for_all(source)
+    check_settings(code | config.reward_model.scorer_kwargs, source)
+    return functools.partial(scorer_for_all(source), **code)
+
+
+def _code_settings(config: PPOConfig) -> dict[str, Any]:
+    model, service = config.reward_model, config.reward_model.sandbox_fusion
+    return code_settings(
+        url=service.url,
+        max_concurrent=service.max_concurrent,
+        memory_limit_mb=service.memory_limit_mb,
+        num_workers=model.num_workers,
+        timeout_s=model.timeout_s,
+    )
 
 
 def _manager_class(config: PPOConfig) -> Any:

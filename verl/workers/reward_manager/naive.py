@@ -14,7 +14,7 @@ from verl.protocol import DataProto
 from verl.schema import require
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.killable_pool import Budget, RateLimit, unwrapped
-from verl.utils.reward_score import default_compute_score, get_scorer
+from verl.utils.reward_score import check_settings, default_compute_score
 from verl.workers.reward_manager.abstract import AbstractRewardManager, Result
 from verl.workers.reward_manager.function import (
     Form,
@@ -86,6 +86,7 @@ class NaiveRewardManager(AbstractRewardManager):
         self.reward_fn_key = reward_fn_key
         self.max_error_rate = max_error_rate
         function = compute_score or default_compute_score
+        self.settings = {**getattr(function, "keywords", {}), **scorer_kwargs}
         self.has_rule = unwrapped(function) is not default_compute_score
         self.function = RewardFunction(
             function,
@@ -122,7 +123,7 @@ class NaiveRewardManager(AbstractRewardManager):
             }
         )
         for source in dict.fromkeys(map(str, dataset.source_column(self.reward_fn_key))):
-            get_scorer(source)
+            check_settings(self.settings, source)
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Result:
         """Scores of a batch; see :meth:`AbstractRewardManager.__call__`.
