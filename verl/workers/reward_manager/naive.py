@@ -198,6 +198,8 @@ class NaiveRewardManager(AbstractRewardManager):
         beside: dict[str, Sequence[Any]] = {}
         if "__num_turns__" in columns:
             beside["num_turns"] = columns["__num_turns__"].tolist()
+        if "raw_prompt" in columns:
+            beside["raw_prompt"] = columns["raw_prompt"].tolist()
         if "reward_scores" in columns:
             beside["rollout_reward_scores"] = columns["reward_scores"].tolist()
         if "rm_scores" in tensors.keys():
