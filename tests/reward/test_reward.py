@@ -1,5 +1,10 @@
 """From the configuration to a reward manager."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -9,10 +14,10 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.trainer.config import DataConfig, PPOConfig
 from verl.trainer.ppo.reward import check_reward_data, compute_reward, get_custom_reward_fn, load_reward_manager
 from verl.utils.dataset import RLHFDataset
-from verl.utils.reward_score import UnknownDataSourceError, prime_code
-from verl.utils.sandbox import bubblewrap
+from verl.utils.reward_score import UnknownDataSourceError
 from verl.workers.reward_manager import NaiveRewardManager
 
+ROOT = Path(__file__).parents[2]
 PER_SAMPLE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
     return {"score": float(solution_str == ground_truth) + bonus, "acc": solution_str == ground_truth}
@@ -175,16 +180,40 @@ def test_what_a_manager_may_not_return(result, says):
     assert says in str(caught.value)
 
 
-def test_code_is_refused_before_the_run_where_nothing_can_run_it(tmp_path, monkeypatch):
+WITHOUT_SANDBOX = """
+import sys
+from tests.reward.batches import TOKENIZER
+from verl.errors import ConfigError
+from verl.trainer.config import DataConfig, PPOConfig
+from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
+from verl.utils.dataset import RLHFDataset
+from verl.utils.sandbox import bubblewrap
+
+bubblewrap.TOOLS = "/nowhere"
+dataset = RLHFDataset(sys.argv[1], TOKENIZER, DataConfig(max_prompt_length=20))
+for reward_model in ({}, {"sandbox_fusion": {"url": "http://127.0.0.1:1/run_code"}}):
+    config = PPOConfig(reward_model=reward_model)
+    try:
+        check_reward_data(config, load_reward_manager(config, TOKENIZER, 0), dataset)
+        print("accepted")
+    except ConfigError as error:
+        print("refused", error)
+"""
+
+
+def test_code_is_refused_before_the_run_where_nothing_can_run_it(tmp_path):
+    # In a process of its own: a sandbox that was proven once is not looked for again.
     row = {"prompt": "a", "data_source": "taco", "reward_model": {"ground_truth": {"inputs": ["1"], "outputs": ["1"]}}}
-    dataset = RLHFDataset(jsonl(tmp_path / "x.jsonl", [row]), TOKENIZER, DataConfig(max_prompt_length=20))
-    monkeypatch.setenv("PATH", str(tmp_path))  # no bubblewrap here
-    monkeypatch.setattr(bubblewrap, "TOOLS", str(tmp_path))
-    prime_code._sandbox.cache_clear()
-    with pytest.raises(ConfigError, match="apt-get install bubblewrap"):
-        check_reward_data(config(), load_reward_manager(config(), TOKENIZER, 0), dataset)
-    service = config(reward_model={"sandbox_fusion": {"url": "http://127.0.0.1:1/run_code"}})
-    check_reward_data(service, load_reward_manager(service, TOKENIZER, 0), dataset)
+    file = str(jsonl(tmp_path / "x.jsonl", [row]))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_SANDBOX, file],
+        capture_output=True, text=True, timeout=120, cwd=ROOT, env={**os.environ, "PATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    refused, accepted = done.stdout.strip().rsplit("\n", 1)
+    assert refused.startswith("refused")
+    assert "apt-get install bubblewrap" in refused
+    assert accepted == "accepted"
 
 
 def test_data_is_checked_unless_a_model_scores(tmp_path):

@@ -134,6 +134,7 @@ def test_metrics_do_not_depend_on_the_layout(path, batch):
         "pg_clipfrac_lower",
         "ppo_kl",
         "entropy_loss",
+        "entropy_coeff",
         "kl_loss",
         "kl_coef",
         "loss",
