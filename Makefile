@@ -8,8 +8,9 @@ SEED ?= 1
 
 RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
+PEERS := $(VENV)/.peers-ready
 
-.PHONY: help quickstart quickstart-ppo quickstart-study test test-slow lint docs config clean
+.PHONY: help quickstart quickstart-ppo quickstart-study test test-slow proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -26,6 +27,10 @@ $(DEV): $(RUN)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[ray,plot,peft,tensorboard,dev,docs]'
 	@touch $@
 
+$(PEERS): $(DEV)
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[peers]'
+	@touch $@
+
 quickstart: $(RUN) ## data, model, supervised warm-up, GRPO, curves: the whole of it on a laptop
 	$(BIN)/python examples/quickstart/quickstart.py --algorithm grpo --seed $(SEED) --output_dir $(OUT)
 
@@ -40,6 +45,9 @@ test: $(DEV) ## the tests
 
 test-slow: $(DEV) ## the long proofs
 	$(BIN)/python -m pytest -m slow
+
+proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes docs/algorithms.md
+	$(BIN)/python benchmarks/proofs.py --write
 
 lint: $(DEV) ## style and types
 	$(BIN)/ruff check .

@@ -2,10 +2,15 @@
 
     python benchmarks/proofs.py                # run, print the table, fail if a proof is missing or fails
     python benchmarks/proofs.py --write        # the same, and write docs/algorithms.md
-    python benchmarks/proofs.py --collect      # only look which proofs there are (what the test of the page does)
+    python benchmarks/proofs.py --collect      # only look which proofs there are
+    python benchmarks/proofs.py --check        # the same, and fail if docs/algorithms.md says anything else
 
 A test says what it proves by a mark: ``@pytest.mark.proof("by hand", "grpo", "rloo")``, or, if it is
-parametrised over names, ``@pytest.mark.proof("masks", param="name")``.
+parametrised over names, ``@pytest.mark.proof("masks", param="name")``. Where an estimator and a loss have one name
+(gpg), the file of the test says which is meant.
+
+A test that needs a package which is not here is skipped. Then its mark stands on the page, but no required proof rests
+on it.
 """
 
 from __future__ import annotations
@@ -13,27 +18,40 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import get_args
 
 import pytest
 
 from verl.trainer.ppo.core_algos import (
     LOSS_AGG_MODES,
+    AdaptiveKLController,
+    TargetEntropyController,
     adv_needs,
     agg_loss,
+    compute_pf_ppo_reweight_data,
+    compute_value_loss,
     estimator_names,
     get_adv_estimator_fn,
     get_policy_loss_fn,
     kl_penalty,
     policy_loss_info,
     policy_loss_names,
+    top_entropy_mask,
 )
 from verl.trainer.ppo.core_algos.kl import KL_KINDS
-from verl.trainer.ppo.core_algos.rollout_correction import REJECTION_CRITERIA
+from verl.trainer.ppo.core_algos.preference import PreferenceLossType, bradley_terry_loss
+from verl.trainer.ppo.core_algos.rollout_correction import (
+    REJECTION_CRITERIA,
+    importance_ratio,
+    importance_weights,
+    rejection_statistic,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "algorithms.md"
@@ -58,19 +76,23 @@ class Section:
     setting: str
     names: tuple[str, ...]
     required: tuple[str, ...]
+    files: tuple[str, ...] = ("*",)
+    """Tests whose marks mean this section where another has the same name."""
 
 
 def sections() -> list[Section]:
     """All that the configuration can choose."""
     estimators, losses = tuple(estimator_names()), tuple(policy_loss_names())
+    usual = ("by hand", "oracle", "reductions", "masks", "edges")
     return [
+        Section("Advantage estimators", "algorithm.adv_estimator", estimators, usual, ("test_advantage*",)),
         Section(
-            "Advantage estimators",
-            "algorithm.adv_estimator",
-            estimators,
-            ("by hand", "oracle", "reductions", "masks", "edges"),
+            "Policy losses",
+            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            losses,
+            LOSS_PROOFS,
+            ("test_policy_loss*", "test_partition_law.py"),
         ),
-        Section("Policy losses", "actor_rollout_ref.actor.policy_loss.loss_mode", losses, LOSS_PROOFS),
         Section(
             "Aggregation",
             "actor_rollout_ref.actor.loss_agg_mode",
@@ -83,67 +105,65 @@ def sections() -> list[Section]:
             tuple(KL_KINDS),
             ("by hand", "gradient"),
         ),
+        Section("Importance weights", "algorithm.rollout_correction.rollout_is", ("token", "sequence"), usual),
+        Section("Rejection", "algorithm.rollout_correction.rollout_rs", tuple(REJECTION_CRITERIA), usual),
         Section(
-            "Importance weights",
-            "algorithm.rollout_correction.rollout_is",
-            ("token", "sequence"),
-            ("by hand", "oracle", "reductions", "masks", "edges"),
-        ),
-        Section(
-            "Rejection",
-            "algorithm.rollout_correction.rollout_rs",
-            tuple(REJECTION_CRITERIA),
-            ("by hand", "oracle", "reductions", "masks", "edges"),
+            "Preference losses",
+            "loss.loss_type",
+            get_args(PreferenceLossType),
+            ("by hand", "oracle", "reductions", "gradient", "masks"),
         ),
     ]
 
 
+Claim = tuple[str, str, str]
+"""(kind of proof, title of the section, name)."""
+
+
 @dataclass
 class Proofs:
-    """A pytest plugin: which test proves what, and how many of them passed."""
+    """A pytest plugin: which test proves what, and which of them passed."""
 
-    only_collect: bool = False
-    proves: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
-    found: dict[str, Counter] = field(default_factory=lambda: defaultdict(Counter))
-    """name → kind → tests that passed (or, if only collected, that there are)."""
+    claims: dict[str, list[Claim]] = field(default_factory=dict)
+    """Test → what it is marked to prove; tests that prove nothing are left out."""
+    passed: set[str] = field(default_factory=set)
     failed: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Test → why it did not run."""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep the tests that prove something."""
-        for item in items:
-            self.proves[item.nodeid] = list(_claims(item))
-        items[:] = [item for item in items if self.proves[item.nodeid]]
-        if self.only_collect:
-            for item in items:
-                self._count(item.nodeid)
+        known = sections()
+        self.claims = {item.nodeid: found for item in items if (found := list(_claims(item, known)))}
+        items[:] = [item for item in items if item.nodeid in self.claims]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count what passed."""
-        if report.when == "call" and report.passed and not self.only_collect:
-            self._count(report.nodeid)
+        """Take in what passed."""
+        if report.skipped:
+            self.skipped[report.nodeid] = str(report.longrepr[-1] if report.longrepr else "")  # type: ignore[index]
         elif report.failed:
             self.failed.append(report.nodeid)
+        elif report.when == "call":
+            self.passed.add(report.nodeid)
 
-    def _count(self, nodeid: str) -> None:
-        for kind, name in self.proves[nodeid]:
-            self.found[name][kind] += 1
+    def marked(self) -> Counter[Claim]:
+        """How many tests are marked for each claim."""
+        return Counter(claim for found in self.claims.values() for claim in found)
 
-    def missing(self) -> list[str]:
-        """Proofs that an algorithm must have and has not; also marks that name nothing."""
-        known = {name for section in sections() for name in section.names}
-        gaps = [
+    def missing(self, only_collected: bool) -> list[str]:
+        """Required proofs that no test gives; ``only_collected`` takes the marks for it."""
+        tests = self.claims.keys() if only_collected else self.passed
+        found = {claim for test in tests for claim in self.claims[test]}
+        return [
             f"{section.title}: {name} has no proof '{kind}'"
             for section in sections()
             for name in section.names
             for kind in section.required
-            if not self.found[name][kind]
-        ]
-        return gaps + [
-            f"a proof is marked for '{name}', which is no algorithm" for name in self.found if name not in known
+            if (kind, section.title, name) not in found
         ]
 
 
-def _claims(item: pytest.Item) -> Iterable[tuple[str, str]]:
+def _claims(item: pytest.Item, known: Sequence[Section]) -> Iterable[Claim]:
     for mark in item.iter_markers("proof"):
         kind, *names = mark.args
         if kind not in KINDS:
@@ -151,12 +171,29 @@ def _claims(item: pytest.Item) -> Iterable[tuple[str, str]]:
         if param := mark.kwargs.get("param"):
             names.append(str(item.callspec.params[param]))  # type: ignore[attr-defined]
         for name in names:
-            yield kind, name
+            yield kind, _section_of(name, item, known), name
+
+
+def _section_of(name: str, item: pytest.Item, known: Sequence[Section]) -> str:
+    titles = [section.title for section in known if name in section.names]
+    if len(titles) > 1:
+        titles = [section.title for section in known if name in section.names and _is_of(item, section)]
+    if len(titles) != 1:
+        raise pytest.UsageError(
+            f"{item.nodeid}: a proof is marked for '{name}', which is no algorithm"
+            if not titles
+            else f"{item.nodeid}: a proof is marked for '{name}', which may be one of: {', '.join(titles)}"
+        )
+    return titles[0]
+
+
+def _is_of(item: pytest.Item, section: Section) -> bool:
+    return any(fnmatch(item.path.name, pattern) for pattern in section.files)
 
 
 def run_proofs(only_collect: bool) -> Proofs:
     """Run the marked tests, or only find them."""
-    proofs = Proofs(only_collect)
+    proofs = Proofs()
     arguments = [str(ROOT / "tests" / "algorithms"), "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     status = pytest.main([*arguments, *(["--collect-only", "-qq"] if only_collect else [])], plugins=[proofs])
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -166,103 +203,180 @@ def run_proofs(only_collect: bool) -> Proofs:
 
 # ---- the page -------------------------------------------------------------------------------------
 
-
-def first_sentence(function: Callable) -> str:
-    """What a docstring says it computes."""
-    return (inspect.getdoc(function) or "").split("\n\n")[0].replace("\n", " ").rstrip(".")
+ARXIV = re.compile(r"https?://arxiv\.org/abs/(\d{4}\.\d{5})|arXiv:(\d{4}\.\d{5})")
 
 
-def formula(function: Callable) -> str:
-    """The indented block of a docstring, before its sections."""
-    text = re.split(r"\n(?:Args|Returns|Raises):", inspect.getdoc(function) or "")[0]
-    blocks = re.findall(r"(?:^|\n\n)((?: {4,}.*\n?)+)", text)
-    return "\n".join(inspect.cleandoc("\n" + block) for block in blocks).rstrip()
+def linked(text: str) -> str:
+    """Papers and addresses as links, references to code as code."""
+    text = re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`")
+    text = re.sub(r"(?<!\]\()https?://(?!arxiv)[^\s,;)]*[^\s,;).]", r"<\g<0>>", text)
+    return ARXIV.sub(lambda found: _paper(found.group(1) or found.group(2)), text)
 
 
-def link(paper: str) -> str:
-    """A paper as a short link."""
-    number = re.search(r"arxiv\.org/abs/([\d.]+)", paper)
-    return f"[{number.group(1)}]({paper})" if number else f"[link]({paper})" if paper.startswith("http") else paper
+def _paper(number: str) -> str:
+    return f"[arXiv:{number}](https://arxiv.org/abs/{number})"
 
 
-def proof_table(proofs: Proofs, section: Section) -> str:
-    """How many tests of each kind."""
-    kinds = [kind for kind in KINDS if any(proofs.found[name][kind] for name in section.names)]
-    lines = [f"| {section.title.lower()} | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
-    for name in section.names:
-        cells = " | ".join("yes" if proofs.found[name][kind] else "" for kind in kinds)
-        lines.append(f"| `{name}` | {cells} |")
-    return "\n".join(lines)
-
-
-def settings_of(reproduces: dict[str, Sequence[str]] | Any) -> list[str]:
-    """Published settings as command-line overrides."""
-    lines = []
-    for name, overrides in reproduces.items():
-        lines += [f"{name}:", "", "```", *overrides, "```", ""]
+def described(function: Callable) -> list[str]:
+    """A docstring up to its arguments: prose as prose, what is indented as a block."""
+    text = re.split(r"\n(?:Args|Returns|Raises|Example):", inspect.getdoc(function) or "")[0]
+    lines: list[str] = []
+    for paragraph in re.split(r"\n\s*\n", text.rstrip()):
+        if all(line.startswith("    ") for line in paragraph.splitlines()):
+            block = inspect.cleandoc("\n" + paragraph).splitlines()
+            if lines[-2:] == ["```", ""]:  # two blocks in a row are one
+                lines[-2:] = ["", *block, "```", ""]
+            else:
+                lines += ["```text", *block, "```", ""]
+        else:
+            prose = re.sub(r"::$", ":", paragraph.replace("\n", " "))
+            lines += [linked(prose), ""]
     return lines
 
 
-def entry(name: str, function: Callable, paper: str, reproduces: Any) -> list[str]:
-    """One algorithm: what it computes, its formula, its paper, the settings of the paper."""
-    lines = [f"### {name}", "", f"{first_sentence(function)}." + (f" Paper: {link(paper)}." if paper else ""), ""]
-    if block := formula(function):
-        lines += ["```text", block, "```", ""]
-    return lines + settings_of(reproduces)
+def proof_table(marked: Mapping[Claim, int], section: Section) -> list[str]:
+    """Which proofs there are of each name."""
+    kinds = [kind for kind in KINDS if any(marked.get((kind, section.title, name)) for name in section.names)]
+    lines = [f"| | {' | '.join(kinds)} |", "|---" * (len(kinds) + 1) + "|"]
+    for name in section.names:
+        cells = " | ".join("yes" if marked.get((kind, section.title, name)) else "" for kind in kinds)
+        lines.append(f"| `{name}` | {cells} |")
+    return lines
 
+
+def settings_of(reproduces: Mapping[str, Sequence[str]]) -> list[str]:
+    """Published settings as command-line overrides."""
+    lines = []
+    for name, overrides in reproduces.items():
+        lines += [f"Settings of {linked(name)}:", "", "```text", *overrides, "```", ""]
+    return lines
+
+
+def paper_of(paper: str) -> list[str]:
+    """Where it is described."""
+    return [f"Paper: {linked(paper)}.", ""] if paper else []
+
+
+def estimator_entries() -> list[str]:
+    """Every estimator; other names of one point to it."""
+    lines, first = [], {}
+    for name in estimator_names():
+        function, needs = get_adv_estimator_fn(name), adv_needs(name)
+        lines += [f"### {name}", ""]
+        if (known_as := first.setdefault(function, name)) != name:
+            lines += [f"Another name of [{known_as}](#{known_as}).", ""]
+            continue
+        lines += described(function) + paper_of(needs.paper) + settings_of(needs.reproduces)
+    return lines
+
+
+def loss_entries() -> list[str]:
+    """Every policy loss, with the aggregation that belongs to it."""
+    lines = []
+    for name in policy_loss_names():
+        function, info = get_policy_loss_fn(name), policy_loss_info(name)
+        lines += [f"### {name}", "", *described(function)]
+        if f"/{_number(info.paper)}" not in (inspect.getdoc(function) or ""):
+            lines += paper_of(info.paper)
+        if info.modes is not None:
+            lines += [f"Aggregations that make sense for it: {', '.join(f'`{mode}`' for mode in info.modes)}.", ""]
+        lines += settings_of(info.reproduces)
+    return lines
+
+
+def _number(paper: str) -> str:
+    return paper.rpartition("/")[2]
+
+
+CORRECTION = "More: [rollout correction](rollout_correction.md)."
+PREFERENCES = (
+    "That is `sigmoid`; the other losses, and SimPO as a setting of this one: "
+    "[preferences](preference.md#direct-preference-optimisation)."
+)
+BODIES: dict[str, Callable[[], list[str]]] = {
+    "Advantage estimators": estimator_entries,
+    "Policy losses": loss_entries,
+    "Aggregation": lambda: described(agg_loss),
+    "KL kinds": lambda: described(kl_penalty),
+    "Importance weights": lambda: [*described(importance_ratio), *described(importance_weights), CORRECTION],
+    "Rejection": lambda: [*described(rejection_statistic), CORRECTION],
+    "Preference losses": lambda: [*described(bradley_terry_loss), PREFERENCES],
+}
+
+OTHERS: dict[str, tuple[Callable, str]] = {
+    "Value loss": (compute_value_loss, "`critic.cliprange_value`."),
+    "Adaptive KL weight": (AdaptiveKLController, "`algorithm.kl_ctrl.type=adaptive`."),
+    "Entropy control": (
+        TargetEntropyController,
+        "`actor_rollout_ref.actor.entropy_target`; see [one training step](training_step.md#entropy).",
+    ),
+    "Learning from uncertain tokens alone": (
+        top_entropy_mask,
+        "`actor_rollout_ref.actor.policy_loss.top_entropy_quantile`; works with every policy loss that takes weights.",
+    ),
+    "PF-PPO": (
+        compute_pf_ppo_reweight_data,
+        "`algorithm.use_pf_ppo`, `algorithm.pf_ppo`; see [one training step](training_step.md#pf-ppo).",
+    ),
+}
+"""What no registry chooses: its title, where its formula stands, how it is turned on."""
 
 HEAD = """# Algorithms
 
-Made from the registries and from the tests by `python benchmarks/proofs.py --write`, which runs every proof and fails
-if one is missing. Your own estimators and losses: [extending](extending.md).
+Made by `make proofs` (`python benchmarks/proofs.py --write`) from the registries, their docstrings and the tests. It
+runs every proof, and fails if one that must be there is missing. Your own estimators and losses:
+[extending](extending.md).
 
-What the proofs are:
+A table under each title says what is shown of each name:
 
 | proof | what is shown |
 |---|---|
 """
 
+TAIL = """## Choosing what is learned from
 
-def page(proofs: Proofs) -> str:
+- **Dynamic sampling** (DAPO): prompts whose responses all earn the same give way to others;
+  [one training step](training_step.md#dynamic-sampling).
+- **Overlong shaping** (DAPO): a penalty that grows over the last tokens before the limit; [rewards](rewards.md#dapo).
+- **Truncated sampling** and other differences between rollout and trainer: [rollout correction](rollout_correction.md).
+"""
+
+
+def page(marked: Mapping[Claim, int]) -> str:
     """docs/algorithms.md."""
-    parts = [HEAD + "\n".join(f"| {kind} | {meaning} |" for kind, meaning in KINDS.items())]
-    by_title = {section.title: section for section in sections()}
-    for title, section in by_title.items():
-        lines = [f"## {title}", "", f"`{section.setting}`", "", proof_table(proofs, section), ""]
-        if title == "Advantage estimators":
-            for name in section.names:
-                needs = adv_needs(name)
-                lines += entry(name, get_adv_estimator_fn(name), needs.paper, needs.reproduces)
-        elif title == "Policy losses":
-            for name in section.names:
-                info = policy_loss_info(name)
-                lines += entry(name, get_policy_loss_fn(name), info.paper, info.reproduces)
-        elif title == "Aggregation":
-            lines += ["```text", formula(agg_loss), "```", ""]
-        elif title == "KL kinds":
-            lines += ["```text", formula(kl_penalty), "```", ""]
-        else:
-            lines += ["Formulas: [rollout correction](rollout_correction.md).", ""]
-        parts.append("\n".join(lines).rstrip())
-    return "\n\n".join(parts) + "\n"
+    lines = [HEAD + "\n".join(f"| {kind} | {meaning} |" for kind, meaning in KINDS.items()), ""]
+    for section in sections():
+        settings = ", ".join(f"`{key}`" for key in section.setting.split(", "))
+        lines += [f"## {section.title}", "", f"Chosen by {settings}.", "", *proof_table(marked, section), ""]
+        lines += [*BODIES[section.title](), ""]
+    lines += ["## Beside them", ""]
+    for title, (function, setting) in OTHERS.items():
+        lines += [f"### {title}", "", *described(function), f"Set by {setting}", ""]
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, TAIL]))
 
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--write", action="store_true", help="write docs/algorithms.md")
     parser.add_argument("--collect", action="store_true", help="do not run the tests")
+    parser.add_argument("--check", action="store_true", help="as --collect, and compare docs/algorithms.md")
     args = parser.parse_args()
-    proofs = run_proofs(only_collect=args.collect)
+    only_collect = args.collect or args.check
+    started = time.monotonic()
+    proofs = run_proofs(only_collect)
+    marked = proofs.marked()
     for section in sections():
-        print(f"\n{proof_table(proofs, section)}")
-    total = sum(len(claims) for claims in proofs.proves.values() if claims)
-    print(f"\n{total} claims by {sum(bool(claims) for claims in proofs.proves.values())} tests")
-    problems = [*proofs.missing(), *(f"failed: {nodeid}" for nodeid in proofs.failed)]
-    if problems:
+        print(f"\n{section.title}", *proof_table(marked, section), sep="\n")
+    print(f"\n{marked.total()} claims by {len(proofs.claims)} tests in {time.monotonic() - started:.0f} s")
+    for reason, count in Counter(proofs.skipped.values()).items():
+        print(f"{count} of them skipped: {reason}")
+    if problems := [*proofs.missing(only_collect), *(f"failed: {test}" for test in proofs.failed)]:
         raise SystemExit("\n".join(problems))
+    if args.check and PAGE.read_text() != page(marked):
+        raise SystemExit("docs/algorithms.md is not what the registries and the tests say: run `make proofs`.")
     if args.write:
-        PAGE.write_text(page(proofs))
+        PAGE.write_text(page(marked))
 
 
 if __name__ == "__main__":

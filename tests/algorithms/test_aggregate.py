@@ -53,6 +53,15 @@ def test_prompt_mean_reductions():
     assert_close(agg_loss(LOSS, MASK, "prompt-mean", index=[0, 0]), agg_loss(LOSS, MASK, "token-mean"))
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [[7, "7", 7], np.array([1, "1", 1], dtype=object), torch.tensor([5, 3, 5]), [("a", 1), ("a", 2), ("a", 1)]],
+)
+def test_group_ids_of_any_kind_are_told_apart_by_value(ids):
+    weights = prepare_aggregation("prompt-mean", torch.ones(3, 2), ids)["row_weights"]
+    assert weights.tolist() == [1 / 8, 1 / 4, 1 / 8]  # two groups, of four tokens and of two
+
+
 def test_prompt_mean_needs_groups():
     with pytest.raises(ConfigError, match=r"needs to know which rows share a prompt: pass row_weights"):
         agg_loss(LOSS, MASK, "prompt-mean")

@@ -40,6 +40,7 @@ def slow(loss_type: str, z: float, beta: float, smoothing: float) -> float:
     return (z / beta - 1 / (2 * beta)) ** 2
 
 
+@pytest.mark.proof("by hand", "sigmoid")
 def test_bradley_terry_by_hand():
     rewards = Pairs(torch.tensor([1.0, -1.0, 1.0]), torch.tensor([0.0, 1.0, 1.0]))
     # z = 1, -2, 0: log(1 + e^-1), log(1 + e^2), log 2
@@ -64,6 +65,7 @@ def test_centering_by_hand():
     assert reward_centering(rewards).tolist() == [9.0, 0.0, 4.0]  # 3², 0², 2²
 
 
+@pytest.mark.proof("by hand", *LOSSES)
 def test_dpo_by_hand():
     log_probs = torch.tensor([[-1.0, -2.0, 9.0], [-2.0, 9.0, 9.0]])
     reference = torch.tensor([[-1.5, -2.5, 7.0], [-1.0, 7.0, 7.0]])
@@ -78,6 +80,7 @@ def test_dpo_by_hand():
     assert_close(direct_preference_loss(rewards, 0.1, "ipo"), torch.tensor([9.0]))  # (2 - 5)²
 
 
+@pytest.mark.proof("by hand", "sigmoid")
 def test_simpo_by_hand():
     log_probs = torch.tensor([[-1.0, -2.0, 0.0], [-4.0, -4.0, -4.0]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -88,6 +91,7 @@ def test_simpo_by_hand():
     assert_close(direct_preference_loss(rewards, 2.0, margin=0.5), torch.tensor([0.01104774]))
 
 
+@pytest.mark.proof("oracle", *LOSSES)
 @given(numbers, numbers, betas, st.floats(0, 0.5), st.floats(0, 2), st.sampled_from(LOSSES))
 def test_losses_are_their_definitions(chosen, rejected, beta, smoothing, margin, loss_type):
     smoothing = smoothing if loss_type == "sigmoid" else 0.0
@@ -95,11 +99,13 @@ def test_losses_are_their_definitions(chosen, rejected, beta, smoothing, margin,
     assert found == pytest.approx(slow(loss_type, chosen - rejected - margin, beta, smoothing), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.proof("reductions", "sigmoid")
 @given(numbers, st.floats(0, 0.5))
 def test_equal_rewards_cost_log_2(reward, smoothing):
     assert bradley_terry_loss(pair(reward, reward), label_smoothing=smoothing).item() == pytest.approx(LOG_2)
 
 
+@pytest.mark.proof("reductions", "sigmoid")
 @given(numbers, numbers, st.floats(0, 0.5))
 def test_a_swapped_pair_differs_by_the_difference_of_rewards(a, b, smoothing):
     # -log σ(z) + log σ(-z) = -z, and smoothing takes 2ε of it away: nothing is left at ε = ½
@@ -107,6 +113,7 @@ def test_a_swapped_pair_differs_by_the_difference_of_rewards(a, b, smoothing):
     assert gap.item() == pytest.approx(-(a - b) * (1 - 2 * smoothing), abs=1e-9)
 
 
+@pytest.mark.proof("reductions", *LOSSES)
 @given(numbers, numbers, numbers)
 def test_only_differences_of_rewards_count(a, b, shift):
     for loss_type in LOSSES:
@@ -114,6 +121,7 @@ def test_only_differences_of_rewards_count(a, b, shift):
         assert_close(moved, direct_preference_loss(pair(a, b), 0.5, loss_type), atol=1e-9, rtol=1e-9)
 
 
+@pytest.mark.proof("reductions", "ipo")
 @given(betas)
 def test_ipo_rests_where_the_log_ratios_are_half_of_one_over_beta_apart(beta):
     ratio = torch.tensor([1 / (2 * beta) + 0.3], dtype=torch.float64, requires_grad=True)
@@ -124,6 +132,7 @@ def test_ipo_rests_where_the_log_ratios_are_half_of_one_over_beta_apart(beta):
     assert ratio.grad.item() == pytest.approx(0, abs=1e-9)
 
 
+@pytest.mark.proof("reductions", "sigmoid")
 def test_a_vanishing_beta_leaves_half_the_difference_of_log_probs():
     policy = torch.tensor([-3.0, -5.0], dtype=torch.float64, requires_grad=True)
     for beta in (1e-3, 1e-6):
@@ -133,6 +142,8 @@ def test_a_vanishing_beta_leaves_half_the_difference_of_log_probs():
         assert (slope / beta).tolist() == pytest.approx([-0.5, 0.5], abs=2 * beta)
 
 
+@pytest.mark.proof("gradient", param="loss_type")
+@pytest.mark.proof("masks", param="loss_type")
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_gradients_against_finite_differences(loss_type):
     generator = torch.Generator().manual_seed(0)
@@ -162,6 +173,7 @@ def test_the_reference_gets_no_gradient():
     assert policy.grad.tolist() == pytest.approx([0.1, 0.1])
 
 
+@pytest.mark.proof("masks", *LOSSES)
 def test_what_lies_under_the_mask_is_never_read():
     log_probs = torch.tensor([[-1.0, math.nan], [-math.inf, -2.0], [math.nan, math.nan]])
     mask = torch.tensor([[1, 0], [0, 1], [0, 0]])

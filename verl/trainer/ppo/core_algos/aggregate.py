@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from verl.errors import ConfigError
+from verl.trainer.ppo.core_algos.advantages.grouping import GroupIds, group_numbers
 from verl.utils.registry import suggest
 from verl.utils.torch_functional import entropy_from_logits, zero_masked
 
@@ -27,7 +26,7 @@ def agg_loss(
     global_batch_size: float | Tensor | None = None,
     loss_scale_factor: float | None = None,
     row_weights: Tensor | None = None,
-    index: Sequence[Any] | np.ndarray | None = None,
+    index: GroupIds | None = None,
 ) -> Tensor:
     """Reduce per-token losses to a scalar, with the denominators of the whole mini-batch.
 
@@ -94,9 +93,7 @@ def agg_loss(
     return dp_size * per_sequence.sum() / torch.as_tensor(sequences).clamp(min=1)
 
 
-def prepare_aggregation(
-    loss_agg_mode: str, response_mask: Tensor, index: Sequence[Any] | np.ndarray
-) -> dict[str, Tensor]:
+def prepare_aggregation(loss_agg_mode: str, response_mask: Tensor, index: GroupIds) -> dict[str, Tensor]:
     """What an aggregation has to know of the whole mini-batch, as columns that its parts carry along.
 
     For ``prompt-mean`` that is ``row_weights``, (bsz,) float32: 1 / (G · N_g), with N_g the valid
@@ -119,7 +116,7 @@ def prepare_aggregation(
         return {}
     if len(index) != len(response_mask):
         raise ConfigError(f"prompt-mean got {len(index)} group ids for {len(response_mask)} rows; pass one per row.")
-    groups = torch.from_numpy(np.unique(np.asarray(index).astype(str), return_inverse=True)[1])
+    groups = group_numbers(index)
     lengths = response_mask.bool().sum(-1).cpu()
     tokens = torch.zeros(len(groups), dtype=torch.int64).index_add_(0, groups, lengths)  # by group
     count = int((tokens > 0).sum())
@@ -128,7 +125,7 @@ def prepare_aggregation(
     return {"row_weights": weights.float().to(response_mask.device)}
 
 
-def _row_weights(loss_mask: Tensor, index: Sequence[Any] | np.ndarray | None) -> Tensor:
+def _row_weights(loss_mask: Tensor, index: GroupIds | None) -> Tensor:
     if index is None:
         raise ConfigError(
             "loss_agg_mode='prompt-mean' needs to know which rows share a prompt: pass row_weights=..., the column "

@@ -38,12 +38,12 @@ def compute_policy_loss_bypass_mode(
 ) -> tuple[Tensor, Metrics]:
     """A loss on the ratio of the policy being updated, π_θ, to the distribution that was sampled from, μ.
 
-        ppo_clip     l = the clipped surrogate of PPO with r = π_θ / μ
-        reinforce    l = -sg[w] · A · log π_θ                          w = 1 without rollout_is
+        ppo_clip     l = s · the clipped surrogate of PPO with r = π_θ / μ
+        reinforce    l = -s · sg[w] · A · log π_θ                      w = 1 without rollout_is
 
-    w is the bounded weight of :func:`importance_weights` and s what ``rollout_rs`` accepts, both of π_θ as it is now
-    against μ (so they move from one mini-batch to the next), per token or per response. They need nothing of other
-    responses: the loss is the same however the mini-batch is laid out. ``ppo_clip`` has no w; its ratio is one.
+    w is the bounded weight of :func:`importance_weights`; s is 1 where ``rollout_rs`` accepts, else 0. Both are of
+    π_θ as it is now against μ (so they move from one mini-batch to the next), per token or per response. They need
+    nothing of other responses: the loss is the same however the mini-batch is laid out. ``ppo_clip`` has no w.
 
     What is rejected has loss and gradient 0, but stays in the denominators, which are counted before any weight is
     known: rejecting half of the tokens halves the loss. (The decoupled mode, which sees the whole batch first,

@@ -28,9 +28,10 @@ def compute_pf_ppo_reweight_data(
         max_min      1 for rows of the largest and of the smallest score, 0 for others
         max_random   0.4 for rows of the largest score, 0.1 for others
 
-    Where every weight is 0 (``pow``, all scores 0) all rows are equally likely. Every column of a row comes
-    along, its group id too: a row that is drawn twice is two siblings. verl draws from the global
-    generator of the process; here the seed alone decides.
+    A row without a valid token, such as a response that could not be scored, is never drawn. Where every
+    weight is 0 (``pow``, all scores 0) all others are equally likely. Every column of a row comes along,
+    its group id too: a row that is drawn twice is two siblings. verl draws from the global generator of
+    the process; here the seed alone decides.
 
     Args:
         data: batch with ``token_level_scores`` and ``response_mask``.
@@ -48,7 +49,10 @@ def compute_pf_ppo_reweight_data(
     require(data, ("token_level_scores", "response_mask"), "PF-PPO (algorithm.use_pf_ppo)")
     assert data.batch is not None
     scores = masked_sum(data.batch["token_level_scores"], data.batch["response_mask"], axis=-1).double()
-    weights = pf_ppo_weights(scores, reweight_method, weight_pow).cpu().numpy()
+    is_valid = data.batch["response_mask"].bool().any(-1)
+    weights = torch.zeros_like(scores) if is_valid.any() else torch.ones_like(scores)
+    weights[is_valid] = pf_ppo_weights(scores[is_valid], reweight_method, weight_pow)
+    weights = weights.cpu().numpy()
     rows = np.random.default_rng(seed).choice(len(weights), size=len(weights), p=weights / weights.sum())
     return data.select_idxs(torch.from_numpy(rows))
 

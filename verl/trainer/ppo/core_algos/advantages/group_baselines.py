@@ -255,8 +255,9 @@ def compute_gpg_outcome_advantage(
 
         A_i = α (R_i - mean_g R) / f_norm        α = rows / rows with R ≠ 0
 
-    Where no row has a reward every advantage is 0. The baseline of a group of one is 0. Rows
-    without a token of the policy are not counted.
+    α is verl's. The paper's is rows / rows with a gradient, which leaves out whole groups that earn the same, be it
+    nothing or the full reward. Where no row has a reward every advantage is 0. The baseline of a group of one is 0.
+    Rows without a token of the policy are not counted.
 
     Args:
         token_level_rewards: (bsz, response_length); outcome rewards sit on one token.

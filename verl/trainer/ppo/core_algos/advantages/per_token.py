@@ -94,7 +94,7 @@ def compute_multi_turn_optimal_token_baseline_advantage(
 ) -> tuple[Tensor, Tensor]:
     """The optimal token baseline where tools speak in between: siblings are compared at the policy's n-th token.
 
-    It is :func:`compute_optimal_token_baseline_advantage` on responses from which all masked tokens
+    It is ``optimal_token_baseline`` on responses from which all masked tokens
     have been taken out, so that the length of a tool's output moves no token to other siblings.
 
     Args:

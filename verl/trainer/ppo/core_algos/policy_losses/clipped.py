@@ -116,7 +116,14 @@ def compute_policy_loss_vanilla(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> PolicyLossResult:
-    """The clipped loss of PPO; see :func:`clipped_surrogate` for the formula.
+    """The clipped loss of PPO, with its own bound on each side and the dual clip.
+
+        r = π / π_old
+        l_t = max(-A·r, -A·clip(r, 1 - ε_low, 1 + ε_high))
+        l_t = min(l_t, -A·c)                                 where A < 0
+
+    Papers: PPO https://arxiv.org/abs/1707.06347 eq. 7; dual clip https://arxiv.org/abs/1912.09729 eq. 5, with
+    c = ``clip_ratio_c``; separate bounds (clip-higher) DAPO https://arxiv.org/abs/2503.14476 eq. 10.
 
     Args:
         old_log_prob: (bsz, response_length) of the policy at the start of the update.

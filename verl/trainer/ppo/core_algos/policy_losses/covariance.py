@@ -112,9 +112,11 @@ def compute_policy_loss_clip_cov(
 ) -> PolicyLossResult:
     """PPO's clip, and no gradient at all for a few random tokens of high covariance.
 
+        cov_t = (log π_old - mean log π_old)·(A - mean A)           means over the mini-batch
         l_t = max(-A·r, -A·clip(r, 1 - ε_low, 1 + ε_high)),  0 on the selected tokens
 
-    Which tokens, and when they are chosen: the head of this file and :func:`prepare_clip_cov`.
+    Selected is a random ``clip_cov_ratio`` of all tokens, out of those with a covariance between
+    ``clip_cov_lb`` and ``clip_cov_ub``, once for the whole mini-batch (:func:`prepare_clip_cov`).
     There is no dual clip. Paper: https://arxiv.org/abs/2505.22617, section 4.
 
     Args:
@@ -177,12 +179,13 @@ def compute_policy_loss_kl_cov(
 ) -> PolicyLossResult:
     """The ratio without a clip, and a KL penalty on the tokens of highest covariance.
 
-        l_t = -A·r + ppo_kl_coef · |log π - log π_old|    on the selected tokens
-        l_t = -A·r                                        on the others
+        cov_t = (log π_old - mean log π_old)·(A - mean A)           means over the mini-batch
+        l_t = -A·r + ppo_kl_coef · |log π - log π_old|              on the selected tokens
+        l_t = -A·r                                                  on the others
 
-    Which tokens, and when they are chosen: the head of this file and :func:`prepare_kl_cov`.
-    Paper: https://arxiv.org/abs/2505.22617, section 4. Nothing is clipped, so both clip
-    fractions are 0.
+    Selected is the ``kl_cov_ratio`` of all tokens with the largest covariance, once for the whole
+    mini-batch (:func:`prepare_kl_cov`). Paper: https://arxiv.org/abs/2505.22617, section 4. Nothing
+    is clipped, so both clip fractions are 0.
 
     Args:
         old_log_prob: (bsz, response_length) of the policy at the start of the update.

@@ -211,10 +211,14 @@ def compute_policy_loss_dppo_kl(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> PolicyLossResult:
-    """Divergence PPO with the KL of "this token, or another": :func:`binary_kl` in place of the distance.
+    """Divergence PPO with the KL of "this token, or another" in place of the distance.
 
-    All else is as in :func:`compute_policy_loss_dppo_tv`; the bounds are nats. It is stricter
-    where a probability is close to 0 or 1.
+        l_t = -sg[M · min(r, c)] · A · log π
+        M   = 0 where D > δ and the step would lead further away, else 1
+        D   = π_old·log(π_old / π) + (1 - π_old)·log((1 - π_old) / (1 - π))
+
+    All else is as in ``dppo_tv``; the bounds are nats. It is stricter where a probability is close
+    to 0 or 1.
 
     Paper: https://arxiv.org/abs/2602.04879 (binary KL).
 

@@ -78,7 +78,7 @@ def compute_policy_loss_gspo(
 ) -> PolicyLossResult:
     """Group sequence policy optimization: PPO's clip on the ratio of the whole response.
 
-        s_i = exp(mean_t (log π - log π_old)),  on its tokens as the head of this file says
+        s_i = exp(mean_t (log π - log π_old)),  on each token with that token's share of the gradient
         l_t = max(-A·s, -A·clip(s, 1 - ε_low, 1 + ε_high))
 
     Paper: https://arxiv.org/abs/2507.18071, eq. 5 with ``seq-mean-token-mean``, eq. 13 per token.
@@ -130,7 +130,7 @@ def compute_policy_loss_luspo(
 
         L = mean_i |y_i| · max(-A_i·s_i, -A_i·clip(s_i, 1 - ε_low, 1 + ε_high))
 
-    That is :func:`compute_policy_loss_gspo` summed over tokens instead of averaged, the mode
+    That is ``gspo`` summed over tokens instead of averaged, the mode
     ``seq-mean-token-sum``. The other modes in which all tokens weigh the same differ from it by a
     factor that is common to the mini-batch: B / N (``token-mean``), B (``token-sum``), 1 / S
     (``seq-mean-token-sum-norm``).
@@ -193,7 +193,7 @@ def compute_policy_loss_geo_mean(
     """Geometric-mean policy optimization: each token's ratio is clipped, then their geometric mean taken.
 
         x_t = min(Δ_t, ε_high)  where A > 0,  max(Δ_t, -ε_low)  where A < 0       Δ = log π - log π_old
-        l_t = -A · exp(mean_t x_t),  on the tokens as the head of this file says
+        l_t = -A · exp(mean_t x_t),  on each token with that token's share of the gradient
 
     The bounds hold for the logarithm: the ratio may be e^{-ε_low} to e^{ε_high}. A token that is
     cut gets no gradient, its siblings in the response still do.
