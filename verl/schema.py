@@ -228,6 +228,8 @@ _OBJECTS = (
     Column("extra_info", "object", ROW, "what else the data set says of the prompt", "the data set", ("reward",)),
     Column("index", "object", ROW, "number of the prompt in its data set", "the data set"),
     Column("row_index", "object", ROW, "position of the row in the training data", "the data set", ("curriculum",)),
+    Column("baseline_status", "object", ROW, "reward_status of the greedy response to the same prompt",
+           "a greedy rollout (adv_estimator=remax)", ("reward",)),
     Column("finish_reason", "object", ROW, "why generation ended: stop, length or abort", "generate_sequences",
            ("metrics",)),
     Column("weight_version", "object", ROW, "version of the weights that sampled it", "generate_sequences",

@@ -92,3 +92,16 @@ def test_what_is_wrong_is_said():
         compute_pf_ppo_reweight_data(batch([1.0]), "max")
     with pytest.raises(SchemaError, match=r"PF-PPO.*needs column 'token_level_scores'"):
         compute_pf_ppo_reweight_data(DataProto.from_dict(tensors={"response_mask": torch.ones(1, 1)}))
+
+
+@pytest.mark.parametrize("method", ["pow", "max_min", "max_random"])
+def test_a_row_without_a_valid_token_is_never_drawn(method: str):
+    data = batch([-1.0, -1.0, -2.0, -1.0])
+    data.batch["response_mask"][3] = 0  # its score reads 0, the largest
+    drawn = [row for seed in range(20) for row in rows_of(compute_pf_ppo_reweight_data(data, method, seed=seed))]
+    assert set(drawn) == {0, 1, 2}
+    # max_min: rows 0 and 1 are the best, row 2 the worst: a third each of 80 draws
+    if method == "max_min":
+        assert drawn.count(2) / len(drawn) == pytest.approx(1 / 3, abs=0.16)
+    data.batch["response_mask"][:] = 0
+    assert len(compute_pf_ppo_reweight_data(data, method)) == 4

@@ -75,3 +75,9 @@ def test_pf_ppo_loads(run: Run):
     assert run.load(changes).algorithm.pf_ppo.reweight_method == "max_min"
     message = only(run.refusal({"algorithm.pf_ppo.reweight_method": "max"}))
     assert "pow, max_min, max_random" in message
+
+
+def test_gdpo_components_are_named_once(run: Run):
+    message = only(run.refusal(settings(run, "gdpo") | {"algorithm.gdpo_reward_keys": ["accuracy", "accuracy"]}))
+    assert "algorithm.gdpo_reward_keys" in message
+    assert "named twice" in message

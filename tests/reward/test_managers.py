@@ -16,6 +16,7 @@ from tests.reward.hostile import acts, length_of, per_text, stamps
 from verl.errors import ConfigError, RewardError
 from verl.trainer.config import PPOConfig
 from verl.trainer.ppo.reward import (
+    RewardRecord,
     component_metrics,
     compute_reward,
     leave_out_failed,
@@ -23,6 +24,7 @@ from verl.trainer.ppo.reward import (
     start_reward,
     status_metrics,
 )
+from verl.trainer.ppo.stages import replace_columns, score_columns
 from verl.workers.reward_manager import (
     BatchRewardManager,
     DAPORewardManager,
@@ -117,6 +119,59 @@ def test_stop_names_the_sample():
         leave_out_failed(data, statuses, "stop")
     columns, _ = leave_out_failed(data, ["ok"] * 6, "stop")
     assert columns.batch["response_mask"].sum() == 18
+
+
+def test_a_sample_without_anything_to_be_compared_with_is_left_out():
+    data, statuses = groups()
+    statuses[2] = "error"  # only one of p is left
+    columns, metrics = leave_out_failed(data, statuses, "mask", needs_siblings=True)
+    assert columns.batch["response_mask"].sum(-1).tolist() == [0, 0, 0, 3, 3, 3]
+    assert (metrics["reward/error_rate"], metrics["reward/left_out_rate"]) == (pytest.approx(2 / 6), 0.5)
+    alone, _ = leave_out_failed(data, statuses, "mask")
+    assert alone.batch["response_mask"].sum(-1).tolist() == [3, 0, 0, 3, 3, 3]
+
+
+def test_a_failed_greedy_response_takes_its_prompt_out_and_fails_no_sample():
+    data, _ = groups()
+    data.non_tensor_batch["baseline_status"] = np.array(["timeout"] * 3 + ["ok"] * 3, dtype=object)
+    columns, metrics = leave_out_failed(data, ["ok"] * 6, "mask")
+    assert columns.batch["response_mask"].sum(-1).tolist() == [0, 0, 0, 3, 3, 3]
+    assert metrics["reward/error_rate"] == 0
+    assert metrics["reward/baseline_error_rate"] == metrics["reward/left_out_rate"] == 0.5
+    with pytest.raises(RewardError, match=r"sample p \(timeout\)"):
+        leave_out_failed(data, ["ok"] * 6, "stop")
+
+
+def test_the_metrics_of_a_step_are_of_every_batch_that_was_scored():
+    # Two batches of 6 and 3. Errors: 1 of 6 and 2 of 3, so 3 of 9. Scores that count: five of 1, one of 4.
+    record = RewardRecord()
+    for rows, scores, statuses in (
+        (6, [1.0] * 5 + [0.0], ["ok"] * 5 + ["error"]),
+        (3, [4.0, 0.0, 0.0], ["ok", "timeout", "timeout"]),
+    ):
+        data, extra = batch_of(["ab"] * rows), {"score": scores, "reward_status": statuses}
+        if rows == 3:
+            extra["style"] = [0.5, None, None]
+        columns, rates = leave_out_failed(data, statuses, "mask")
+        tokens = torch.zeros(data.batch["responses"].shape)
+        tokens[:, 0] = torch.tensor(scores)
+        record.add(replace_columns(data, columns | score_columns(tokens, extra)), list(extra), rates)
+    metrics = record.metrics()
+    assert metrics["reward/error_rate"] == metrics["reward/left_out_rate"] == pytest.approx(3 / 9)
+    assert metrics["reward/status/timeout"] == pytest.approx(2 / 9)
+    assert metrics["reward/score/mean"] == pytest.approx((5 * 1 + 4) / 6)
+    assert (metrics["reward/score/max"], metrics["reward/score/min"]) == (4, 1)
+    assert metrics["reward/style/mean"] == 0.5
+    assert record.generated_tokens() == 9 * 3  # a, b, <eos>
+
+
+@pytest.mark.parametrize("name", ["uid", "response_mask", "values"])
+def test_names_of_columns_are_refused(name):
+    def manager(data, return_dict):
+        return {"reward_tensor": torch.zeros(data.batch["responses"].shape), "reward_extra_info": {name: [1, 2]}}
+
+    with pytest.raises(RewardError, match=rf"returned '{name}', the name of a column .* Give it another name"):
+        compute_reward(batch_of(["ab"] * 2), manager)
 
 
 def test_components_are_means_over_those_that_have_them():

@@ -41,8 +41,8 @@ def draw_of(scores: list[list[float]], failed: set[tuple[int, int]] = frozenset(
         tensors={"token_level_scores": torch.stack([torch.zeros_like(flat), flat], dim=-1)},
         non_tensors={"name": names, "score": np.array(flat.tolist(), dtype=object)},
     )
-    is_scored = np.array([(row, k) not in failed for row in range(len(scores)) for k in range(n)])
-    return Draw(batch, names, is_scored)
+    takes_part = np.array([(row, k) not in failed for row in range(len(scores)) for k in range(n)])
+    return Draw(batch, names, takes_part)
 
 
 def config(metric: str = "seq_reward", limit: int = 0) -> FilterGroupsConfig:
@@ -93,7 +93,7 @@ def test_values_come_from_scores_or_from_the_reward_function():
 def test_a_reward_component_that_some_batches_lack_is_none_there():
     first, second = draw_of([[1, 0]], number=0), draw_of([[1, 0]], number=1)
     extended = second.batch | DataProto.from_dict(non_tensors={"style": np.array(["a", "b"], dtype=object)})
-    draws = [first, Draw(extended, second.prompts, second.is_scored)]
+    draws = [first, Draw(extended, second.prompts, second.takes_part)]
     batch, _ = fill_batch(draws.__getitem__, config(), num_prompts=2, n=2)
     assert batch.non_tensor_batch["style"].tolist() == [None, None, "a", "b"]
 

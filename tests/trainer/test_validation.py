@@ -27,3 +27,13 @@ def test_a_failed_sample_is_no_zero():
     )
     assert metrics["val-core/m/acc/mean@1"] == 1.0
     assert metrics["val-aux/error_rate"] == 0.5
+
+
+def test_each_source_has_its_own_variables():
+    # Only the scorer of `m` gives an accuracy; the other source has a reward alone.
+    metrics = validation_metrics(
+        ["m", "m", "g"], ["a", "b", "c"], {"reward": [1.0, -1.0, 0.25], "acc": [True, False, None]}
+    )
+    assert metrics["val-core/m/acc/mean@1"] == 0.5
+    assert metrics["val-core/g/reward/mean@1"] == 0.25
+    assert "val-aux/g/acc/mean@1" not in metrics

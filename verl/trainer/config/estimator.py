@@ -27,6 +27,9 @@ def estimator_reads(config: PPOConfig) -> Iterator[Problem]:
         wrong = "algorithm.adv_estimator=gdpo compares components of the reward, and this names none"
         remedy = "name keys of the dict that the reward function returns, e.g. [accuracy,format]"
         yield Problem("algorithm.gdpo_reward_keys", keys, wrong, remedy=remedy)
+    elif name == "gdpo" and len(set(keys or ())) < len(keys or ()):
+        wrong = "a component is named twice, and would be counted once"
+        yield Problem("algorithm.gdpo_reward_keys", list(keys or ()), wrong, remedy="weigh it by gdpo_reward_weights")
     elif name == "gdpo" and weights is not None and len(weights) != len(keys or ()):
         wrong = f"algorithm.gdpo_reward_keys names {len(keys or ())} components: {', '.join(keys or ())}"
         yield Problem("algorithm.gdpo_reward_weights", list(weights), wrong, "one number for each, or null")

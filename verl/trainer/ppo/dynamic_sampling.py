@@ -21,9 +21,12 @@ logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
+NOTABLE_BATCHES = 10
+"""Every so many batches for one step are a warning: without ``max_num_gen_batches`` a run goes on for ever."""
 
-def informative_rows(values: np.ndarray, prompts: np.ndarray, is_scored: np.ndarray) -> np.ndarray:
-    """Rows of the prompts whose scored responses do not all have the same value.
+
+def informative_rows(values: np.ndarray, prompts: np.ndarray, takes_part: np.ndarray) -> np.ndarray:
+    """Rows of the prompts whose responses do not all have the same value.
 
     >>> informative_rows(np.array([1.0, 0.0, 1.0, 1.0]), np.array(["a", "a", "b", "b"]), np.ones(4, bool))
     array([0, 1])
@@ -31,16 +34,16 @@ def informative_rows(values: np.ndarray, prompts: np.ndarray, is_scored: np.ndar
     Args:
         values: (bsz,) of each response.
         prompts: (bsz,) which prompt it answers.
-        is_scored: (bsz,) false where scoring failed; such a value is not looked at.
+        takes_part: (bsz,) false where a response is not trained on; such a value is not looked at.
 
     Returns:
-        row numbers, ascending; a prompt is kept whole, its failed responses with it.
+        row numbers, ascending; a prompt is kept whole, such responses with it.
     """
     _, group = np.unique(prompts, return_inverse=True)
     highest = np.full(group.max(initial=-1) + 1, -np.inf)
     lowest = np.full_like(highest, np.inf)
-    np.maximum.at(highest, group[is_scored], values[is_scored])
-    np.minimum.at(lowest, group[is_scored], values[is_scored])
+    np.maximum.at(highest, group[takes_part], values[takes_part])
+    np.minimum.at(lowest, group[takes_part], values[takes_part])
     return np.flatnonzero((highest > lowest)[group])
 
 
@@ -51,8 +54,8 @@ class Draw:
     batch: DataProto
     prompts: np.ndarray
     """(bsz,) which prompt each row answers."""
-    is_scored: np.ndarray
-    """(bsz,) false where scoring failed."""
+    takes_part: np.ndarray
+    """(bsz,) false where a response is not trained on: it has no score, or no token."""
 
 
 def fill_batch(
@@ -69,8 +72,8 @@ def fill_batch(
     Returns:
         ``num_prompts * n`` rows, the first that were found; and ``training/filter_groups/...``:
         ``num_gen_batches``, ``kept_ratio`` (informative prompts of those drawn), ``surplus`` (informative
-        prompts beyond the batch, which are dropped), ``{metric}/mean`` over all scored responses
-        that were drawn (that of the batch alone is biased by the choice).
+        prompts beyond the batch, which are dropped), ``{metric}/mean`` over all responses that were
+        drawn and take part (that of the batch alone is biased by the choice).
 
     Raises:
         RolloutError: ``max_num_gen_batches`` did not suffice.
@@ -81,15 +84,16 @@ def fill_batch(
     drawn = found = 0
     while found < num_prompts:
         if config.max_num_gen_batches and len(values) == config.max_num_gen_batches:
-            raise RolloutError(_not_enough(config, found, drawn, num_prompts, float(np.concatenate(values).mean())))
+            raise RolloutError(_not_enough(config, found, drawn, num_prompts, np.concatenate(values)))
         one = draw(len(values))
         value = values_of(one.batch, str(config.metric))
-        rows = informative_rows(value, one.prompts, one.is_scored)
+        rows = informative_rows(value, one.prompts, one.takes_part)
         kept.append(one.batch.select_idxs(rows.tolist()))
-        values.append(value[one.is_scored])
+        values.append(value[one.takes_part])
         drawn += len(one.batch) // n
         found += len(rows) // n
-        logger.info("dynamic sampling: %d of %d prompts after %d batches", found, num_prompts, len(values))
+        level = logging.WARNING if len(values) % NOTABLE_BATCHES == 0 else logging.INFO
+        logger.log(level, "dynamic sampling: %d of %d prompts after %d batches", found, num_prompts, len(values))
     name = "training/filter_groups"
     metrics = {
         f"{name}/num_gen_batches": float(len(values)),
@@ -137,11 +141,12 @@ def _with_equal_columns(parts: Sequence[DataProto]) -> list[DataProto]:
     return [part | DataProto.from_dict(non_tensors=columns) for part, columns in zip(parts, empty, strict=True)]
 
 
-def _not_enough(config: FilterGroupsConfig, found: int, drawn: int, wanted: int, mean: float) -> str:
+def _not_enough(config: FilterGroupsConfig, found: int, drawn: int, wanted: int, values: np.ndarray) -> str:
+    mean = f"mean {config.metric}: {values.mean():.3g}" if len(values) else "no response has a score"
     return (
         f"dynamic sampling found {found} prompts whose responses differ in '{config.metric}' among {drawn}, and a "
         f"batch needs {wanted}; algorithm.filter_groups.max_num_gen_batches={config.max_num_gen_batches} is used up "
-        f"(mean {config.metric}: {mean:.3g}). The data is too easy or too hard for this policy: change the data, "
+        f"({mean}). The data is too easy or too hard for this policy: change the data, "
         "raise rollout.n, data.gen_batch_size or max_num_gen_batches (0 never gives up), or lower "
         "data.train_batch_size."
     )

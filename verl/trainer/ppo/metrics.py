@@ -116,19 +116,20 @@ def _turn_metrics(batch: DataProto) -> Metrics:
     return metrics
 
 
-def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> Metrics:
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float], generated: int | None = None) -> Metrics:
     """Seconds of each stage, and milliseconds per token of those that work on tokens.
 
     Args:
         batch: of a whole step.
         timing_raw: seconds by stage.
+        generated: response tokens of ``gen``, where these are not only the batch's (dynamic sampling).
 
     Returns:
         ``timing_s/{stage}``, ``timing_per_token_ms/{stage}``; of ``gen`` per response token, of
         the others per token of prompt and response.
     """
     every = int(_tensors(batch)["attention_mask"].sum())
-    tokens = {"gen": int(response_lengths(batch).sum())}
+    tokens = {"gen": int(response_lengths(batch).sum()) if generated is None else generated}
     tokens |= dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), every)
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
     for name in tokens.keys() & timing_raw.keys():

@@ -31,6 +31,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -52,7 +53,7 @@ from verl.trainer.ppo.metrics import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
-from verl.trainer.ppo.reward import component_metrics, compute_reward, leave_out_failed, start_reward
+from verl.trainer.ppo.reward import RewardRecord, compute_reward, leave_out_failed, start_reward
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.stages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.utils import Needs, Role, need_critic, need_reference_policy, need_reward_model
@@ -127,7 +128,7 @@ class RayPPOTrainer(TrainingLoop):
         )
         self.entropy_ctrl = get_entropy_controller(self.config.actor_rollout_ref.actor)
         self.metrics: Metrics = {}
-        self.scored: list[DataProto] = []
+        self.record = RewardRecord()
         self.train_sampler = train_sampler
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
 
@@ -236,7 +237,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         """A step, and what the schedule asks for after it: validation, a checkpoint."""
-        self.metrics, self.stopwatch, self.scored = {}, Stopwatch(), []
+        self.metrics, self.stopwatch, self.record = {}, Stopwatch(), RewardRecord()
         with self.stopwatch("step"):
             batch = self.step(DataProto.from_single_dict(dict(rows)))
             self._tell_the_data(batch)
@@ -253,6 +254,7 @@ class RayPPOTrainer(TrainingLoop):
         batch = batch | self.old_log_probs(batch)
         if self.config.reward_model.launch_reward_fn_async:
             batch = self.finish_reward(batch)
+        self.look_at_policy(batch)
         if self.needs.correction:
             batch = batch | self.correction(batch)
         if self.needs.reference:
@@ -270,7 +272,7 @@ class RayPPOTrainer(TrainingLoop):
     def _tell_the_data(self, batch: DataProto) -> None:
         """A curriculum learns from every response that was scored, a growing data set from the batch."""
         if isinstance(self.train_sampler, AbstractCurriculumSampler):
-            for seen in self.scored if self.config.algorithm.filter_groups.enable else [batch]:
+            for seen in self.record.batches if self.config.algorithm.filter_groups.enable else [batch]:
                 self.train_sampler.update(batch=seen)
         if hasattr(self.train_dataset, "on_batch_end"):
             self.train_dataset.on_batch_end(batch=batch)
@@ -287,8 +289,8 @@ class RayPPOTrainer(TrainingLoop):
             rows = prompts if number == 0 else DataProto.from_single_dict(dict(next(self.rows)))
             responses = self.rollout(rows, first_row=number * len(prompts))
             scored = self.reward(responses)
-            is_scored = scored.non_tensor_batch["reward_status"] == "ok"
-            return Draw(scored, responses.non_tensor_batch["uid"], is_scored)
+            takes_part = scored.batch["response_mask"].any(-1).numpy()
+            return Draw(scored, responses.non_tensor_batch["uid"], takes_part)
 
         batch, metrics = fill_batch(draw, algorithm.filter_groups, self.config.data.train_batch_size, n)
         self.metrics.update(metrics)
@@ -301,22 +303,17 @@ class RayPPOTrainer(TrainingLoop):
         prompts = prompts | DataProto(meta_info={"global_steps": self.global_steps, "validate": False})
         repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.n)
         batch = repeated.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(repeated)
-        return self._with_greedy_baseline(batch, prompts) if self.needs.greedy_baseline else batch
+        return batch | self._greedy_baseline(prompts) if self.needs.greedy_baseline else batch
 
-    def _with_greedy_baseline(self, batch: DataProto, prompts: DataProto) -> DataProto:
-        """``reward_baselines``: for each sample the score of its prompt's greedy response.
-
-        Where that could not be scored there is nothing to compare with, and the prompt is left out.
-        """
+    def _greedy_baseline(self, prompts: DataProto) -> DataProto:
+        """Of the greedy response to each prompt: its score ``reward_baselines``, its ``baseline_status``."""
         greedy = stages.repeat_prompts(prompts, 1) | DataProto(meta_info={"do_sample": False})
         responses = greedy.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(greedy)
         scores, extra = self._score(responses, self.reward_fn)
-        is_scored = torch.tensor([status == "ok" for status in extra["reward_status"]])
-        self.metrics["reward/baseline_error_rate"] = 1.0 - is_scored.float().mean().item()
-        n = self.config.actor_rollout_ref.rollout.n
-        mask = batch.batch["response_mask"] * is_scored.repeat_interleave(n).unsqueeze(-1)
-        columns = {"reward_baselines": scores.sum(-1).repeat_interleave(n), "response_mask": mask}
-        return stages.replace_columns(batch, DataProto.from_dict(tensors=columns))
+        columns = {"reward_baselines": scores.sum(-1)}
+        statuses = {"baseline_status": np.array(extra["reward_status"], dtype=object)}
+        baselines = DataProto.from_dict(tensors=columns, non_tensors=statuses)
+        return baselines.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
 
     @stage("reward")
     def reward(self, batch: DataProto) -> DataProto:
@@ -334,12 +331,13 @@ class RayPPOTrainer(TrainingLoop):
 
     def _scored(self, batch: DataProto) -> DataProto:
         scores, extra = self.scoring.result()
-        kept, metrics = leave_out_failed(batch, extra["reward_status"], self.config.reward_model.on_failure)
-        self.metrics.update(metrics | component_metrics(extra))
-        self.metrics.update(stages.metrics_by_source(batch, scores, extra["reward_status"]))
+        compares = self.needs.siblings and self.config.actor_rollout_ref.rollout.n > 1
+        kept, rates = leave_out_failed(
+            batch, extra["reward_status"], self.config.reward_model.on_failure, needs_siblings=compares
+        )
         self._dump_rollouts(batch, scores, extra)
-        scored = stages.replace_columns(batch, kept) | stages.score_columns(scores, extra)
-        self.scored.append(scored)
+        scored = stages.replace_columns(batch, kept | stages.score_columns(scores, extra))
+        self.record.add(scored, list(extra), rates)
         return scored
 
     def _score(self, batch: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list]]:
@@ -350,17 +348,24 @@ class RayPPOTrainer(TrainingLoop):
 
     @stage("old_log_prob")
     def old_log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs of the policy before the update; how far the rollout engine's are from them."""
+        """old_log_probs and entropys of the policy before the update."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             return apply_bypass_mode(batch).select(batch_keys=["old_log_probs"], non_tensor_batch_keys=[])
+        return self._call(self.actor_rollout_wg, "compute_log_prob", batch, stages.ACTOR_COLUMNS)
+
+    @stage("old_log_prob")
+    def look_at_policy(self, batch: DataProto) -> None:
+        """Its entropy, and how far the rollout engine's log-probs are from its own, on the tokens to learn from.
+
+        After the scores, which say what these are. In bypass mode nothing knows either.
+        """
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            return
         actor = self.config.actor_rollout_ref.actor
-        columns = self._call(self.actor_rollout_wg, "compute_log_prob", batch, stages.ACTOR_COLUMNS)
-        scored = batch | columns
-        self.metrics.update(stages.mean_entropy(scored, actor.loss_agg_mode, actor.loss_scale_factor))
-        self.entropy_ctrl.update(stages.entropy_per_token(scored))
-        self.metrics.update(compute_rollout_gap_metrics(scored))
+        self.metrics.update(stages.mean_entropy(batch, actor.loss_agg_mode, actor.loss_scale_factor))
+        self.entropy_ctrl.update(stages.entropy_per_token(batch))
+        self.metrics.update(compute_rollout_gap_metrics(batch))
         stages.check_rollout_gap(self.metrics, self.config.trainer.max_rollout_actor_probs_diff)
-        return columns
 
     @stage("rollout_correction")
     def correction(self, batch: DataProto) -> DataProto:
@@ -394,14 +399,13 @@ class RayPPOTrainer(TrainingLoop):
     def to_learn_from(self, batch: DataProto) -> DataProto:
         """The rows and tokens of the update: without what was rejected, and with PF-PPO drawn by their score.
 
-        After the advantages, because a rejected token still tells what its response was worth.
+        After the advantages, because a rejected token still tells what its response was worth; after the draw too.
         """
         algorithm = self.config.algorithm
-        batch = stages.without_rejected(batch)
-        if not algorithm.use_pf_ppo:
-            return batch
-        seed = stages.step_seed(self.config.trainer.seed, self.global_steps)
-        return compute_pf_ppo_reweight_data(batch, **algorithm.pf_ppo.to_dict(), seed=seed)
+        if algorithm.use_pf_ppo:
+            seed = stages.step_seed(self.config.trainer.seed, self.global_steps)
+            batch = compute_pf_ppo_reweight_data(batch, **algorithm.pf_ppo.to_dict(), seed=seed)
+        return stages.without_rejected(batch)
 
     @stage("update_critic")
     def update_critic(self, batch: DataProto) -> None:
@@ -468,7 +472,8 @@ class RayPPOTrainer(TrainingLoop):
             "training/global_step": self.global_steps,
             "training/epoch": self.epochs.epoch,
             **compute_data_metrics(batch, use_critic=self.needs.critic),
-            **compute_timing_metrics(batch, timing),
+            **self.record.metrics(),
+            **compute_timing_metrics(batch, timing, generated=self.record.generated_tokens()),
             **compute_throughout_metrics(batch, timing, n_gpus=world_size),
         }
 
@@ -486,4 +491,5 @@ class RayPPOTrainer(TrainingLoop):
     def _dump_rollouts(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> None:
         folder = self.config.trainer.rollout_data_dir
         if folder:
-            dump_generations(folder, self.global_steps, self.tokenizer, batch, scores, extra)
+            is_first = not self.record.batches
+            dump_generations(folder, self.global_steps, self.tokenizer, batch, scores, extra, append=not is_first)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,8 +13,10 @@ import torch
 
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
-from verl.schema import require
+from verl.schema import COLUMNS, require
 from verl.trainer.config import PPOConfig
+from verl.trainer.ppo.metrics import response_lengths
+from verl.trainer.ppo.stages import metrics_by_source
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.import_utils import load_object
 from verl.utils.killable_pool import STATUSES
@@ -167,43 +168,102 @@ def component_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
     return metrics
 
 
-def leave_out_failed(batch: DataProto, statuses: Sequence[str], policy: FailurePolicy) -> tuple[DataProto, Metrics]:
+def leave_out_failed(
+    batch: DataProto, statuses: Sequence[str], policy: FailurePolicy, needs_siblings: bool = False
+) -> tuple[DataProto, Metrics]:
     """Take the samples that could not be scored out of training: a failure is not a score of zero.
 
     Their ``response_mask`` becomes zero, so no loss sees them, and they leave their group, so that
-    their missing score is no part of any baseline.
+    their missing score is no part of any baseline. So do samples that have nothing left to be compared
+    with: the greedy response to their prompt could not be scored, or none of their siblings.
 
     Args:
-        batch: with response_mask and uid.
+        batch: with response_mask and uid; ``baseline_status`` of greedy responses, if there are any.
         statuses: ``reward_status`` of each sample.
         policy: ``mask`` takes out the failed samples, ``drop_group`` all samples of a prompt of which one failed,
             ``stop`` allows no failure.
+        needs_siblings: a sample without another one of its prompt has no baseline.
 
     Returns:
-        the new ``response_mask`` and ``uid``; :func:`status_metrics`, and ``reward/left_out_rate``, the share
-        of samples that were taken out.
+        the new ``response_mask`` and ``uid``; :func:`status_metrics`, ``reward/left_out_rate``, the share
+        of samples that were taken out, and ``reward/baseline_error_rate``, that of greedy responses without score.
 
     Raises:
         RewardError: a sample failed, and the policy is ``stop``.
     """
     require(batch, ("response_mask", "uid"), "leaving out samples without score")
     assert batch.batch is not None
-    failed = np.array([status != "ok" for status in statuses], dtype=bool)
-    uids = batch.non_tensor_batch["uid"].copy()
+    metrics, uids = status_metrics(statuses), batch.non_tensor_batch["uid"].astype(str)
+    reasons = np.array(statuses, dtype=object)
+    if "baseline_status" in batch.non_tensor_batch:
+        of_baseline = batch.non_tensor_batch["baseline_status"]
+        metrics["reward/baseline_error_rate"] = float((of_baseline != "ok").mean())
+        reasons = np.where(reasons == "ok", of_baseline, reasons)
+    failed = reasons != "ok"
     if policy == "stop" and failed.any():
         row = int(failed.argmax())
         raise RewardError(
             f"{failed.sum()} of {len(failed)} samples could not be scored; the first is sample {uids[row]} "
-            f"({statuses[row]}), and reward_model.on_failure=stop. The reason is logged above. Correct the reward "
+            f"({reasons[row]}), and reward_model.on_failure=stop. The reason is logged above. Correct the reward "
             "function or the data, or set reward_model.on_failure=mask to go on without such samples."
         )
-    out = np.isin(uids.astype(str), uids[failed].astype(str)) if policy == "drop_group" else failed
-    for row in np.flatnonzero(out):
-        uids[row] = f"failed-{uuid.uuid5(uuid.NAMESPACE_OID, f'{uids[row]}-{row}')}"
+    out = np.isin(uids, uids[failed]) if policy == "drop_group" else failed
+    if needs_siblings and out.any():
+        remaining = Counter(uids[~out])
+        out = out | np.array([remaining[uid] < 2 for uid in uids])
+    new_uids = batch.non_tensor_batch["uid"].copy()
+    new_uids[out] = [f"{uids[row]}-left-out-{row}" for row in np.flatnonzero(out)]
     mask = batch.batch["response_mask"]
     keep = torch.from_numpy(~out).to(mask).unsqueeze(-1)
-    columns = DataProto.from_dict(tensors={"response_mask": mask * keep}, non_tensors={"uid": uids})
-    return columns, status_metrics(statuses) | {"reward/left_out_rate": float(out.mean())}
+    columns = DataProto.from_dict(tensors={"response_mask": mask * keep}, non_tensors={"uid": new_uids})
+    return columns, metrics | {"reward/left_out_rate": float(out.mean())}
+
+
+class RewardRecord:
+    """What one step had scored: its batch or, with dynamic sampling, every batch that was drawn for it."""
+
+    def __init__(self) -> None:
+        self.batches: list[DataProto] = []
+        self._names: dict[str, None] = {}
+        self._rates: list[Metrics] = []
+
+    def add(self, batch: DataProto, names: Sequence[str], rates: Metrics) -> None:
+        """Take in a scored batch.
+
+        Args:
+            batch: with the columns of :func:`verl.trainer.ppo.stages.score_columns`.
+            names: the columns that the reward function made.
+            rates: the second result of :func:`leave_out_failed`.
+        """
+        self.batches.append(batch)
+        self._names |= dict.fromkeys(names)
+        self._rates.append(rates)
+
+    def generated_tokens(self) -> int:
+        """Tokens of all responses."""
+        return sum(int(response_lengths(batch).sum()) for batch in self.batches)
+
+    def metrics(self) -> Metrics:
+        """``reward/...`` and ``train-source/...`` over all that was scored."""
+        sizes = [len(batch) for batch in self.batches]
+        metrics = {
+            name: float(np.average([rates[name] for rates in self._rates], weights=sizes)) for name in self._rates[0]
+        }
+        extra = {
+            name: [value for batch in self.batches for value in batch.non_tensor_batch.get(name, [None] * len(batch))]
+            for name in self._names
+        }
+        scored = DataProto.concat(
+            [
+                batch.select(
+                    batch_keys=["responses", "attention_mask", "token_level_scores"],
+                    non_tensor_batch_keys=[name for name in ("data_source",) if name in batch.non_tensor_batch],
+                )
+                for batch in self.batches
+            ]
+        )
+        by_source = metrics_by_source(scored, scored.batch["token_level_scores"], extra["reward_status"])
+        return metrics | component_metrics(extra) | by_source
 
 
 def _checked(result: Any, data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
@@ -218,6 +278,11 @@ def _checked(result: Any, data: DataProto, reward_fn: Any) -> tuple[torch.Tensor
         raise RewardError(
             f"{type(reward_fn).__name__} returned reward_extra_info['{wrong[0]}'] with {len(extra[wrong[0]])} values "
             f"for {len(data)} samples."
+        )
+    if taken := sorted(COLUMNS.keys() & extra.keys()):
+        raise RewardError(
+            f"the reward function returned '{taken[0]}', the name of a column of verl: {COLUMNS[taken[0]].meaning} "
+            f"(made by {COLUMNS[taken[0]].producer}). Give it another name."
         )
     extra.setdefault("score", scores.sum(-1).tolist())
     extra.setdefault("reward_status", ["ok"] * len(data))

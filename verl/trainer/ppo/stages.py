@@ -6,7 +6,7 @@ numbers worth logging), and the driver unions them. See the picture in ``ray_tra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,7 @@ def object_column(values: list[Any]) -> np.ndarray:
     return column
 
 
-def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: list[str]) -> Metrics:
+def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: Sequence[Any]) -> Metrics:
     """``train-source/{data_source}/...``, where a batch has more than one source; without samples that failed."""
     sources = [str(source) for source in batch.non_tensor_batch.get("data_source", [])]
     if len(set(sources)) < 2:

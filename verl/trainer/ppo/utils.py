@@ -47,6 +47,8 @@ class Needs:
     """A KL term compares the policy with the frozen reference."""
     reward_model: bool
     """A discriminative reward model scores the responses."""
+    siblings: bool
+    """The estimator compares the responses to one prompt with each other."""
     greedy_baseline: bool
     """The estimator reads ``reward_baselines``: the reward of one greedy response per prompt."""
     correction: bool
@@ -60,6 +62,7 @@ class Needs:
             critic=need_critic(config),
             reference=need_reference_policy(config),
             reward_model=need_reward_model(config),
+            siblings="index" in columns,
             greedy_baseline="reward_baselines" in columns,
             correction=config.algorithm.rollout_correction.is_decoupled,
         )

@@ -59,11 +59,15 @@ class Validator:
         samples: list[dict[str, Any]] = []
         for number, rows in enumerate(self.dataloader):
             batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, number)
+            before = len(columns["uid"])
             columns["uid"] += batch.non_tensor_batch["uid"].tolist()
             columns["data_source"] += _data_sources(batch)
-            columns["reward"] += scores.sum(-1).tolist()
-            for key, values in extra.items():
-                columns[key] += values
+            # A batch may lack a value that others have; `reward` is the sum of the token scores, whatever else is so
+            # called.
+            for key, values in (extra | {"reward": scores.sum(-1).tolist()}).items():
+                columns[key] += [None] * (before - len(columns[key])) + values
+            for values in columns.values():
+                values += [None] * (len(columns["uid"]) - len(values))
             samples += generation_records(step, self.tokenizer, batch, scores, extra)
         self.samples = samples
         folder = self.config.trainer.validation_data_dir
@@ -87,20 +91,22 @@ class Validator:
 def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[str, list]) -> dict[str, float]:
     """Name the reduced numbers: the core one of each data source apart from the auxiliary ones.
 
-    The core variable is ``acc`` if the scorer gives one, else ``reward``; of it, mean@N, maj@N
-    and best@N for the largest N are core. Samples that could not be scored are no part of any
-    mean; ``val-aux/error_rate`` is their share.
+    The core variable of a data source is ``acc`` if the scorer gives one, else ``reward``; of it, mean@N,
+    maj@N and best@N for the largest N are core. A variable is one of a data source if all its samples have
+    a number or a text. Samples that could not be scored are no part of any mean; ``val-aux/error_rate``
+    is their share.
     """
     status = columns.get("reward_status", ["ok"] * len(uids))
     scored = [row for row, value in enumerate(status) if value == "ok"]
     metrics = {"val-aux/error_rate": 1 - len(scored) / max(len(status), 1)}
-    kept = {
-        name: [values[row] for row in scored]
-        for name, values in columns.items()
-        if name != "reward_status" and all(isinstance(values[row], int | float | str) for row in scored)
-    }
-    reduced = process_validation_metrics([data_sources[i] for i in scored], [uids[i] for i in scored], kept)
-    for source, variables in reduced.items():
+    for source in dict.fromkeys(data_sources[row] for row in scored):
+        rows = [row for row in scored if data_sources[row] == source]
+        kept = {
+            name: [values[row] for row in rows]
+            for name, values in columns.items()
+            if name != "reward_status" and all(isinstance(values[row], int | float | str) for row in rows)
+        }
+        variables = process_validation_metrics([source] * len(rows), [uids[row] for row in rows], kept)[source]
         core = "acc" if "acc" in variables else "reward"
         for variable, numbers in variables.items():
             largest = max(_responses(name) for name in numbers)
@@ -120,10 +126,19 @@ def _is_core(name: str, largest: int) -> bool:
 
 
 def dump_generations(
-    folder: str, step: int, tokenizer: Any, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]
+    folder: str,
+    step: int,
+    tokenizer: Any,
+    batch: DataProto,
+    scores: torch.Tensor,
+    extra: dict[str, list],
+    append: bool = False,
 ) -> None:
-    """Write ``{folder}/{step}.jsonl``: one line per sample with input, output, gts, score, step and extras."""
-    write_records(folder, step, generation_records(step, tokenizer, batch, scores, extra))
+    """Write ``{folder}/{step}.jsonl``: one line per sample with input, output, gts, score, step and extras.
+
+    With ``append`` behind what the file has: dynamic sampling scores several batches in a step.
+    """
+    write_records(folder, step, generation_records(step, tokenizer, batch, scores, extra), append)
 
 
 def generation_records(
@@ -143,18 +158,18 @@ def generation_records(
             "gts": g,
             "score": s,
             "step": step,
-            **{key: extra[key][n] for key in extra if key != "score"},
+            **{key: extra[key][n] for key in extra if key not in ("input", "output", "gts", "score", "step")},
         }
         for n, (i, o, g, s) in enumerate(rows)
     ]
 
 
-def write_records(folder: str, step: int, records: list[dict[str, Any]]) -> None:
+def write_records(folder: str, step: int, records: list[dict[str, Any]], append: bool = False) -> None:
     """Write records as ``{folder}/{step}.jsonl``; a full or read-only disk is a named error."""
     path = Path(folder).expanduser() / f"{step}.jsonl"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", encoding="utf-8") as file:
+        with path.open("a" if append else "w", encoding="utf-8") as file:
             for record in records:
                 file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
     except OSError as error:

@@ -50,7 +50,9 @@ def compute_pf_ppo_reweight_data(
     assert data.batch is not None
     scores = masked_sum(data.batch["token_level_scores"], data.batch["response_mask"], axis=-1).double()
     is_valid = data.batch["response_mask"].bool().any(-1)
-    weights = torch.zeros_like(scores) if is_valid.any() else torch.ones_like(scores)
+    if not is_valid.any():
+        is_valid = torch.ones_like(is_valid)  # nothing can be learned from any row, so any will do
+    weights = torch.zeros_like(scores)
     weights[is_valid] = pf_ppo_weights(scores[is_valid], reweight_method, weight_pow)
     weights = weights.cpu().numpy()
     rows = np.random.default_rng(seed).choice(len(weights), size=len(weights), p=weights / weights.sum())
