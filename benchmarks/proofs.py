@@ -2,8 +2,8 @@
 
     python benchmarks/proofs.py                # run, print the table, fail if a proof is missing or fails
     python benchmarks/proofs.py --write        # the same, and write docs/algorithms.md
-    python benchmarks/proofs.py --collect      # only look which proofs there are
-    python benchmarks/proofs.py --check        # the same, and fail if docs/algorithms.md says anything else
+    python benchmarks/proofs.py --collect      # only look which proofs there are; --write then goes by the marks
+    python benchmarks/proofs.py --check        # as --collect, and fail if docs/algorithms.md says anything else
 
 A test says what it proves by a mark: ``@pytest.mark.proof("by hand", "grpo", "rloo")``, or, if it is
 parametrised over names, ``@pytest.mark.proof("masks", param="name")``. Where an estimator and a loss have one name
@@ -65,6 +65,13 @@ KINDS = {
     "partition": "the sum over any micro-batches and ranks is the whole",
     "peer": "equal to another package's code on random input",
 }
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+CHOSEN = {
+    "bypass_mode": "Chosen by `algorithm.rollout_correction.bypass_mode=true`; settings that are in use: "
+    "[presets](rollout_correction.md#presets).",
+    "dro": f"Chosen by `{LOSS_MODE}=dro` with `actor_rollout_ref.actor.policy_loss.dro_beta`.",
+}
+"""How a loss is turned on for which the code holds no published settings."""
 LOSS_PROOFS = ("by hand", "oracle", "reductions", "gradient", "masks", "edges", "partition")
 
 
@@ -88,7 +95,7 @@ def sections() -> list[Section]:
         Section("Advantage estimators", "algorithm.adv_estimator", estimators, usual, ("test_advantage*",)),
         Section(
             "Policy losses",
-            "actor_rollout_ref.actor.policy_loss.loss_mode",
+            LOSS_MODE,
             losses,
             LOSS_PROOFS,
             ("test_policy_loss*", "test_partition_law.py"),
@@ -248,7 +255,7 @@ def settings_of(reproduces: Mapping[str, Sequence[str]]) -> list[str]:
     """Published settings as command-line overrides."""
     lines = []
     for name, overrides in reproduces.items():
-        lines += [f"Settings of {linked(name)}:", "", "```text", *overrides, "```", ""]
+        lines += [f"Settings, {linked(name)}:", "", "```text", *overrides, "```", ""]
     return lines
 
 
@@ -280,7 +287,7 @@ def loss_entries() -> list[str]:
             lines += paper_of(info.paper)
         if info.modes is not None:
             lines += [f"Aggregations that make sense for it: {', '.join(f'`{mode}`' for mode in info.modes)}.", ""]
-        lines += settings_of(info.reproduces)
+        lines += settings_of(info.reproduces) or [CHOSEN.get(name, f"Chosen by `{LOSS_MODE}={name}`."), ""]
     return lines
 
 
@@ -290,8 +297,8 @@ def _number(paper: str) -> str:
 
 CORRECTION = "More: [rollout correction](rollout_correction.md)."
 PREFERENCES = (
-    "That is `sigmoid`; the other losses, and SimPO as a setting of this one: "
-    "[preferences](preference.md#direct-preference-optimisation)."
+    "That is `sigmoid` of `verl.trainer.dpo_trainer`, and the loss of `verl.trainer.rm_trainer`. The other losses, and "
+    "SimPO as a setting of this one: [preferences](preference.md#direct-preference-optimisation)."
 )
 BODIES: dict[str, Callable[[], list[str]]] = {
     "Advantage estimators": estimator_entries,
@@ -374,7 +381,10 @@ def main() -> None:
     if problems := [*proofs.missing(only_collect), *(f"failed: {test}" for test in proofs.failed)]:
         raise SystemExit("\n".join(problems))
     if args.check and PAGE.read_text() != page(marked):
-        raise SystemExit("docs/algorithms.md is not what the registries and the tests say: run `make proofs`.")
+        raise SystemExit(
+            "docs/algorithms.md is not what the registries and the tests say: run `make proofs`, or, "
+            "if only words have changed, `python benchmarks/proofs.py --collect --write`."
+        )
     if args.write:
         PAGE.write_text(page(marked))
 

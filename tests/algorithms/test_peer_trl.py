@@ -41,6 +41,7 @@ from verl.trainer.ppo.core_algos.rollout_correction import (
     log_ratio_of,
     parse_is_threshold,
 )
+from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
 from verl.workers.engine.base import BatchTotals
 from verl.workers.losses import PolicyLoss
 
@@ -523,3 +524,16 @@ def test_the_loss_of_a_reward_model(trl: ModuleType, margin: float | None, centr
     rewards = split_pairs(scores)
     found = bradley_terry_loss(rewards, margin or 0.0) + (centre or 0.0) * reward_centering(rewards)
     assert_close(found.mean(), trainer.compute_loss(model, inputs))
+
+
+# ---- what the losses are made of
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_log_probs_and_entropy_of_logits(trl: ModuleType, seed: int):
+    from trl.trainer import utils as theirs
+
+    logits = 3 * torch.randn(4, 5, 11, generator=torch.Generator().manual_seed(seed))
+    labels = torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(seed))
+    assert_close(logprobs_from_logits(logits, labels), theirs.selective_log_softmax(logits, labels))
+    assert_close(entropy_from_logits(logits), theirs.entropy_from_logits(logits))

@@ -47,7 +47,8 @@ def group_relative(rewards: Tensor, groups: Groups, epsilon: float, by_std: bool
     aliases=("grpo_vectorized",),
     reproduces={
         "GRPO": (
-            "algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true",
+            "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=64", "data.max_response_length=1024",
+            "actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.actor.use_kl_loss=true",
             "actor_rollout_ref.actor.kl_loss_coef=0.04", "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
             "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
         ),
