@@ -6,6 +6,7 @@ import importlib
 import time
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -152,6 +153,14 @@ def test_results_of_every_kind_arrive_as_numbers():
     assert [s.value for s in scores] == [0.5, 2.0, 0.25, 1.0, 1.0, 3.0]
     assert all(type(s.value) is float for s in scores)
     assert scores[0].extra == {"list": [0, 1], "pair": [1, "x"], "none": None}
+
+
+def test_scorers_that_no_sample_needs_get_no_processes():
+    before = len(psutil.Process().children())
+    function = RewardFunction(default_compute_score, {}, num_workers=2)
+    assert function.score_samples([Sample("gsm8k", "#### 4", "4", {})])[0].value == 1.0
+    assert len(psutil.Process().children()) == before + 2  # not four, two of them for async scorers
+    function.close()
 
 
 def test_async_scorers_by_data_source_run_side_by_side(tmp_path, monkeypatch):

@@ -91,6 +91,49 @@ def test_a_lost_connection_is_a_crash():
     pool.close()
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "5",
+        "null",
+        "{}",
+        '{"status": "fine"}',
+        '{"status": ["ok"]}',
+        '{"status": "error", "message": 7}',
+        '{"status": "ok", "pid": "1"}',
+        '{"status": "ok", "more": 1}',
+        "[" * 100_000,
+    ],
+)
+def test_what_is_no_reply_is_a_crash(pool, reply):
+    # The caller neither waits for ever nor breaks: the process is ended, and the others go on.
+    arguments = [{"how": "ok"}, {"how": "forge", "reply": reply}, {"how": "ok", "value": 2.0}]
+    outcomes = pool.submit(arguments).result(timeout=30)
+    assert [o.status for o in outcomes] == ["ok", "crashed", "ok"]
+    assert "what no reply is" in outcomes[1].message
+
+
+def test_an_error_of_every_job_that_there_is_not():
+    pool = KillablePool(behave, fatal=(ConfigError,))
+    reply = '{"status": "error", "message": "made up", "fatal": 99}'
+    (outcome,) = pool.submit([{"how": "forge", "reply": reply}]).result(timeout=30)
+    assert (outcome.status, outcome.message) == ("error", "made up")
+    pool.close()
+
+
+def test_a_forked_process_has_no_pool(pool):
+    assert pool.map(calls("ok"))[0].status == "ok"
+    child = os.fork()
+    if child == 0:  # the pool's thread is not here: nothing would ever come of a call
+        try:
+            pool.submit(calls("ok"))
+        except WorkerError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.map(calls("ok"))[0].status == "ok"
+
+
 def test_the_time_of_one_batch(pool):
     (outcome,) = pool.map([{"how": "slow", "seconds": 5.0}], timeout_s=0.3)
     assert (outcome.status, outcome.message) == ("timeout", "took longer than 0.3 s")
@@ -365,6 +408,23 @@ def test_limits_hold_over_processes_that_are_replaced(tmp_path):
     times = sorted(o.value for o in outcomes if o.status == "ok")
     assert len(times) == 9
     assert max(sum(1 for t in times if s <= t < s + 1.0) for s in times) <= 11
+    pool.close()
+
+
+def test_limits_hold_for_second_tries(tmp_path):
+    # 60 a minute are one a second. The second call ends a process that has served another, so it is tried again:
+    # three starts, a second apart each.
+    def stamps(ends):
+        with open(tmp_path / "starts", "a") as file:
+            file.write(f"{time.time()} ")
+        if ends:
+            os._exit(1)
+
+    pool = KillablePool(stamps, limits=[RateLimit(60)])
+    assert [o.status for o in pool.map([{"ends": False}, {"ends": True}])] == ["ok", "crashed"]
+    first, second, third = map(float, (tmp_path / "starts").read_text().split())
+    assert second - first > 0.8
+    assert third - second > 0.8
     pool.close()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from verl.errors import WorkerError
 from verl.utils.killable_pool.limits import RateLimit
 from verl.utils.killable_pool.outcome import Budget, Outcome
-from verl.utils.killable_pool.process import Batch, Job, WorkerProcess
+from verl.utils.killable_pool.process import Batch, Job, Reply, WorkerProcess
 from verl.utils.killable_pool.shipment import is_async, pack
 
 TICK_S = 0.05
@@ -164,6 +164,8 @@ class _Engine:
         with self.lock:
             if self.closed:
                 raise WorkerError("the pool is closed; make another one.")
+            if self.thread is not None and not self.thread.is_alive():  # threads do not survive a fork
+                raise WorkerError("the thread of the pool has ended, as in a forked process; make another pool.")
             if self.thread is None:
                 self.loop = asyncio.new_event_loop()
                 self.stopping, self.awake = asyncio.Event(), asyncio.Event()
@@ -252,7 +254,8 @@ class _Engine:
 
     def _give_fresh(self) -> None:
         for worker in self.workers:
-            if self.fresh and worker.is_free and not worker.answered and not worker.jobs:
+            clean = worker.is_free and not worker.answered and not worker.jobs
+            if self.fresh and clean and self._may_start(self.fresh[0]):
                 worker.give(self.fresh.popleft())
 
     def _may_start(self, job: Job) -> bool:
@@ -314,8 +317,8 @@ class _Engine:
             worker.stop()
             self._break(f"loading the function took longer than {self.budget.start_timeout_s:g} s.")
             return
-        if reply["status"] != "ok":
-            self._break(f"the function cannot be loaded in another process:\n{reply['message']}")
+        if reply.status != "ok":
+            self._break(f"the function cannot be loaded in another process:\n{reply.message}")
             return
         self.failures = 0
         self._pump()
@@ -329,15 +332,15 @@ class _Engine:
         for worker in list(self.workers):
             worker.stop()
 
-    def _replied(self, worker: WorkerProcess, job: Job, reply: dict[str, Any]) -> None:
-        if "fatal" in reply:
-            job.batch.fail(self.fatal[reply["fatal"]](reply["message"]))
-        elif reply["status"] == "ok":
-            job.done(Outcome("ok", reply["value"]))
+    def _replied(self, worker: WorkerProcess, job: Job, reply: Reply) -> None:
+        if reply.fatal is not None and reply.fatal in range(len(self.fatal)):
+            job.batch.fail(self.fatal[reply.fatal](reply.message))
+        elif reply.status == "ok":
+            job.done(Outcome("ok", reply.value))
         else:
             clean = worker.answered == 1 and not worker.jobs
-            self._failed(job, Outcome(reply["status"], message=reply["message"]), clean)
-            if reply["status"] in ("out_of_memory", "crashed"):
+            self._failed(job, Outcome(reply.status, message=reply.message), clean)
+            if reply.status in ("out_of_memory", "crashed"):
                 worker.stop()
         self._pump()
 

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from verl.utils.killable_pool.child import HEADER, RUNNING
-from verl.utils.killable_pool.outcome import Budget, Outcome
+from verl.utils.killable_pool.outcome import STATUSES, Budget, Outcome, Status
 
 CHILD = Path(__file__).with_name("child.py")
 MAX_REPLY = 256 * 2**20
@@ -92,6 +92,35 @@ class Job:
         return self.timeout_s - self.spent_s - (now - self.started)
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What a worker writes. Foreign code has the connection at hand, so nothing in it is taken on trust."""
+
+    status: Status
+    value: Any = None
+    message: str = ""
+    fatal: int | None = None
+    """Which of the errors that concern every job it is."""
+    pid: int = 0
+    memory: int = 0
+
+    @classmethod
+    def read(cls, body: bytes) -> Reply:
+        """The reply in JSON.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            reply = cls(**json.loads(body))
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"no reply: {error}") from error
+        numbers = (reply.pid, reply.memory)
+        if reply.status not in STATUSES or not isinstance(reply.message, str) or {*map(type, numbers)} != {int}:
+            raise ValueError("no reply: a field has another type")
+        return reply
+
+
 class WorkerProcess:
     """A keeper, the worker below it, and the jobs that it has.
 
@@ -106,7 +135,7 @@ class WorkerProcess:
         self,
         budget: Budget,
         slots: int,
-        on_reply: Callable[[WorkerProcess, Job, dict[str, Any]], None],
+        on_reply: Callable[[WorkerProcess, Job, Reply], None],
         on_end: Callable[[WorkerProcess, list[Job]], None],
     ) -> None:
         self.budget, self.slots = budget, slots
@@ -149,7 +178,7 @@ class WorkerProcess:
         if page is not None:
             os.close(page)
 
-    async def start(self, load: dict[str, Any]) -> dict[str, Any]:
+    async def start(self, load: dict[str, Any]) -> Reply:
         """Load the function.
 
         Returns:
@@ -160,12 +189,12 @@ class WorkerProcess:
             TimeoutError: it took longer than ``start_timeout_s``.
         """
         self.reader, self.writer = await asyncio.open_connection(sock=self.socket)
-        first: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        first: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self.listener = asyncio.create_task(self._listen(first))
         self._write(0, pickle.dumps(load | {"memory_mb": self.budget.memory_mb}), 0.0)
         reply = await asyncio.wait_for(first, self.budget.start_timeout_s)
-        self.worker_pid, self.base_memory = reply.get("pid", 0), reply.get("memory", 0)
-        self.ready = reply["status"] == "ok"
+        self.worker_pid, self.base_memory = reply.pid, reply.memory
+        self.ready = reply.status == "ok"
         return reply
 
     @property
@@ -277,13 +306,13 @@ class WorkerProcess:
     def _write(self, number: int, body: bytes, timeout_s: float) -> None:
         self.writer.write(HEADER.pack(number, len(body), timeout_s) + body)
 
-    async def _listen(self, first: asyncio.Future[dict[str, Any]]) -> None:
+    async def _listen(self, first: asyncio.Future[Reply]) -> None:
         try:
             while True:
                 number, length, _ = HEADER.unpack(await self.reader.readexactly(HEADER.size))
                 if length > MAX_REPLY:
                     break
-                reply = json.loads(await self.reader.readexactly(length))
+                reply = Reply.read(await self.reader.readexactly(length))
                 if not number:
                     first.set_result(reply)
                 elif job := self.jobs.pop(number, None):

@@ -274,6 +274,8 @@ class RewardFunction:
         scores: list[Score | None] = [None] * len(samples)
         futures = []
         for side_by_side, places in parts.items():
+            if not places:
+                continue  # processes that nobody needs are not started
             pool = self._async_pool if side_by_side else self._pool
             costs = None if tokens is None else [tokens[place] for place in places]
             future = pool.submit([self._arguments(samples[place]) for place in places], tokens=costs)
