@@ -147,12 +147,15 @@ def test_the_expected_answer_cannot_be_found_inside(argument, status):
 
 @needs_sandbox
 def test_assertions():
-    tests = {"assert_case": ["assert f(2) == (2, 4)", "assert f(3)[1] == 9", "assert f(0)", "assert not f(1) is None"]}
+    tests = {
+        "assert_case": ["assert f(2) == (2, 4)", "assert f(3)[1] == 9", "assert f(0)", "assert f(1) and f(2) == (2, 4)"]
+    }
     assert score_code(fenced("def f(x): return x, x * x"), tests)["score"] == 1.0
     lazy = "import os\ndef f(x): os._exit(0)"
     assert score_code(fenced(lazy), tests)["score"] == 0.0
     always = "class Same:\n    def __eq__(self, other): return True\ndef f(x): return Same()"
-    assert score_code(fenced(always), {"assert_case": ["assert f(2) == 4"]})["score"] == 0.0
+    for test in ("assert f(2) == 4", "assert f(2) == 4 and f(3) == 9", "assert not f(2)"):
+        assert score_code(fenced(always), {"assert_case": [test]})["score"] == 0.0
 
 
 @needs_sandbox

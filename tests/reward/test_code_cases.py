@@ -22,6 +22,8 @@ from verl.utils.reward_score.prime_code.compare import plain, same_text, same_va
         ("```Python3 title=x\na\n```", "a\n"),
         ("```python\nfor x in y:\n    print(x)", "for x in y:\n    print(x)"),  # cut off
         ("```python\ns = '```'\n```", "s = '```'\n"),  # a fence stands at the start of a line
+        ("``` Python title=x\n1\n```", "1\n"),
+        ("```\n1\n```\n```python\n2\n```\n```c++\n3\n```", "2\n"),
         ("  ```python\n  a\n  ```", "  a\n"),
         ("```python\r\na\r\n```", "a\r\n"),
         ("```cpp\nint main() {}\n```", None),
@@ -175,6 +177,8 @@ def test_assertions_are_split_into_expression_and_literal():
         "assert f(3) is None",
         "assert f(4)",
         "assert not f(5)",
+        "assert f(6) == 7 and not f(8)",
+        "assert three_equal(1, 1, [2 for _ in (3,)]) == 2",
     ]
     cases = read_cases({"assert_case": tests})
     assert [case.request["expression"] for case in cases] == [
@@ -182,9 +186,11 @@ def test_assertions_are_split_into_expression_and_literal():
         "f(2)",
         "f(3)",
         "not not f(4)",
-        "not not not f(5)",
+        "not not f(5)",  # as for f(4): which of the two is right is not told
+        "(f(6), not not f(8))",
+        "three_equal(1, 1, [2 for _ in (3,)])",
     ]
-    assert [case.expected[0] for case in cases] == [[2, [3]], -4, None, True, True]
+    assert [case.expected[0] for case in cases] == [[2, [3]], -4, None, True, False, [7, False], 2]
 
 
 @pytest.mark.parametrize(
@@ -193,6 +199,14 @@ def test_assertions_are_split_into_expression_and_literal():
         ("assert f(1) == g(1)", "no side is a literal"),
         ("assert f(1) < 3", "other"),
         ("assert 1 < f(1) < 3", "other"),
+        ("assert f(1) == 2 or f(1) == 3", "would decide"),
+        ("assert f(1) == 2 and f(2) < 3", "other"),
+        ("assert not f(1) == 2", "denies"),
+        ("assert all(f(n) == n for n in range(3))", "would decide"),
+        ("assert [f(n) == n for n in range(3)] == [True, True, True]", "would decide"),
+        ("assert f(1).__eq__(2)", "would decide"),
+        ("assert math.isclose(f(1), 0.5)", "would decide"),
+        ("assert (lambda: f(1) == 2)() is True", "would decide"),
         ("f(1)", "Expr"),
         ("assert f(", "never closed"),
         ("assert f(1) == 1; import os", "too many values"),

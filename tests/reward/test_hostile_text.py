@@ -25,6 +25,7 @@ from verl.utils.reward_score import (
 from verl.utils.reward_score.format import format_reward, last_tag
 from verl.utils.reward_score.llm_judge import CONTROL_TOKEN, Judge
 from verl.utils.reward_score.notation import canonical, readings
+from verl.utils.reward_score.prime_code import extract_code
 from verl.utils.reward_score.repetition import repetition_penalty
 
 COUNTDOWN_TRUTH = {"target": 24, "numbers": [1, 2, 3, 4]}
@@ -56,6 +57,7 @@ PURE = {
     "judge control tokens": lambda text: CONTROL_TOKEN.sub("", text),
     "judge regex": JUDGES[0]._by_regex,
     "judge json": JUDGES[1]._by_json,
+    "code": extract_code,
 }
 SYMBOLIC = {
     "math_reward": lambda text: math_reward.compute_score(text, "3"),
@@ -98,6 +100,9 @@ LONG = {
     "objects": repeated('{"score": "x"} '),
     "nested objects": repeated('{"a":'),
     "bars": "<|" + "|" * LENGTH,
+    "a fence that does not end": "```" + "a" * LENGTH,
+    "blank behind a fence": "```" + " " * LENGTH,
+    "fences": repeated("```\n"),
     "parentheses": "<answer>" + "(" * 120 + "1" + ")" * 120 + "</answer>",
     "a short text that is a large number": "<answer>" + "9" * 250 + "</answer>",
 }

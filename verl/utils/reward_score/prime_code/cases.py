@@ -13,7 +13,12 @@ from typing import Any
 from verl.errors import RewardError
 from verl.utils.reward_score.prime_code.compare import plain, same_text, same_value
 
-FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+#.-]*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^[ \t]*```([^\n]*)\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+LANGUAGE = re.compile(r"[\w+#.-]+")
+"""What a fence is marked with."""
+DECIDES = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr)
+COMPARERS = ("isclose", "allclose", "array_equal", "__eq__", "__ne__")
+"""What in an expression would have the program decide whether it is right: ``__eq__`` and names are its own."""
 PYTHON = ("python", "python3", "py")
 
 
@@ -63,11 +68,17 @@ def extract_code(response: str) -> str | None:
     Returns:
         None if there is neither.
     """
-    blocks = [(language.lower(), code) for language, code in FENCE.findall(response)]
+    blocks = [(_language(line), code) for line, code in FENCE.findall(response)]
     for wanted in (PYTHON, ("",)):
         if found := [code for language, code in blocks if language in wanted]:
             return found[-1]
     return None
+
+
+def _language(line: str) -> str:
+    """The mark in what stands behind a fence; empty if there is none."""
+    found = LANGUAGE.match(line.strip())
+    return found[0].lower() if found else ""
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
@@ -157,17 +168,35 @@ def _assertion(text: str) -> ValueCase:
         (statement,) = ast.parse(text.strip()).body
         if not isinstance(statement, ast.Assert):
             raise TypeError(type(statement).__name__)
-        test = statement.test
-        if isinstance(test, ast.Compare):
-            expression, expected = _comparison(test)
-        else:
-            expression, expected = ast.parse(f"not not ({ast.unparse(test)})", mode="eval").body, True
+        expression, expected = _sides(statement.test)
+        if any(isinstance(node, DECIDES) or _compares(node) for node in ast.walk(expression)):
+            raise ValueError("the program would decide it")
     except (SyntaxError, ValueError, TypeError) as error:
         raise RewardError(
             f"the test {text!r:.300} cannot be used ({error}). What is right must be decided outside the program: "
-            "expected `assert EXPRESSION == LITERAL` or `assert EXPRESSION` without a comparison."
+            "expected `assert EXPRESSION == LITERAL`, several of these with `and`, or `assert f(...)` and "
+            "`assert not f(...)` without a comparison."
         ) from error
     return ValueCase({"expression": ast.unparse(expression)}, (plain(expected),))
+
+
+def _sides(test: ast.expr) -> tuple[ast.expr, Any]:
+    """What to evaluate in the program, and the value that is right."""
+    if isinstance(test, ast.Compare):
+        return _comparison(test)
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        parts = [_sides(part) for part in test.values]
+        return ast.Tuple([expression for expression, _ in parts], ast.Load()), [expected for _, expected in parts]
+    expected = True
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # what is expected stays here
+        test, expected = test.operand, not expected
+    if isinstance(test, ast.Compare):
+        raise ValueError("it denies a comparison")
+    return ast.parse(f"not not ({ast.unparse(test)})", mode="eval").body, expected
+
+
+def _compares(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in COMPARERS
 
 
 def _comparison(test: ast.Compare) -> tuple[ast.expr, Any]:
