@@ -13,6 +13,7 @@ from verl.trainer.config.keys import leaves
 from verl.trainer.config.overrides import compose
 from verl.trainer.ppo.core_algos import (
     LOSS_AGG_MODES,
+    get_policy_loss_fn,
     policy_loss_info,
     policy_loss_names,
     register_policy_loss,
