@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,7 @@ from verl.trainer.ppo.core_algos import (
     compute_policy_loss_vanilla,
     get_adv_estimator_fn,
     get_policy_loss_fn,
+    loss_and_metrics,
     policy_loss_columns,
     register_adv_est,
     register_policy_loss,
@@ -205,3 +207,38 @@ def test_a_policy_loss_with_an_unknown_parameter_is_an_error_at_registration():
 
         @register_policy_loss("mine")
         def plural(old_log_probs, log_prob): ...
+
+
+@pytest.mark.parametrize(
+    ("result", "described"),
+    [
+        (lambda rewards: rewards, "Tensor (2, 3)"),
+        (lambda rewards: (rewards.sum(-1), rewards.sum(-1)), "tuple of Tensor (2,), Tensor (2,)"),
+        (lambda rewards: (rewards, rewards, {}), "tuple of Tensor (2, 3), Tensor (2, 3), dict"),
+        (lambda rewards: None, "NoneType"),
+    ],
+)
+def test_what_an_estimator_may_not_return(result, described):
+    @register_adv_est("mine")
+    def mine(token_level_rewards, response_mask):
+        return result(token_level_rewards)
+
+    columns = {"token_level_rewards": torch.zeros(2, 3), "response_mask": torch.ones(2, 3)}
+    with pytest.raises(
+        SchemaError, match=rf"'mine' returned {re.escape(described)}; .*\(2, 3\), that of response_mask"
+    ):
+        compute_advantages("mine", columns, {})
+
+
+@pytest.mark.parametrize(
+    ("result", "described"),
+    [
+        (torch.tensor(1.0), "Tensor ()"),
+        ((torch.tensor(1.0), torch.tensor(0.0)), "tuple of Tensor (), Tensor ()"),
+        ((torch.zeros(2, 3), {}), "tuple of Tensor (2, 3), dict"),
+        ((1.0, {}), "tuple of float, dict"),
+    ],
+)
+def test_what_a_policy_loss_may_not_return(result, described):
+    with pytest.raises(SchemaError, match=rf"policy loss 'mine' returned {re.escape(described)}; it should return"):
+        loss_and_metrics("mine", result)

@@ -67,3 +67,11 @@ def test_a_gap_between_rollout_and_trainer_can_stop_the_run():
     stages.check_rollout_gap({"training/rollout_probs_diff_max": 0.1}, 0.2)
     with pytest.raises(RolloutError, match=r"differs by 0.3 .*max_rollout_actor_probs_diff=0.2"):
         stages.check_rollout_gap({"training/rollout_probs_diff_max": 0.3}, 0.2)
+
+
+def test_a_column_of_the_data_does_not_stand_in_for_a_tensor():
+    # A data set may have a column that is called as a stage calls its own; the estimator gets the stage's.
+    columns = {"token_level_rewards": torch.tensor([[0.0, 1.0]]), "response_mask": torch.ones(1, 2)}
+    named = {"uid": np.array(["a"], dtype=object), "token_level_rewards": np.array(["of the data"], dtype=object)}
+    found = stages.compute_advantage(DataProto.from_dict(columns, named), "reinforce_plus_plus", {"gamma": 1.0})
+    assert found.batch["returns"].tolist() == [[1.0, 1.0]]

@@ -21,6 +21,7 @@ from verl.trainer.ppo.core_algos import (
     compute_value_loss,
     get_policy_loss_fn,
     kl_penalty,
+    loss_and_metrics,
     policy_loss_info,
     update_columns,
 )
@@ -71,7 +72,7 @@ class PolicyLoss:
         mask = columns["response_mask"]
         optional = {name for name in self.info.optional_columns if name in columns}
         extra = self.info.columns | self.info.prepared_columns | optional
-        loss, found = self.surrogate(
+        result = self.surrogate(
             old_log_prob=columns["old_log_probs"],
             log_prob=log_probs,
             advantages=columns["advantages"],
@@ -81,6 +82,7 @@ class PolicyLoss:
             rollout_is_weights=self._token_weights(columns),
             **{name: columns[name] for name in extra},
         )
+        loss, found = loss_and_metrics(config.policy_loss.loss_mode, result)
         metrics: dict[str, Any] = {**found, "actor/pg_loss": Share(loss.detach() / totals.dp_size)}
         if "entropy" in outputs:
             entropy = agg_loss(outputs["entropy"], mask, mode, **counts)

@@ -135,7 +135,7 @@ def compute_advantage(data: DataProto, adv_estimator: str, settings: Mapping[str
     Returns:
         a batch with only ``advantages`` and ``returns``, both (bsz, response_length).
     """
-    columns: dict[str, Any] = {**dict(data.batch.items()), **data.non_tensor_batch}
+    columns: dict[str, Any] = {**data.non_tensor_batch, **dict(data.batch.items())}
     columns["index"] = data.non_tensor_batch["uid"]
     advantages, returns = compute_advantages(str(adv_estimator), columns, settings or {})
     return DataProto.from_dict(tensors={"advantages": advantages, "returns": returns})

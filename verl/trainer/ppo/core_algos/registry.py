@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, SchemaError
 from verl.schema import COLUMNS, PREPARED, require
 from verl.utils.registry import Registry, suggest
 
@@ -161,7 +161,7 @@ def compute_advantages(name: str, columns: Mapping[str, Any], settings: Mapping[
         advantages and returns, both (bsz, response_length).
 
     Raises:
-        SchemaError: a column that it needs is missing.
+        SchemaError: a column that it needs is missing, or it returned something else.
         ConfigError: a setting that it needs is missing.
     """
     needs, function = adv_needs(name), get_adv_estimator_fn(name)
@@ -176,7 +176,7 @@ def compute_advantages(name: str, columns: Mapping[str, Any], settings: Mapping[
     parameters = inspect.signature(function).parameters.values()
     if lacking := [p.name for p in parameters if _is_required(p) and p.name not in arguments]:
         raise ConfigError(f"advantage estimator '{_plain(name)}' needs settings that it was not given: {lacking}.")
-    return function(**arguments)
+    return _checked_advantages(_plain(name), function(**arguments), columns)
 
 
 def register_policy_loss(
@@ -307,6 +307,40 @@ def prepare_policy_loss(name: str, columns: Mapping[str, Any], config: Any, seed
             f"with default None for {sorted(info.prepared_columns)}. Make them the same."
         )
     return made
+
+
+def loss_and_metrics(name: str, result: Any) -> tuple[Tensor, dict[str, Any]]:
+    """What the policy loss ``name`` returned, checked.
+
+    Raises:
+        SchemaError: it is no scalar with a dict of metrics.
+    """
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping):
+        loss = result[0]
+        if isinstance(loss, Tensor) and loss.dim() == 0:
+            return loss, dict(result[1])
+    raise SchemaError(
+        f"policy loss '{name}' returned {_described(result)}; it should return (loss, metrics): a tensor without "
+        "dimensions, as agg_loss makes it, and a dict of numbers by name (old losses return four values)."
+    )
+
+
+def _checked_advantages(name: str, result: Any, columns: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    shape = columns["response_mask"].shape if "response_mask" in columns else None
+    if isinstance(result, tuple) and len(result) == 2:
+        advantages, returns = result
+        if all(isinstance(made, Tensor) and shape in (None, made.shape) for made in result):
+            return advantages, returns
+    raise SchemaError(
+        f"advantage estimator '{name}' returned {_described(result)}; it should return (advantages, returns), tensors "
+        f"of shape {'(bsz, response_length)' if shape is None else tuple(shape)}, that of response_mask."
+    )
+
+
+def _described(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        return f"{type(result).__name__} of {', '.join(map(_described, result)) or 'nothing'}"
+    return f"Tensor {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
 
 
 def _is_prepared(name: str) -> bool:
