@@ -14,6 +14,7 @@ from tests.reward.batches import batch_of
 from verl import DataProto
 from verl.errors import ConfigError, RewardError
 from verl.utils.reward_score import SCORERS, UnknownDataSourceError, default_compute_score
+from verl.utils.reward_score.one_source import scorer_for_all
 from verl.workers.reward_manager.function import RewardFunction, Sample, form_of, on_turns, to_score, token_scores
 
 SAMPLES = [Sample("a", "xx", "2", {"n": 1}, "u0"), Sample("b", "yyy", "3", {"n": 2}, "u1")]
@@ -188,6 +189,43 @@ def fast(solution_str, ground_truth):
     assert [s.value for s in function.score_samples(samples)] == [n * 10 if n % 4 == 0 else n for n in range(16)]
     assert time.perf_counter() - started < 4  # one after the other, the twelve slow ones take 6 s
     for name in ("test/slow", "test/fast"):
+        del SCORERS._entries[name]
+
+
+def test_no_more_timed_scorers_at_once_than_processes(tmp_path, monkeypatch):
+    # Both take longer than the patience of the pool. Of the plain one substitutes take others along, for a call that
+    # takes so long may be stuck; a verdict by the clock would be another one then.
+    code = """
+import time
+from verl.utils.reward_score import register_scorer
+
+def stamps(solution_str, ground_truth):
+    started = time.time()
+    time.sleep(0.9)
+    return {"score": 1.0, "started": started, "ended": time.time()}
+
+@register_scorer("test/timed", is_timed=True)
+def timed(solution_str, ground_truth):
+    return stamps(solution_str, ground_truth)
+
+register_scorer("test/plain")(stamps)
+"""
+    (tmp_path / "my_timed_scorers.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "my_timed_scorers")
+    importlib.import_module("my_timed_scorers")
+    most = {}
+    for source in ("test/timed", "test/plain"):
+        for name, score in {"by source": default_compute_score, "for all": scorer_for_all(source)}.items():
+            function = RewardFunction(score, {}, num_workers=2)
+            spans = [s.extra for s in function.score_samples([Sample(source, "", "", {})] * 6)]
+            most[source, name] = max(
+                sum(other["started"] <= span["started"] < other["ended"] for other in spans) for span in spans
+            )
+            function.close()
+    assert most["test/timed", "by source"] == most["test/timed", "for all"] == 2
+    assert min(most["test/plain", "by source"], most["test/plain", "for all"]) > 2
+    for name in ("test/timed", "test/plain"):
         del SCORERS._entries[name]
 
 

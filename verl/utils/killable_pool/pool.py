@@ -35,9 +35,10 @@ class KillablePool:
 
     A worker has one job at a time; of an async function, ``max_concurrent`` over all workers. A job
     that passes its budget is killed with its process and all that the process has started; another
-    one takes its place, and no other job is lost. While a job is stuck, a substitute serves those
-    that wait. A job that ends a process which had served others runs once more in a fresh one, so
-    that it does not pay for what they left behind.
+    one takes its place, and no other job is lost. While a job takes longer than half a second, a
+    substitute serves those that wait, as far as ``max_concurrent`` allows. A job that ends a process
+    which had served others runs once more in a fresh one, so that it does not pay for what they left
+    behind.
 
     Workers start with the first job or with :meth:`warm_up`, are kept between calls, and end with the
     pool, with this process, however it ends, or with :meth:`close`. May be used from any thread.
@@ -47,8 +48,8 @@ class KillablePool:
             None, lists and dicts; arrays and tensors arrive as numbers and lists.
         num_workers: processes.
         budget: what a job may take.
-        max_concurrent: jobs under way at once over all workers, by default one for each worker; what an async
-            function needs to run side by side.
+        max_concurrent: jobs under way at once over all workers, by default one for each worker and sixteen
+            substitutes; what an async function needs to run side by side.
         limits: rates that all jobs together keep.
         fatal: errors that concern every job: the first one ends the batch and is raised.
         side_by_side: whether a worker takes several jobs at once; None asks whether the function is async.
@@ -285,7 +286,10 @@ class _Engine:
             wanted = max(wanted, self.num_workers)
         wanted = min(wanted, self.num_workers + SPARE_WORKERS - stuck)
         clean = sum(not worker.answered and not worker.jobs for worker in alive)
-        missing = max(wanted - (len(alive) - stuck), len(self.fresh) - clean)
+        missing = wanted - (len(alive) - stuck)
+        if self.slots == 1:
+            missing = min(missing, self.most - len(alive))
+        missing = max(missing, len(self.fresh) - clean)
         for _ in range(missing if warm else min(missing, waiting)):
             self._hire()
         if not waiting:

@@ -62,21 +62,29 @@ class SourceRegistry(Registry[Scorer]):
 SCORERS = SourceRegistry("data source")
 CHECKS: dict[Scorer, Callable[[Mapping[str, Any]], None]] = {}
 """For some scorers, what looks at the values of their settings."""
+TIMED: set[Scorer] = set()
+"""Scorers that end in time by themselves, and whose result depends on how busy the machine is."""
 
 
 class UnknownDataSourceError(RewardError, NotImplementedError):
     """No scorer is registered for a data source."""
 
 
-def register_scorer(*data_sources: str, check: Callable[[Mapping[str, Any]], None] | None = None) -> Callable[[S], S]:
+def register_scorer(
+    *data_sources: str, check: Callable[[Mapping[str, Any]], None] | None = None, is_timed: bool = False
+) -> Callable[[S], S]:
     """Decorator that files a scorer ``(solution_str, ground_truth, **settings)`` under data sources.
 
     Args:
         data_sources: names as in the data files; ``"aime*"`` stands for all that begin with ``aime``.
         check: raises :class:`ConfigError` for settings that would be wrong for every sample.
+        is_timed: whether it ends in time by itself and its result depends on how busy the machine is; then
+            no more than ``reward_model.num_workers`` samples are scored at once, however long they take.
     """
 
     def file(scorer: S) -> S:
+        if is_timed:
+            TIMED.add(scorer)
         for source in data_sources:
             SCORERS.register(source)(scorer)
         if check is not None:
@@ -109,6 +117,15 @@ def is_async(data_source: str) -> bool:
         UnknownDataSourceError: it has no scorer.
     """
     return inspect.iscoroutinefunction(get_scorer(data_source))
+
+
+def is_timed(data_source: str) -> bool:
+    """Whether the scorer of a data source ends in time by itself (see :func:`register_scorer`).
+
+    Raises:
+        UnknownDataSourceError: it has no scorer.
+    """
+    return get_scorer(data_source) in TIMED
 
 
 def default_compute_score(

@@ -18,6 +18,13 @@ def scorer_for_all(source: str) -> Callable[..., Any]:
     return functools.partial(_score_side_by_side if is_async(source) else _score, source)
 
 
+def source_of(function: Callable[..., Any]) -> str | None:
+    """The ``source`` of a function made by :func:`scorer_for_all`; None for any other function."""
+    if isinstance(function, functools.partial) and function.func in (_score, _score_side_by_side):
+        return str(function.args[0])
+    return None
+
+
 def _score(
     source: str, /, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
 ) -> Any:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from tensordict import TensorDict
@@ -38,8 +38,9 @@ from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.schema import require
 from verl.utils.killable_pool import Budget, KillablePool, Outcome, RateLimit, Status, is_async, unwrapped
-from verl.utils.reward_score import UnknownDataSourceError, default_compute_score
+from verl.utils.reward_score import UnknownDataSourceError, default_compute_score, is_timed
 from verl.utils.reward_score import is_async as has_async_scorer
+from verl.utils.reward_score.one_source import source_of
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -47,6 +48,9 @@ S = TypeVar("S")
 SAMPLE_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
 TEXTS_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 Form = Literal["sample", "texts", "batch"]
+Kind = Literal["plain", "async", "timed"]
+"""How scorers share processes: one sample at a time, and while one is stuck another process serves the others;
+many at a time; one at a time and no substitutes, for scorers that end in time by themselves."""
 
 FORMS = (
     "A reward function has one of three forms: per sample, "
@@ -245,13 +249,27 @@ class RewardFunction:
         call = functools.partial(function, **kwargs)
         if self.form == "batch":
             call = functools.partial(_call_on_batch, call)
-        # By data source, some scorers are async and some are not; those that are not get processes of their own.
-        self._by_source = unwrapped(function) is default_compute_score and not limits
-        side_by_side = True if unwrapped(function) is default_compute_score and limits else is_async(function)
-        self._pool = KillablePool(call, num_workers, budget, max_concurrent, limits, FATAL, side_by_side)
-        self._async_pool = self._pool
-        if self._by_source:
-            self._async_pool = KillablePool(call, num_workers, budget, max_concurrent, limits, FATAL, True)
+        # By data source, scorers are of several kinds, each with processes of its own.
+        by_source = unwrapped(function) is default_compute_score
+        source = source_of(function)
+        kind: Kind = "timed" if source is not None and _kind(source) == "timed" else "plain"
+        if is_async(function) or (by_source and limits):
+            kind = "async"
+        self._kind_of: Callable[[str], Kind] = _kind if by_source and not limits else lambda _: kind
+        kinds: tuple[Kind, ...] = get_args(Kind) if by_source and not limits else (kind,)
+        self._pools = {
+            kind: KillablePool(
+                call,
+                num_workers,
+                budget,
+                num_workers if kind == "timed" else max_concurrent,
+                limits,
+                FATAL,
+                side_by_side=kind == "async",
+            )
+            for kind in kinds
+        }
+        self._pool = self._pools[kinds[0]]
 
     def score_samples(self, samples: Sequence[Sample]) -> list[Score]:
         """Score samples one by one with the per-sample form; a failure concerns its sample alone.
@@ -268,17 +286,14 @@ class RewardFunction:
             samples: what to score.
             tokens: what each takes from a limit of tokens.
         """
-        parts: dict[bool, list[int]] = {False: [], True: []}
+        parts: dict[Kind, list[int]] = {}
         for place, sample in enumerate(samples):
-            parts[self._by_source and _is_async_source(sample.data_source)].append(place)
+            parts.setdefault(self._kind_of(sample.data_source), []).append(place)
         scores: list[Score | None] = [None] * len(samples)
         futures = []
-        for side_by_side, places in parts.items():
-            if not places:
-                continue  # processes that nobody needs are not started
-            pool = self._async_pool if side_by_side else self._pool
+        for kind, places in parts.items():
             costs = None if tokens is None else [tokens[place] for place in places]
-            future = pool.submit([self._arguments(samples[place]) for place in places], tokens=costs)
+            future = self._pools[kind].submit([self._arguments(samples[place]) for place in places], tokens=costs)
             futures.append((future, places))
 
         def assembled() -> list[Score]:
@@ -306,8 +321,8 @@ class RewardFunction:
 
     def close(self) -> None:
         """End the processes."""
-        self._pool.close()
-        self._async_pool.close()
+        for pool in self._pools.values():
+            pool.close()
 
     def _arguments(self, sample: Sample) -> dict[str, Any]:
         return {name: getattr(sample, name) for name in self._wanted}
@@ -395,11 +410,11 @@ def _call_on_batch(function: Callable[..., Any], data: DataProto, responses: lis
     return function(data=RewardBatch.of(data, responses, truths))
 
 
-def _is_async_source(source: str) -> bool:
+def _kind(source: str) -> Kind:
     try:
-        return has_async_scorer(source)
+        return "async" if has_async_scorer(source) else "timed" if is_timed(source) else "plain"
     except UnknownDataSourceError:
-        return False  # perhaps known in the process that scores, which says so if it is not
+        return "plain"  # perhaps known in the process that scores, which says so if it is not
 
 
 def _finite(value: Any) -> float:
