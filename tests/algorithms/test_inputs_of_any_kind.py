@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 from tests.algorithms.estimators import SETTINGS, random_batch
-from tests.algorithms.losses import PAIRS, batch, evaluate
-from verl.trainer.ppo.core_algos import compute_advantages, estimator_names, policy_loss_names
+from tests.algorithms.losses import PAIRS, actor, batch, evaluate
+from verl.trainer.ppo.core_algos import compute_advantages, estimator_names, policy_loss_names, prepare_policy_loss
+from verl.trainer.ppo.core_algos.policy_losses import token_covariance
 
 KINDS_OF_IDS: dict[str, Callable[[list[int]], Any]] = {
     "list": list,
@@ -77,3 +80,17 @@ def test_log_probs_in_half_precision_are_summed_in_single(name: str):
     assert loss.dtype == torch.float32
     assert gradient.dtype == torch.bfloat16
     assert loss.item() == pytest.approx(expected.item(), rel=0.02)
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.integers(0, 4), min_size=1, max_size=30), ratio=st.floats(0, 1))
+def test_kl_cov_takes_what_a_stable_sort_puts_first(values: list[int], ratio: float):
+    """Covariances on few values, so that many are equal."""
+    log_probs = torch.tensor([[*values, 0, 0]], dtype=torch.float64)
+    advantages = torch.tensor([[1.0] * len(values) + [-float(len(values)), 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1] * (len(values) + 1) + [0]])
+    columns = {"old_log_probs": log_probs, "advantages": advantages, "response_mask": mask}
+    chosen = prepare_policy_loss("kl_cov", columns, actor("kl_cov", {"kl_cov_ratio": ratio}), seed=0)["cov_selected"]
+    order = token_covariance(log_probs, advantages, mask)[0, :-1].argsort(descending=True, stable=True).tolist()
+    count = max(int(ratio * mask.sum()), 1) if ratio > 0 else 0
+    assert chosen.nonzero()[:, 1].tolist() == sorted(order[:count])
