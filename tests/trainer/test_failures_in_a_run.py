@@ -121,3 +121,26 @@ def test_the_name_of_a_column_is_refused_with_its_meaning(train):
             "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
             "    return {'score': 0.5, 'index': 3}\n"
         )
+
+
+def test_a_step_in_which_everything_failed_steers_nothing(train):
+    # All responses of step 1 fail. The entropy bonus and the weight of the KL are what they would have been without it.
+    steps = train(
+        "from pathlib import Path\n"
+        "calls = Path(__file__).with_suffix('.calls')\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    with calls.open('a') as file:\n"
+        "        file.write('.')\n"
+        "    if calls.stat().st_size <= 16:\n"  # four prompts, four responses each
+        "        raise ValueError('not yet')\n"
+        "    return sum(c.isdigit() for c in solution_str) / 8\n",
+        algorithm__use_kl_in_reward="true",
+        algorithm__kl_ctrl__type="adaptive",
+        algorithm__kl_ctrl__horizon=16,
+        **{f"{ACTOR}__entropy_target": 10.0, f"{ACTOR}__entropy_target_step": 0.01},
+    )
+    assert steps[1]["reward/left_out_rate"] == 1
+    assert steps[1]["actor/grad_norm"] == 0
+    assert "actor/entropy" not in steps[1]
+    assert steps[2]["actor/entropy_coeff"] == pytest.approx(0.0)  # its first measurement acts on the step after
+    assert steps[2]["actor/reward_kl_penalty_coeff"] == pytest.approx(0.001)

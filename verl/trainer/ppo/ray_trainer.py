@@ -357,9 +357,10 @@ class RayPPOTrainer(TrainingLoop):
     def look_at_policy(self, batch: DataProto) -> None:
         """Its entropy, and how far the rollout engine's log-probs are from its own, on the tokens to learn from.
 
-        After the scores, which say what these are. In bypass mode nothing knows either.
+        After the scores, which say what these are. In bypass mode nothing knows either, and where no token is
+        left there is nothing to measure, nor to steer the entropy by.
         """
-        if self.config.algorithm.rollout_correction.bypass_mode:
+        if self.config.algorithm.rollout_correction.bypass_mode or not batch.batch["response_mask"].any():
             return
         actor = self.config.actor_rollout_ref.actor
         self.metrics.update(stages.mean_entropy(batch, actor.loss_agg_mode, actor.loss_scale_factor))
