@@ -175,6 +175,11 @@ def test_data_files_exist(run: Run):
     assert "examples/data_preprocess" in message
 
 
+def test_data_files_may_be_a_glob(run: Run):
+    assert run.load({"data.train_files": str(run.folder / "t*.jsonl")})
+    assert "there is no such file" in only(run.refusal({"data.train_files": str(run.folder / "x*.jsonl")}))
+
+
 def test_data_files_are_files_of_a_known_format(run: Run):
     (run.folder / "train.csv").write_text("a")
     assert "the format is not known" in only(run.refusal({"data.train_files": str(run.folder / "train.csv")}))

@@ -21,6 +21,16 @@ def test_keys_without_value_are_dropped_but_content_stays():
     assert as_messages([USER | {"tool_calls": None}, call], "here") == [USER, call]
 
 
+def test_parts_of_text_are_one_text():
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert as_messages([{"role": "user", "content": parts}], "here") == [USER]
+
+
+def test_text_with_brackets_is_text():
+    for text in ("[1, 2]", '["role"]', '[{"role": "user"', '{"role": 1}', '[{"role": 1}, 2]'):
+        assert as_messages(text, "here") == [{"role": "user", "content": text}]
+
+
 @pytest.mark.parametrize(
     "prompt, says",
     [
@@ -33,6 +43,13 @@ def test_keys_without_value_are_dropped_but_content_stays():
         ([{"role": "user"}], "message 0 has content NoneType"),
         ([{"role": "user", "content": 5}], "message 0 has content int 5"),
         ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "contains image"),
+        ([{"role": "user", "content": []}], "message 0 has content list []"),
+        ([{"role": "user", "content": b"hi"}], "message 0 has content bytes b'hi'"),
+        ([{"role": "user", "content": ["hi"]}], "message 0 has the part str 'hi'"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "message 0 has the part dict {'type': 'text'}"),
+        ([{"role": "user", "content": "a\ud800"}], "message 0 holds half a character, '\\ud800'"),
+        ("a\ud800", "holds half a character"),
+        ('[{"role": "user", "content": "hi"}]', "messages are given as JSON text"),
     ],
 )
 def test_a_malformed_prompt_says_where_and_what(prompt, says):

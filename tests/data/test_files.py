@@ -93,6 +93,19 @@ def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, name, content, says):
         assert part in str(caught.value)
 
 
+def test_two_columns_of_one_name(tmp_path):
+    pq.write_table(pa.table([pa.array(["a"]), pa.array(["b"])], names=["prompt", "prompt"]), tmp_path / "x.parquet")
+    with pytest.raises(DataError, match="more than one column 'prompt'"):
+        open_files(str(tmp_path / "x.parquet"), "data.train_files")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"prompt": ' + "[" * 100_000])
+def test_json_too_deep_to_read(tmp_path, text):
+    (tmp_path / "x.jsonl").write_text(text)
+    with pytest.raises(DataError, match="not valid JSON"):
+        open_files(str(tmp_path / "x.jsonl"), "data.train_files")
+
+
 def test_empty_parquet(tmp_path):
     path = tmp_path / "x.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)

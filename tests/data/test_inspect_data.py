@@ -95,6 +95,17 @@ def test_conversations_by_hand(tmp_path):
     assert len(report.samples) == 2
 
 
+def test_a_cut_that_leaves_nothing_to_learn(tmp_path):
+    # <user> a <assistant> 0 <eos> is cut to 4 of 5 tokens, 1 of them learned; of the other row the prompt is left
+    records = [{"messages": talk(*turns)} for turns in (("a", "0"), ("abcd", "0"))]
+    config = SFTDataConfig(max_length=4, truncation="right")
+    dataset = MultiTurnSFTDataset(jsonl(tmp_path / "x.jsonl", records), TOKENIZER, config)
+    report = inspect_dataset(dataset, "data.train_files", 4, filters=False)
+    assert report.untrained == [1]
+    assert report.trained == 1 / 8
+    assert report.unusable == []
+
+
 def test_pairs_by_hand(tmp_path):
     records = [
         {"prompt": "a", "chosen": "01", "rejected": "2"},  # 6 and 5 tokens
@@ -110,8 +121,8 @@ def test_pairs_by_hand(tmp_path):
         ("chosen", 6, 3),
         ("rejected", 5, 2),
     ]
-    # rows 0 and 2: 3 + 2 of 6 + 5 tokens, 5 + 5 of 8 + 8
-    assert report.trained == pytest.approx(15 / 27)
+    # rows 0 and 2: 3 + 2 of 6 + 5 tokens; cut at 6, of which 3 are the prompt, 3 + 3 of 6 + 6
+    assert report.trained == pytest.approx(11 / 23)
 
 
 def test_quantiles_by_hand():
@@ -204,6 +215,20 @@ def test_prompts_of_a_run(tmp_path, tokenizer_folder):
         " 25.0%             ",
         " 75.0%            ",
     ]
+
+
+def test_training_files_alone(tmp_path, tokenizer_folder):
+    file = prompts(tmp_path / "x.jsonl")
+    done = command(tmp_path, f"data.train_files={file}", f"actor_rollout_ref.model.path={tokenizer_folder}")
+    assert done.returncode == 0, done.stderr
+    assert "data.val_files" not in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["--no-color", "sft", "data.train_files"], 2)])
+def test_command_lines_without_a_run(tmp_path, arguments, code):
+    done = command(tmp_path, *arguments)
+    assert done.returncode == code
+    assert ("python -m verl.trainer.inspect_data sft" in done.stdout) == (code == 0)
 
 
 def test_a_row_at_which_the_run_would_stop(tmp_path, tokenizer_folder):

@@ -147,3 +147,21 @@ def test_a_template_without_end_mark_learns_the_whole_turn():
 def test_a_template_that_refuses():
     with pytest.raises(DataError, match="Roles must alternate"):
         mask(talk("a", "b")[::-1], GEMMA)
+
+
+def test_a_thought_that_only_the_generation_prompt_opens():
+    # In the style of DeepSeek R1: finished turns are written without thoughts.
+    tokenizer = tokenizer_with(QWEN)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|User|>", "<|Assistant|>", "<|end|>"]})
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}<|User|>{{ m['content'] }}"
+        "{% else %}<|Assistant|>{{ m['content'].split('</think>')[-1] }}<|end|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
+    )
+    messages = talk("a", "<think>\nx</think>b", "c", "<think>\ny</think>d")
+    with pytest.raises(DataError, match="ignore_input_ids_mismatch"):
+        mask_assistant(messages, tokenizer, "row 0")
+    ids, learned = mask_assistant(messages, tokenizer, "row 0", strict=False)
+    assert [tokenizer.decode(ids[i : i + 1]) for i, learn in enumerate(learned) if learn] == [
+        "b", "<|end|>", "d", "<|end|>",
+    ]  # fmt: skip

@@ -110,11 +110,11 @@ def test_tools_kwargs(tmp_path):
         tmp_path / "x.jsonl",
         [{"prompt": "a", "extra_info": extra}, {"prompt": "a", "extra_info": {**extra, "tools_kwargs": {}}}],
     )
-    dataset = RLHFDataset(path, TOKENIZER, CONFIG)
-    assert dataset[0]["tools_kwargs"] == extra["tools_kwargs"]
-    assert dataset[0]["interaction_kwargs"] == {"name": "x"}
     with pytest.raises(DataError, match=r"row 1: extra_info\.need_tools_kwargs"):
-        dataset[1]
+        RLHFDataset(path, TOKENIZER, CONFIG)
+    row = RLHFDataset(path, TOKENIZER, config(shuffle=False), max_samples=1)[0]
+    assert row["tools_kwargs"] == extra["tools_kwargs"]
+    assert row["interaction_kwargs"] == {"name": "x"}
 
 
 # ---- lengths ------------------------------------------------------------------------------------
@@ -175,7 +175,11 @@ def test_all_prompts_too_long(tmp_path):
         ({"prompt": "x", "images": ["a.png", "b.png"]}, "row 1: column 'images' holds 2 item(s)"),
         ({"prompt": "x", "videos": ["a"]}, "row 1: column 'videos'"),
         ({"prompt": "x", "audios": ["a"]}, "row 1: column 'audios'"),
-        ({"prompt": "x", "input_ids": [1]}, "columns that the data set makes itself: input_ids"),
+        ({"prompt": "x", "input_ids": [1]}, "columns that a run makes itself: input_ids"),
+        ({"prompt": "x", "uid": "a"}, "columns that a run makes itself: uid"),
+        ({"prompt": '[{"role": "user", "content": "x"}]'}, "row 1: messages are given as JSON text"),
+        ({"prompt": "x", "extra_info": '{"index": 3}'}, "row 1: extra_info is str"),
+        ({"prompt": "x", "data_source": 3}, "row 1: data_source is int 3, not text"),
     ],
 )
 @pytest.mark.parametrize("truncation", ["error", "left"])

@@ -168,6 +168,9 @@ def test_long_pairs_are_an_error_at_opening(tmp_path):
         ({"prompt": "a", "chosen": "0", "rejected": None}, "row 0, rejected: the prompt is NoneType"),
         ({"prompt": None, "chosen": "0", "rejected": "1"}, "row 0, prompt: the prompt is NoneType"),
         ({"prompt": "a", "chosen": "0", "rejected": [user("a")]}, "row 0, rejected: the last message must be"),
+        # The prompt would stand there twice.
+        ({"prompt": "a", "chosen": "0", "rejected": [user("a "), says("1")]}, "rejected: it begins with a message of"),
+        ({"prompt": [says("a")], "chosen": "0", "rejected": "1"}, "row 0, chosen: the conversation begins with the"),
     ],
 )
 def test_a_pair_that_cannot_be_used(tmp_path, record, says):

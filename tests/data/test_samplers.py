@@ -178,6 +178,15 @@ def test_a_target_other_than_one_half():
     assert sampler.weights[0] == pytest.approx(3**-1.5)
 
 
+@pytest.mark.filterwarnings("error")
+def test_any_sharpness_draws_what_is_nearest_to_the_target():
+    sampler = curriculum(20, sharpness=1e5)
+    sampler.update(scored(range(19), [0.0] * 19))
+    # 19 rows: p = 0.5 / 2 = 0.25, weight 0.75^50000, which no float holds; row 19 was never drawn: weight 1
+    assert sampler.weights[0] == 0.0
+    assert sampler.draw()[0] == 19
+
+
 def test_samples_that_could_not_be_scored_are_not_counted():
     sampler = curriculum(2)
     sampler.update(scored([0, 0], [0.0, 1.0], reward_status=["error", "ok"]))

@@ -10,8 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.models import tiny_model_dir
 from tests.tiny_run import write_jsonl
+from verl.errors import DataError
 from verl.trainer.config.overrides import compose
 from verl.trainer.sft_trainer import run_sft
+from verl.trainer.supervised import read_first
 
 
 @pytest.fixture
@@ -45,6 +47,26 @@ def test_the_loss_falls_and_the_model_is_exported(train, tmp_path):
     assert steps[20]["train/loss"] < 0.5 * steps[1]["train/loss"]
     assert steps[20]["val/loss"] < 0.5 * steps[1]["train/loss"]
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "global_step_20" / "huggingface")
+
+
+def test_a_cut_that_leaves_nothing_to_learn_stops_the_run(train):
+    # "<user>say 1" alone has 6 tokens.
+    with pytest.raises(DataError, match=r"step 1: no token of the assistant is left \(data.max_length=4"):
+        train("run", 1, **{"data.max_length": 4, "data.truncation": "right"})
+
+
+def test_the_first_rows_are_read_before_the_model():
+    read = []
+
+    class Rows:
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, item):
+            read.append(item)
+
+    read_first(Rows(), count=3)
+    assert read == [0, 1, 2]
 
 
 def test_a_resumed_run_continues_where_it_stopped(train):

@@ -6,9 +6,10 @@
     python -m verl.trainer.inspect_data sft data.train_files=… model.path=…
     python -m verl.trainer.inspect_data dpo --no-color data.train_files=… model.path=…
 
-The first word is the kind of run (``ppo`` if it is left out, ``sft``, ``rm``, ``dpo``); what follows are
-the settings of that run, all of them or those of the data and the model. The tokenizer is loaded
-and no model. The exit code is 1 if a run would stop at a row, 2 if files or settings cannot be used.
+The first word is the kind of run (ppo if it is left out, sft, rm, dpo); what follows are the settings
+of that run, all of them or those of the data and the model. ``--no-color`` marks what is trained on by
+[[brackets]] instead of colours, ``--cfg job`` prints the settings. The tokenizer is loaded and no model.
+The exit code is 1 if a run would stop at a row, 2 if files or settings cannot be used.
 """
 
 from __future__ import annotations
@@ -211,6 +212,12 @@ def _findings(report: DataReport, kind: Kind, data: Any, filters: bool) -> list[
         lines.append(f"duplicates: {len(report.duplicates):,} rows are written as an earlier one: {pairs}")
     else:
         lines.append("duplicates: none")
+    if report.untrained:
+        first = ", ".join(report.places[item] for item in report.untrained[:3])
+        lines.append(
+            f"nothing to learn: {len(report.untrained):,} rows ({len(report.untrained) / report.rows:.1%}) lose "
+            f"everything that is trained on to data.truncation={data.truncation}: {first}"
+        )
     if report.unusable:
         lines.append(f"unusable: {len(report.unusable):,} rows would stop the run; the first:")
         lines += [f"  {words}" for _, words in report.unusable[:3]]
@@ -277,20 +284,30 @@ def _show_overlap(train: DataReport, val: DataReport) -> None:
 
 def main() -> None:
     """The command line."""
-    arguments = sys.argv[1:]
+    arguments = [argument for argument in sys.argv[1:] if argument != NO_COLOR]
+    if arguments and arguments[0] in ("-h", "--help"):
+        sys.stdout.write(__doc__ or "")
+        return
     name = arguments.pop(0) if arguments and arguments[0] in KINDS else "ppo"
     if arguments and "=" not in arguments[0] and not arguments[0].startswith("-"):
         sys.stderr.write(f"'{arguments[0]}' is no kind of run; there are {', '.join(KINDS)}.\n")
         raise SystemExit(2)
-    is_plain = NO_COLOR in arguments or not console().is_terminal
-    sys.argv[1:] = [argument for argument in arguments if argument != NO_COLOR]
-    kind = KINDS[name]
+    is_plain = NO_COLOR in sys.argv or not console().is_terminal
+    if not any(argument.lstrip("+").startswith("data.val_files=") for argument in arguments):
+        arguments.append("data.val_files=[]")  # no file that was not named
+    sys.argv[1:] = arguments
+    kind, stops = KINDS[name], 0
 
     def run(config: Any) -> None:
-        if inspect(config, kind, is_plain):
-            raise SystemExit(1)
+        nonlocal stops
+        stops = inspect(config, kind, is_plain)
 
-    hydra_entry(run, config_name=kind.config_name, root=kind.root)
+    try:
+        hydra_entry(run, config_name=kind.config_name, root=kind.root)
+    except SystemExit as end:  # Hydra ends with 1 when it cannot read the command line
+        raise SystemExit(2 if end.code else 0) from None
+    if stops:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

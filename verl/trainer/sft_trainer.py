@@ -7,11 +7,11 @@ tokens of the whole batch, whatever the micro-batches, the packing and the numbe
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.trainer.config import SFTConfig
 from verl.trainer.config.load import hydra_entry, load_config
@@ -32,7 +32,9 @@ class SFTTrainer(SupervisedTrainer):
 
     def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
         """See :func:`to_batch`."""
-        return to_batch(rows)
+        batch = to_batch(rows)
+        require_trained(int(batch.batch["response_mask"].sum()), f"step {self.global_steps}", self.config.data)
+        return batch
 
     @stage("testing")
     def validate(self) -> Metrics:
@@ -45,7 +47,22 @@ class SFTTrainer(SupervisedTrainer):
             mask = batch.batch["response_mask"]
             loss -= (log_probs * mask).sum().item()
             tokens += int(mask.sum())
-        return {"val/loss": loss / tokens if tokens else math.nan}
+        require_trained(tokens, "data.val_files", self.config.data)
+        return {"val/loss": loss / tokens}
+
+
+def require_trained(tokens: int, what: str, data: Any) -> None:
+    """Check that rows read by the ``data`` section have a token that counts.
+
+    Raises:
+        DataError: they have none.
+    """
+    if not tokens:
+        raise DataError(
+            f"{what}: no token of the assistant is left (data.max_length={data.max_length}, data.truncation="
+            f"{data.truncation}), so there is nothing to learn. Raise data.max_length; "
+            "`python -m verl.trainer.inspect_data sft` shows what the cut takes."
+        )
 
 
 def to_batch(rows: Mapping[str, Any]) -> DataProto:

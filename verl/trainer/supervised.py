@@ -147,6 +147,16 @@ def total_steps(config: Config, rows: int) -> int:
     return config.trainer.total_training_steps or config.trainer.total_epochs * (rows // batch_size)
 
 
+def read_first(dataset: Any, count: int = 32) -> None:
+    """Read some rows before a model is loaded: a template that cannot be learned from shows in the first of them.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    for item in range(min(len(dataset), count)):
+        _ = dataset[item]
+
+
 class SupervisedRunner:
     """Assembles a run from its configuration and drives it; subclasses name the parts."""
 
@@ -184,6 +194,7 @@ class SupervisedRunner:
         )
         train = self.open_data(config, tokenizer, data.train_files, data.train_max_samples)
         val = self.open_data(config, tokenizer, data.val_files, data.val_max_samples) if data.val_files else None
+        read_first(train)
         steps = total_steps(config, len(cast(Sized, train)))
         config = replace(config, optim=with_total_steps(config.optim, steps))
         controller, device = load_controller(trainer.controller), resolve_device(config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import glob
 import os
 import re
 from collections.abc import Iterator
@@ -10,17 +11,18 @@ from pathlib import Path
 
 from verl.trainer.config.evaluation import EvalConfig
 from verl.trainer.config.generation import GenerationConfig
+from verl.trainer.config.inspection import InspectedPPO
 from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.preference import DPOConfig, PreferenceConfig
 from verl.trainer.config.problems import Problem
 from verl.trainer.config.sft import SFTConfig
 from verl.trainer.config.validate_run import needs_critic
+from verl.utils.dataset.files import SUFFIXES
 from verl.utils.registry import suggest
 
 Problems = Iterator[Problem]
 
 _REMOTE = re.compile(r"^[a-z0-9]+://", re.IGNORECASE)
-_FORMATS = (".parquet", ".json", ".jsonl")
 
 
 def data_files(config: PPOConfig | SFTConfig | PreferenceConfig) -> Problems:
@@ -29,7 +31,7 @@ def data_files(config: PPOConfig | SFTConfig | PreferenceConfig) -> Problems:
         return  # a dataset of one's own may read anything
     if not config.data.train_files:
         yield Problem("data.train_files", None, "there is nothing to train on", remedy="name at least one file")
-    if isinstance(config, PPOConfig) and not config.data.val_files:
+    if isinstance(config, PPOConfig) and not isinstance(config, InspectedPPO) and not config.data.val_files:
         yield Problem("data.val_files", None, "there is nothing to validate on", remedy="name at least one file")
     for key in ("train_files", "val_files"):
         for path in config.data[key] or ():
@@ -128,16 +130,19 @@ def _data_file(key: str, path: str) -> Problems:
     if _REMOTE.match(path):
         wrong = "remote files are not in this version"
         yield Problem(key, path, wrong, remedy="copy the file to a local disk and name that")
+    elif not Path(path).exists() and (found := sorted(glob.glob(path, recursive=True))):
+        for name in found:
+            yield from _data_file(key, name)
     elif not Path(path).is_file():
         wrong = "there is no such file" if not Path(path).is_dir() else "this is a folder, not a file"
         yield Problem(key, path, f"{wrong} (looked in {Path(path).absolute().parent})", remedy=_data_remedy(path))
-    elif not path.endswith(_FORMATS):
-        yield Problem(key, path, "the format is not known", ", ".join(_FORMATS), "convert the file or rename it")
+    elif not path.endswith(SUFFIXES):
+        yield Problem(key, path, "the format is not known", ", ".join(SUFFIXES), "convert the file or rename it")
 
 
 def _data_remedy(path: str) -> str:
     folder = Path(path).parent
-    there = sorted(p.name for p in folder.iterdir() if p.suffix in _FORMATS)[:5] if folder.is_dir() else []
+    there = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)[:5] if folder.is_dir() else []
     if there:
         return f"the folder has {', '.join(there)}"
     return "make it with one of examples/data_preprocess/*.py, or correct the path"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -38,7 +39,8 @@ def as_messages(prompt: Any, place: str) -> list[Message]:
     """A prompt as a list of messages, checked.
 
     A plain string is one user message. Keys whose value is None are dropped (parquet gives every
-    message all keys of the column), except ``content``: a template may test for a key.
+    message all keys of the column), except ``content``: a template may test for a key. Content in
+    parts of text becomes one text: templates for text alone would write a list as Python shows it.
 
     Args:
         prompt: ``[{"role": ..., "content": ...}, ...]`` or a string.
@@ -48,7 +50,8 @@ def as_messages(prompt: Any, place: str) -> list[Message]:
         DataError: anything else.
     """
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
+        _refuse_json(prompt, place)
+        return [{"role": "user", "content": _content({"content": prompt}, f"{place}: the text")}]
     expected = "Expected a list of {'role': ..., 'content': ...}, or a string."
     if not isinstance(prompt, Sequence) or len(prompt) == 0:
         raise DataError(f"{place}: the prompt is {_shown(prompt)}. {expected}")
@@ -59,22 +62,51 @@ def as_messages(prompt: Any, place: str) -> list[Message]:
         kept = {key: value for key, value in message.items() if value is not None or key == "content"}
         if not isinstance(kept.get("role"), str):
             raise DataError(f"{place}: message {number} has no role: {_shown(message)}. {expected}")
-        _check_content(kept, f"{place}: message {number}")
-        messages.append(kept)
+        messages.append(kept | {"content": _content(kept, f"{place}: message {number}")})
     return messages
 
 
-def _check_content(message: Message, place: str) -> None:
-    content = message.get("content")
-    if isinstance(content, str) or (content is None and message.get("tool_calls")):
+def _refuse_json(text: str, place: str) -> None:
+    """Messages that were written as text would be trained on with their brackets and quotes."""
+    if not text.lstrip().startswith("[") or '"role"' not in text:
         return
-    if not isinstance(content, Sequence):
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return
+    if value and all(isinstance(message, Mapping) and "role" in message for message in value):
+        raise DataError(
+            f"{place}: messages are given as JSON text {text!r:.80}. Write them as a list: json.loads(text) before "
+            "the file is made."
+        )
+
+
+def _content(message: Message, place: str) -> str | None:
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return None
+    if not isinstance(content, str):
+        content = "".join(_parts(content, place))
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place} holds half a character, {error.object[error.start]!r}, which no tokenizer reads."
+        ) from error
+    return content
+
+
+def _parts(content: Any, place: str) -> Iterator[str]:
+    """The texts of content in parts, ``{"type": "text", "text": ...}`` each."""
+    if not isinstance(content, list) or not content:
         raise DataError(f"{place} has content {_shown(content)}. Expected a string or a list of parts.")
     for part in content:
-        if isinstance(part, Mapping) and part.get("type") in MEDIA:
-            raise DataError(
-                f"{place} contains {part['type']}, and verl trains on text only for now. Take such rows out."
-            )
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in MEDIA:
+            raise DataError(f"{place} contains {kind}, and verl trains on text only for now. Take such rows out.")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise DataError(f"{place} has the part {_shown(part)}. Expected {{'type': 'text', 'text': ...}}.")
+        yield part["text"]
 
 
 def _shown(value: Any) -> str:

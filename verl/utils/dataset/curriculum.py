@@ -53,18 +53,21 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
     @property
     def weights(self) -> np.ndarray:
         """(rows,) how readily a row is drawn; at most 1."""
-        rates, target, sharpness = self.success_rates, self.config.target_success, self.config.sharpness
-        right = (rates / target) ** (sharpness * target)
-        wrong = ((1 - rates) / (1 - target)) ** (sharpness * (1 - target))
-        return right * wrong
+        return np.exp(self._log_weights())
+
+    def _log_weights(self) -> np.ndarray:
+        rates, target = self.success_rates, self.config.target_success
+        right = target * np.log(rates / target)
+        wrong = (1 - target) * np.log((1 - rates) / (1 - target))
+        return self.config.sharpness * (right + wrong)
 
     def draw(self) -> list[int]:
         """Rows that have waited too long, then others by weight, without replacement."""
         self._grow()
         generator = np.random.default_rng([self.seed, self.batches])
         # The smallest of exponential variables with rates w are a draw by weight w without
-        # replacement (Efraimidis and Spirakis 2006).
-        keys = generator.exponential(size=len(self.drawn)) / self.weights
+        # replacement (Efraimidis and Spirakis 2006); by logarithms, since small weights underflow.
+        keys = np.log(generator.exponential(size=len(self.drawn))) - self._log_weights()
         batches_per_epoch = max(1, len(self.dataset) // self.batch_size)
         waited = self.batches + 1 - self.drawn
         is_due = waited > self.config.revisit_epochs * batches_per_epoch

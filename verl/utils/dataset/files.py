@@ -38,6 +38,9 @@ class DataFile:
         if path.suffix == ".parquet":
             self._table = _read_parquet(path)
             self.columns = list(self._table.column_names)
+            twice = [name for name in dict.fromkeys(self.columns) if self.columns.count(name) > 1]
+            if twice:
+                raise DataError(f"{path} has more than one column '{twice[0]}'. Rename or drop all but one.")
         else:
             self._rows = _read_json(path)
             self.columns = list(dict.fromkeys(key for row in self._rows for key in row))
@@ -160,7 +163,7 @@ def _read_json(path: Path) -> list[Row]:
     if text.lstrip().startswith("["):
         try:
             rows = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise DataError(f"{path} is not valid JSON: {error}.") from error
         places = [f"element {number}" for number in range(len(rows))]
     else:
@@ -177,8 +180,8 @@ def _read_json(path: Path) -> list[Row]:
 def _parse_line(line: str, path: Path, place: str) -> Any:
     try:
         return json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DataError(
-            f"{path}, {place}: not valid JSON ({error.msg}): {line!r:.80}. "
+            f"{path}, {place}: not valid JSON ({error}): {line!r:.80}. "
             "Expected one object per line, or one list of objects."
         ) from error

@@ -68,7 +68,9 @@ class DataReport:
     too_long: list[int]
     """Rows that are longer than the limit, the longest first."""
     trained: float
-    """Share of the tokens that are trained on."""
+    """Share of the tokens that are trained on, after the cut."""
+    untrained: list[int]
+    """Rows of which the cut leaves nothing to learn."""
     duplicates: list[tuple[int, int]]
     """Rows that repeat an earlier one, and which."""
     unusable: list[tuple[int, str]]
@@ -94,22 +96,30 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
     numbers = iter(flat)
     lengths = [max(next(numbers) for _ in sides) for sides in texts]
     too_long = sorted((item for item in rows if lengths[item] > limit), key=lambda item: -lengths[item])
-    unusable, trained, tokens = [], 0, 0
+    unusable, untrained, trained, tokens = [], [], 0, 0
     for item in rows:
         if filters and lengths[item] > limit:
             continue
         try:
-            _ = dataset[item]
-            sequences = dataset.sequences(item)
+            read = dataset[item]
         except DataError as error:
             unusable.append((item, str(error)))
             continue
-        trained += sum(sum(mask) for _, mask in sequences)
-        tokens += sum(len(ids) for ids, _ in sequences)
+        if "loss_mask" in read:
+            count = int(read["loss_mask"].sum())
+            trained += count
+            tokens += int(read["attention_mask"].sum())
+            if not count:
+                untrained.append(item)
     duplicates = _duplicates(["\0".join(sides) for sides in texts])
     bad = {item for item, _ in unusable}
     kept = [item for item in rows if lengths[item] <= limit and item not in bad]
-    named = {*too_long[:EXAMPLES], *(item for pair in duplicates[:EXAMPLES] for item in pair), *bad}
+    named = {
+        *too_long[:EXAMPLES],
+        *untrained[:EXAMPLES],
+        *(item for pair in duplicates[:EXAMPLES] for item in pair),
+        *bad,
+    }
     return DataReport(
         name=name,
         rows=len(dataset),
@@ -121,6 +131,7 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
         trained=trained / tokens if tokens else 0.0,
         duplicates=duplicates,
         unusable=unusable,
+        untrained=untrained,
         samples=[sample for item in _chosen(kept, lengths) for sample in _samples(dataset, item)],
         places={item: dataset.place(item) for item in named},
         texts={"\0".join(sides) for sides in texts},

@@ -60,6 +60,22 @@ def mask_assistant(
     return ids, mask
 
 
+def require_learnable(messages: list[Message], place: str) -> None:
+    """Check that there is an assistant's turn, and something before the first of them.
+
+    Raises:
+        DataError: there is nothing to learn, or no prompt that leads to it.
+    """
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles:
+        raise DataError(f"{place}: no message has the role 'assistant', so there is nothing to learn (roles {roles}).")
+    if roles[0] == "assistant":
+        raise DataError(
+            f"{place}: the conversation begins with the assistant, and a model cannot be given an empty prompt. Put a "
+            "message of the user or the system before it, or take the row out."
+        )
+
+
 def _turn_start(
     before: list[Message], whole: str, cursor: int, tokenizer: Any, place: str, strict: bool, kwargs: dict[str, Any]
 ) -> int:
@@ -78,6 +94,10 @@ def _turn_start(
     # A template may put a thought into the header that it leaves out of finished turns: its first line will do.
     found = {text: whole.find(text, cursor) for text in (header, header.split("\n")[0] + "\n") if text.strip()}
     places = [(at, -len(text)) for text, at in found.items() if at >= 0]
+    # The thought may begin on the first line, right after a token that opens the turn.
+    opening = max((token for token in _special_tokens(tokenizer) if header.startswith(token)), key=len, default="")
+    if not places and opening and (at := whole.find(opening, cursor)) >= 0:
+        return at + len(opening)
     if places:
         at, length = min(places)  # the first, and of two at one place the longer
         return at - length

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths, truncate
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
-from verl.utils.dataset.loss_mask import mask_assistant
+from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
 
 if TYPE_CHECKING:
     from verl.trainer.config import SFTDataConfig
@@ -121,8 +121,7 @@ class MultiTurnSFTDataset(Dataset):
         texts: list[str] = []
         for place, row in map(self._locate, range(len(self))):
             messages = self.conversation(row, place)
-            if not any(message["role"] == "assistant" for message in messages):
-                raise DataError(f"{place}: no message has the role 'assistant', so there is nothing to learn.")
+            require_learnable(messages, place)
             if measure:
                 texts.append(render(messages, self.tokenizer, place, **self._template_kwargs(row, place)))
         limit = self.config.max_length

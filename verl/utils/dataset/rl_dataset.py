@@ -49,6 +49,13 @@ MADE_HERE = (
     "full_prompts",
     "index",
     "row_index",
+    # of the steps after this one, which would find the file's instead of their own
+    "uid",
+    "sample_index",
+    "response_mask",
+    "finish_reason",
+    "weight_version",
+    "reward_status",
 )
 UNKNOWN_SOURCE = "unknown"
 
@@ -144,8 +151,7 @@ class RLHFDataset(Dataset):
 
     def source_column(self, name: str) -> Iterator[Any]:
         """One column of the file, for every item in order."""
-        columns = [list(file.column(name)) if name in file.columns else [None] * len(file) for file in self.files]
-        return (columns[file][number] for file, number in self.rows)
+        return (value for _, value in self._column(name, self.rows))
 
     def sources(self) -> list[str]:
         """The data source of every item, in order."""
@@ -159,20 +165,12 @@ class RLHFDataset(Dataset):
         row = dict.fromkeys(self.columns) | source
         for key in (self.config.prompt_key, *self._media_keys()):
             row.pop(key, None)
-        extra = row.get("extra_info") or {}
-        if not isinstance(extra, dict):
-            raise DataError(f"{self.place(item)}: extra_info is {type(extra).__name__} {extra!r:.80}, not a dict.")
-        row["extra_info"] = extra
+        row["extra_info"] = extra = row.get("extra_info") or {}
         row["data_source"] = row.get(self.config.reward_fn_key) or UNKNOWN_SOURCE
         row["index"] = extra.get("index", item)
         row["row_index"] = item
         row["tools_kwargs"] = extra.get("tools_kwargs") or {}
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
-        if extra.get("need_tools_kwargs") and not row["tools_kwargs"]:
-            raise DataError(
-                f"{self.place(item)}: extra_info.need_tools_kwargs is true, but extra_info.tools_kwargs is empty. "
-                "Give the tools' arguments or set need_tools_kwargs to false."
-            )
         return row
 
     # ---- checks at opening ----------------------------------------------------------------------
@@ -184,9 +182,7 @@ class RLHFDataset(Dataset):
         for file in self.files:
             taken = [name for name in file.columns if name in MADE_HERE and name != self.config.prompt_key]
             if taken:
-                raise DataError(
-                    f"{file.path} has columns that the data set makes itself: {', '.join(taken)}. Rename them."
-                )
+                raise DataError(f"{file.path} has columns that a run makes itself: {', '.join(taken)}. Rename them.")
             for key in self._media_keys():
                 if key in file.columns:
                     self._refuse_media(file, key)
@@ -204,16 +200,36 @@ class RLHFDataset(Dataset):
         file, number = row
         return f"{self.files[file].path}, row {number}"
 
-    def _messages(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[str, list[Message]]]:
-        key = self.config.prompt_key
-        columns = {file: list(self.files[file].column(key)) for file in {file for file, _ in rows}}
+    def _column(self, name: str, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[str, Any]]:
+        """Places and values of one column; None where a file lacks it."""
+        files = {file: self.files[file] for file in {file for file, _ in rows}}
+        columns = {n: list(file.column(name)) if name in file.columns else None for n, file in files.items()}
         for file, number in rows:
-            place = self._place((file, number))
-            yield place, as_messages(columns[file][number], place)
+            column = columns[file]
+            yield self._place((file, number)), None if column is None else column[number]
+
+    def _messages(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[str, list[Message]]]:
+        for place, value in self._column(self.config.prompt_key, rows):
+            yield place, as_messages(value, place)
+
+    def _check_side_columns(self, rows: Sequence[tuple[int, int]]) -> None:
+        key = self.config.reward_fn_key
+        for place, source in self._column(key, rows):
+            if source is not None and not isinstance(source, str):
+                raise DataError(f"{place}: {key} is {type(source).__name__} {source!r:.80}, not text.")
+        for place, extra in self._column("extra_info", rows):
+            if extra and not isinstance(extra, dict):
+                raise DataError(f"{place}: extra_info is {type(extra).__name__} {extra!r:.80}, not a dict.")
+            if extra and extra.get("need_tools_kwargs") and not extra.get("tools_kwargs"):
+                raise DataError(
+                    f"{place}: extra_info.need_tools_kwargs is true, but extra_info.tools_kwargs is empty. "
+                    "Give the tools' arguments or set need_tools_kwargs to false."
+                )
 
     def _usable(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Check the prompts of rows (number of the file, number of the row); those that the filter keeps."""
         config = self.config
+        self._check_side_columns(rows)
         if not config.filter_overlong_prompts and config.truncation != "error":
             for _ in self._messages(rows):
                 pass

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
-from verl.utils.dataset.loss_mask import mask_assistant
+from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
 from verl.utils.dataset.multiturn_sft_dataset import Item, right_pad
 
 if TYPE_CHECKING:
@@ -206,6 +206,13 @@ def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
     if config.prompt_key is not None:
         prompt = as_messages(row.get(config.prompt_key), f"{place}, {config.prompt_key}")
         shared = len(prompt)
+        for key, side in sides.items():
+            if side[:shared] != prompt and side[0]["role"] != "assistant":
+                raise DataError(
+                    f"{place}, {key}: it begins with a message of the role '{side[0]['role']}', but not with the "
+                    f"messages of {config.prompt_key}. Give the response alone, a conversation that begins with the "
+                    "prompt, or set data.prompt_key=null if both sides are whole conversations."
+                )
         chosen, rejected = (side if side[:shared] == prompt else prompt + side for side in (chosen, rejected))
     else:
         both = zip(chosen, rejected, strict=False)
@@ -222,6 +229,7 @@ def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
             )
         if len(side) == shared or side[-1]["role"] != "assistant":
             raise DataError(f"{place}, {key}: the last message must be the assistant's response to the prompt.")
+        require_learnable(side, f"{place}, {key}")
     return Pair(chosen, rejected, shared)
 
 
