@@ -183,7 +183,14 @@ def programs(port: int, secret: Path) -> list[Hostile]:
         _trying(
             "memory that no limit counts",
             "os.memfd_create('x')", "libc.shmget(0, 1 << 30, 0o1666)", "libc.msgget(0, 0o1666)",
-            "libc.syscall(447, 0)",
+            "libc.syscall(447, 0)", "pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 26)",
+            "pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)",
+            before="import socket; pair = socket.socketpair()",
+        ),
+        Hostile(
+            "many empty files",
+            "import os\nn = 0\nwhile True:\n    os.mkdir(f'/tmp/{n}'); n += 1",
+            ("out_of_memory", "cpu_limit", "timeout"),
         ),
         Hostile(
             "open many files",

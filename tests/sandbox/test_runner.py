@@ -67,6 +67,15 @@ def test_memory_shared_by_a_fork_counts_once(sandbox):
 
 
 @needs_sandbox
+def test_empty_files_count_as_memory(sandbox):
+    # 1 KiB each: 64 MiB are 65,536 of them; the memory of the program itself counts too.
+    program = "import os\nfor n in range({}):\n    os.mkdir(f'/dev/shm/{{n}}')\nprint('made')"
+    limits = Limits(memory_mb=64, wall_s=60.0, cpu_s=60)
+    assert sandbox.run(program.format(2000), limits=limits).stdout == "made\n"
+    assert sandbox.run(program.format(1 << 20), limits=limits).status == "out_of_memory"
+
+
+@needs_sandbox
 def test_output_up_to_the_limit_is_kept_whole(sandbox):
     limits = Limits(max_output_bytes=1000)
     exact = sandbox.run("print('x' * 999)", limits=limits)

@@ -12,10 +12,10 @@ from verl.utils.sandbox.seccomp import ARCHITECTURES, EVERYWHERE, filter_program
 ALLOWED, KILLED = "allowed", "killed"
 
 
-def decide(machine: str, number: int, argument: int = 0, audit: int | None = None) -> str:
+def decide(machine: str, number: int, argument: int = 0, audit: int | None = None, third: int = 0) -> str:
     """What the kernel would do with a call: a slow interpreter of the filter (struct seccomp_data as input)."""
     arch = ARCHITECTURES[machine].audit if audit is None else audit
-    data = struct.pack("<IIQ6Q", number, arch, 0, argument, 0, 0, 0, 0, 0)
+    data = struct.pack("<IIQ6Q", number, arch, 0, argument, 0, third, 0, 0, 0)
     program = list(struct.iter_unpack("<HBBI", filter_program(machine)))
     place, accumulator = 0, 0
     while True:
@@ -57,6 +57,13 @@ def test_sockets_are_local(machine):
     assert decide(machine, socket, 1) == ALLOWED
     for family in (0, 2, 3, 10, 16, 17, 38, 40):  # inet, ax25, inet6, netlink, packet, alg, vsock
         assert decide(machine, socket, family) == "EAFNOSUPPORT"
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_buffers_of_sockets_stay_as_they_are(machine):
+    setsockopt = ARCHITECTURES[machine].setsockopt
+    for option in range(40):
+        assert decide(machine, setsockopt, 1, third=option) == ("EPERM" if option in (7, 8, 32, 33) else ALLOWED)
 
 
 def test_calls_of_another_table_kill():

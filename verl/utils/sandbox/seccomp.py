@@ -15,12 +15,14 @@ from dataclasses import dataclass
 
 LOAD, JUMP_EQUAL, JUMP_AT_LEAST, JUMP_ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 ALLOW, ERRNO, KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
-NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16
+NUMBER, ARCHITECTURE, FIRST_ARGUMENT, THIRD_ARGUMENT = 0, 4, 16, 32
 """Offsets in ``struct seccomp_data``."""
 NEW_NAMESPACE = 0x7E020000
 """The CLONE_NEW* flags of clone(2)."""
 AF_UNIX = 1
 """The one address family that a program may use, to speak to its own processes."""
+BUFFER_SIZES = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF and their FORCE variants: what waits in a socket is memory of the kernel."""
 X32 = 0x40000000
 """Numbers of x86-64's second table of calls start here."""
 
@@ -39,13 +41,14 @@ class Architecture:
     audit: int
     clone: int
     socket: int
+    setsockopt: int
     refused: dict[str, int]
     has_x32: bool = False
 
 
 ARCHITECTURES = {
     "x86_64": Architecture(
-        audit=0xC000003E, clone=56, socket=41, has_x32=True,
+        audit=0xC000003E, clone=56, socket=41, setsockopt=54, has_x32=True,
         refused={
             "acct": 163, "add_key": 248, "bpf": 321, "chroot": 161, "delete_module": 176, "fanotify_init": 300,
             "finit_module": 313, "init_module": 175, "kcmp": 312, "kexec_file_load": 320, "kexec_load": 246,
@@ -57,7 +60,7 @@ ARCHITECTURES = {
         },
     ),
     "aarch64": Architecture(
-        audit=0xC00000B7, clone=220, socket=198,
+        audit=0xC00000B7, clone=220, socket=198, setsockopt=208,
         refused={
             "acct": 89, "add_key": 217, "bpf": 280, "chroot": 51, "delete_module": 106, "fanotify_init": 262,
             "finit_module": 273, "init_module": 105, "kcmp": 272, "kexec_file_load": 294, "kexec_load": 104,
@@ -75,7 +78,8 @@ def filter_program(machine: str) -> bytes:
     """The filter of an architecture, as the kernel reads it.
 
     A refused call fails with EPERM; clone3, whose flags a filter cannot see, with ENOSYS, upon which C
-    libraries use clone; socket with EAFNOSUPPORT. Calls of a foreign table kill the program.
+    libraries use clone; socket with EAFNOSUPPORT; setsockopt for larger buffers with EPERM. Calls of a
+    foreign table kill the program.
 
     Args:
         machine: a key of :data:`ARCHITECTURES`, as ``platform.machine()`` gives it.
@@ -98,8 +102,12 @@ def filter_program(machine: str) -> bytes:
         _load(FIRST_ARGUMENT),
         _jump(JUMP_EQUAL, AF_UNIX, yes=1, no=0),
         _return(ERRNO | errno.EAFNOSUPPORT),
-        _return(ALLOW),
+        _jump(JUMP_EQUAL, arch.setsockopt, yes=0, no=2 * len(BUFFER_SIZES) + 1),
+        _load(THIRD_ARGUMENT),
     ]
+    for option in BUFFER_SIZES:
+        code += [_jump(JUMP_EQUAL, option, yes=0, no=1), _return(ERRNO | errno.EPERM)]
+    code += [_return(ALLOW)]
     return b"".join(code)
 
 

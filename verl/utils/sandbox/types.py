@@ -54,7 +54,8 @@ class Limits:
     cpu_s: int = 6
     """Seconds of computing by one process."""
     memory_mb: int = 1024
-    """MiB of address space of one process, and of resident memory of all together (looked at every 20 ms)."""
+    """MiB of address space of one process, and of resident memory of all together with 1 KiB for each file that they
+    have made (looked at every 20 ms)."""
     max_processes: int = 16
     """Processes and threads at once, the program itself included."""
     max_output_bytes: int = 1 << 20

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 TICK = os.sysconf("SC_CLK_TCK")
+NAME = 1024
+"""Bytes of the kernel's memory that an empty file or folder takes, about."""
 MOST = 4096
 """Processes that one look takes in; the kernel's limit keeps a run far below it."""
 
@@ -24,7 +26,7 @@ class Watch:
 
     init: int
     peak_memory: int = 0
-    """Bytes resident in all processes together."""
+    """Bytes resident in all processes together, and those that the names of files take."""
     peak_tasks: int = 0
     """Processes and threads at once."""
     cpu_s: float = 0.0
@@ -41,6 +43,8 @@ class Watch:
         memory = sum(usage.resident for usage in usages)
         if memory > memory_limit and len(usages) > 1:
             memory = sum(_proportional(pid) for pid in pids)
+        if pids:
+            memory += NAME * _names(pids[0])
         self.peak_memory = max(self.peak_memory, memory)
         self.peak_tasks = max(self.peak_tasks, sum(usage.threads for usage in usages))
         self.cpu_s = max([self.cpu_s, *(usage.cpu_s for usage in usages)])
@@ -77,6 +81,18 @@ def _usage(pid: int) -> _Usage | None:
         return None
     # Places as in proc(5), counted from field 3, which follows the name in brackets.
     return _Usage(int(fields[21]) * PAGE, int(fields[17]), (int(fields[11]) + int(fields[12])) / TICK)
+
+
+def _names(pid: int) -> int:
+    """Files, folders and links that a run has made; 0 where this account may not look."""
+    count = 0
+    for place in ("tmp", "dev/shm"):
+        try:
+            system = os.statvfs(f"/proc/{pid}/root/{place}")
+        except OSError:  # it has ended, or belongs to another account
+            continue
+        count += system.f_files - system.f_ffree
+    return count
 
 
 def _proportional(pid: int) -> int:
