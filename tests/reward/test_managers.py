@@ -5,6 +5,7 @@ import functools
 import json
 import threading
 import time
+import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
@@ -25,6 +26,7 @@ from verl.trainer.ppo.reward import (
     status_metrics,
 )
 from verl.trainer.ppo.stages import replace_columns, score_columns
+from verl.utils.reward_score.remote import RemoteScorer
 from verl.workers.reward_manager import (
     BatchRewardManager,
     DAPORewardManager,
@@ -372,8 +374,9 @@ class Service(BaseHTTPRequestHandler):
         how = body["data_source"]
         if how == "slow":
             time.sleep(3)
-        status = {"refuses": 403, "broken": 500}.get(how, 503 if how == "flaky" and tries < 3 else 200)
+        status = {"refuses": 403, "echoes": 403, "broken": 500}.get(how, 503 if how == "flaky" and tries < 3 else 200)
         answer = {"garbage": b"<html>", "nan": b"NaN", "dict": b'{"score": 0.25, "acc": true}'}.get(how)
+        answer = str(self.headers).encode() if how == "echoes" else answer
         answer = answer or json.dumps(float(body["solution_str"] == body["ground_truth"])).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(answer)))
@@ -424,6 +427,22 @@ def test_remote_says_what_the_service_said(service):
         manager(url=service)(batch_of(["a"], ["a"], "garbage"))
     with pytest.raises(RewardError, match=r"http://127\.0\.0\.1:9/ cannot be reached"):
         manager(url="http://127.0.0.1:9/", max_retries=0)(batch_of(["a"], ["a"]))
+
+
+def test_remote_shows_no_secrets(service):
+    async def ask(source):
+        scorer = RemoteScorer(service, {"Authorization": "Bearer sk-5ecre7"}, max_retries=0)
+        await scorer(source, "a", "a", {})
+
+    for source in ("echoes", "refuses", "garbage"):
+        with pytest.raises(RewardError) as caught:
+            asyncio.run(ask(source))
+        shown = "".join(traceback.format_exception(caught.value))
+        assert service in shown
+        assert "5ecre7" not in shown
+    with pytest.raises(ConfigError, match="holds a password") as caught:
+        RemoteScorer("http://me:5ecre7@localhost:1/")
+    assert "5ecre7" not in str(caught.value)
 
 
 def test_remote_settings_that_are_wrong():

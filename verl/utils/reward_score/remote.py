@@ -14,9 +14,9 @@ of the sample. A request that gets no answer in time is a ``timeout``.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from verl.errors import ConfigError, RewardError
 from verl.utils.killable_pool import plain
@@ -52,6 +52,11 @@ class RemoteScorer:
             raise ConfigError(
                 f"reward_manager=remote needs the address of the service that scores, and has url={url!r}. "
                 "Set reward_model.reward_kwargs.url=http://host:port/path."
+            )
+        if "@" in urlsplit(url).netloc:
+            raise ConfigError(
+                "reward_manager=remote: the url holds a password, which would be in every error. Put it into "
+                "reward_model.reward_kwargs.headers."
             )
         if max_retries < 0 or request_timeout_s <= 0:
             raise ConfigError(
@@ -97,7 +102,7 @@ class RemoteScorer:
             raise TimeoutError(f"{self.url} gave no answer in {self.request_timeout_s:g} s") from error
         except httpx2.HTTPStatusError as error:
             answer = error.response
-            raise RewardError(f"{self.url} answered {answer.status_code}: {answer.text:.200}") from error
+            raise RewardError(f"{self.url} answered {answer.status_code}: {self._shown(answer.text)}") from None
         except httpx2.TransportError as error:
             raise RewardError(f"{self.url} cannot be reached: {error or type(error).__name__}") from error
 
@@ -110,8 +115,14 @@ class RemoteScorer:
         answer.raise_for_status()
         try:
             return answer.json()
-        except json.JSONDecodeError as error:
-            raise RewardError(f"{self.url} answered what is no JSON: {answer.text:.200}") from error
+        except (ValueError, RecursionError) as error:
+            raise RewardError(f"{self.url} answered what is no JSON: {self._shown(answer.text)}") from error
+
+    def _shown(self, text: str) -> str:
+        """The beginning of an answer, without the words of the headers, should the service repeat them."""
+        for word in " ".join(self.headers.values()).split():
+            text = text.replace(word, "***") if len(word) > 6 else text  # a shorter one is no secret
+        return text[:200]
 
 
 def _may_pass(error: BaseException) -> bool:
