@@ -15,6 +15,7 @@ import pytest
 from tests.reward import hostile
 from tests.reward.hostile import behave, behave_async
 from verl.errors import ConfigError, WorkerError
+from verl.utils.import_utils import load_object
 from verl.utils.killable_pool import Budget, KillablePool, RateLimit
 
 BUDGET = Budget(timeout_s=2.0, memory_mb=96)
@@ -288,6 +289,20 @@ def test_functions_by_value():
         pool = KillablePool(function)
         assert pool.map([{"number": 2}])[0].value == 42
         pool.close()
+
+
+def test_a_file_that_changes_during_the_run_is_not_used_in_silence(tmp_path):
+    file = tmp_path / "scores.py"
+    file.write_text("import os\ndef score(how):\n    if how == 'die':\n        os._exit(1)\n    return 1.0\n")
+    function = load_object(str(file), "score", "custom_reward_function")
+    pool = KillablePool(function, fatal=(ConfigError,))
+    assert pool.map([{"how": "ok"}])[0].value == 1.0
+    file.write_text(file.read_text().replace("1.0", "2.0"))
+    # The process that has the old code dies, and one that takes its place would have the new one.
+    with pytest.raises(WorkerError, match="was changed while the run goes on"):
+        for _ in range(3):
+            pool.map([{"how": "die"}, {"how": "ok"}])
+    pool.close()
 
 
 def test_a_function_that_cannot_travel():

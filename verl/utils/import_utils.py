@@ -20,7 +20,10 @@ USER_MODULE = "verl_user_"
 """How the names of modules begin that were loaded from users' files."""
 
 
-def load_module(path: str, setting: str) -> ModuleType:
+_DIGEST = "__verl_source_digest__"
+
+
+def load_module(path: str, setting: str, digest: str | None = None) -> ModuleType:
     """Import a module by file path or by dotted name.
 
     A file is imported once per process: two settings that name the same file share its objects.
@@ -28,9 +31,10 @@ def load_module(path: str, setting: str) -> ModuleType:
     Args:
         path: ``my_reward.py`` (``~`` and ``$VARIABLES`` are expanded), ``pkg://my.module`` or ``my.module``.
         setting: the configuration key that ``path`` comes from, for error messages.
+        digest: :func:`source_digest` that the file must have.
 
     Raises:
-        ConfigError: there is no such file or module, or importing it fails.
+        ConfigError: there is no such file or module, importing it fails, or the file is another by now.
     """
     if not path.endswith(".py"):
         return _import(path.removeprefix("pkg://"), path, setting)
@@ -40,10 +44,17 @@ def load_module(path: str, setting: str) -> ModuleType:
     name = f"{USER_MODULE}{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
+    found = hashlib.sha256(file.read_bytes()).hexdigest()
+    if digest not in (None, found):
+        raise ConfigError(
+            f"{setting}.path='{path}' was changed while the run goes on: a process that starts now would use other "
+            "code than those before it. Start the run again, or put the file back as it was."
+        )
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    setattr(module, _DIGEST, found)
     sys.modules[name] = module  # before running it: dataclasses and pickle look their module up
     complete = False
     try:
@@ -53,6 +64,11 @@ def load_module(path: str, setting: str) -> ModuleType:
         if not complete:
             del sys.modules[name]
     return module
+
+
+def source_digest(module: ModuleType) -> str:
+    """What tells the source of a module of :func:`load_module` from any other, as it was when it was imported."""
+    return getattr(module, _DIGEST)
 
 
 def _import(name: str, path: str, setting: str) -> ModuleType:

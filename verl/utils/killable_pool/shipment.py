@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.utils.import_utils import USER_MODULE
+from verl.utils.import_utils import USER_MODULE, source_digest
 
 
 def pack(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -> dict[str, Any]:
@@ -27,7 +27,8 @@ def pack(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -> di
     first: list[tuple[str, str, tuple[Any, ...]]] = [("verl.utils.import_utils", "prepare_process", ())]
     for name, module in list(sys.modules.items()):
         if name.startswith(USER_MODULE) and name.encode() in pickled:  # the pickle asks for it by this name
-            first.append(("verl.utils.import_utils", "load_module", (module.__file__, "custom_reward_function")))
+            arguments = (module.__file__, "custom_reward_function", source_digest(module))
+            first.append(("verl.utils.import_utils", "load_module", arguments))
     return {"path": list(sys.path), "first": first, "function": pickled}
 
 
