@@ -91,6 +91,15 @@ def test_parquet_json_and_jsonl_are_one_data_set(tmp_path):
     assert [dataset[i]["reward_model"]["ground_truth"]["target"] for i in range(6)] == [0, 1, 2, 3, 4, 5]
 
 
+def test_a_column_called_index_is_the_index_unless_extra_info_has_one(tmp_path):
+    rows = [
+        {"prompt": "a", "data_source": "x", "index": 7},
+        {"prompt": "b", "data_source": "x", "index": 8, "extra_info": {"index": 80}},
+    ]
+    dataset = RLHFDataset(jsonl(tmp_path / "x.jsonl", rows), TOKENIZER, CONFIG)
+    assert [(dataset[i]["index"], dataset[i]["row_index"]) for i in (0, 1)] == [(7, 0), (80, 1)]
+
+
 def test_a_plain_string_and_a_mapped_column(tmp_path):
     path = jsonl(tmp_path / "x.jsonl", [{"question": "q7", "source": "mine"}])
     row = RLHFDataset(path, TOKENIZER, config(prompt_key="question", reward_fn_key="source"))[0]

@@ -47,7 +47,6 @@ MADE_HERE = (
     "raw_prompt",
     "raw_prompt_ids",
     "full_prompts",
-    "index",
     "row_index",
     # of the steps after this one, which would find the file's instead of their own
     "uid",
@@ -167,7 +166,8 @@ class RLHFDataset(Dataset):
             row.pop(key, None)
         row["extra_info"] = extra = row.get("extra_info") or {}
         row["data_source"] = row.get(self.config.reward_fn_key) or UNKNOWN_SOURCE
-        row["index"] = extra.get("index", item)
+        own_index = item if source.get("index") is None else source["index"]  # a column that pandas likes to write
+        row["index"] = extra.get("index", own_index)
         row["row_index"] = item
         row["tools_kwargs"] = extra.get("tools_kwargs") or {}
         row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}

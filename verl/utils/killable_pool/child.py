@@ -82,10 +82,10 @@ def _leave(number: int, frame: Any) -> None:
 
 def _keep(worker: int) -> int:
     """Wait for the worker, then end what is left of it; returns its wait status."""
-    import psutil  # now, for there may be no time later  # noqa: F401
-
     status = signal.SIGTERM.value
     try:
+        import psutil  # now, for there may be no time later  # noqa: F401
+
         _, status = os.waitpid(worker, 0)
     except _LeaveError:
         with contextlib.suppress(ProcessLookupError):  # it is so young that it has no group yet
