@@ -21,14 +21,13 @@
     critic.update, actor.update ──► metrics; the next rollout wakes with the new weights
 
 A stage returns only its new columns; the driver alone unions them. The batch stays in the order
-of the data: how samples are dealt to ranks is private to each call (:meth:`RayPPOTrainer._call`).
+of the data: how samples are dealt to ranks is private to each call (``role_workers.py``).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -37,14 +36,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.errors import DataError
 from verl.protocol import DataProto
-from verl.single_controller.base import ClassWithInitArgs
 from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.load import load_config
 from verl.trainer.config.sizes import derived_sizes
 from verl.trainer.loop import Metrics, TrainingLoop
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.ppo.core_algos import compute_pf_ppo_reweight_data, get_entropy_controller, get_kl_controller
 from verl.trainer.ppo.dynamic_sampling import Draw, fill_batch
 from verl.trainer.ppo.metrics import (
@@ -54,17 +51,16 @@ from verl.trainer.ppo.metrics import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.reward import RewardRecord, compute_reward, leave_out_failed, start_reward
+from verl.trainer.ppo.role_workers import RoleWorkers, compute_columns, update_weights
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.stages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.utils import Needs, Role, need_critic, need_reference_policy, need_reward_model
 from verl.trainer.ppo.validation import Validator, dump_generations
-from verl.trainer.schedule import Schedule, with_total_steps
+from verl.trainer.schedule import Schedule
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
-from verl.utils.seqlen_balancing import get_reverse_idx, log_seqlen_unbalance
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
-from verl.workers.config import FSDPOptimizerConfig
 
 __all__ = [
     "RayPPOTrainer",
@@ -116,10 +112,12 @@ class RayPPOTrainer(TrainingLoop):
         self.config = config if isinstance(config, PPOConfig) else load_config(config)
         self.tokenizer = tokenizer
         self.processor = processor
-        self.role_worker_mapping = role_worker_mapping
-        self.resource_pool_manager = resource_pool_manager
-        self.ray_worker_group_cls = ray_worker_group_cls
-        self.device_name = device_name
+        self.role_workers = RoleWorkers(
+            worker_classes=role_worker_mapping,
+            pools=resource_pool_manager,
+            group_class=ray_worker_group_cls,
+            device_name=device_name,
+        )
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
         self.needs = Needs.of(self.config)
@@ -160,24 +158,12 @@ class RayPPOTrainer(TrainingLoop):
 
     def init_workers(self) -> None:
         """Start every worker of the run and load its model."""
-        self.resource_pool_manager.create_resource_pool()
-        groups: dict[str, Any] = {}
-        self.processes: list[Any] = []
-        for pool, members in self._members_by_pool().items():
-            colocated = self.ray_worker_group_cls.colocate(members)
-            group = self.ray_worker_group_cls(
-                resource_pool=pool, ray_cls_with_init=colocated, device_name=self.device_name
-            )
-            self.processes.append(group)
-            groups.update(group.spawn(prefix_set=members.keys()))
-        self.critic_wg: Any = groups.get(str(Role.Critic))
-        self.ref_policy_wg: Any = groups.get(str(Role.RefPolicy))
-        self.rm_wg: Any = groups.get(str(Role.RewardModel))
-        self.actor_rollout_wg: Any = groups[str(Role.ActorRollout)]
-        # The actor last: its rollout engine sizes itself by the memory that the others left.
-        for group in (self.critic_wg, self.ref_policy_wg, self.rm_wg, self.actor_rollout_wg):
-            if group is not None:
-                group.init_model()
+        self.role_workers.start(self.config, self.needs, self.total_training_steps)
+        groups = self.role_workers.groups
+        self.actor_rollout_wg: Any = groups[Role.ActorRollout]
+        self.critic_wg: Any = groups.get(Role.Critic)
+        self.ref_policy_wg: Any = groups.get(Role.RefPolicy)
+        self.rm_wg: Any = groups.get(Role.RewardModel)
         saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
         controllers: dict[str, Any] = {"epochs": self.epochs, "entropy_ctrl": self.entropy_ctrl}
         controllers |= {"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {}
@@ -190,33 +176,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def shutdown(self) -> None:
         """End the workers of a run that is over; nothing of it can be used afterwards."""
-        for processes in self.processes:
-            processes.shutdown()
-
-    def _members_by_pool(self) -> dict[Any, dict[str, ClassWithInitArgs]]:
-        """Which workers share the processes of each pool, with the configuration that each gets."""
-        config, device, wanted = self.config, self.device_name, {Role.ActorRollout}
-        wanted |= {Role.Critic} if self.needs.critic else set()
-        wanted |= {Role.RefPolicy} if self.needs.reference else set()
-        wanted |= {Role.RewardModel} if self.needs.reward_model else set()
-        actor = replace(config.actor_rollout_ref.actor, optim=self._scheduled(config.actor_rollout_ref.actor.optim))
-        critic = replace(config.critic, optim=self._scheduled(config.critic.optim))
-        arguments: dict[Role, dict[str, Any]] = {
-            Role.ActorRollout: {"config": replace(config.actor_rollout_ref, actor=actor), "role": "actor_rollout"},
-            Role.RefPolicy: {"config": config.actor_rollout_ref, "role": "ref"},
-            Role.Critic: {"config": critic},
-            Role.RewardModel: {"config": config.reward_model},
-        }
-        pools: dict[Any, dict[str, ClassWithInitArgs]] = {}
-        for role in sorted(wanted, key=str):
-            pool = self.resource_pool_manager.get_resource_pool(role)
-            worker_cls = self.role_worker_mapping[role]
-            worker = self.ray_worker_group_cls.describe(worker_cls, **arguments[role], device_name=device)
-            pools.setdefault(pool, {})[str(role)] = worker
-        return pools
-
-    def _scheduled(self, optimizer: FSDPOptimizerConfig) -> FSDPOptimizerConfig:
-        return with_total_steps(optimizer, self.total_training_steps)
+        self.role_workers.shutdown()
 
     # ---- the loop -----------------------------------------------------------------------------
 
@@ -351,7 +311,7 @@ class RayPPOTrainer(TrainingLoop):
         """old_log_probs and entropys of the policy before the update."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             return apply_bypass_mode(batch).select(batch_keys=["old_log_probs"], non_tensor_batch_keys=[])
-        return self._call(self.actor_rollout_wg, "compute_log_prob", batch, stages.ACTOR_COLUMNS)
+        return self._compute(self.actor_rollout_wg, "compute_log_prob", batch)
 
     @stage("old_log_prob")
     def look_at_policy(self, batch: DataProto) -> None:
@@ -378,12 +338,12 @@ class RayPPOTrainer(TrainingLoop):
     @stage("ref")
     def reference(self, batch: DataProto) -> DataProto:
         """ref_log_prob under the frozen reference policy."""
-        return self._call(self.ref_policy_wg, "compute_ref_log_prob", batch, stages.ACTOR_COLUMNS)
+        return self._compute(self.ref_policy_wg, "compute_ref_log_prob", batch)
 
     @stage("values")
     def values(self, batch: DataProto) -> DataProto:
         """values of the critic before its update."""
-        return self._call(self.critic_wg, "compute_values", batch, stages.ACTOR_COLUMNS)
+        return self._compute(self.critic_wg, "compute_values", batch)
 
     @stage("adv")
     def advantages(self, batch: DataProto) -> DataProto:
@@ -416,53 +376,35 @@ class RayPPOTrainer(TrainingLoop):
         weights = stages.aggregation_columns(batch, critic.loss_agg_mode, count)
         columns = (*stages.ACTOR_COLUMNS, "values", "returns", *weights)
         batch = batch | DataProto.from_dict(tensors=weights)
-        self._update(self.critic_wg, "update_critic", batch, columns, critic.ppo_mini_batch_size)
+        self._update(self.critic_wg, "update_critic", batch, columns, count)
 
     @stage("update_actor")
     def update_actor(self, batch: DataProto) -> None:
         """Improve the policy by its advantages."""
         actor = self.config.actor_rollout_ref.actor
         seed = stages.step_seed(self.config.trainer.seed, self.global_steps)
-        batch = batch | stages.prepare_mini_batches(batch, actor, self._mini_batches(actor.ppo_mini_batch_size), seed)
-        columns = stages.policy_columns(batch, actor)
-        arguments = {"entropy_coeff": self.entropy_ctrl.value}
-        self._update(self.actor_rollout_wg, "update_actor", batch, columns, actor.ppo_mini_batch_size, arguments)
+        count = self._mini_batches(actor.ppo_mini_batch_size)
+        batch = batch | stages.prepare_mini_batches(batch, actor, count, seed)
+        columns, coefficient = stages.policy_columns(batch, actor), self.entropy_ctrl.value
+        self._update(self.actor_rollout_wg, "update_actor", batch, columns, count, entropy_coeff=coefficient)
 
     # ---- calling workers ----------------------------------------------------------------------
 
-    def _call(self, workers: Any, method: str, batch: DataProto, columns: tuple[str, ...]) -> DataProto:
-        """Columns from a worker group, with tokens dealt evenly to its ranks, back in the batch's order."""
-        order, _ = self._order(workers, batch, num_mini_batches=1)
-        inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
-        return getattr(workers, method)(inputs.select_idxs(order)).select_idxs(get_reverse_idx(order))
+    def _compute(self, workers: Any, method: str, batch: DataProto) -> DataProto:
+        """Columns that a worker group makes of the sequences."""
+        lengths, balance = stages.sequence_lengths(batch), self.config.trainer.balance_batch
+        return compute_columns(workers, method, batch, stages.ACTOR_COLUMNS, lengths, balance)
 
     def _update(
-        self,
-        workers: Any,
-        method: str,
-        batch: DataProto,
-        columns: tuple[str, ...],
-        mini_batch: int,
-        arguments: Mapping[str, Any] = {},
+        self, workers: Any, method: str, batch: DataProto, columns: tuple[str, ...], count: int, **arguments: Any
     ) -> None:
-        """One pass of updates over the batch; its metrics are the same on every rank."""
-        order, ranks = self._order(workers, batch, self._mini_batches(mini_batch))
-        self.metrics.update(log_seqlen_unbalance(stages.sequence_lengths(batch), ranks, "global_seqlen"))
-        inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
-        updated = getattr(workers, method)(inputs.select_idxs(order), **arguments)
-        self.metrics.update(updated.meta_info["metrics"])
+        """``count`` optimizer steps, one for each mini-batch."""
+        lengths, balance = stages.sequence_lengths(batch), self.config.trainer.balance_batch
+        self.metrics.update(update_weights(workers, method, batch, columns, lengths, balance, count, **arguments))
 
     def _mini_batches(self, prompts: int) -> int:
         """Optimizer steps of one pass, with so many prompts in each."""
         return self.config.data.train_batch_size // prompts
-
-    def _order(self, workers: Any, batch: DataProto, num_mini_batches: int) -> tuple[list[int], list[list[int]]]:
-        return layout_for_ranks(
-            stages.sequence_lengths(batch),
-            dp_size=workers.world_size,
-            num_mini_batches=num_mini_batches,
-            balance=self.config.trainer.balance_batch,
-        )
 
     # ---- reports and checkpoints --------------------------------------------------------------
 
