@@ -10,7 +10,7 @@ RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
 PEERS := $(VENV)/.peers-ready
 
-.PHONY: help quickstart quickstart-ppo quickstart-study test test-slow proofs lint docs config clean
+.PHONY: help algorithm-study quickstart quickstart-ppo quickstart-study test test-slow proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,9 @@ quickstart-ppo: $(RUN) ## the same with PPO and a critic
 
 quickstart-study: $(RUN) ## three seeds, the table of docs/quickstart.md
 	$(BIN)/python examples/quickstart/study.py --output_dir $(OUT)-study
+
+algorithm-study: $(RUN) ## nine algorithms, three seeds: the table and picture of docs/algorithm_study.md
+	$(BIN)/python examples/algorithms/study.py --output_dir $(OUT)-algorithms
 
 test: $(DEV) ## the tests
 	$(BIN)/python -m pytest

@@ -163,7 +163,7 @@ def draw(histories: Histories, path: Path) -> None:
         axis.set_visible(False)
     seeds = len(next(iter(histories.values())))
     figure.suptitle(f"Mean reward of the sampled responses by step; {seeds} seeds, range shaded, others in grey")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
 
 
