@@ -78,9 +78,25 @@ def test_it_works_in_a_thread():
 
 def test_a_comparison_that_never_ends_is_a_timeout_and_not_a_zero():
     function = RewardFunction(default_compute_score, {}, budget=Budget(timeout_s=5.0))
-    answers = [r"\boxed{9^{9^{9^9}}}", r"\boxed{3^{2^{40}}}", r"\boxed{\frac{6}{2}}"]
+    answers = [r"\boxed{\sum_{k=1}^{9999} \sin(k)}", r"\boxed{\frac{6}{2}}"]
     scores = function.score_samples([Sample("math_reward", answer, "3", {}) for answer in answers])
-    assert [(score.status, score.value) for score in scores] == [("timeout", 0.0), ("timeout", 0.0), ("ok", 1.0)]
+    assert [(score.status, score.value) for score in scores] == [("timeout", 0.0), ("ok", 1.0)]
+
+
+@pytest.mark.parametrize(
+    "answer", ["9^{9^{9^9}}", "3^{2^{40}}", "10^{10^{10}}", "(1+x)^{100000}", "x^{-123456}", "2^{ 3 ^{ 99 } }"]
+)
+def test_a_power_that_cannot_be_worked_out_is_wrong(answer: str):
+    # Not undecided: then it would cost a policy nothing to write one.
+    assert compute_score(rf"\boxed{{{answer}}}", "3") == 0.0
+    assert compute_score(rf"\boxed{{{answer}}}", answer) == 1.0  # the same text is the same value
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"), [("2^{3^2}", "512"), ("2^{2^{3}}", "256"), ("10^{-3}", "0.001"), ("2^{10}", "1024")]
+)
+def test_powers_that_can_be_worked_out_are(answer: str, truth: str):
+    assert compute_score(rf"\boxed{{{answer}}}", truth) == 1.0
 
 
 def test_a_ground_truth_that_cannot_be_read():

@@ -1,7 +1,8 @@
 """What runs on the other side of the pool: a keeper, and below it the worker that calls the function.
 
 The file is started as a script by a clean interpreter and needs nothing but the standard library (and
-psutil in the keeper), so that a worker is there in milliseconds and holds no threads, no torch and no Ray of its parent.
+psutil in the keeper), so that a worker is there in milliseconds and holds no threads, no torch and no
+Ray of its parent.
 
 The keeper is the worker's parent, so a function that kills its parent meets the keeper and not the
 training run. When the worker ends, or the run ends, or the run says so (SIGTERM), the keeper kills

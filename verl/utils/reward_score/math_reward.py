@@ -1,20 +1,27 @@
 r"""MATH (arXiv:2103.03874): the last ``\boxed{...}``, equal in value to the ground truth.
 
 Equality is decided by the library math-verify. Symbolic algebra on what a model writes can run for
-ever (``9^{9^{9^9}}``), and the library's own time limits are signals, which only a main thread can
-take. So nothing here bounds a comparison: reward managers call scorers in processes that are killed
-when they take too long, and so should you (:class:`verl.utils.killable_pool.KillablePool`).
+ever, and the library's own time limits are signals, which only a main thread can take. Powers that
+cannot be worked out (``9^{9^{9^9}}``) are wrong answers; nothing else here bounds a comparison:
+reward managers call scorers in processes that are killed when they take too long, and so should
+you (:class:`verl.utils.killable_pool.KillablePool`).
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import re
 from typing import Any
 
 from verl.errors import RewardError
 from verl.utils.reward_score import register_scorer
 from verl.utils.reward_score.notation import canonical, readings
 
+MAX_EXPONENT = 10_000
+"""Largest number that a power in an answer may have as its exponent and still be worked out."""
+_POWER = re.compile(r"\^\s*\{?\s*[-+]?\s*(\d+)(?:\s*\^\s*\{?\s*[-+]?\s*(\d+)(\s*\^)?)?")
+"""An exponent, its own exponent, and whether that has one too; of numbers."""
 MAX_ANSWER_LENGTH = 2000
 """Longest answer that is compared by value, in characters; a longer one is wrong unless it is the same text."""
 
@@ -74,7 +81,21 @@ def is_equivalent(answer: str, truth: str) -> bool:
     answer, truth = canonical(answer), canonical(truth)
     if _squeezed(answer) == _squeezed(truth):
         return True
+    if _is_endless(answer) and not _is_endless(truth):
+        return False
     return any(_is_equal(left, right) for left, right in readings(answer, truth))
+
+
+def _is_endless(answer: str) -> bool:
+    """Whether a power in it is so large that working it out takes for ever, which no answer of a data set asks for.
+
+    Such an answer is wrong, not undecided: a policy must not learn that it costs nothing.
+    """
+    for exponent, its_own, deeper in _POWER.findall(answer):
+        digits = math.log10(max(int(exponent), 1)) * (int(its_own) if its_own else 1)
+        if deeper or digits > math.log10(MAX_EXPONENT):
+            return True
+    return False
 
 
 def _squeezed(text: str) -> str:
