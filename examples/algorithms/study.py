@@ -122,7 +122,7 @@ def reward_name(algorithm: str) -> str:
 def table(histories: Histories) -> str:
     """One row for each algorithm, over its seeds."""
     lines = [
-        "| algorithm | held-out accuracy before | after: mean (each seed) | reward, last 5 steps | responses | seconds |",
+        "| algorithm | accuracy before | after: mean (each seed) | reward, last 5 steps | responses | seconds |",
         "|---|---|---|---|---|---|",
     ]
     for algorithm, runs in histories.items():

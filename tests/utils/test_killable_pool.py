@@ -300,8 +300,7 @@ def test_a_file_that_changes_during_the_run_is_not_used_in_silence(tmp_path):
     file.write_text(file.read_text().replace("1.0", "2.0"))
     # The process that has the old code dies, and one that takes its place would have the new one.
     with pytest.raises(WorkerError, match="was changed while the run goes on"):
-        for _ in range(3):
-            pool.map([{"how": "die"}, {"how": "ok"}])
+        pool.map([{"how": how} for how in ("die", "ok") * 3])
     pool.close()
 
 

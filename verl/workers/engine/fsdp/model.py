@@ -89,8 +89,8 @@ class HeadedModel(nn.Module):
         if "hidden" in outputs:
             return {"hidden": chosen}
         if self.head.out_features == 1:
-            found: dict[str, Any] = dict.fromkeys(outputs, self.head(chosen).squeeze(-1).float())
-            return found
+            scalars: dict[str, Any] = dict.fromkeys(outputs, self.head(chosen).squeeze(-1).float())
+            return scalars
         found = token_log_probs(
             chosen,
             self.head.weight,
