@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.config.support import Run, only
-from verl.trainer.config.keys import get
 from verl.trainer.ppo.core_algos import adv_needs, estimator_names
 
 EXTRA = {"gdpo": {"algorithm.gdpo_reward_keys": ["accuracy", "format"]}}
@@ -33,18 +32,6 @@ def test_every_estimator_loads(run: Run, name: str):
 def test_sum_pi_squared_can_be_asked_for(run: Run):
     key = "actor_rollout_ref.actor.calculate_sum_pi_squared"
     assert run.load({key: True}).actor_rollout_ref.actor.calculate_sum_pi_squared
-
-
-@pytest.mark.parametrize("name", estimator_names())
-def test_published_settings_load_as_command_lines(run: Run, name: str):
-    for overrides in adv_needs(name).reproduces.values():
-        published = dict(override.split("=", 1) for override in overrides)
-        rest = {k: f"[{','.join(v)}]" if isinstance(v, list) else v for k, v in (run.ppo | settings(run, name)).items()}
-        config = run.script(" ".join(f"'{key}={value}'" for key, value in (rest | published).items()))
-        assert adv_needs(config.algorithm.adv_estimator) == adv_needs(name)
-        for key, value in published.items():
-            if value[0] not in "[$":
-                assert str(get(config, key)).lower() == value.lower()
 
 
 @pytest.mark.parametrize("name", ["maxrl", "gdpo"])

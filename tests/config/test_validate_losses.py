@@ -8,9 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.config.support import Run, only
-from verl.trainer.config import PPOConfig
-from verl.trainer.config.keys import leaves
-from verl.trainer.config.overrides import compose
 from verl.trainer.ppo.core_algos import (
     LOSS_AGG_MODES,
     get_policy_loss_fn,
@@ -89,24 +86,6 @@ def test_entropy_bounds(run: Run):
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_every_aggregation_can_be_set(run: Run, mode: str):
     assert run.load({f"{ACTOR}.loss_agg_mode": mode}).actor_rollout_ref.actor.loss_agg_mode == mode
-
-
-PUBLISHED = [
-    (name, setting, overrides)
-    for name in policy_loss_names()
-    for setting, overrides in policy_loss_info(name).reproduces.items()
-]
-
-
-@pytest.mark.parametrize(("name", "setting", "overrides"), PUBLISHED, ids=[f"{n}: {s}" for n, s, _ in PUBLISHED])
-def test_published_settings_are_settings(run: Run, name: str, setting: str, overrides: tuple[str, ...]):
-    known = leaves(PPOConfig)
-    compose(overrides)  # Hydra refuses keys that there are not
-    changes = dict(override.lstrip("+").split("=", 1) for override in overrides)
-    assert all(key in known or key.startswith("reward_model.reward_kwargs.") for key in changes)
-    actor = {key: value for key, value in changes.items() if key.startswith(ACTOR)}
-    loaded = run.load(actor).actor_rollout_ref.actor
-    assert loaded.policy_loss.loss_mode == name
 
 
 def test_every_loss_has_its_paper():

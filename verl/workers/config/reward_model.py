@@ -99,7 +99,7 @@ class RewardModelConfig(BaseConfig):
     """Registered scorer for all rows, whatever their data source; null goes by data source."""
     scorer_kwargs: dict[str, Any] = setting(factory=dict)
     """Further arguments of the scorer, such as `format_score` of countdown."""
-    max_error_rate: float = setting(0.1, ge=0, le=1)
+    max_error_rate: float = setting(0.5, ge=0, le=1)
     """Fraction of a step's samples whose scorer may fail before the run stops."""
     on_failure: FailurePolicy = setting("mask")
     """What becomes of samples that could not be scored: `mask` leaves them out of training and of their group's

@@ -73,7 +73,7 @@ class NaiveRewardManager(AbstractRewardManager):
         num_examine: int,
         compute_score: Callable[..., Any] | None = None,
         reward_fn_key: str = "data_source",
-        max_error_rate: float = 0.1,
+        max_error_rate: float = 0.5,
         max_concurrent: int = 64,
         num_workers: int = 1,
         timeout_s: float = 30.0,
