@@ -82,7 +82,7 @@ class SupervisedTrainer(TrainingLoop):
             resume_from_path=trainer.resume_from_path,
             keep={".": trainer.max_ckpt_to_keep},
         )
-        self.checkpoint = TrainerCheckpoint(plan, {".": workers})
+        self.checkpoint = TrainerCheckpoint(plan, {".": workers}, {"epochs": self.epochs})
 
     def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
         """Columns of the data set to the layout that the engine reads."""
@@ -124,7 +124,7 @@ class SupervisedTrainer(TrainingLoop):
         metrics = self.train_on(dealt).meta_info["metrics"]
         return {f"train/{name.removeprefix('perf/')}": value for name, value in metrics.items()} | {
             "train/global_tokens": float(sum(lengths)),
-            "training/epoch": (self.global_steps - 1) // len(self.train_dataloader),
+            "training/epoch": self.epochs.epoch,
         }
 
     def train_on(self, batch: DataProto) -> DataProto:
