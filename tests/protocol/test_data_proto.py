@@ -23,6 +23,7 @@ from verl.protocol import (
     fold_batch_dim,
     list_of_dict_to_dict_of_list,
     pad_dataproto_to_divisor,
+    replace_columns,
     unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
@@ -534,3 +535,15 @@ def test_list_of_dicts():
     assert list_of_dict_to_dict_of_list([]) == {}
     with pytest.raises(SchemaError, match="row 1 has the keys a, row 0 has a, b"):
         list_of_dict_to_dict_of_list([{"a": 1, "b": 2}, {"a": 3}])
+
+
+def test_replaced_columns_win_and_the_batch_stays_as_it_was():
+    batch = DataProto.from_dict({"a": torch.tensor([1, 2]), "b": torch.tensor([3, 4])}, {"name": ["x", "y"]})
+    other = DataProto.from_dict({"b": torch.tensor([5, 6])}, {"name": ["z", "y"], "new": [None, [1]]})
+    replaced = replace_columns(batch, other)
+    assert {key: value.tolist() for key, value in replaced.batch.items()} == {"a": [1, 2], "b": [5, 6]}
+    assert replaced.non_tensor_batch["name"].tolist() == ["z", "y"]
+    assert replaced.non_tensor_batch["new"].tolist() == [None, [1]]
+    assert batch.batch["b"].tolist() == [3, 4]
+    names_alone = replace_columns(batch, DataProto.from_dict(non_tensors={"name": ["p", "q"]}))
+    assert names_alone.batch["b"].tolist() == [3, 4]

@@ -15,6 +15,7 @@ import torch
 from tests.reward.batches import LENGTH, TOKENIZER, batch_of
 from tests.reward.hostile import acts, length_of, per_text, stamps
 from verl.errors import ConfigError, RewardError
+from verl.protocol import replace_columns
 from verl.trainer.config import PPOConfig
 from verl.trainer.ppo.reward import (
     RewardRecord,
@@ -25,7 +26,7 @@ from verl.trainer.ppo.reward import (
     start_reward,
     status_metrics,
 )
-from verl.trainer.ppo.stages import replace_columns, score_columns
+from verl.trainer.ppo.stages import score_columns
 from verl.utils.reward_score.remote import RemoteScorer
 from verl.workers.reward_manager import (
     BatchRewardManager,

@@ -3,7 +3,7 @@
 - ``data_proto.py``: DataProto: named columns with one row per sample; select, union, chunk, concat, ...
 - ``columns.py``: the arithmetic of columns: equality, union, index checks
 - ``tensordicts.py``: TensorDicts, made and taken apart
-- ``rows.py``: rows to a batch, and batches whose rows are grouped
+- ``rows.py``: rows to a batch, batches with other columns, batches whose rows are grouped
 - ``padding.py``: rows added so that a batch divides over ranks, and their removal
 - ``future.py``: DataProtoFuture: a batch that other processes are still computing
 - ``wire.py``: columns as flat buffers, for pickle and for collectives
@@ -16,7 +16,7 @@ from verl.protocol.data_proto import DataProto, DataProtoItem
 from verl.protocol.future import DataProtoFuture
 from verl.protocol.gather import all_gather_data_proto
 from verl.protocol.padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
-from verl.protocol.rows import collate_fn, fold_batch_dim, unfold_batch_dim
+from verl.protocol.rows import collate_fn, fold_batch_dim, replace_columns, unfold_batch_dim
 from verl.protocol.tensordicts import union_tensor_dict
 from verl.protocol.wire import (
     deserialize_single_tensor,
@@ -37,6 +37,7 @@ __all__ = [
     "fold_batch_dim",
     "list_of_dict_to_dict_of_list",
     "pad_dataproto_to_divisor",
+    "replace_columns",
     "serialize_single_tensor",
     "serialize_tensordict",
     "unfold_batch_dim",

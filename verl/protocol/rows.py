@@ -1,4 +1,4 @@
-"""Rows to a batch, and batches whose rows are grouped."""
+"""Rows to a batch, batches with other columns, and batches whose rows are grouped."""
 
 from __future__ import annotations
 
@@ -23,6 +23,20 @@ def _single(item: DataProtoItem) -> DataProto:
     tensors = {key: value.unsqueeze(0) for key, value in item.batch.items()} if item.batch is not None else {}
     others = {key: [value] for key, value in item.non_tensor_batch.items()}
     return DataProto.from_dict(tensors, others, item.meta_info)
+
+
+def replace_columns(batch: DataProto, columns: DataProto) -> DataProto:
+    """A new batch: ``batch`` with the columns of ``columns`` in place of its own of the same name.
+
+    Where ``batch | columns`` refuses two columns that differ, this takes those of ``columns``.
+    """
+    tensors = () if batch.batch is None else batch.batch.keys()
+    replaced = () if columns.batch is None else set(columns.batch.keys())
+    kept = batch.select(
+        batch_keys=[key for key in tensors if key not in replaced],
+        non_tensor_batch_keys=[key for key in batch.non_tensor_batch if key not in columns.non_tensor_batch],
+    )
+    return kept | columns
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:

@@ -35,7 +35,7 @@ import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.errors import DataError
-from verl.protocol import DataProto
+from verl.protocol import DataProto, replace_columns
 from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.load import load_config
@@ -296,7 +296,7 @@ class RayPPOTrainer(TrainingLoop):
             batch, extra["reward_status"], self.config.reward_model.on_failure, needs_siblings=compares
         )
         self._dump_rollouts(batch, scores, extra)
-        scored = stages.replace_columns(batch, kept | stages.score_columns(scores, extra))
+        scored = replace_columns(batch, kept | stages.score_columns(scores, extra))
         self.record.add(scored, list(extra), rates)
         return scored
 

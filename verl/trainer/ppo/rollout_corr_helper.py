@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from verl.errors import SchemaError
-from verl.protocol import DataProto
+from verl.protocol import DataProto, replace_columns
 from verl.schema import require
 from verl.trainer.ppo.core_algos.rollout_correction import (
     LOG_RATIO_BOUND,
@@ -76,7 +76,7 @@ def compute_rollout_correction_and_add_to_batch(
         rollout_rs_threshold=config.rollout_rs_threshold,
     )
     made = DataProto.from_dict(tensors={"response_mask": mask})
-    return _with_columns(batch, made if weights is None else made | weights), metrics
+    return replace_columns(batch, made if weights is None else made | weights), metrics
 
 
 def apply_bypass_mode(batch: DataProto) -> DataProto:
@@ -87,7 +87,7 @@ def apply_bypass_mode(batch: DataProto) -> DataProto:
     """
     require(batch, ("rollout_log_probs",), "the bypass mode (algorithm.rollout_correction.bypass_mode=true)")
     old = _columns(batch)["rollout_log_probs"].clone()
-    return _with_columns(batch, DataProto.from_dict(tensors={"old_log_probs": old}))
+    return replace_columns(batch, DataProto.from_dict(tensors={"old_log_probs": old}))
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -296,12 +296,6 @@ def _columns(batch: DataProto) -> dict[str, Tensor]:
     if batch.batch is None:
         raise SchemaError("the rollout correction needs a batch with tensor columns; this one has none.")
     return dict(batch.batch.items())
-
-
-def _with_columns(batch: DataProto, made: DataProto) -> DataProto:
-    """``batch`` with the columns of ``made`` in place of its own of these names."""
-    kept = [name for name in _columns(batch) if name not in _columns(made)]
-    return batch.select(batch_keys=kept) | made
 
 
 def _exp(exponent: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from verl.errors import RolloutError
-from verl.protocol import DataProto
+from verl.protocol import DataProto, replace_columns
 from verl.schema import require
 from verl.trainer.ppo.core_algos import (
     agg_loss,
@@ -53,17 +53,6 @@ def compute_response_mask(data: DataProto) -> torch.Tensor:
     return data.batch["attention_mask"][:, -data.batch["responses"].size(1) :]
 
 
-def replace_columns(batch: DataProto, columns: DataProto) -> DataProto:
-    """``batch`` with the columns of ``columns`` in place of its own of the same name."""
-    assert batch.batch is not None
-    assert columns.batch is not None
-    kept = batch.select(
-        batch_keys=[key for key in batch.batch.keys() if key not in columns.batch.keys()],
-        non_tensor_batch_keys=[key for key in batch.non_tensor_batch if key not in columns.non_tensor_batch],
-    )
-    return kept | columns
-
-
 def sequence_lengths(batch: DataProto) -> list[int]:
     """Tokens of each sample, prompt and response."""
     return batch.batch["attention_mask"].sum(-1).tolist()
@@ -71,17 +60,7 @@ def sequence_lengths(batch: DataProto) -> list[int]:
 
 def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataProto:
     """``token_level_scores``, and what the reward function said beside them under its own names."""
-    return DataProto.from_dict(
-        tensors={"token_level_scores": scores},
-        non_tensors={name: object_column(values) for name, values in extra.items()},
-    )
-
-
-def object_column(values: list[Any]) -> np.ndarray:
-    """(bsz,) of any values, lists among them."""
-    column = np.empty(len(values), dtype=object)
-    column[:] = values
-    return column
+    return DataProto.from_dict(tensors={"token_level_scores": scores}, non_tensors=dict(extra))
 
 
 def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: Sequence[Any]) -> Metrics:
@@ -200,7 +179,7 @@ def prepare_mini_batches(batch: DataProto, actor: ActorConfig, num_mini_batches:
     for k, part in enumerate(batch.chunk(num_mini_batches)):
         columns = {**dict(part.batch.items()), "index": part.non_tensor_batch["uid"]}
         made.append(prepare_update(columns, actor, seed * num_mini_batches + k))
-    return DataProto.from_dict(tensors={name: torch.cat([part[name] for part in made]) for name in made[0]})
+    return DataProto.from_dict(tensors=_one_after_the_other(made))
 
 
 def aggregation_columns(batch: DataProto, loss_agg_mode: str, num_mini_batches: int) -> dict[str, torch.Tensor]:
@@ -209,7 +188,11 @@ def aggregation_columns(batch: DataProto, loss_agg_mode: str, num_mini_batches: 
         prepare_aggregation(loss_agg_mode, part.batch["response_mask"], part.non_tensor_batch["uid"])
         for part in batch.chunk(num_mini_batches)
     ]
-    return {name: torch.cat([part[name] for part in made]) for name in made[0]}
+    return _one_after_the_other(made)
+
+
+def _one_after_the_other(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def policy_columns(batch: DataProto, actor: ActorConfig) -> tuple[str, ...]:
