@@ -1,0 +1,327 @@
+"""A rollout engine in a process of its own, behind HTTP on loopback: start, wait, call, end. For any engine.
+
+    server = EngineServer("vllm", command=lambda port: [python, "-m", "...", "--port", str(port)], token=new_token())
+    server.start()                                   # returns when the server is healthy, or raises
+    server.post("/generate", {"input_ids": [1, 2]})  # JSON in, JSON out
+    server.post_many("/generate", bodies)            # all at once; the answers in the order of the bodies
+    server.stop()                                    # also when the interpreter ends, and when this process is killed
+
+The server never outlives this process: a guard (:mod:`verl.workers.rollout.server_guard`) leads its process
+group, and kills all of it when this process is gone, however it went.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from verl.errors import RolloutError
+from verl.workers.rollout import server_guard
+
+if TYPE_CHECKING:
+    import httpx2
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_POLL_S = 0.1
+_LAST_WORDS_S = 2.0
+_SHOWN_LOG_LINES = 40
+_SHOWN_LOG_BYTES = 64 * 1024
+
+
+def new_token() -> str:
+    """A secret for one server: who cannot read it cannot use the server."""
+    return secrets.token_urlsafe(24)
+
+
+class EngineServer:
+    """One server process that belongs to this process.
+
+    Args:
+        name: of the engine, for messages.
+        command: from the port to listen on to the command line. The server must listen on loopback alone.
+        token: sent with every request as ``Authorization: Bearer``. Give it to the server through its
+            environment; a command line can be read by everyone on the machine.
+        environment: variables for the server beside those of this process; None takes one away.
+        health_path: answers 200 when the server is ready.
+        start_timeout_s: longest start, with the loading of the model.
+        request_timeout_s: longest wait for one answer; None waits as long as the server lives.
+        max_connections: requests under way at once; more wait here.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[int], Sequence[str]],
+        *,
+        token: str,
+        environment: Mapping[str, str | None] | None = None,
+        health_path: str = "/health",
+        start_timeout_s: float = 600.0,
+        request_timeout_s: float | None = None,
+        max_connections: int = 512,
+    ) -> None:
+        self.name = name
+        self.token = token
+        self.port = 0
+        self.base_url = ""
+        self.folder = Path()
+        """For this server alone, with its log; gone after ``stop``."""
+        self.memory_folder = Path()
+        """The same on a file system in memory where there is one: for what goes to the server by file."""
+        self._command = command
+        self._environment = dict(environment or {})
+        self._health_path = health_path
+        self._start_timeout_s = start_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._max_connections = max_connections
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._http: _HttpThread | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    # ---- life
+
+    def start(self) -> None:
+        """Start the server and wait until it is healthy.
+
+        Raises:
+            RolloutError: it ended, or was not healthy in time; the message has the end of its log.
+        """
+        if self._guard is not None:
+            return
+        self.folder = Path(tempfile.mkdtemp(prefix=f"verl-{self.name}-"))
+        self.memory_folder = Path(tempfile.mkdtemp(prefix=f"verl-{self.name}-", dir=_in_memory()))
+        reservation = _reserve_port()
+        self.port = reservation.getsockname()[1]
+        self.base_url = f"http://{LOOPBACK}:{self.port}"
+        command = [*map(str, self._command(self.port))]
+        owner = [str(os.getpid()), f"{self.folder}{os.pathsep}{self.memory_folder}"]
+        guarded = [sys.executable, "-I", "-S", server_guard.__file__, *owner, *command]
+        environment = {k: v for k, v in (os.environ | self._environment).items() if v is not None}
+        with self.log_path.open("wb") as log:
+            self._guard = subprocess.Popen(
+                guarded, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
+            )
+        headers = {"Authorization": f"Bearer {self.token}"}
+        self._http = _HttpThread(self.base_url, headers, self._request_timeout_s, self._max_connections)
+        self._end = weakref.finalize(
+            self, _end_server, self._guard, self._http, reservation, (self.folder, self.memory_folder)
+        )
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.stop)
+            self._wait_until_healthy()
+            on_failure.pop_all()
+
+    def _wait_until_healthy(self) -> None:
+        began = time.monotonic()
+        while not self._is_healthy():
+            if not self.is_running:
+                raise RolloutError(
+                    f"the {self.name} server ended while it started. The end of its log:\n{self.log_tail()}"
+                )
+            if time.monotonic() - began > self._start_timeout_s:
+                raise RolloutError(
+                    f"the {self.name} server was not ready after {self._start_timeout_s:g} s. If the model is only "
+                    f"slow to load, wait longer (start_timeout_s). The end of its log:\n{self.log_tail()}"
+                )
+            time.sleep(_POLL_S)
+        logger.info("%s server: ready on port %d after %.1f s", self.name, self.port, time.monotonic() - began)
+
+    def _is_healthy(self) -> bool:
+        import httpx2
+
+        assert self._http is not None
+        try:
+            return self._http.run(self._http.status(self._health_path)) == 200
+        except httpx2.TransportError:  # nobody listens yet
+            return False
+
+    @property
+    def is_running(self) -> bool:
+        """The process was started and has not ended."""
+        return self._guard is not None and self._guard.poll() is None
+
+    @property
+    def log_path(self) -> Path:
+        """What the server writes to its standard output and error."""
+        return self.folder / "server.log"
+
+    def log_tail(self) -> str:
+        """The last lines of the log."""
+        if not self.log_path.is_file():
+            return "(no log)"
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _SHOWN_LOG_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-_SHOWN_LOG_LINES:]) or "(empty log)"
+
+    def stop(self) -> None:
+        """End the server and everything that it started. Idempotent."""
+        if self._end is not None:
+            self._end()
+        self._guard = self._http = self._end = None
+
+    # ---- requests
+
+    def get(self, path: str) -> Any:
+        """The answer to a GET; None for an empty one.
+
+        Raises:
+            RolloutError: as for ``post_many``.
+        """
+        return self._call([("GET", path, None)])[0]
+
+    def post(self, path: str, body: Any = None) -> Any:
+        """The answer to a POST of ``body`` as JSON; None for an empty one.
+
+        Raises:
+            RolloutError: as for ``post_many``.
+        """
+        return self._call([("POST", path, body)])[0]
+
+    def post_many(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+        """POST all bodies at once; the answers in their order.
+
+        May be called from several threads.
+
+        Raises:
+            RolloutError: the server refused a request (with its reason), did not answer in time, or died (with the
+                end of its log).
+        """
+        return self._call([("POST", path, body) for body in bodies])
+
+    def _call(self, calls: list[tuple[str, str, Any]]) -> list[Any]:
+        import httpx2
+
+        if self._http is None or not self.is_running:
+            raise RolloutError(f"the {self.name} server does not run.{self._last_words()}")
+        try:
+            return self._http.run(self._http.all(calls))
+        except httpx2.HTTPStatusError as error:
+            answer = error.response
+            raise RolloutError(
+                f"the {self.name} server refused {answer.request.method} {answer.request.url.path} with status "
+                f"{answer.status_code}: {_reason(answer)}"
+            ) from None
+        except httpx2.TimeoutException:
+            raise RolloutError(
+                f"the {self.name} server did not answer within {self._request_timeout_s} s.{self._last_words()}"
+            ) from None
+        except httpx2.TransportError as error:
+            raise RolloutError(
+                f"the {self.name} server broke a connection ({type(error).__name__}).{self._last_words()}"
+            ) from None
+
+    def _last_words(self) -> str:
+        if self._guard is None:
+            return " Start it first."
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(_LAST_WORDS_S)  # one that is just dying has its status in the log then
+        return f" The end of its log:\n{self.log_tail()}"
+
+
+def _reason(answer: httpx2.Response) -> str:
+    try:
+        body = answer.json()
+    except ValueError:
+        return answer.text[:2000]
+    error = body.get("error", body) if isinstance(body, dict) else body
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:2000]
+
+
+def _in_memory() -> str | None:
+    shm = Path("/dev/shm")
+    return str(shm) if shm.is_dir() and os.access(shm, os.W_OK) else None
+
+
+def _reserve_port() -> socket.socket:
+    """A bound socket that never listens: with SO_REUSEADDR on both sides the server can bind the port, others get
+    no such port from the kernel.
+    """
+    reservation = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    reservation.bind((LOOPBACK, 0))
+    return reservation
+
+
+def _end_server(
+    guard: subprocess.Popen[bytes], http: _HttpThread, reservation: socket.socket, folders: tuple[Path, ...]
+) -> None:
+    http.close()
+    if guard.poll() is None:
+        guard.terminate()
+        try:
+            guard.wait(server_guard.GRACE_S + 5)
+        except subprocess.TimeoutExpired:
+            os.killpg(guard.pid, signal.SIGKILL)
+            guard.wait()
+    reservation.close()
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class _HttpThread:
+    """An asynchronous client in a thread of its own, so that callers need no event loop (and may have one)."""
+
+    def __init__(self, base_url: str, headers: dict[str, str], timeout_s: float | None, connections: int) -> None:
+        import httpx2
+
+        self._loop = asyncio.new_event_loop()
+        self._client = httpx2.AsyncClient(
+            base_url=base_url,
+            headers=headers,
+            timeout=httpx2.Timeout(timeout_s, pool=None),
+            limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
+            trust_env=False,  # no proxy between this process and its own server
+        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-http", daemon=True)
+        self._thread.start()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future: Future[T] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # an interrupted caller leaves no requests behind
+
+    async def status(self, path: str) -> int:
+        return (await self._client.get(path)).status_code
+
+    async def all(self, calls: list[tuple[str, str, Any]]) -> list[Any]:
+        tasks = [asyncio.ensure_future(self._one(*call)) for call in calls]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:  # after one failed, nobody waits for the others
+                task.cancel()
+
+    async def _one(self, method: str, path: str, body: Any) -> Any:
+        answer = await self._client.request(method, path, json=body)
+        answer.raise_for_status()
+        return json.loads(answer.content) if answer.content else None
+
+    def close(self) -> None:
+        if self._loop.is_running():
+            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(timeout=5)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout=5)
