@@ -44,6 +44,14 @@ def test_an_end_token_in_the_last_place_is_a_stop():
     assert run([params(max_tokens=2)], [[5, 1]])[1:] == ([2], ["stop"])
 
 
+def test_rows_that_have_not_ended_are_given_up_with_what_was_drawn():
+    rules = StopRules([params(), params(max_tokens=2), params()], (1,), tiny_tokenizer("char"), CPU)
+    tokens = torch.tensor([[5, 5, 0, 0], [5, 5, 0, 0], [1, 0, 0, 0]])
+    for step in range(2):
+        rules.going_on(tokens, torch.arange(3), step)
+    assert rules.results(drawn=2) == ([2, 2, 1], ["abort", "length", "stop"])
+
+
 def test_a_subset_of_rows_in_any_order():
     rules = StopRules([params() for _ in range(4)], (1,), tiny_tokenizer("char"), CPU)
     tokens = torch.tensor([[5, 5], [1, 5], [5, 1], [5, 5]])

@@ -2,7 +2,8 @@
 
 An engine implements four methods (``generate``, ``load_weights``, ``sleep``, ``wake``). What the trainer
 uses is built on them once, here: ``awake`` and ``generate_sequences``. Seeds, columns and checks are
-therefore the same for every engine.
+therefore the same for every engine. An engine that decodes in steps of its own gets ``abort`` for two lines, see
+``until_aborted``; one that hands its requests to a server overrides it.
 
     with rollout.awake(actor.get_per_tensor_param, version=actor.weight_version):
         columns = rollout.generate_sequences(prompts)
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from verl.protocol import DataProto
     from verl.workers.config import HFModelConfig, RolloutConfig
 
+FinishReason = Literal["stop", "length", "abort"]
 NO_WEIGHTS = -1
 """The weight version of an engine that holds no usable weights."""
 
@@ -106,8 +109,9 @@ class RolloutOutput:
     drawn from: softmax(logits / temperature) over the tokens that min_p, top_k and top_p keep (without these, what
     the trainer computes); a greedy response has those of softmax(logits). With ``raw_logprobs`` under
     softmax(logits), whatever was sampled from."""
-    finish_reason: Literal["stop", "length", "abort"]
-    """``stop``: an end token or stop text; ``length``: ``max_tokens`` reached; ``abort``: given up by the engine."""
+    finish_reason: FinishReason
+    """``stop``: an end token or stop text; ``length``: ``max_tokens`` reached; ``abort``: cut short by
+    :meth:`BaseRollout.abort`, with the tokens drawn until then, maybe none."""
     weight_version: int
     """Version of the weights that made it."""
 
@@ -146,12 +150,15 @@ class BaseRollout(ABC):
         self.eos_token_ids = eos_token_ids(model_config.path, tokenizer)
         self.max_model_len = _max_model_len(config, self.hf_config)
         self.weight_version = NO_WEIGHTS
+        self._abort_lock = threading.Lock()
+        self._running: set[threading.Event] = set()
 
     @abstractmethod
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
         """One output per request, in the same order.
 
-        A response depends on its own request and on the weights, never on the other requests.
+        A response depends on its own request and on the weights, never on the other requests. It has at least
+        one token, unless :meth:`abort` was called.
 
         Raises:
             RolloutError: no weights are loaded, or a request cannot be served.
@@ -160,6 +167,11 @@ class BaseRollout(ABC):
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Replace all weights; the next ``generate`` uses them and nothing that was computed from older ones.
+
+        The engine may keep the tensors that it is given instead of a copy, where they live on its device in its
+        dtype. So they must not change while it generates, and whoever changes them afterwards gives them again
+        under a new version; what a ``generate`` in between would see is not defined. Asleep without weights it
+        keeps no tensor alive.
 
         Args:
             weights: parameter names of the Transformers model, and full tensors. Always iterated to the
@@ -178,6 +190,36 @@ class BaseRollout(ABC):
     @abstractmethod
     def sleep(self) -> None:
         """Give memory back to the trainer; sets ``weight_version`` to -1 if the weights go too. Idempotent."""
+
+    def abort(self) -> None:
+        """Make the running ``generate`` return soon; may be called from any thread.
+
+        Responses that have not ended come back with ``finish_reason`` "abort" and the tokens and log-probs drawn
+        so far, responses that have ended as they are. Without a running ``generate`` this does nothing: the
+        next one is as ever.
+        """
+        with self._abort_lock:
+            for running in self._running:
+                running.set()
+
+    @contextmanager
+    def until_aborted(self) -> Iterator[threading.Event]:
+        """For engines that decode in steps: around all work of one ``generate``; :meth:`abort` sets the event.
+
+        ::
+
+            with self.until_aborted() as aborted:
+                while unfinished and not aborted.is_set():
+                    ...
+        """
+        aborted = threading.Event()
+        with self._abort_lock:
+            self._running.add(aborted)
+        try:
+            yield aborted
+        finally:
+            with self._abort_lock:
+                self._running.discard(aborted)
 
     @contextmanager
     def awake(self, weights: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> Iterator[Self]:

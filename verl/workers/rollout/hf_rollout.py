@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from threading import Event
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,14 @@ from transformers import PreTrainedModel
 
 from verl.errors import RolloutError
 from verl.utils.model import empty_causal_lm, torch_dtype
-from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRegistry, RolloutRequest
+from verl.workers.rollout.base import (
+    NO_WEIGHTS,
+    BaseRollout,
+    FinishReason,
+    RolloutOutput,
+    RolloutRegistry,
+    RolloutRequest,
+)
 from verl.workers.rollout.decoding import DecodingBatch
 from verl.workers.rollout.sampling import TokenSampler
 from verl.workers.rollout.stopping import StopRules
@@ -121,13 +129,17 @@ class HFRollout(BaseRollout):
         self.check_requests(requests)
         # Prompts of similar length share a batch, so there is little padding; equal prompts are neighbours.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
-        outputs: dict[int, RolloutOutput] = {}
-        for start in range(0, len(order), self.config.max_num_seqs):
-            chosen = order[start : start + self.config.max_num_seqs]
-            outputs.update(zip(chosen, self._generate_batch([requests[i] for i in chosen]), strict=True))
-        return [outputs[i] for i in range(len(requests))]
+        outputs = [RolloutOutput([], [], "abort", self.weight_version)] * len(requests)
+        with self.until_aborted() as aborted:
+            for start in range(0, len(order), self.config.max_num_seqs):
+                if aborted.is_set():
+                    break
+                chosen = order[start : start + self.config.max_num_seqs]
+                for i, output in zip(chosen, self._generate_batch([requests[i] for i in chosen], aborted), strict=True):
+                    outputs[i] = output
+        return outputs
 
-    def _generate_batch(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
+    def _generate_batch(self, requests: list[RolloutRequest], aborted: Event) -> list[RolloutOutput]:
         params = [request.sampling for request in requests]
         longest = max(p.max_tokens for p in params)
         batch = DecodingBatch(
@@ -144,16 +156,21 @@ class HFRollout(BaseRollout):
             drawn, log_prob = sampler(batch.logits, batch.rows, step)
             tokens[batch.rows, step], log_probs[batch.rows, step] = drawn, log_prob
             going_on = stop.going_on(tokens, batch.rows, step)  # places in batch.rows
-            if len(going_on) == 0:
+            if len(going_on) == 0 or aborted.is_set():
                 break
             if len(going_on) < _COMPACT_BELOW * len(batch.rows):
                 batch.keep(going_on)
             batch.forward(tokens[batch.rows, step])
         logger.debug("hf engine: %d rows, %.1f MiB of keys and values", len(requests), batch.nbytes / 2**20)
-        return self._outputs(tokens, log_probs, stop)
+        return self._outputs(tokens, log_probs, *stop.results(drawn=step + 1))
 
-    def _outputs(self, tokens: Tensor, log_probs: Tensor, stop: StopRules) -> list[RolloutOutput]:
-        lengths, reasons = stop.results()
+    def _outputs(
+        self,
+        tokens: Tensor,
+        log_probs: Tensor,
+        lengths: list[int],
+        reasons: list[FinishReason],
+    ) -> list[RolloutOutput]:
         rows = zip(tokens.tolist(), log_probs.tolist(), lengths, reasons, strict=True)
         outputs = [RolloutOutput(t[:n], p[:n], reason, self.weight_version) for t, p, n, reason in rows]
         if any(not math.isfinite(value) for output in outputs for value in output.log_probs):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.base import SamplingParams
+from verl.workers.rollout.base import FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,7 +75,10 @@ class StopRules:
                 found[place] = any(text in tail for text in self._texts[row])
         return found
 
-    def results(self) -> tuple[list[int], list[Literal["stop", "length"]]]:
-        """Length and finish reason of every row, once all have ended."""
-        stopped = self._stopped.tolist()
-        return self._lengths.tolist(), ["stop" if stop else "length" for stop in stopped]
+    def results(self, drawn: int = 0) -> tuple[list[int], list[FinishReason]]:
+        """Length and finish reason of every row; one that has not ended is given up with its ``drawn`` tokens."""
+        reasons: list[FinishReason] = [
+            "abort" if length == 0 else "stop" if stopped else "length"
+            for length, stopped in zip(self._lengths.tolist(), self._stopped.tolist(), strict=True)
+        ]
+        return [length or drawn for length in self._lengths.tolist()], reasons
