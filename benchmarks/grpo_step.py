@@ -1,0 +1,276 @@
+"""A whole GRPO step with a reference model: ours against TRL's GRPOTrainer, in one run.
+
+    python benchmarks/grpo_step.py [--rollout native] [--rounds 5] [--trl_micro 64] [--max_tokens 16384]
+
+Both generate, score with the same trivial function, ask the reference, and make one optimizer step in fp32 with a KL
+term, on the same prompts and as many tokens. Ours is the trainer itself with one worker in its process
+(``trainer.controller=local``). TRL runs at what is fastest for it on a CPU without vLLM: no gradient checkpointing, no
+dropout, logging once at the end, ``--trl_micro`` sequences per pass; it skips the pass for the old log-probs by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import string
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import shape
+from shape import TINY, Turns, Work
+
+TARGET = 2.0
+KL_COEFFICIENT = 0.04
+LEARNING_RATE = 1e-6
+HERE = Path(__file__).resolve()
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info):
+    return solution_str.count("e") / 10
+"""
+
+
+def conversations(work: Work) -> list[list[dict[str, str]]]:
+    """The prompts as chats; the template adds a token before and one after the text."""
+    letters = string.ascii_letters
+    texts = ("".join(letters[token % len(letters)] for token in ids[2:]) for ids in work.prompt_ids())
+    return [[{"role": "user", "content": text}] for text in texts]
+
+
+# ---- ours -----------------------------------------------------------------------------------------
+
+
+def our_overrides(arguments: Any, folder: Path, work: Work) -> list[str]:
+    """The command line of such a run."""
+    micro = {"use_dynamic_bsz": "true", "ppo_max_token_len_per_gpu": arguments.max_tokens}
+    settings: dict[str, object] = {
+        "algorithm.adv_estimator": "grpo",
+        "data.train_files": folder / "prompts.jsonl",
+        "data.val_files": folder / "prompts.jsonl",
+        "data.train_batch_size": work.prompts,
+        "data.max_prompt_length": work.prompt_length,
+        "data.max_response_length": work.response_length,
+        "data.dataloader_num_workers": 0,
+        "custom_reward_function.path": folder / "reward.py",
+        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "false",
+        "actor_rollout_ref.actor.ppo_mini_batch_size": work.prompts,
+        **{f"actor_rollout_ref.actor.{key}": value for key, value in micro.items()},
+        "actor_rollout_ref.actor.use_kl_loss": "true",
+        "actor_rollout_ref.actor.kl_loss_coef": KL_COEFFICIENT,
+        "actor_rollout_ref.actor.optim.lr": LEARNING_RATE,
+        "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.ref.fsdp_config.dtype": "float32",
+        "actor_rollout_ref.rollout.name": arguments.rollout,
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.n": work.samples,
+        "actor_rollout_ref.rollout.ignore_eos": "true",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+        "trainer.controller": "local",
+        "trainer.device": "cpu",
+        "trainer.n_gpus_per_node": 1,
+        "trainer.total_training_steps": 10**6,
+        "trainer.val_before_train": "false",
+        "trainer.logger": "[]",
+        "trainer.default_local_dir": folder / "checkpoints",
+        "trainer.progress": "off",
+    }
+    return [f"{key}={value}" for key, value in settings.items()] + arguments.overrides
+
+
+def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, float]]:
+    """The metrics of one step after the other; assembled as ``verl.trainer.main_ppo`` does."""
+    from verl.single_controller import local
+    from verl.trainer.config.load import load_config
+    from verl.trainer.config.overrides import compose
+    from verl.trainer.main_ppo import TaskRunner
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.reward import load_reward_manager
+    from verl.utils import hf_tokenizer
+    from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
+
+    config = load_config(compose(our_overrides(arguments, folder, work)))
+    runner = TaskRunner()
+    runner.add_actor_rollout_worker(config)
+    runner.add_ref_policy_worker(config)
+    tokenizer = hf_tokenizer(config.actor_rollout_ref.model.path)
+    dataset = create_rl_dataset(config.data.train_files, config.data, tokenizer, None, is_train=True)
+    trainer = RayPPOTrainer(
+        config=config,
+        tokenizer=tokenizer,
+        role_worker_mapping=runner.role_worker_mapping,
+        resource_pool_manager=runner.init_resource_pool_mgr(config, local),
+        ray_worker_group_cls=local.WorkerGroup,
+        reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
+        train_dataset=dataset,
+        collate_fn=collate_fn,
+        train_sampler=create_rl_sampler(config.data, dataset),
+        device_name="cpu",
+    )
+    trainer.init_workers()
+    while True:
+        rows = next(trainer.rows)
+        trainer.global_steps += 1
+        metrics = trainer._one_step(rows)
+        assert metrics["prompt_length/mean"] == work.prompt_length
+        assert metrics["response_length/mean"] == work.response_length
+        yield metrics
+
+
+def play_ours(arguments: Any, folder: Path, work: Work) -> None:
+    """Be our contestant; every turn tells its stages."""
+    turns = Turns()
+    steps = our_steps(arguments, folder, work)
+
+    def run() -> dict[str, Any]:
+        prefix = "timing_s/"
+        return {"stages": {k.removeprefix(prefix): v for k, v in next(steps).items() if k.startswith(prefix)}}
+
+    turns.serve(run, warm_up=2, versions=shape.versions("torch", "transformers"))
+
+
+# ---- TRL ------------------------------------------------------------------------------------------
+
+
+def count_e(completions: Sequence[Sequence[Mapping[str, str]]], **_: Any) -> list[float]:
+    """The reward function as TRL calls it."""
+    return [completion[0]["content"].count("e") / 10 for completion in completions]
+
+
+def play_trl(arguments: Any, folder: Path, work: Work) -> None:
+    """Be TRL: its own loop, held up at the beginning of each step until it is its turn."""
+    turns = Turns()
+    import time
+
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    warm_up = 2
+
+    class TakeTurns(TrainerCallback):
+        """A turn is a step."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == warm_up:
+                turns.ready(versions=shape.versions("torch", "transformers", "trl"))
+            if state.global_step >= warm_up and not turns.wait():
+                raise SystemExit
+            self.start = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seconds = time.perf_counter() - self.start
+            assert trainer._metrics["train"]["completions/min_length"][-1] == work.response_length
+            if state.global_step > warm_up:
+                turns.done(seconds)
+
+    passes = max(1, work.sequences // arguments.trl_micro)
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": torch.float32},
+        per_device_train_batch_size=work.sequences // passes,
+        gradient_accumulation_steps=passes,
+        num_generations=work.samples,
+        max_completion_length=work.response_length,
+        generation_kwargs={"min_new_tokens": work.response_length},  # end tokens are not drawn: all are of one length
+        beta=KL_COEFFICIENT,
+        learning_rate=LEARNING_RATE,
+        gradient_checkpointing=False,
+        max_steps=10**6,
+        logging_steps=10**6,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        log_completions=False,
+    )
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=count_e,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": conversations(work)}),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        callbacks=[TakeTurns()],
+    )
+    trainer.train()
+
+
+# ---- the comparison -------------------------------------------------------------------------------
+
+
+def prepare(folder: Path, work: Work) -> None:
+    """Model, prompts and reward function of both."""
+    work.save_model(folder / "model")
+    (folder / "reward.py").write_text(REWARD)
+    rows = [
+        {"data_source": "letters", "prompt": chat, "reward_model": {"ground_truth": ""}, "extra_info": {"index": i}}
+        for i, chat in enumerate(conversations(work))
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main() -> None:
+    """The command line."""
+    parser = shape.parser(__doc__)
+    parser.add_argument("--rollout", default="native", help="rollout.name of our run")
+    parser.add_argument("--max_tokens", type=int, default=16384, help="tokens per pass of our update")
+    parser.add_argument("--trl_micro", type=int, default=64, help="sequences per pass of TRL's update")
+    parser.add_argument("--only", choices=("ours", "TRL"), help="one of them alone, to look at it")
+    parser.add_argument("--contestant", help=shape.argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=shape.argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", help="further settings of our run, key=value")
+    arguments = parser.parse_args()
+    work = TINY if arguments.tiny else Work()
+    if arguments.contestant:
+        {"ours": play_ours, "TRL": play_trl}[arguments.contestant](arguments, arguments.folder, work)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        prepare(Path(name), work)
+        own = [f"--rollout={arguments.rollout}", f"--max_tokens={arguments.max_tokens}", *arguments.overrides]
+        common = [sys.executable, HERE, *(["--tiny"] if arguments.tiny else []), "--folder", name]
+        env = {"OMP_NUM_THREADS": str(arguments.threads)}
+        commands = {
+            "ours": ([*common, "--contestant", "ours", *own], env),
+            "TRL": ([*common, "--contestant", "TRL", f"--trl_micro={arguments.trl_micro}"], env),
+        }
+        chosen = {name: command for name, command in commands.items() if arguments.only in (None, name)}
+        with shape.contestants(chosen) as players:
+            facts = {player.name: player.facts for player in players}
+            replies = shape.take_turns(players, arguments.rounds)
+    seconds = {name: shape.summary([reply["seconds"] for reply in found]) for name, found in replies.items()}
+    for name, found in seconds.items():
+        print(f"{name:8}{found['median']:8.3f} s (least {found['min']:.3f})")
+    stages = stages_of(replies.get("ours", []))
+    print(", ".join(f"{name} {value:.3f} s" for name, value in stages.items()))
+    shape.write_result(
+        arguments.json,
+        part="grpo_step",
+        work=work.describe(),
+        machine=shape.machine(),
+        seconds=seconds,
+        stages=stages,
+        facts=facts,
+        rows=[
+            shape.speed_row(
+                f"whole GRPO step ({arguments.rollout})", "TRL's GRPOTrainer", seconds, "ours", "TRL", TARGET
+            )
+        ]
+        if len(seconds) == 2
+        else [],
+    )
+
+
+def stages_of(replies: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Our stages, each with its median over the steps."""
+    names = [name for reply in replies[:1] for name in reply["stages"]]
+    return {name: statistics.median(reply["stages"][name] for reply in replies) for name in names}
+
+
+if __name__ == "__main__":
+    main()
