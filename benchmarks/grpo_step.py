@@ -130,7 +130,7 @@ def play_ours(arguments: Any, folder: Path, work: Work) -> None:
         prefix = "timing_s/"
         return {"stages": {k.removeprefix(prefix): v for k, v in next(steps).items() if k.startswith(prefix)}}
 
-    turns.serve(run, warm_up=2, versions=shape.versions("torch", "transformers"))
+    turns.serve(run, versions=shape.versions("torch", "transformers"))
 
 
 # ---- TRL ------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def play_trl(arguments: Any, folder: Path, work: Work) -> None:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    warm_up = 2
+    warm_up = 1
 
     class TakeTurns(TrainerCallback):
         """A turn is a step."""

@@ -154,7 +154,7 @@ def play(name: str, folder: str, work: Work) -> None:
         run, packages = generate(folder, work), ("torch", "transformers")
     else:
         run, packages = our_engine(name, folder, work), ("torch", "transformers")
-    turns.serve(run, warm_up=2, versions=shape.versions(*packages), threads=torch.get_num_threads())
+    turns.serve(run, versions=shape.versions(*packages), threads=torch.get_num_threads())
 
 
 VLLM_ENV = {

@@ -71,8 +71,8 @@ class Work:
         return (
             f"Qwen3 shape of {self.parameters / 1e6:.2f} M parameters (hidden {self.hidden}, {self.layers} layers, "
             f"{self.heads} heads of {self.head_dim}, {self.key_value_heads} key/value heads, intermediate "
-            f"{self.intermediate}, vocabulary {self.vocabulary}), fp32; {self.prompts} prompts of "
-            f"{self.prompt_length} tokens x {self.samples} samples, {self.response_length} new tokens each"
+            f"{self.intermediate}, vocabulary {self.vocabulary}); {self.prompts} prompts of {self.prompt_length} "
+            f"tokens x {self.samples} samples, {self.response_length} new tokens each"
         )
 
     def prompt_ids(self) -> list[list[int]]:
@@ -83,7 +83,7 @@ class Work:
         tokens = range(FIRST_ORDINARY_TOKEN, self.vocabulary)
         return [draw.choices(tokens, k=self.prompt_length) for _ in range(self.prompts)]
 
-    def save_model(self, folder: str | Path) -> str:
+    def save_model(self, folder: str | Path, **overrides: Any) -> str:
         """Config, random weights and the character tokenizer, as ``save_pretrained`` writes them."""
         from tests.models import tiny_model_dir
 
@@ -99,6 +99,7 @@ class Work:
             intermediate_size=self.intermediate,
             initializer_range=0.02,
             tie_word_embeddings=True,
+            **overrides,
         )
 
 
@@ -106,7 +107,7 @@ TINY = Work(
     hidden=32,
     layers=2,
     heads=2,
-    head_dim=16,
+    head_dim=32,
     key_value_heads=1,
     intermediate=64,
     prompts=2,
@@ -165,6 +166,10 @@ class Contestant:
             cwd=ROOT,
             env=os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | dict(env),
         )
+        self.facts: dict[str, Any] = {}
+
+    def wait_until_ready(self) -> None:
+        """Take in its ``facts``."""
         self.facts = self._reply()
 
     def run(self) -> dict[str, Any]:
@@ -198,11 +203,12 @@ class Contestant:
 
 @contextlib.contextmanager
 def contestants(commands: Mapping[str, tuple[Sequence[str | Path], Mapping[str, str]]]) -> Iterator[list[Contestant]]:
-    """Processes by (command, environment), started one after the other; ended at the end, also after an error."""
+    """Processes by (command, environment), all ready; ended at the end, also after an error."""
     started: list[Contestant] = []
     try:
-        for name, (command, env) in commands.items():
-            started.append(Contestant(name, command, env))
+        started += [Contestant(name, command, env) for name, (command, env) in commands.items()]
+        for contestant in started:
+            contestant.wait_until_ready()
         yield started
     finally:
         for contestant in started:
@@ -210,12 +216,15 @@ def contestants(commands: Mapping[str, tuple[Sequence[str | Path], Mapping[str, 
 
 
 def take_turns(players: Sequence[Contestant], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Each in turn, ``rounds`` times, in an order that is turned round every time; the replies of each."""
+    """Each in turn, in an order that is turned round every time; the replies of each.
+
+    One more round than ``rounds``, whose replies are dropped: it warms up what the crowded start left cold.
+    """
     replies: dict[str, list[dict[str, Any]]] = {player.name: [] for player in players}
-    for number in range(rounds):
+    for number in range(rounds + 1):
         for player in players if number % 2 == 0 else reversed(players):
             replies[player.name].append(player.run())
-    return replies
+    return {name: found[1:] for name, found in replies.items()}
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:

@@ -1,0 +1,436 @@
+"""What a GPU makes of it: training throughput and MFU, rollout against ``generate``, agreement of log-probs.
+
+    python benchmarks/gpu.py --json gpu.json [--parts rl sft rollout agreement] [--device cuda] [--rollout native]
+
+The model has the shape of Qwen3-0.6B and random weights, made on the spot. Neither Ray nor vLLM is needed. Each part
+runs in a process of its own; one that fails is reported and the others go on.
+
+rl          optimizer steps of the GRPO loss with a KL term on 16,384 tokens, once in one sequence and once in sixteen:
+            packed, bf16 passes over fp32 weights, with and without gradient checkpointing
+sft         the same for the supervised loss on 8,192 tokens
+rollout     64 responses of 512 tokens in bf16: our engine and Transformers ``generate``, in turn
+agreement   log-probs of the training engine against a plain Transformers forward, and of our rollout engine against
+            the training engine, in fp32 and in bf16
+
+The yardstick of the first two is what prime-rl publishes for one H100: 11.9 k tokens/s and 11.1 % MFU in an RL step,
+26.0 k tokens/s and 16.8 % in a supervised one. Both pairs fit 6 FLOP per parameter and token plus causal attention
+over *one* sequence of 16,384 and of 8,192 tokens, at a peak of 989 TFLOP/s; so the single long sequence is the
+comparison. Useful FLOP/s are counted by :class:`verl.utils.flops_counter.FlopsCounter`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import shape
+from shape import TINY, Row, Work
+
+GPU = Work(
+    hidden=1024,
+    layers=28,
+    heads=16,
+    head_dim=128,
+    key_value_heads=8,
+    intermediate=3072,
+    vocabulary=151936,
+    prompts=8,
+    prompt_length=128,
+    samples=8,
+    response_length=512,
+)
+PUBLISHED = {"rl": (11.9e3, 0.111), "sft": (26.0e3, 0.168)}
+"""Tokens per second and MFU of prime-rl on one H100."""
+ROLLOUT_TARGET = 8.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What every part is run with."""
+
+    work: Work
+    device: str
+    rollout: str
+    folder: str
+    rl_tokens: int
+    sft_tokens: int
+    repeats: int
+
+    def synchronize(self) -> None:
+        """Wait for the device, or the clock lies."""
+        import torch
+
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+
+# ---- training -------------------------------------------------------------------------------------
+
+
+def training_engine(setting: Setting, dtype: str, checkpointing: bool = False) -> Any:
+    """The trainer's engine over fp32 weights, computing in ``dtype``."""
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    engine = EngineRegistry.new(
+        "language_model",
+        "fsdp2",
+        model_config=HFModelConfig(
+            path=setting.folder, enable_gradient_checkpointing=checkpointing, use_remove_padding=True
+        ),
+        engine_config=FSDPEngineConfig(dtype=dtype, model_dtype="fp32"),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-6),
+        device_name=setting.device,
+    )
+    engine.initialize()
+    return engine
+
+
+def training_batch(setting: Setting, lengths: list[int]) -> Any:
+    """Random sequences, an eighth of each of them prompt, with all that the GRPO loss reads."""
+    import torch
+
+    from verl.protocol import DataProto
+
+    longest = max(lengths)
+    prompt = longest // 8
+    draw = torch.Generator().manual_seed(0)
+    shape_of = (len(lengths), longest)
+    ids = torch.randint(shape.FIRST_ORDINARY_TOKEN, setting.work.vocabulary, shape_of, generator=draw)
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+    response_mask = mask[:, prompt:].contiguous()
+    noise = torch.randn(response_mask.shape, generator=draw) * response_mask
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids * mask,
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "responses": ids[:, prompt:] * response_mask,
+            "response_mask": response_mask,
+            "advantages": noise,
+            "old_log_probs": -11.9 + 0.1 * noise,
+            "ref_log_prob": -11.9 + 0.1 * noise,
+        }
+    )
+
+
+def train(setting: Setting, name: str, tokens: int, loss: Any) -> dict[str, Any]:
+    """Throughput and MFU of whole optimizer steps, for one long and for many short sequences."""
+    import gc
+
+    import torch
+    from transformers import AutoConfig
+
+    from verl.utils.flops_counter import FlopsCounter, device_peak_flops
+    from verl.workers.engine import MicroBatchConfig
+
+    counter, peak = FlopsCounter(AutoConfig.from_pretrained(setting.folder)), device_peak_flops(setting.device)
+    found = []
+    for checkpointing in (False, True):
+        engine = training_engine(setting, "bfloat16", checkpointing)
+        for lengths in ([tokens], [tokens // 16] * 16):
+            batch = training_batch(setting, lengths)
+            micro = MicroBatchConfig(use_dynamic_bsz=True, max_token_len_per_gpu=tokens)
+            if setting.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+
+            def step(engine: Any = engine, batch: Any = batch, micro: Any = micro) -> None:
+                with engine.train_mode():
+                    engine.train_batch(batch, loss, micro)
+
+            seconds = timed(setting, {"step": step})["step"]
+            median = statistics.median(seconds)
+            useful = counter.training_flops(lengths, int(batch.batch["response_mask"].sum()))
+            found.append(
+                {
+                    "sequences": len(lengths),
+                    "tokens": tokens,
+                    "gradient_checkpointing": checkpointing,
+                    "seconds": shape.summary(seconds),
+                    "tokens_per_s": tokens / median,
+                    "useful_tflops": useful / median / 1e12,
+                    "mfu": None if peak is None else useful / median / peak,
+                    "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else None,
+                }
+            )
+        del engine
+        gc.collect()
+    best = max((run for run in found if run["sequences"] == 1), key=lambda run: run["tokens_per_s"])
+    published, mfu = PUBLISHED[name]
+    row = Row(
+        f"{name} step, tokens/s, one sequence of {tokens:,}",
+        f"prime-rl's published {published:,.0f} tokens/s and {mfu:.1%} MFU on one H100",
+        best["tokens_per_s"] / published,
+        1.0,
+        True,
+        f"{best['tokens_per_s']:,.0f} tokens/s, MFU {best['mfu'] or float('nan'):.1%}",
+    )
+    return {"peak_tflops": None if peak is None else peak / 1e12, "runs": found, "rows": [row]}
+
+
+def timed(setting: Setting, calls: dict[str, Callable[[], None]], warm_up: int = 2) -> dict[str, list[float]]:
+    """As ``shape.interleaved``, to the end of the device's work."""
+
+    def until_done(call: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            call()
+            setting.synchronize()
+
+        return run
+
+    setting.synchronize()
+    return shape.interleaved({name: until_done(call) for name, call in calls.items()}, setting.repeats, warm_up)
+
+
+def rl(setting: Setting) -> dict[str, Any]:
+    """Optimizer steps of reinforcement learning."""
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.losses import PolicyLoss
+
+    # The engine decides how sequences are cut; the sizes here only satisfy the section.
+    loss = PolicyLoss(FSDPActorConfig(use_kl_loss=True, use_dynamic_bsz=True))
+    return train(setting, "rl", setting.rl_tokens, loss)
+
+
+def sft(setting: Setting) -> dict[str, Any]:
+    """Optimizer steps of supervised learning."""
+    from verl.workers.losses import sft_loss
+
+    return train(setting, "sft", setting.sft_tokens, sft_loss)
+
+
+# ---- rollout --------------------------------------------------------------------------------------
+
+
+def rollout_engine(setting: Setting, dtype: str) -> Any:
+    """Our engine behind ``rollout.name``."""
+    from verl.utils import hf_tokenizer
+    from verl.workers.config import HFModelConfig, RolloutConfig
+    from verl.workers.rollout.base import get_rollout_class
+
+    work = setting.work
+    config = RolloutConfig(
+        name=setting.rollout,
+        dtype=dtype,
+        prompt_length=work.prompt_length,
+        response_length=work.response_length,
+        n=work.samples,
+        ignore_eos=True,
+        free_cache_engine=False,
+        tensor_model_parallel_size=1,
+        log_prob_micro_batch_size_per_gpu=work.sequences,
+    )
+    folder = setting.folder
+    return get_rollout_class(setting.rollout)(config, HFModelConfig(path=folder), hf_tokenizer(folder), setting.device)
+
+
+def prompts_of(work: Work, step: int) -> Any:
+    """The prompts as the driver hands them to a worker."""
+    import numpy as np
+    import torch
+
+    from verl.protocol import DataProto
+
+    ids = torch.tensor(work.prompt_ids()).repeat_interleave(work.samples, dim=0)
+    names = np.array([f"p{i // work.samples}" for i in range(work.sequences)], dtype=object)
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(ids.shape[1]).expand_as(ids).contiguous(),
+        },
+        non_tensors={"uid": names, "sample_index": np.arange(work.sequences) % work.samples},
+        meta_info={"global_steps": step},
+    )
+
+
+def rollout(setting: Setting) -> dict[str, Any]:
+    """Seconds of a rollout and of ``generate`` for the same work."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    work = setting.work
+    model = AutoModelForCausalLM.from_pretrained(setting.folder, dtype=torch.bfloat16).to(setting.device).eval()
+    model.generation_config.eos_token_id = None
+    engine = rollout_engine(setting, "bfloat16")
+    ids = torch.tensor(work.prompt_ids(), device=setting.device)
+    step = iter(range(10**6))
+
+    def ours() -> None:
+        with engine.awake(model.named_parameters, version=0):
+            found = engine.generate_sequences(prompts_of(work, next(step)))
+        assert int(found.batch["response_mask"].sum()) == work.response_tokens
+
+    @torch.inference_mode()
+    def generate() -> None:
+        found = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            num_return_sequences=work.samples,
+            max_new_tokens=work.response_length,
+            pad_token_id=0,
+        )
+        assert found.shape == (work.sequences, work.prompt_length + work.response_length)
+
+    small = replace(setting, repeats=min(setting.repeats, 3))
+    seconds = {
+        name: shape.summary(found) for name, found in timed(small, {"ours": ours, "generate": generate}, 1).items()
+    }
+    what = f"rollout of {work.sequences} x {work.response_length} tokens, bf16 ({setting.rollout})"
+    row = shape.speed_row(what, "Transformers `generate`", seconds, "ours", "generate", ROLLOUT_TARGET)
+    rates = {name: work.response_tokens / found["min"] for name, found in seconds.items()}
+    return {"seconds": seconds, "tokens_per_s": rates, "rows": [row]}
+
+
+# ---- agreement ------------------------------------------------------------------------------------
+
+
+def plain_log_probs(setting: Setting, batch: Any, dtype: str) -> Any:
+    """Log-probs of the responses by the plain Transformers model, in ``dtype``; (bsz, response_length) fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(setting.folder, dtype=getattr(torch, dtype)).to(setting.device).eval()
+    responses = batch.batch["responses"]
+    found = []
+    with torch.no_grad():
+        for ids, response in zip(batch.batch["input_ids"], responses, strict=True):
+            logits = model(input_ids=ids[None].to(setting.device)).logits[0, -len(response) - 1 : -1].float().cpu()
+            found.append(logits.log_softmax(-1).gather(-1, response[:, None]).squeeze(-1))
+    return torch.stack(found)
+
+
+def agreement(setting: Setting) -> dict[str, Any]:
+    """Largest and mean differences of log-probs."""
+    from verl.protocol import DataProto
+    from verl.workers.engine import MicroBatchConfig
+
+    work = setting.work
+    short = replace(setting, work=replace(work, samples=2, response_length=min(64, work.response_length)))
+    micro = MicroBatchConfig(use_dynamic_bsz=True, max_token_len_per_gpu=16384)
+    found: dict[str, Any] = {}
+    exact = None
+    for dtype in ("float32", "bfloat16"):
+        engine, sampler = training_engine(short, dtype), rollout_engine(short, dtype)
+        with engine.eval_mode(), sampler.awake(engine.get_per_tensor_param, engine.weight_version):
+            drawn = sampler.generate_sequences(prompts_of(short.work, 1))
+        columns = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+        batch: Any = DataProto.from_dict(tensors={name: drawn.batch[name] for name in columns})
+        with engine.eval_mode():
+            trained = engine.infer_batch(batch, {"log_probs"}, micro)["log_probs"]
+        plain = plain_log_probs(short, batch, dtype)
+        if dtype == "bfloat16":
+            exact = plain_log_probs(short, batch, "float32")
+        pairs = {
+            "training engine : plain forward": (trained, plain),
+            f"{setting.rollout} rollout : training engine": (drawn.batch["rollout_log_probs"], trained),
+        }
+        if exact is not None:
+            pairs |= {
+                "training engine : fp32 plain forward": (trained, exact),
+                "plain forward : fp32 plain forward": (plain, exact),
+            }
+        found[dtype] = {name: difference(a, b) for name, (a, b) in pairs.items()}
+        del engine, sampler
+    return {"log_prob_differences": found, "rows": []}
+
+
+def difference(a: Any, b: Any) -> dict[str, float]:
+    """Of two tensors of one shape."""
+    gap = (a.float().cpu() - b.float().cpu()).abs()
+    return {"max": float(gap.max()), "mean": float(gap.mean())}
+
+
+PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    "rl": rl,
+    "sft": sft,
+    "rollout": rollout,
+    "agreement": agreement,
+}
+
+
+# ---- the command ----------------------------------------------------------------------------------
+
+
+def run_part(name: str, setting: Setting, path: str) -> None:
+    """One part, in this process."""
+    import torch
+
+    started = time.monotonic()
+    gpu = torch.cuda.get_device_name() if setting.device == "cuda" else None
+    found = PARTS[name](setting)
+    shape.write_result(
+        path,
+        part=name,
+        **found,
+        gpu=gpu,
+        wall_s=time.monotonic() - started,
+        versions=shape.versions("torch", "transformers"),
+    )
+
+
+def parts_in_turn(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each part in a process of its own; one that fails says why."""
+    model = str(folder / "model")
+    (TINY if arguments.tiny else GPU).save_model(model, max_position_embeddings=40960)
+    for name in arguments.parts:
+        path = folder / f"{name}.json"
+        command = [sys.executable, __file__, "--part", name, "--model", model, "--json", str(path)]
+        command += ["--device", arguments.device, "--rollout", arguments.rollout, "--repeats", str(arguments.repeats)]
+        done = subprocess.run(
+            [*command, *(["--tiny"] if arguments.tiny else [])], check=False, capture_output=True, text=True
+        )
+        yield name, json.loads(path.read_text()) if done.returncode == 0 else {"failed": done.stderr[-3000:]}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", required=True, help="where the result goes")
+    parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--rollout", default="native", help="rollout.name of our engine")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--tiny", action="store_true", help="the smallest work, to test the benchmark itself")
+    parser.add_argument("--part", choices=tuple(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        setting = Setting(
+            work=TINY if arguments.tiny else GPU,
+            device=arguments.device,
+            rollout=arguments.rollout,
+            folder=arguments.model,
+            rl_tokens=256 if arguments.tiny else 16384,
+            sft_tokens=128 if arguments.tiny else 8192,
+            repeats=arguments.repeats,
+        )
+        run_part(arguments.part, setting, arguments.json)
+        return
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        for part, found in parts_in_turn(arguments, Path(name)):
+            results[part] = found
+            Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n")
+            print(part, json.dumps(found, indent=1), flush=True)
+    if failed := [part for part, found in results.items() if "failed" in found]:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
