@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -96,6 +98,17 @@ def load_hf_config(
     return config
 
 
+def training_randomness(config: PretrainedConfig) -> dict[str, float]:
+    """The settings that make the model's forward pass random in training: dropout, jitter or noise above 0."""
+    fields = config.get_text_config().to_dict()
+    words = ("drop", "jitter", "noise")
+    return {
+        name: float(value)
+        for name, value in fields.items()
+        if any(word in name for word in words) and isinstance(value, (int, float)) and value > 0
+    }
+
+
 def _override(config: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
     for key, value in overrides.items():
         if not hasattr(config, key):
@@ -142,6 +155,37 @@ def empty_causal_lm(
         module = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
     module.tie_weights()
     return module.eval().requires_grad_(False)
+
+
+def causal_lm_without_weights(
+    hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+) -> PreTrainedModel:
+    """The causal language model of ``hf_config`` with its buffers on ``device`` and parameters that take no memory.
+
+    Parameters are on the meta device until they are replaced.
+    """
+    with no_init_weights(), _parameters_on_meta():
+        module = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
+    module.tie_weights()
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
+    return module.eval().requires_grad_(False)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
+        register_parameter(module, name, parameter)
+
+    register_parameter = nn.Module.register_parameter
+    nn.Module.register_parameter = register  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register_parameter
 
 
 def eos_token_ids(name_or_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ from verl.workers.config.agent import AgentLoopConfig, MultiTurnConfig
 from verl.workers.config.engine import DType
 from verl.workers.config.model import PART_OF_MTP, MtpConfig
 
-ENGINE = "used by the vllm and sglang engines; the hf engine has no such choice"
-NO_OTHER_ENGINE = "this engine is not in this version yet; use hf"
+TOKENS_ONLY = "engines exchange token ids only; texts are made and looked for on the trainer's side"
+WHOLE_TENSORS = "weights travel tensor by tensor already"
+NO_OTHER_ENGINE = "this engine is not in this version; use vllm or sglang"
 NO_LOGITS = "logits are not log-probs, and nothing here can train on them; use processed_logprobs"
 
 
@@ -84,9 +85,9 @@ class CheckpointEngineConfig(BaseConfig):
         "naive", refuse="only the direct transfer (naive) is in this version; set checkpoint_engine.backend=naive"
     )
     """Transport of the weights."""
-    update_weights_bucket_megabytes: int = setting(2048, ge=1, hint=ENGINE)
-    """Size of one transfer."""
-    engine_kwargs: dict[str, Any] = setting(factory=dict, hint=ENGINE)
+    update_weights_bucket_megabytes: int = setting(2048, ge=1)
+    """Size of one transfer (`vllm`, `sglang`)."""
+    engine_kwargs: dict[str, Any] = setting(factory=dict, hint="the direct transfer has no settings")
     """Settings of the transport."""
 
 
@@ -102,39 +103,39 @@ class ServingConfig(BaseConfig):
     """Longest response in tokens."""
     dtype: DType = setting("bfloat16")
     """Format of the weights inside the engine."""
-    gpu_memory_utilization: float = setting(0.5, gt=0, le=1, hint=ENGINE)
-    """Fraction of a GPU's memory that the engine may take."""
-    enforce_eager: bool = setting(False, hint=ENGINE)
-    """Do not capture CUDA graphs."""
-    cudagraph_capture_sizes: tuple[int, ...] | None = setting(None, hint=ENGINE)
-    """Batch sizes for which CUDA graphs are captured."""
+    gpu_memory_utilization: float = setting(0.5, gt=0, le=1)
+    """Fraction of a GPU's memory that the engine may take (`vllm`, `sglang`)."""
+    enforce_eager: bool = setting(False)
+    """Do not capture CUDA graphs (`vllm`, `sglang`)."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
+    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`)."""
     free_cache_engine: bool = setting(True)
     """Give the engine's memory back while training; it gets the weights anew for the next rollout."""
-    data_parallel_size: int = setting(1, ge=1, hint=ENGINE)
-    """Copies of the model inside one engine."""
-    expert_parallel_size: int = setting(1, ge=1, hint=ENGINE)
-    """Ranks that share the experts of one layer."""
-    tensor_model_parallel_size: int = setting(2, ge=1, hint=ENGINE)
-    """Ranks that share one copy of the model."""
+    data_parallel_size: int = setting(1, ge=1)
+    """Copies of the model inside one engine (`vllm`, `sglang`)."""
+    expert_parallel_size: int = setting(1, ge=1)
+    """Ranks that share the experts of one layer (`vllm`, `sglang`)."""
+    tensor_model_parallel_size: int = setting(2, ge=1)
+    """Ranks that share one copy of the model; must divide the number of ranks (`vllm`, `sglang`)."""
     max_num_batched_tokens: int = setting(8192, ge=1)
     """Tokens that the engine puts through in one pass (`hf`: prompt tokens, padding included)."""
     max_model_len: int | None = setting(None, ge=1)
     """Longest prompt and response together; null takes both lengths."""
     max_num_seqs: int = setting(256, ge=1)
     """Sequences that the engine runs at once."""
-    load_format: str = setting("dummy", hint=ENGINE)
-    """How the engine finds its first weights: `dummy` waits for the trainer's."""
-    engine_kwargs: dict[str, Any] = setting(factory=dict, hint=ENGINE)
-    """Further arguments of the engine."""
-    limit_images: int | None = setting(None, ge=0, hint=ENGINE)
-    """Most images in one prompt."""
-    enable_chunked_prefill: bool = setting(True, hint=ENGINE)
-    """Cut long prompts into pieces."""
-    enable_prefix_caching: bool = setting(True, hint=ENGINE)
-    """Compute equal beginnings once."""
-    disable_log_stats: bool = setting(True, hint=ENGINE)
-    """No statistics in the engine's log."""
-    skip_tokenizer_init: bool = setting(True, hint=ENGINE)
+    load_format: str = setting("dummy")
+    """How the engine finds its first weights: `dummy` waits for the trainer's (`vllm`, `sglang`)."""
+    engine_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the engine (`vllm`, `sglang`)."""
+    limit_images: int | None = setting(None, ge=0)
+    """Most images in one prompt (`vllm`, `sglang`)."""
+    enable_chunked_prefill: bool = setting(True)
+    """Cut long prompts into pieces (`vllm`, `sglang`)."""
+    enable_prefix_caching: bool = setting(True)
+    """Compute equal beginnings once (`vllm`, `sglang`)."""
+    disable_log_stats: bool = setting(True)
+    """No statistics in the engine's log (`vllm`, `sglang`)."""
+    skip_tokenizer_init: bool = setting(True, hint=TOKENS_ONLY)
     """Exchange token ids only."""
 
 
@@ -148,12 +149,12 @@ class RolloutConfig(ServingConfig):
 
     hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
 
-    name: Literal["hf", "vllm", "sglang", "trtllm"] = setting(
-        "hf", refuse_values=dict.fromkeys(("vllm", "sglang", "trtllm"), NO_OTHER_ENGINE)
+    name: Literal["native", "hf", "vllm", "sglang", "trtllm"] = setting(
+        "hf", refuse_values={"trtllm": NO_OTHER_ENGINE}
     )
     """Engine; `hf` is Transformers itself."""
-    mode: Literal["sync", "async"] = setting("async", hint=ENGINE)
-    """Drive the engine in lock-step or request by request."""
+    mode: Literal["sync", "async"] = setting("async")
+    """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`)."""
     temperature: float = setting(1.0, ge=0)
     """Divisor of the logits; log-probs are of the divided logits."""
     top_k: int = setting(-1, ge=-1)
@@ -182,21 +183,21 @@ class RolloutConfig(ServingConfig):
     """Tokens that end a response besides EOS."""
     ignore_eos: bool = setting(False)
     """Go on after EOS, up to the longest response."""
-    pipeline_model_parallel_size: int = setting(1, ge=1, hint=ENGINE)
-    """Stages that share one copy of the model."""
-    engine_kwargs: dict[str, Any] = setting(factory=_per_engine, hint=ENGINE)
-    """Further arguments, by engine."""
-    scheduling_policy: str = setting("fcfs", hint=ENGINE)
-    """Order in which the engine serves waiting requests."""
+    pipeline_model_parallel_size: int = setting(1, ge=1)
+    """Stages that share one copy of the model (`vllm`, `sglang`)."""
+    engine_kwargs: dict[str, Any] = setting(factory=_per_engine)
+    """Further arguments, by engine; `vllm.python` names the interpreter of another environment that has vLLM."""
+    scheduling_policy: str = setting("fcfs")
+    """Order in which the engine serves waiting requests (`vllm`, `sglang`)."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = setting(
         "processed_logprobs", refuse_values=dict.fromkeys(("processed_logits", "raw_logits"), NO_LOGITS)
     )
     """`processed_logprobs` are those of the distribution that is sampled from: after temperature, min_p, top_k and
     top_p, summing to 1 over the tokens kept; `raw_logprobs` those of the model's own logits, before all of these."""
-    layered_summon: bool = setting(False, hint=ENGINE)
+    layered_summon: bool = setting(False, hint=WHOLE_TENSORS)
     """Gather weights layer by layer while they are sent."""
-    multi_stage_wake_up: bool = setting(False, hint=ENGINE)
-    """Wake weights and KV cache one after the other."""
+    multi_stage_wake_up: bool = setting(False)
+    """Wake weights and KV cache one after the other (`vllm`, `sglang`)."""
     log_prob_micro_batch_size: int | None = setting(None, ge=1)
     """Older form of `log_prob_micro_batch_size_per_gpu`: sequences per pass over all ranks together."""
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
@@ -267,11 +268,11 @@ class RewardRolloutConfig(ServingConfig):
     """Longest prompt in tokens."""
     response_length: int = setting(2048, ge=1)
     """Longest response in tokens."""
-    enforce_eager: bool = setting(True, hint=ENGINE)
-    """Do not capture CUDA graphs."""
+    enforce_eager: bool = setting(True)
+    """Do not capture CUDA graphs (`vllm`, `sglang`)."""
     max_num_seqs: int = setting(1024, ge=1)
     """Sequences that the engine runs at once."""
-    load_format: str = setting("auto", hint=ENGINE)
-    """How the engine finds its weights."""
-    skip_tokenizer_init: bool = setting(False, hint=ENGINE)
+    load_format: str = setting("auto")
+    """How the engine finds its weights (`vllm`, `sglang`)."""
+    skip_tokenizer_init: bool = setting(False, hint=TOKENS_ONLY)
     """Exchange token ids only."""

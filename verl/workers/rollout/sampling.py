@@ -8,11 +8,13 @@ batch, nor with the number of ranks.
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.base import SamplingParams
+if TYPE_CHECKING:  # PyTorch alone is needed at run time: SGLang's processes load this file too
+    from verl.workers.rollout.base import SamplingParams
 
 _CHUNK_ELEMENTS = 1 << 24
 """Rows × vocabulary that are worked on at once in float64: 128 MiB for each temporary."""
@@ -109,23 +111,24 @@ class TokenSampler:
                 row[: p.max_tokens] = uniforms(p.seed, p.max_tokens)
         self._uniforms = self._uniforms.to(device)
 
-    def __call__(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, logits: Tensor, rows: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor]:
         """Draw the ``step``-th token of the given rows.
 
         Args:
             logits: (len(rows), vocab).
             rows: (n,) which of the sampler's rows these are.
-            step: position in the response.
+            step: position in the response; of all rows, or (n,) of each.
 
         Returns:
             tokens (n,) int64 and their log-probs (n,) float32: see :class:`RolloutOutput`.
         """
         size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-        parts = [self._draw(*part, step) for part in zip(logits.split(size), rows.split(size), strict=True)]
+        steps = step if isinstance(step, Tensor) else torch.full_like(rows, step)
+        parts = [self._draw(*p) for p in zip(logits.split(size), rows.split(size), steps.split(size), strict=True)]
         tokens, log_probs = zip(*parts, strict=True)
         return torch.cat(tokens), torch.cat(log_probs)
 
-    def _draw(self, logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    def _draw(self, logits: Tensor, rows: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
         log_probs = (logits.float() / self._temperature[rows, None]).log_softmax(-1)
         log_kept_mass = log_probs.new_zeros(len(rows))
         if self._all_greedy:
@@ -136,7 +139,7 @@ class TokenSampler:
                 mass = probs.sum(-1)
                 probs = probs * kept_tokens(probs, self._top_k[rows], self._top_p[rows], self._min_p[rows])
                 log_kept_mass = (probs.sum(-1) / mass).log()  # exactly 0 where all tokens are kept
-            tokens = inverse_cdf(probs, self._uniforms[rows, step])
+            tokens = inverse_cdf(probs, self._uniforms[rows, steps])
             tokens = torch.where(self._greedy[rows], log_probs.argmax(-1), tokens)
         if self._raw:
             log_probs, log_kept_mass = logits.float().log_softmax(-1), torch.zeros_like(log_kept_mass)

@@ -1,0 +1,166 @@
+"""A few CPU kernels of our own, in C, compiled on first use: where PyTorch's operations leave the machine idle.
+
+    kernels = cpu_kernels()          # None where there is no C compiler; the reason is logged once
+    y = kernels.rms_norm(x, weight, eps)
+
+They are for inference in fp32: no autograd. Compiling takes about a second; the library is kept in
+``$XDG_CACHE_HOME/verl`` (``~/.cache/verl``) under a name made of the source, the compiler and the processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from verl.errors import RolloutError
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+# Sums may be taken in any order, or no loop could use SIMD; infinities and NaN keep their meaning.
+_FLAGS = "-O3 -march=native -fPIC -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros".split()
+_FEW_ELEMENTS = 1 << 16
+"""Elementwise work on less than this runs on one thread; waking the others would take longer."""
+_FLOAT, _INT, _INT64, _POINTER = ctypes.c_float, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+
+
+class CPUKernels:
+    """The compiled functions, with tensors as arguments.
+
+    Args:
+        path: of the shared library.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        self._decode_attention = library.decode_attention
+        self._decode_attention.argtypes = [_POINTER] * 12 + [_INT64] * 7 + [_FLOAT, _INT]
+        self._rms_norm = library.rms_norm
+        self._rms_norm.argtypes = [_POINTER] * 3 + [_INT64, _INT64, _FLOAT, _FLOAT, _INT]
+        self._rms_norm.restype = None
+        self._silu_mul = library.silu_mul
+        self._silu_mul.argtypes = [_POINTER] * 3 + [_INT64, _INT]
+        self._silu_mul.restype = None
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """(offset + weight) · x / sqrt(mean(x²) + eps) over the last dimension."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        width = x.shape[-1]
+        arguments = out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // width, width, eps, offset
+        self._rms_norm(*arguments, _threads(x.numel()))
+        return out
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) · up, written over ``gate``."""
+        self._silu_mul(gate.data_ptr(), gate.data_ptr(), up.data_ptr(), gate.numel(), _threads(gate.numel()))
+        return gate
+
+    def decode_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: tuple[Tensor, Tensor],
+        shared: tuple[Tensor, Tensor],
+        slots: Tensor,
+        own_lengths: Tensor,
+        prompts: Tensor,
+        shared_lengths: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> Tensor:
+        """One new token of each row: keep its key and value, then attend to the row's prompt and all its own tokens.
+
+        Args:
+            query: (rows, heads, head_dim).
+            key: (rows, kv_heads, head_dim) of the new tokens.
+            value: as ``key``.
+            own: keys and values of responses, (slots, kv_heads, room, head_dim); the new ones are written here.
+            shared: keys and values of prompts, (prompts, kv_heads, room, head_dim).
+            slots: (rows,) int64, where each row keeps its own.
+            own_lengths: (rows,) int64, how many tokens it has there, without the new one.
+            prompts: (rows,) int64, its prompt.
+            shared_lengths: (rows,) int64, tokens of the prompt.
+            scale: of the scores.
+            window: tokens that a token sees, itself included; None is all.
+
+        Returns:
+            (rows, heads, head_dim)
+
+        Raises:
+            RolloutError: there is no memory for the scores.
+        """
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        out = torch.empty_like(query)
+        rows, heads, head_dim = query.shape
+        tensors = (out, query, key, value, *own, *shared, slots, own_lengths, prompts, shared_lengths)
+        sizes = rows, heads, key.shape[1], head_dim, own[0].shape[2], shared[0].shape[2], window or 0
+        if self._decode_attention(*(t.data_ptr() for t in tensors), *sizes, scale, torch.get_num_threads()):
+            raise RolloutError(f"no memory for the attention scores of {rows} rows; lower rollout.max_num_seqs.")
+        return out
+
+
+def _threads(elements: int) -> int:
+    return 1 if elements < _FEW_ELEMENTS else torch.get_num_threads()
+
+
+@cache
+def cpu_kernels() -> CPUKernels | None:
+    """The kernels for this machine; None, with the reason in the log, where they cannot be compiled."""
+    compiler = next((found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (found := _which(name))), None)
+    if compiler is None:
+        logger.warning("no C compiler (CC, cc, gcc, clang): CPU rollouts use PyTorch's operations and are slower")
+        return None
+    try:
+        return CPUKernels(_compiled(compiler))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning("%s cannot compile the CPU kernels; rollouts use PyTorch's operations: %s", compiler, detail)
+        return None
+
+
+def _which(name: str | None) -> str | None:
+    return shutil.which(name) if name else None
+
+
+def _compiled(compiler: str) -> Path:
+    """The library for this source, compiler and processor; made if it is not there yet."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    key = hashlib.sha256("\0".join([_SOURCE.read_text(), version, _processor(), *_FLAGS]).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    library = folder / f"cpu_kernels-{key}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch) / library.name
+            _compile(compiler, made)
+            made.replace(library)  # whole or not at all, also when several processes compile at once
+        logger.info("CPU kernels compiled with %s into %s", compiler, library)
+    return library
+
+
+def _compile(compiler: str, target: Path) -> None:
+    command = [compiler, *_FLAGS, "-shared", str(_SOURCE), "-o", str(target), "-lm"]
+    with_threads = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True, timeout=300)
+    if with_threads.returncode:  # no OpenMP (Apple's clang): one thread
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()} {platform.version()}"
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))

@@ -1,0 +1,134 @@
+// What PyTorch has no fast CPU operation for. Tensors are fp32 and contiguous in the order that each comment gives;
+// verl/utils/cpu_kernels/__init__.py checks that and says what each function computes.
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+// Tokens whose keys (or values) one query head after the other reads while they are in the first-level cache.
+enum { TILE = 64 };
+
+// e^x to about 2 ulp for x <= 0 (and up to 88): 2^n times a polynomial in x - n ln 2, which compilers turn into SIMD code.
+INLINE float exp_f32(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    const float n = rintf(x * 1.44269504f);
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // ln 2 in two parts, so that little is lost
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const union { int32_t bits; float value; } power = {((int32_t)n + 127) << 23};
+    return p * power.value;
+}
+
+// s[h][j] = q[h] . k[j] for g query heads and n tokens; rows of s are ld apart.
+INLINE void scores_of(float *s, int64_t ld, const float *q, const float *k, int64_t n, int g, int d) {
+    for (int64_t start = 0; start < n; start += TILE) {
+        const int64_t end = start + TILE < n ? start + TILE : n;
+        for (int h = 0; h < g; ++h)
+            for (int64_t j = start; j < end; ++j) {
+                float sum = 0;
+                for (int i = 0; i < d; ++i) sum += q[h * d + i] * k[j * d + i];
+                s[h * ld + j] = sum;
+            }
+    }
+}
+
+// out[h] += sum_j p[h][j] v[j]
+INLINE void add_values(float *out, const float *p, int64_t ld, const float *v, int64_t n, int g, int d) {
+    for (int64_t start = 0; start < n; start += TILE) {
+        const int64_t end = start + TILE < n ? start + TILE : n;
+        for (int h = 0; h < g; ++h)
+            for (int64_t j = start; j < end; ++j)
+                for (int i = 0; i < d; ++i) out[h * d + i] += p[h * ld + j] * v[j * d + i];
+    }
+}
+
+INLINE void softmax(float *p, int64_t n, float scale) {
+    float largest = p[0], sum = 0;
+    for (int64_t j = 1; j < n; ++j) largest = p[j] > largest ? p[j] : largest;
+    for (int64_t j = 0; j < n; ++j) {
+        p[j] = exp_f32((p[j] - largest) * scale);
+        sum += p[j];
+    }
+    const float factor = 1 / sum;
+    for (int64_t j = 0; j < n; ++j) p[j] *= factor;
+}
+
+// One row and one key/value head: g query heads over n_shared tokens of the prompt and n_own of the response.
+INLINE void attend(float *out, float *s, const float *q, const float *shared_k, const float *shared_v, int64_t n_shared,
+                   const float *own_k, const float *own_v, int64_t n_own, float scale, int g, int d) {
+    const int64_t n = n_shared + n_own;
+    scores_of(s, n, q, shared_k, n_shared, g, d);
+    scores_of(s + n_shared, n, q, own_k, n_own, g, d);
+    for (int h = 0; h < g; ++h) softmax(s + h * n, n, scale);
+    memset(out, 0, sizeof(float) * g * d);
+    add_values(out, s, n, shared_v, n_shared, g, d);
+    add_values(out, s + n_shared, n, own_v, n_own, g, d);
+}
+
+static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// q, out (rows, heads, d); new_k, new_v (rows, kv, d); own_k, own_v (slots, kv, own_room, d);
+// shared_k, shared_v (prompts, kv, shared_room, d); the others (rows).
+// Returns 0, or 1 if there is no memory for the scores.
+int decode_attention(float *out, const float *q, const float *new_k, const float *new_v, float *own_k, float *own_v,
+                     const float *shared_k, const float *shared_v, const int64_t *slots, const int64_t *own_lengths,
+                     const int64_t *prompts, const int64_t *shared_lengths, int64_t rows, int64_t heads, int64_t kv,
+                     int64_t d, int64_t own_room, int64_t shared_room, int64_t window, float scale, int threads) {
+    const int64_t g = heads / kv;
+    int64_t longest = 0;
+    for (int64_t r = 0; r < rows; ++r) longest = at_least(longest, shared_lengths[r] + own_lengths[r] + 1);
+    float *scores = malloc(sizeof(float) * longest * g * threads);
+    if (scores == NULL) return 1;
+    // Each thread takes neighbouring rows of one head: siblings find their prompt in its cache.
+    const int64_t tasks = rows * kv, share = (tasks + threads - 1) / threads;
+#pragma omp parallel for num_threads(threads) schedule(static, share)
+    for (int64_t task = 0; task < tasks; ++task) {
+        const int64_t h = task / rows, r = task % rows;
+        float *k = own_k + (slots[r] * kv + h) * own_room * d, *v = own_v + (slots[r] * kv + h) * own_room * d;
+        memcpy(k + own_lengths[r] * d, new_k + (r * kv + h) * d, sizeof(float) * d);
+        memcpy(v + own_lengths[r] * d, new_v + (r * kv + h) * d, sizeof(float) * d);
+
+        const int64_t unseen = window > 0 ? at_least(shared_lengths[r] + own_lengths[r] + 1 - window, 0) : 0;
+        const int64_t skip = at_most(unseen, shared_lengths[r]), skip_own = unseen - skip;
+        const int64_t prompt = (prompts[r] * kv + h) * shared_room + skip;
+        const int64_t n_shared = shared_lengths[r] - skip, n_own = own_lengths[r] + 1 - skip_own;
+        float *o = out + (r * heads + h * g) * d, *s = scores + task / share * longest * g;
+        const float *own_q = q + (r * heads + h * g) * d, *pk = shared_k + prompt * d, *pv = shared_v + prompt * d;
+        k += skip_own * d, v += skip_own * d;
+        if (d == 64) attend(o, s, own_q, pk, pv, n_shared, k, v, n_own, scale, g, 64);
+        else if (d == 128) attend(o, s, own_q, pk, pv, n_shared, k, v, n_own, scale, g, 128);
+        else attend(o, s, own_q, pk, pv, n_shared, k, v, n_own, scale, g, d);
+    }
+    free(scores);
+    return 0;
+}
+
+// x, out (rows, n); weight (n).
+void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t n, float eps, float offset, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t r = 0; r < rows; ++r) {
+        const float *row = x + r * n;
+        float squares = 0;
+        for (int64_t i = 0; i < n; ++i) squares += row[i] * row[i];
+        const float factor = 1.0f / sqrtf(squares / n + eps);
+        for (int64_t i = 0; i < n; ++i) out[r * n + i] = (offset + weight[i]) * (row[i] * factor);
+    }
+}
+
+// gate, up, out (n)
+void silu_mul(float *out, const float *gate, const float *up, int64_t n, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < n; ++i) {
+        const float x = gate[i], e = exp_f32(x < 0 ? x : -x);  // of a number that is not positive: no overflow
+        out[i] = x * (x < 0 ? e : 1.0f) / (1.0f + e) * up[i];
+    }
+}
