@@ -1,0 +1,295 @@
+"""The two ways to SGLang: an engine of this process, or a server of its own behind HTTP. The same calls on both."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import pickle
+import shutil
+import sys
+import tempfile
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError, RolloutError
+from verl.workers.rollout.checksum import checksum
+from verl.workers.rollout.server import EngineServer, new_token
+from verl.workers.rollout.sglang.settings import ENGINE_SIDE
+from verl.workers.rollout.weights import write_weight_files
+
+_LOADER = "verl_sglang.load_weights"
+_ORDER = "verl.order"
+_SERVER = "verl_sglang_server.py"
+_TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
+
+
+class Backend(ABC):
+    """A running SGLang. Every method raises RolloutError where SGLang refuses.
+
+    Args:
+        arguments: fields of SGLang's ``ServerArgs``.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.ranks = int(arguments["tp_size"])
+
+    @abstractmethod
+    def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """Responses to the requests of ``body``, in their order."""
+
+    @abstractmethod
+    def abort(self, finished: threading.Event) -> None:
+        """Ask SGLang to give up the requests that it has, unless ``finished``; may be called from any thread."""
+
+    @abstractmethod
+    def release_memory(self, tags: list[str]) -> None:
+        """Give back the memory of ``weights``, ``kv_cache`` or ``cuda_graph``."""
+
+    @abstractmethod
+    def resume_memory(self, tags: list[str]) -> None:
+        """Take it again."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """End all processes of SGLang. Idempotent."""
+
+    @abstractmethod
+    def _session(self, action: str) -> None:
+        """``begin_weight_update`` or ``end_weight_update``."""
+
+    @abstractmethod
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, dict[str, str]]]:
+        """Weights, part by part: the path of the reports on a part without the rank, and the checksums of what was
+        sent.
+        """
+
+    def update_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+        """Replace the weights in place, and forget the keys and values of all prompts.
+
+        Returns:
+            number of weights sent.
+
+        Raises:
+            RolloutError: SGLang refused, or holds something else than was sent. Whatever it holds then is no use.
+        """
+        count = 0
+        self._session("begin_weight_update")
+        try:
+            for path, sent in self._send(weights, bucket_bytes):
+                count += len(sent)
+                for rank in range(self.ranks):
+                    _compare(sent, Path(f"{path}-{rank}.json"), rank)
+        finally:
+            self._session("end_weight_update")
+        return count
+
+
+def _compare(sent: Mapping[str, str], path: Path, rank: int) -> None:
+    report = json.loads(path.read_text())
+    if report["problem"]:
+        raise RolloutError(f"SGLang (rank {rank}) cannot load the new weights: {report['problem']}")
+    if not report["sampler"]:
+        raise RolloutError("SGLang does not use verl's sampler: this version of SGLang is not supported.")
+    wrong = [name for name in sent if report["arrived"].get(name) != sent[name]]
+    wrong += [name for name, found in report["held"].items() if name in sent and found != sent[name]]
+    wrong += [name for name in report["arrived"] if name not in sent]
+    if wrong:
+        raise RolloutError(
+            f"weights in SGLang (rank {rank}) are not what was sent: {', '.join(wrong[:8])}"
+            f"{f' and {len(wrong) - 8} more' if len(wrong) > 8 else ''} have another checksum."
+        )
+
+
+class InProcess(Backend):
+    """``sglang.Engine``: SGLang's scheduler is a child of this process, tensors go there through shared memory.
+
+    Raises:
+        ConfigError: SGLang is not installed here, or does not know an argument.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+        super().__init__(arguments)
+        for name, value in environment.items():
+            os.environ.setdefault(name, value)
+        if str(ENGINE_SIDE) not in sys.path:  # SGLang's children get the module path of this process
+            sys.path.insert(0, str(ENGINE_SIDE))
+        try:
+            import verl_sglang
+            from sglang.srt.entrypoints.engine import Engine
+            from sglang.srt.server_args import ServerArgs
+        except ImportError as error:
+            raise ConfigError(
+                f"rollout.name=sglang with rollout.mode=sync needs SGLang in this environment: {error}. Install it "
+                "(requirements/sglang.txt), or use rollout.mode=async with engine_kwargs.sglang.python, the "
+                "interpreter of another environment."
+            ) from error
+        try:
+            ServerArgs(**arguments)
+        except TypeError as error:
+            raise ConfigError(f"rollout.engine_kwargs.sglang does not fit this SGLang: {error}") from error
+
+        class ContractEngine(Engine):
+            run_scheduler_process_func = staticmethod(verl_sglang.run_scheduler_process)
+
+        self._reports = Path(tempfile.mkdtemp(prefix="verl-sglang-"))
+        self._engine = ContractEngine(**arguments)
+        self._end = weakref.finalize(self, _end_engine, self._engine, self._reports)
+
+    def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """See :meth:`Backend.generate`."""
+        try:
+            return self._engine.generate(**body)
+        except ValueError as error:
+            raise RolloutError(f"SGLang refused a request: {error}") from error
+
+    def abort(self, finished: threading.Event) -> None:
+        """See :meth:`Backend.abort`."""
+        asyncio.run_coroutine_threadsafe(self._abort(finished), self._engine.loop)
+
+    async def _abort(self, finished: threading.Event) -> None:
+        if not finished.is_set():  # the loop may get here only in the next `generate`
+            self._engine.tokenizer_manager.abort_request(abort_all=True)
+
+    def release_memory(self, tags: list[str]) -> None:
+        """See :meth:`Backend.release_memory`."""
+        self._engine.release_memory_occupation(tags=tags)
+
+    def resume_memory(self, tags: list[str]) -> None:
+        """See :meth:`Backend.resume_memory`."""
+        self._engine.resume_memory_occupation(tags=tags)
+
+    def stop(self) -> None:
+        """See :meth:`Backend.stop`."""
+        self._end()
+
+    def _session(self, action: str) -> None:
+        _check(action, getattr(self._engine, action)())
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, dict[str, str]]]:
+        for number, part in enumerate(_buckets(weights, bucket_bytes)):
+            path = str(self._reports / f"part-{number}")
+            order = torch.tensor(list(_order(path, [])), dtype=torch.uint8)
+            tensors = [(_ORDER, order), *part.items()]
+            answer = self._engine.update_weights_from_tensor(tensors, load_format=_LOADER, flush_cache=True)
+            _check("update_weights_from_tensor", answer)
+            yield path, _checksums(part)
+
+
+def _end_engine(engine: Any, folder: Path) -> None:
+    engine.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _check(action: str, answer: tuple[bool, str]) -> None:
+    done, message = answer
+    if not done:
+        raise RolloutError(f"SGLang refused {action}: {message}")
+
+
+def _order(report: str, files: list[str]) -> bytes:
+    return json.dumps({"report": report, "files": files}).encode()
+
+
+def _checksums(part: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: str(checksum(tensor)) for name, tensor in part.items()}
+
+
+def _buckets(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Copies: what is sent is moved to shared memory, and the trainer's own tensors must stay where they are."""
+    part: dict[str, Tensor] = {}
+    held = 0
+    for name, tensor in weights:
+        if part and held + tensor.nbytes > size:
+            yield part
+            part, held = {}, 0
+        part[name] = tensor.clone(memory_format=torch.contiguous_format)
+        held += tensor.nbytes
+    if part:
+        yield part
+
+
+class Server(Backend):
+    """SGLang's HTTP server in a process of its own, maybe of another environment; weights go there by file.
+
+    Args:
+        arguments: fields of SGLang's ``ServerArgs``.
+        environment: variables for the server.
+        python: the interpreter of the environment with SGLang.
+        start_timeout_s: longest start.
+    """
+
+    def __init__(
+        self, arguments: Mapping[str, Any], environment: Mapping[str, str], python: str, start_timeout_s: float
+    ) -> None:
+        super().__init__(arguments)
+        token = new_token()
+        script = [python, str(ENGINE_SIDE / _SERVER)]
+        self.server = EngineServer(
+            "sglang",
+            lambda port: [*script, str(port), json.dumps(dict(arguments))],
+            token=token,
+            environment={**environment, _TOKEN_VARIABLE: token},
+            start_timeout_s=start_timeout_s,
+        )
+        self.server.start()
+
+    def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """See :meth:`Backend.generate`."""
+        return self.server.post("/generate", body)
+
+    def abort(self, finished: threading.Event) -> None:
+        """See :meth:`Backend.abort`."""
+        if not finished.is_set():
+            self.server.post("/abort_request", {"abort_all": True})
+
+    def release_memory(self, tags: list[str]) -> None:
+        """See :meth:`Backend.release_memory`."""
+        self.server.post("/release_memory_occupation", {"tags": tags})
+
+    def resume_memory(self, tags: list[str]) -> None:
+        """See :meth:`Backend.resume_memory`."""
+        self.server.post("/resume_memory_occupation", {"tags": tags})
+
+    def stop(self) -> None:
+        """See :meth:`Backend.stop`."""
+        self.server.stop()
+
+    def _session(self, action: str) -> None:
+        answer = self.server.post(f"/{action}", {})
+        _check(action, (answer["success"], answer["message"]))
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, dict[str, str]]]:
+        folders = [self.server.memory_folder, self.server.folder]
+        for file, part in write_weight_files(weights, folders, "weights", bucket_bytes):
+            report = str(self.server.folder / file.stem)
+            payload = base64.b64encode(pickle.dumps([(_ORDER, _Bytes(_order(report, [str(file)])))])).decode()
+            body = {
+                "serialized_named_tensors": [payload] * self.ranks,
+                "load_format": _LOADER,
+                "flush_cache": True,
+            }
+            try:
+                answer = self.server.post("/update_weights_from_tensor", body)
+            finally:
+                file.unlink()
+            _check("update_weights_from_tensor", (answer["success"], answer["message"]))
+            yield report, _checksums(part)
+
+
+class _Bytes:
+    """Becomes a tensor of bytes where it is unpickled, by one of the few calls that SGLang allows there."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Any, tuple[list[int]]]:
+        return torch.ByteTensor, (list(self._data),)

@@ -1,0 +1,1 @@
+"""What runs inside SGLang's own processes. Its environment need not have verl, so nothing here imports it."""

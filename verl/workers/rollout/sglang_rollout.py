@@ -1,0 +1,256 @@
+"""SGLang as rollout engine: in this process (``rollout.mode=sync``) or a server of its own (``async``).
+
+SGLang schedules, prefills and decodes; the tokens are drawn by verl's own sampler inside of SGLang
+(``sglang/engine_side``), so a response depends on its seed and on the weights as with every other engine, and its
+log-probs are those of the contract. New weights are verified by checksums that SGLang's processes compute.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import RolloutError
+from verl.utils.model import torch_dtype
+from verl.workers.rollout.base import (
+    NO_WEIGHTS,
+    BaseRollout,
+    FinishReason,
+    RolloutOutput,
+    RolloutRegistry,
+    RolloutRequest,
+    SamplingParams,
+)
+from verl.workers.rollout.sglang.backends import Backend, InProcess, Server
+from verl.workers.rollout.sglang.settings import (
+    START_TIMEOUT_S,
+    engine_arguments,
+    own_kwargs,
+    process_environment,
+    python_of,
+)
+from verl.workers.rollout.stopping import StopRules
+from verl.workers.rollout.weights import ExpectedWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+_START_TIMEOUT_S = 900.0
+_ABORT_AGAIN_S = 0.05
+_MIB = 2**20
+
+
+@RolloutRegistry.register("sglang")
+class SGLangRollout(BaseRollout):
+    """Generate with SGLang, which starts at the first :meth:`wake`; arguments as for :class:`BaseRollout`.
+
+    Raises:
+        ConfigError: a setting asks for what SGLang cannot do, or is not one of its settings.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_config: HFModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(config, model_config, tokenizer, device)
+        self._arguments = engine_arguments(config, model_config, self.hf_config, self.max_model_len, self.device)
+        self._python = python_of(config)
+        self._expected = ExpectedWeights(self.hf_config, torch_dtype(config.dtype), model_config.trust_remote_code)
+        self._backend: Backend | None = None
+        self._released: list[str] = []
+        """Kinds of memory that SGLang has given back."""
+
+    # ---- weights and memory
+
+    def wake(self) -> None:
+        """Start SGLang, or let it take its memory again: with ``multi_stage_wake_up`` that of the weights only."""
+        if self._backend is None:
+            self._backend = self._start()
+        first = ["weights", "cuda_graph"] if self.config.multi_stage_wake_up else list(self._released)
+        self._resume([tag for tag in self._released if tag in first])
+
+    def _start(self) -> Backend:
+        environment = process_environment(self.config, self.device)
+        if self.config.mode == "sync":
+            return InProcess(self._arguments, environment)
+        timeout_s = float(own_kwargs(self.config).get(START_TIMEOUT_S) or _START_TIMEOUT_S)
+        return Server(self._arguments, environment, self._python, timeout_s)
+
+    def _resume(self, tags: list[str]) -> None:
+        if tags:
+            self._awake_backend().resume_memory(tags)
+            self._released = [tag for tag in self._released if tag not in tags]
+
+    def sleep(self) -> None:
+        """Give the memory back if ``rollout.free_cache_engine``; on a CPU SGLang keeps it, and only the weights are
+        taken for lost.
+        """
+        if self._backend is None or not self.config.free_cache_engine:
+            return
+        self.weight_version = NO_WEIGHTS
+        tags = [tag for tag in ("kv_cache", "weights", "cuda_graph") if tag not in self._released]
+        if self.device.type == "cuda" and tags:
+            self._backend.release_memory(tags)
+            self._released += tags
+
+    def shutdown(self) -> None:
+        """End SGLang; the next :meth:`wake` starts another. It also ends with this object and with this process."""
+        if self._backend is not None:
+            self._backend.stop()
+        self._backend, self._released, self.weight_version = None, [], NO_WEIGHTS
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`BaseRollout.load_weights`. Tied weights may come under one of their names or under all.
+
+        Raises:
+            RolloutError: also if the checksum of a weight in SGLang is not that of the weight that was sent.
+        """
+        self.wake()
+        self.weight_version = NO_WEIGHTS
+        checked = self._expected.checked(weights, version)
+        bucket = self.config.checkpoint_engine.update_weights_bucket_megabytes * _MIB
+        try:
+            count = self._awake_backend().update_weights(checked, bucket)
+        finally:
+            for _ in checked:  # a collective iterator is read to its end, whatever went wrong
+                continue
+        self._resume(list(self._released))
+        self.weight_version = version
+        logger.info("sglang engine: version %d loaded, %d weights verified", version, count)
+
+    def _awake_backend(self) -> Backend:
+        if self._backend is None:
+            raise RolloutError("the sglang engine sleeps. Generate inside `with rollout.awake(weights, version):`.")
+        return self._backend
+
+    # ---- generation
+
+    def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
+        """See :meth:`BaseRollout.generate`."""
+        self.check_requests(requests)
+        if not requests:
+            return []
+        with self.until_aborted() as aborted, _Aborter(self._awake_backend(), aborted):
+            answers = self._awake_backend().generate(self._body(requests))
+        return self._outputs(requests, answers)
+
+    def _body(self, requests: list[RolloutRequest]) -> dict[str, Any]:
+        return {
+            "input_ids": [request.prompt_ids for request in requests],
+            "sampling_params": [self._params(request) for request in requests],
+            "return_logprob": True,
+            "custom_logit_processor": [_PASS_PARAMS] * len(requests),
+        }
+
+    def _params(self, request: RolloutRequest) -> dict[str, Any]:
+        sampling = request.sampling
+        row = {field: getattr(sampling, field) for field in _ROW_FIELDS}
+        # ignore_eos silences stop_token_ids in SGLang too: such a response runs on, and is cut here.
+        return {
+            "max_new_tokens": sampling.max_tokens,
+            "ignore_eos": sampling.ignore_eos,
+            "stop_token_ids": [] if sampling.ignore_eos else [*self.eos_token_ids, *sampling.stop_token_ids],
+            "stop": [] if self._arguments["skip_tokenizer_init"] else list(sampling.stop),
+            "no_stop_trim": True,
+            "custom_params": {
+                "prompt_length": len(request.prompt_ids),
+                "raw": self.config.logprobs_mode == "raw_logprobs",
+                "row": row,
+            },
+        }
+
+    def _outputs(self, requests: list[RolloutRequest], answers: list[dict[str, Any]]) -> list[RolloutOutput]:
+        outputs = [self._output(answer) for answer in answers]
+        cut = [i for i, request in enumerate(requests) if _stops_here(request.sampling) and outputs[i].token_ids]
+        if cut:
+            params = [requests[i].sampling for i in cut]
+            for i, output in zip(cut, self._cut(params, [outputs[i] for i in cut]), strict=True):
+                outputs[i] = output
+        return outputs
+
+    def _output(self, answer: dict[str, Any]) -> RolloutOutput:
+        meta = answer["meta_info"]
+        tokens = answer["output_ids"]
+        log_probs = [entry[0] for entry in meta.get("output_token_logprobs") or ()][: len(tokens)]
+        if len(log_probs) != len(tokens):
+            raise RolloutError(f"SGLang gave {len(log_probs)} log-probs for {len(tokens)} tokens.")
+        if any(value is None or not math.isfinite(value) for value in log_probs):
+            raise RolloutError(
+                f"the model's logits are not finite with weights of version {self.weight_version}. The weights may "
+                "have diverged (look at actor/grad_norm), or overflow in rollout.dtype="
+                f"{self.config.dtype}; bfloat16 and float32 have a wider range than float16."
+            )
+        reason: FinishReason = meta["finish_reason"]["type"]
+        return RolloutOutput(tokens, log_probs, reason, self.weight_version)
+
+    def _cut(self, params: list[SamplingParams], outputs: list[RolloutOutput]) -> list[RolloutOutput]:
+        """End responses where the rules say so, in case SGLang went further."""
+        rules = StopRules(params, self.eos_token_ids, self.tokenizer, torch.device("cpu"))
+        longest = max(len(output.token_ids) for output in outputs)
+        tokens = torch.zeros(len(outputs), longest, dtype=torch.long)
+        for row, output in zip(tokens, outputs, strict=True):
+            row[: len(output.token_ids)] = torch.tensor(output.token_ids)
+        lengths = torch.tensor([len(output.token_ids) for output in outputs])
+        rows = torch.arange(len(outputs))
+        for step in range(longest):
+            rows = rows[lengths[rows] > step]
+            rows = rows[rules.going_on(tokens, rows, step)]
+        return [
+            output  # the rules did not end it: SGLang did, or it was aborted
+            if reason == "abort"
+            else RolloutOutput(output.token_ids[:length], output.log_probs[:length], reason, output.weight_version)
+            for output, length, reason in zip(outputs, *rules.results(), strict=True)
+        ]
+
+
+class _Aborter:
+    """Around one ``generate`` of the backend: once ``aborted`` is set, SGLang is told so until it has ended.
+
+    Once is not enough: SGLang gives up what it has, and requests may still be on their way to it.
+    """
+
+    def __init__(self, backend: Backend, aborted: threading.Event) -> None:
+        self._backend = backend
+        self._aborted = aborted
+        self._finished = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sglang-abort", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def _watch(self) -> None:
+        self._aborted.wait()
+        while not self._finished.is_set():
+            try:
+                self._backend.abort(self._finished)
+            except RolloutError:  # SGLang is gone; the thread in `generate` says so
+                return
+            self._finished.wait(_ABORT_AGAIN_S)
+
+    def __exit__(self, *error: object) -> None:
+        self._finished.set()
+        self._aborted.set()
+        self._thread.join()
+
+
+_PASS_PARAMS = json.dumps({"callable": b"cverl_sglang\nPassParams\n.".hex()})
+"""The processor of a request, as SGLang takes it: a pickle that names a class."""
+_ROW_FIELDS = ("max_tokens", "seed", "temperature", "top_p", "top_k", "min_p", "is_greedy", "truncates")
+
+
+def _stops_here(sampling: SamplingParams) -> bool:
+    return bool(sampling.stop or (sampling.ignore_eos and sampling.stop_token_ids))
