@@ -41,7 +41,7 @@ def start(worker, **arguments):
     return group
 
 
-def policy(path, role="actor_rollout_ref", calculate_sum_pi_squared=False, **rollout):
+def policy(path, role="actor_rollout_ref", calculate_sum_pi_squared=False, actor=None, **rollout):
     config = ActorRolloutRefConfig(
         model=HFModelConfig(path=path),
         actor=FSDPActorConfig(
@@ -52,7 +52,9 @@ def policy(path, role="actor_rollout_ref", calculate_sum_pi_squared=False, **rol
             use_kl_loss=True,
             calculate_sum_pi_squared=calculate_sum_pi_squared,
             optim=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=1),
-        ),
+        )
+        if actor is None
+        else actor,
         rollout=RolloutConfig(prompt_length=P, response_length=R, n=N, temperature=0.8, dtype="fp32", **rollout),
         ref=RefConfig(fsdp_config=FP32),
     )
@@ -100,6 +102,37 @@ def test_one_step_of_the_policy(path):
     assert set(again.non_tensor_batch["weight_version"]) == {4}
     recomputed = group.compute_log_prob(again).batch["old_log_probs"]
     assert_close(recomputed, again.batch["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
+def test_an_update_of_one_step_returns_what_compute_log_prob_would_have(path):
+    one_step = FSDPActorConfig(
+        fsdp_config=FP32,
+        ppo_mini_batch_size=2,
+        ppo_micro_batch_size_per_gpu=1,
+        optim=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=1),
+    )
+    batch = prompts().select(batch_keys=[]) | policy(path, "actor_rollout").generate_sequences(prompts())
+    mask = batch.batch["response_mask"]
+    batch = batch | DataProto.from_dict(tensors={"advantages": torch.tensor([[1.0], [-1.0], [0.5], [0.0]]) * mask})
+    group, other = policy(path, "actor", actor=one_step), policy(path, "actor", actor=one_step)
+    scored = group.compute_log_prob(batch)
+    expected = group.update_actor(batch | scored.select(batch_keys=["old_log_probs"])).meta_info["metrics"]
+    made = other.update_actor(batch, own_forward=True)
+    assert_close(dict(made.batch.items()), dict(scored.batch.items()), atol=1e-6, rtol=0)
+    metrics = made.meta_info["metrics"]
+    assert {k: v for k, v in metrics.items() if k.startswith("actor/")} == pytest.approx(
+        {k: v for k, v in expected.items() if k.startswith("actor/")}, rel=1e-5, abs=1e-7
+    )
+    pairs = zip(other.workers[0].engine.model.parameters(), group.workers[0].engine.model.parameters(), strict=True)
+    for own, recomputed in pairs:
+        assert_close(own, recomputed, atol=1e-6, rtol=0)
+    several = policy(path, "actor")  # two epochs of two mini-batches
+    with pytest.raises(ConfigError, match="4 sequences of this rank in mini-batches of 2, 2 times over"):
+        several.update_actor(batch, own_forward=True)
+
+
+def test_dropout_of_the_model_is_told(path):
+    assert policy(path, "actor").training_randomness() == [{}]
 
 
 def test_the_sum_of_squares_comes_with_the_log_probs(path):

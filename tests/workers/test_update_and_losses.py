@@ -11,7 +11,7 @@ from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.workers.engine import BatchTotals, MicroBatchConfig, Share
-from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
+from verl.workers.losses import OwnForwardLoss, PolicyLoss, ValueLoss, sft_loss
 from verl.workers.update import UpdatePlan, mini_batch_size_per_rank, update
 
 TOTALS = BatchTotals(dp_size=2, batch_num_tokens=6, global_batch_size=4)
@@ -55,6 +55,32 @@ def test_entropy_is_computed_only_if_asked_for():
     assert PolicyLoss(ActorConfig()).outputs == {"log_probs"}
     assert PolicyLoss(ActorConfig(entropy_coeff=0.1)).outputs == {"log_probs", "entropy"}
     assert PolicyLoss(ActorConfig(calculate_entropy=True)).outputs == {"log_probs", "entropy"}
+
+
+def test_a_batch_without_old_log_probs_is_compared_with_itself():
+    """Two micro-batches with their rows out of order, and a filler that repeats row 0 without its tokens."""
+    columns = {"response_mask": tensor([[1, 1], [1, 0], [1, 1]]), "advantages": tensor([[1.0, 2.0], [-1.0, 9], [3, 4]])}
+    plain = PolicyLoss(ActorConfig())
+    scoring = OwnForwardLoss(plain, 3)
+    assert (plain.outputs, scoring.outputs) == ({"log_probs"}, {"log_probs", "entropy"})
+    whole = scoring.numbered(batch(**columns))
+    log_probs = tensor([[-1.0, -2.0], [-0.5, 0.0], [-0.25, -3.0]], requires_grad=True)
+    entropy = tensor([[1.0, 2.0], [3.0, 0.0], [0.5, 0.75]], requires_grad=True)
+    for rows in ([2, 0], [1]):
+        outputs = {"log_probs": log_probs[rows], "entropy": entropy[rows]}
+        loss, metrics = scoring(outputs, whole.select_idxs(rows), TOTALS)
+        loss.backward()
+        assert float(metrics["actor/ppo_kl"]) == 0.0
+        assert "actor/entropy_loss" not in metrics  # nobody asked the loss for it
+    filler = whole.select_idxs([0])
+    filler.batch["response_mask"] = torch.zeros(1, 2)
+    scoring({"log_probs": torch.zeros(1, 2), "entropy": torch.zeros(1, 2)}, filler, TOTALS)
+    # d/d log π of -A·r at r = 1 is -A, times dp_size over the 6 tokens of the mini-batch
+    assert_close(log_probs.grad, tensor([[-1.0, -2.0], [1.0, 0.0], [-3.0, -4.0]]) * 2 / 6)
+    assert entropy.grad is None
+    found = scoring.columns(response_length=2).batch
+    assert_close(found["old_log_probs"], log_probs.detach())
+    assert_close(found["entropys"], entropy.detach())
 
 
 def test_the_configuration_is_not_written_to():

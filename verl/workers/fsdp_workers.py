@@ -17,7 +17,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import get_device
-from verl.utils.model import load_causal_lm, load_hf_config, torch_dtype
+from verl.utils.model import load_causal_lm, load_hf_config, torch_dtype, training_randomness
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import (
     ActorConfig,
@@ -30,7 +30,7 @@ from verl.workers.config import (
 )
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine_workers import EngineWorker
-from verl.workers.losses import PolicyLoss, ValueLoss
+from verl.workers.losses import OwnForwardLoss, PolicyLoss, ValueLoss
 from verl.workers.reward_input import RewardInput
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, get_rollout_class
 from verl.workers.update import UpdatePlan, mini_batch_size_per_rank, update
@@ -93,7 +93,8 @@ class ActorRolloutRefWorker(EngineWorker):
         )
         device = get_device(self.device_name)
         self.rollout = get_rollout_class(self.config.rollout.name)(self.config.rollout, model, tokenizer, device)
-        self._register_dispatch_collect_info("rollout", dp_rank=self.rank, is_collect=True)
+        engine = self.rank // self.rollout.ranks_per_engine
+        self._register_dispatch_collect_info("rollout", dp_rank=engine, is_collect=self.rollout.leads)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -149,18 +150,43 @@ class ActorRolloutRefWorker(EngineWorker):
         return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def update_actor(self, batch: DataProto, entropy_coeff: float | None = None) -> DataProto:
+    def update_actor(
+        self, batch: DataProto, entropy_coeff: float | None = None, own_forward: bool = False
+    ) -> DataProto:
         """Improve the policy on this batch; ``meta_info["metrics"]``, the same on every rank.
 
         Args:
             batch: mini-batches as ``layout_for_ranks`` deals them, with the columns of ``prepare_update``.
             entropy_coeff: weight of the entropy bonus in this step; None takes ``actor.entropy_coeff``.
+            own_forward: the batch is one optimizer step without ``old_log_probs``: those of its own forward pass
+                are taken, and returned with ``entropys``.
+
+        Raises:
+            ConfigError: ``own_forward`` with more than one optimizer step; the later ones would compare the
+                policy with itself instead of with the one that sampled.
         """
         engine, loss = self.trained, _present(self.policy_loss, "actor").with_entropy_coeff(entropy_coeff)
         plan = _plan("actor", self.config.actor, self.config.rollout.n, engine, self.temperature)
+        if not own_forward:
+            with engine.train_mode():
+                return self.with_memory(update(engine, batch, loss, plan, prefix="actor"), engine)
+        if len(batch) != plan.mini_batch_size or plan.epochs != 1:
+            raise ConfigError(
+                f"{len(batch)} sequences of this rank in mini-batches of {plan.mini_batch_size}, {plan.epochs} times "
+                "over, are more than one optimizer step: they need old_log_probs. Call compute_log_prob first."
+            )
+        scoring = OwnForwardLoss(loss, len(batch))
         with engine.train_mode():
-            metrics = update(engine, batch, loss, plan, prefix="actor")
-        return self.with_memory(metrics, engine)
+            metrics = update(engine, scoring.numbered(batch), scoring, plan, prefix="actor")
+        assert batch.batch is not None
+        return self.with_memory(metrics, engine) | scoring.columns(batch.batch["response_mask"].shape[1])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def training_randomness(self) -> dict[str, float]:
+        """Settings that make the policy's forward pass random in training; see :mod:`verl.utils.model`."""
+        model = self.config.model
+        path = model.hf_config_path or model.path
+        return training_randomness(load_hf_config(path, model.override_config, model.trust_remote_code))
 
     @property
     def temperature(self) -> float:

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from verl.errors import ConfigError
@@ -118,6 +119,45 @@ class PolicyLoss:
         return dataclasses.replace(
             config, global_batch_info={**config.global_batch_info, "row_weights": columns["row_weights"]}
         )
+
+
+class OwnForwardLoss:
+    """A policy loss for a batch that is one optimizer step and has no ``old_log_probs`` yet.
+
+    The policy before the update is the one that the update's forward pass sees, so ``old_log_probs`` are its
+    log-probs without their gradient. They are kept, with the entropy, for whoever reads them after the update.
+
+    Args:
+        loss: what is minimised.
+        bsz: rows of this rank.
+    """
+
+    def __init__(self, loss: PolicyLoss, bsz: int) -> None:
+        self.loss = loss
+        self.outputs = loss.outputs | {"log_probs", "entropy"}
+        self._bsz = bsz
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def numbered(self, batch: DataProto) -> DataProto:
+        """The batch with the column ``row``, by which the micro-batches are put together again."""
+        return batch | DataProto.from_dict(tensors={"row": torch.arange(self._bsz)})
+
+    def __call__(self, outputs: dict[str, Tensor], data: DataProto, totals: BatchTotals) -> tuple[Tensor, Metrics]:
+        """Loss and metrics of one micro-batch; see the head of this file."""
+        require(data, ("row", "response_mask"), "the policy update")
+        assert data.batch is not None
+        old, entropy = outputs["log_probs"].detach(), outputs["entropy"].detach()
+        self._seen.append((data.batch["row"], old, entropy))
+        data = data | DataProto.from_dict(tensors={"old_log_probs": old})
+        return self.loss({name: outputs[name] for name in self.loss.outputs}, data, totals)
+
+    def columns(self, response_length: int) -> DataProto:
+        """old_log_probs and entropys, (bsz, response_length) float32 on the CPU, 0 where ``response_mask`` is 0."""
+        found = torch.zeros(2, self._bsz, response_length)
+        for rows, old, entropy in self._seen:
+            # A sum: a pass that only keeps the ranks in step repeats a row without its tokens, all zeros.
+            found[:, rows.cpu()] += torch.stack([old, entropy]).float().cpu()
+        return DataProto.from_dict(tensors={"old_log_probs": found[0], "entropys": found[1]})
 
 
 class ValueLoss:

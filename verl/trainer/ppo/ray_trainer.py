@@ -10,7 +10,8 @@
     reward     ──► scores           token_level_scores               (reward.py, reward_manager/)
        │ with dynamic sampling: back to the dataloader, until the batch is full of prompts that can teach
        ▼
-    actor      ──► old_log_probs    old_log_probs, entropys          or the rollout's, in bypass mode
+    actor      ──► old_log_probs    old_log_probs, entropys          or the rollout's, in bypass mode; or
+       │                                                             the update's own (old_log_probs.py)
     driver     ──► correction       rollout_is_weights, accepted_mask                if it is on
     reference  ──► ref_log_prob     ref_log_prob                     if a KL term is on
     critic     ──► values           values                           if the estimator reads it
@@ -26,6 +27,7 @@ of the data: how samples are dealt to ranks is private to each call (``role_work
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,6 +52,7 @@ from verl.trainer.ppo.metrics import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from verl.trainer.ppo.old_log_probs import OldLogProbs
 from verl.trainer.ppo.reward import RewardRecord, compute_reward, leave_out_failed, start_reward
 from verl.trainer.ppo.role_workers import RoleWorkers, compute_columns, update_weights
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
@@ -61,6 +64,8 @@ from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "RayPPOTrainer",
@@ -164,6 +169,8 @@ class RayPPOTrainer(TrainingLoop):
         self.critic_wg: Any = groups.get(Role.Critic)
         self.ref_policy_wg: Any = groups.get(Role.RefPolicy)
         self.rm_wg: Any = groups.get(Role.RewardModel)
+        self.old_log_probs_plan = OldLogProbs.of(self.config, self.actor_rollout_wg.training_randomness()[0])
+        logger.info("%s", self.old_log_probs_plan)
         saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
         controllers: dict[str, Any] = {"epochs": self.epochs, "entropy_ctrl": self.entropy_ctrl}
         controllers |= {"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {}
@@ -211,10 +218,12 @@ class RayPPOTrainer(TrainingLoop):
     def step(self, prompts: DataProto) -> DataProto:
         """One PPO iteration: prompts in, updated policy out. See the picture above."""
         batch = self.collect(prompts)
-        batch = batch | self.old_log_probs(batch)
+        if not self.own_forward:
+            batch = batch | self.old_log_probs(batch)
         if self.config.reward_model.launch_reward_fn_async:
             batch = self.finish_reward(batch)
-        self.look_at_policy(batch)
+        if not self.own_forward:
+            self.look_at_policy(batch)
         if self.needs.correction:
             batch = batch | self.correction(batch)
         if self.needs.reference:
@@ -225,9 +234,21 @@ class RayPPOTrainer(TrainingLoop):
         chosen = self.to_learn_from(batch)
         if self.needs.critic:
             self.update_critic(chosen)
-        if self.global_steps > self.config.trainer.critic_warmup:
-            self.update_actor(chosen)
+        if self.updates_actor:
+            batch = batch | self.update_actor(chosen)
+        if self.own_forward:
+            self.look_at_policy(batch)
         return batch
+
+    @property
+    def updates_actor(self) -> bool:
+        """Whether this step updates the policy: not while the critic warms up."""
+        return self.global_steps > self.config.trainer.critic_warmup
+
+    @property
+    def own_forward(self) -> bool:
+        """Whether this step's old_log_probs are those of the update's own forward pass."""
+        return self.old_log_probs_plan.source == "update" and self.updates_actor
 
     def _tell_the_data(self, batch: DataProto) -> None:
         """A curriculum learns from every response that was scored, a growing data set from the batch."""
@@ -313,12 +334,12 @@ class RayPPOTrainer(TrainingLoop):
             return apply_bypass_mode(batch).select(batch_keys=["old_log_probs"], non_tensor_batch_keys=[])
         return self._compute(self.actor_rollout_wg, "compute_log_prob", batch)
 
-    @stage("old_log_prob")
+    @stage("policy_metrics")
     def look_at_policy(self, batch: DataProto) -> None:
         """Its entropy, and how far the rollout engine's log-probs are from its own, on the tokens to learn from.
 
-        After the scores, which say what these are. In bypass mode nothing knows either, and where no token is
-        left there is nothing to measure, nor to steer the entropy by.
+        Always of the policy before the update. After the scores, which say what these tokens are. In bypass mode
+        nothing knows either, and where no token is left there is nothing to measure, nor to steer the entropy by.
         """
         if self.config.algorithm.rollout_correction.bypass_mode or not batch.batch["response_mask"].any():
             return
@@ -379,14 +400,16 @@ class RayPPOTrainer(TrainingLoop):
         self._update(self.critic_wg, "update_critic", batch, columns, count)
 
     @stage("update_actor")
-    def update_actor(self, batch: DataProto) -> None:
-        """Improve the policy by its advantages."""
+    def update_actor(self, batch: DataProto) -> DataProto:
+        """Improve the policy by its advantages; old_log_probs and entropys, where the update's own pass gives them."""
         actor = self.config.actor_rollout_ref.actor
         seed = stages.step_seed(self.config.trainer.seed, self.global_steps)
         count = self._mini_batches(actor.ppo_mini_batch_size)
         batch = batch | stages.prepare_mini_batches(batch, actor, count, seed)
-        columns, coefficient = stages.policy_columns(batch, actor), self.entropy_ctrl.value
-        self._update(self.actor_rollout_wg, "update_actor", batch, columns, count, entropy_coeff=coefficient)
+        columns = stages.policy_columns(batch, actor, self.own_forward)
+        arguments: dict[str, Any] = {"entropy_coeff": self.entropy_ctrl.value}
+        arguments |= {"own_forward": True} if self.own_forward else {}
+        return self._update(self.actor_rollout_wg, "update_actor", batch, columns, count, **arguments)
 
     # ---- calling workers ----------------------------------------------------------------------
 
@@ -397,10 +420,12 @@ class RayPPOTrainer(TrainingLoop):
 
     def _update(
         self, workers: Any, method: str, batch: DataProto, columns: tuple[str, ...], count: int, **arguments: Any
-    ) -> None:
-        """``count`` optimizer steps, one for each mini-batch."""
+    ) -> DataProto:
+        """``count`` optimizer steps, one for each mini-batch; the columns that they make, if any."""
         lengths, balance = stages.sequence_lengths(batch), self.config.trainer.balance_batch
-        self.metrics.update(update_weights(workers, method, batch, columns, lengths, balance, count, **arguments))
+        metrics, made = update_weights(workers, method, batch, columns, lengths, balance, count, **arguments)
+        self.metrics.update(metrics)
+        return made
 
     def _mini_batches(self, prompts: int) -> int:
         """Optimizer steps of one pass, with so many prompts in each."""

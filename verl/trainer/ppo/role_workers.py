@@ -115,7 +115,7 @@ def update_weights(
     balance: bool,
     num_mini_batches: int,
     **arguments: Any,
-) -> dict[str, float]:
+) -> tuple[dict[str, float], DataProto]:
     """One pass of updates over a batch, and how evenly its tokens were dealt.
 
     Args:
@@ -129,11 +129,14 @@ def update_weights(
         arguments: further arguments of the method.
 
     Returns:
-        the metrics of the update, the same on every rank, and ``global_seqlen/...``.
+        the metrics of the update, the same on every rank, and ``global_seqlen/...``; the columns that it
+        made, in the order of the batch, if any.
     """
     order, ranks = layout_for_ranks(
         seqlens, dp_size=workers.world_size, num_mini_batches=num_mini_batches, balance=balance
     )
     inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
     updated = getattr(workers, method)(inputs.select_idxs(order), **arguments)
-    return {**log_seqlen_unbalance(seqlens, ranks, "global_seqlen"), **updated.meta_info["metrics"]}
+    metrics = {**log_seqlen_unbalance(seqlens, ranks, "global_seqlen"), **updated.meta_info["metrics"]}
+    made = updated.select(meta_info_keys=[])
+    return metrics, made.select_idxs(get_reverse_idx(order)) if len(made) else made

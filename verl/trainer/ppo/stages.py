@@ -195,14 +195,20 @@ def _one_after_the_other(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[st
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def policy_columns(batch: DataProto, actor: ActorConfig) -> tuple[str, ...]:
+def policy_columns(batch: DataProto, actor: ActorConfig, own_forward: bool = False) -> tuple[str, ...]:
     """The columns of ``batch`` that the policy's update reads.
+
+    Args:
+        batch: of the update.
+        actor: its section.
+        own_forward: ``old_log_probs`` are those of the update's own forward pass.
 
     Raises:
         SchemaError: one that it cannot do without is missing.
     """
     info = policy_loss_info(actor.policy_loss.loss_mode)
-    needed = {*ACTOR_COLUMNS, "old_log_probs", "advantages", *update_columns(actor)}
+    needed = {*ACTOR_COLUMNS, "advantages", *update_columns(actor)}
+    needed |= set() if own_forward else {"old_log_probs"}
     needed |= {"ref_log_prob"} if actor.use_kl_loss else set()
     require(batch, sorted(needed), "the policy update")
     optional = info.optional_columns | {"rollout_is_weights"}

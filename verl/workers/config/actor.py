@@ -119,6 +119,9 @@ class ActorConfig(BaseConfig):
     """The weight never rises above, with `entropy_target`."""
     calculate_entropy: bool = setting(False)
     """Compute and log the entropy during the update also where the bonus has no weight."""
+    recompute_old_log_probs: Literal["auto", "always"] = setting("auto")
+    """Whether `old_log_probs` get a forward pass of their own. `auto` leaves it out where the update's own pass gives
+    the same: one optimizer step per batch, and nothing that reads them before; `always` never does."""
     use_kl_loss: bool = setting(False)
     """Add the divergence from the reference policy to the loss."""
     use_prefix_grouper: bool = setting(

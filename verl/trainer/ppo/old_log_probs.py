@@ -1,0 +1,86 @@
+"""Where the log-probs of the policy before its update come from.
+
+A forward pass of their own gives them, unless it would only repeat what the update computes: where a batch
+is one optimizer step, the update's own forward pass runs on the same weights, so its log-probs, without their
+gradient, are ``old_log_probs``, and the ratio is 1. That holds only if nothing before the update reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from verl.trainer.ppo.core_algos import adv_needs, policy_loss_info
+
+if TYPE_CHECKING:
+    from verl.trainer.config import PPOConfig
+
+MADE = frozenset({"old_log_probs", "entropys", "sum_pi_squared"})
+"""The columns of a forward pass over the policy before its update."""
+
+
+@dataclass(frozen=True)
+class OldLogProbs:
+    """What gives ``old_log_probs`` in a run, and why."""
+
+    source: Literal["forward", "update", "rollout"]
+    """``forward``: a pass of their own; ``update``: the update's own; ``rollout``: none, in bypass mode."""
+    reason: str
+
+    @classmethod
+    def of(cls, config: PPOConfig, randomness: Mapping[str, float]) -> OldLogProbs:
+        """Decide it for a run.
+
+        Args:
+            config: of the run.
+            randomness: settings of the model that make its forward pass random in training, above 0.
+        """
+        if config.algorithm.rollout_correction.bypass_mode:
+            return cls("rollout", "algorithm.rollout_correction.bypass_mode=true")
+        if obstacles := list(_obstacles(config, randomness)):
+            return cls("forward", "; ".join(obstacles))
+        return cls("update", "a batch is one optimizer step, so the update computes the same log-probs")
+
+    def __str__(self) -> str:
+        how = {
+            "forward": "a forward pass of their own",
+            "update": "the update's own forward pass (actor.recompute_old_log_probs=always adds one for them)",
+            "rollout": "the rollout engine",
+        }
+        return f"old_log_probs come from {how[self.source]}: {self.reason}."
+
+
+def _obstacles(config: PPOConfig, randomness: Mapping[str, float]) -> Iterator[str]:
+    """Why the update's own forward pass cannot give the log-probs; none if it can."""
+    actor, trainer, algorithm = config.actor_rollout_ref.actor, config.trainer, config.algorithm
+    if actor.recompute_old_log_probs == "always":
+        yield "actor.recompute_old_log_probs=always"
+    steps = config.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    if steps != 1:
+        yield f"a batch is {steps} optimizer steps (train_batch_size, ppo_mini_batch_size, ppo_epochs)"
+    if randomness:
+        yield f"the model is random in training ({', '.join(f'{k}={v}' for k, v in sorted(randomness.items()))})"
+    if algorithm.use_pf_ppo:
+        yield "algorithm.use_pf_ppo draws the rows of the update"
+    if trainer.max_rollout_actor_probs_diff is not None:
+        yield "trainer.max_rollout_actor_probs_diff is checked before the update"
+    yield from _readers(config)
+
+
+def _readers(config: PPOConfig) -> Iterator[str]:
+    """What reads the log-probs or the entropy before the update."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    if algorithm.use_kl_in_reward:
+        yield "algorithm.use_kl_in_reward reads them"
+    if algorithm.rollout_correction.is_decoupled:
+        yield "algorithm.rollout_correction reads them"
+    needs, info = adv_needs(algorithm.adv_estimator), policy_loss_info(actor.policy_loss.loss_mode)
+    if needs.wants_all or actor.calculate_sum_pi_squared or MADE & (needs.columns | needs.optional_columns):
+        yield f"algorithm.adv_estimator={algorithm.adv_estimator} reads them"
+    if info.prepare is not None or MADE & (info.columns | info.optional_columns):
+        yield f"policy_loss.loss_mode={actor.policy_loss.loss_mode} reads them over the whole mini-batch"
+    if actor.policy_loss.top_entropy_quantile < 1:
+        yield "policy_loss.top_entropy_quantile reads the entropy"
+    if actor.entropy_target is not None:
+        yield "actor.entropy_target reads the entropy"
