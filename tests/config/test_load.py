@@ -112,7 +112,7 @@ def test_all_problems_at_once(run: Run):
             "data.train_batch_size": 10,  # a rule across keys: 4 does not divide it
             "data.foo": 1,  # unknown
             "trainer.total_epochs": "two",  # type
-            "actor_rollout_ref.rollout.name": "vllm",  # not in this version
+            "actor_rollout_ref.rollout.name": "trtllm",  # not in this version
             "actor_rollout_ref.model.path": str(run.folder / "nowhere"),  # not on disk
             "algorithm.adv_estimator": "grop",  # not registered
             "trainer.project_name": "${trainer.nothing}",  # interpolation
@@ -121,7 +121,7 @@ def test_all_problems_at_once(run: Run):
     assert message.startswith("7 problems in the configuration:")
     for number in range(1, 8):
         assert f"\n  {number}. " in message
-    for said in ("data.foo", "two", "vllm", "nowhere", "'grpo'", "trainer.nothing", "data.train_batch_size=10"):
+    for said in ("data.foo", "two", "trtllm", "nowhere", "'grpo'", "trainer.nothing", "data.train_batch_size=10"):
         assert said in message
 
 
@@ -226,17 +226,16 @@ def test_settings_without_effect_are_told(run: Run, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "verl"):
         run.load(
             {
-                "actor_rollout_ref.rollout.gpu_memory_utilization": 0.8,
-                "actor_rollout_ref.rollout.enforce_eager": True,
                 "actor_rollout_ref.rollout.multi_turn.max_user_turns": 3,
+                "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": 3,
+                "actor_rollout_ref.rollout.layered_summon": True,
             }
         )
     told = [record.getMessage() for record in caplog.records]
     prefix = "no effect: actor_rollout_ref.rollout"
-    assert any(
-        t.startswith(f"{prefix}.gpu_memory_utilization, actor_rollout_ref.rollout.enforce_eager (") for t in told
-    )
-    assert any(t.startswith(f"{prefix}.multi_turn.max_user_turns (") for t in told)
+    both = f"{prefix}.multi_turn.max_assistant_turns, actor_rollout_ref.rollout.multi_turn.max_user_turns ("
+    assert any(t.startswith(both) for t in told)
+    assert any(t.startswith(f"{prefix}.layered_summon (") for t in told)
     assert len(told) == 2
 
 

@@ -91,8 +91,7 @@ def test_what_is_not_built_is_refused(path: str):
 
 
 def test_engines_that_are_not_built_are_refused():
-    for engine in ("vllm", "sglang", "trtllm"):
-        assert BY_VALUE["actor_rollout_ref.rollout.name", engine].endswith("use hf")
+    assert BY_VALUE["actor_rollout_ref.rollout.name", "trtllm"].endswith("use vllm or sglang")
     assert BY_VALUE["actor_rollout_ref.actor.strategy", "megatron"].endswith("use fsdp2")
 
 
@@ -108,8 +107,8 @@ def test_a_refused_setting_is_told_once_where_others_follow_it(run: Run):
 
 
 def test_refused_in_generation_too(run: Run):
-    message = run.refusal({"rollout.name": "vllm"}, GenerationConfig)
-    assert "rollout.name=vllm: this engine is not in this version yet" in message
+    message = run.refusal({"rollout.name": "trtllm"}, GenerationConfig)
+    assert "rollout.name=trtllm: this engine is not in this version" in message
 
 
 def test_megatron_scripts_compose_and_are_refused(run: Run):

@@ -5,6 +5,8 @@ Only what belongs to a machine differs: files, number of ranks, and the trackers
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.config.support import Run
@@ -241,12 +243,18 @@ def test_sft(run: Run):
 
 
 @pytest.mark.parametrize("script", [GRPO, PPO])
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_only_the_engine_is_refused(run: Run, script: str, engine: str):
+def test_only_an_engine_that_is_not_built_is_refused(run: Run, script: str):
     with pytest.raises(ConfigError) as caught:
-        run.script(script.replace("ENGINE", engine))
+        run.script(script.replace("ENGINE", "trtllm"))
     assert str(caught.value).startswith("1 problem in the configuration")
-    assert f"actor_rollout_ref.rollout.name={engine}: this engine is not in this version yet" in str(caught.value)
+    assert "actor_rollout_ref.rollout.name=trtllm: this engine is not in this version" in str(caught.value)
+
+
+@pytest.mark.parametrize("script", [GRPO, PPO])
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_runs_from_another_environment(run: Run, script: str, engine: str):
+    python = f" +actor_rollout_ref.rollout.engine_kwargs.{engine}.python={sys.executable}"
+    assert run.script(script.replace("ENGINE", engine) + python).actor_rollout_ref.rollout.name == engine
 
 
 def test_everything_that_a_script_lacks_here_is_told_at_once(run: Run):

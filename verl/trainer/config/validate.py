@@ -14,6 +14,7 @@ from verl.trainer.config import rollout_correction as correction
 from verl.trainer.config import validate_code as code
 from verl.trainer.config import validate_data as data_rules
 from verl.trainer.config import validate_files as files
+from verl.trainer.config import validate_rollout as rollout_rules
 from verl.trainer.config import validate_run as run
 from verl.trainer.config.evaluation import EvalConfig
 from verl.trainer.config.generation import GenerationConfig
@@ -242,6 +243,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         run.dynamic_sampling,
         run.losses,
         run.sampling,
+        rollout_rules.other_programs,
         correction.rollout_correction,
         correction.truncated_sampling,
         run.rewards,
@@ -275,7 +277,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     InspectedSFT: (files.data_files, files.tokenizer, files.own_code, sft_columns),
     InspectedRM: (files.data_files, files.tokenizer, files.own_code),
     InspectedDPO: (files.data_files, files.tokenizer, files.own_code),
-    GenerationConfig: (files.generation_files, files.models, run.engine_sampling, run.controller),
+    GenerationConfig: (files.generation_files, files.models, run.engine_sampling, rollout_rules.other_programs, run.controller),
     EvalConfig: (files.evaluation_files, files.own_code),
 }
 """Which rules hold for which entry point."""

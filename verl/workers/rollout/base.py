@@ -150,6 +150,10 @@ class BaseRollout(ABC):
         self.eos_token_ids = eos_token_ids(model_config.path, tokenizer)
         self.max_model_len = _max_model_len(config, self.hf_config)
         self.weight_version = NO_WEIGHTS
+        self.ranks_per_engine = 1
+        """Ranks that follow each other and share one engine: they get the same prompts."""
+        self.leads = True
+        """This rank generates; another of its engine only takes part in ``load_weights``."""
         self._abort_lock = threading.Lock()
         self._running: set[threading.Event] = set()
 
@@ -238,8 +242,15 @@ class BaseRollout(ABC):
             self.sleep()
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response to each row of ``prompts``; see ``verl.workers.rollout.batch`` for the columns."""
+        """One response to each row of ``prompts``; see ``verl.workers.rollout.batch`` for the columns.
+
+        A rank that does not lead returns an empty batch, which nobody reads.
+        """
+        from verl.protocol import DataProto
         from verl.workers.rollout.batch import columns_from_outputs, requests_from_prompts
+
+        if not self.leads:
+            return DataProto()
 
         requests = requests_from_prompts(prompts, self.config)
         return columns_from_outputs(prompts, self.generate(requests), self.config.response_length, self._pad_token_id())

@@ -4,6 +4,7 @@
     server.start()                                   # returns when the server is healthy, or raises
     server.post("/generate", {"input_ids": [1, 2]})  # JSON in, JSON out
     server.post_many("/generate", bodies)            # all at once; the answers in the order of the bodies
+    server.stream_many("/generate", bodies, take)    # the same, event by event
     server.stop()                                    # also when the interpreter ends, and when this process is killed
 
 The server never outlives this process: a guard (:mod:`verl.workers.rollout.server_guard`) leads its process
@@ -14,9 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -46,7 +49,11 @@ LOOPBACK = "127.0.0.1"
 _POLL_S = 0.1
 _LAST_WORDS_S = 2.0
 _SHOWN_LOG_LINES = 40
-_SHOWN_LOG_BYTES = 64 * 1024
+_SHOWN_LOG_BYTES = 2**20
+_SHOWN_ERRORS = 8
+_ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
+_CONTROL_CONNECTIONS = 8
+_EVENT, _LAST_EVENT = "data:", "[DONE]"
 
 
 def new_token() -> str:
@@ -166,14 +173,14 @@ class EngineServer:
         """What the server writes to its standard output and error."""
         return self.folder / "server.log"
 
-    def log_tail(self) -> str:
-        """The last lines of the log."""
+    def log_tail(self, lines: int | None = _SHOWN_LOG_LINES) -> str:
+        """The last lines of the log; None: of the last megabyte all."""
         if not self.log_path.is_file():
             return "(no log)"
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - _SHOWN_LOG_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        return "\n".join(f"    {line}" for line in lines[-_SHOWN_LOG_LINES:]) or "(empty log)"
+            found = log.read().decode(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in found[-(lines or 0) :]) or "(empty log)"
 
     def stop(self) -> None:
         """End the server and everything that it started. Idempotent."""
@@ -199,29 +206,73 @@ class EngineServer:
         """
         return self._call([("POST", path, body)])[0]
 
-    def post_many(self, path: str, bodies: Sequence[Any]) -> list[Any]:
+    def post_many(
+        self,
+        path: str,
+        bodies: Sequence[Any],
+        *,
+        cancelled: threading.Event | None = None,
+        cancel: tuple[str, Any] | None = None,
+    ) -> list[Any]:
         """POST all bodies at once; the answers in their order.
 
         May be called from several threads.
+
+        Args:
+            path: for all of them.
+            bodies: each becomes JSON.
+            cancelled: once it is set, what was not sent yet is not sent (its answer is None), and ``cancel`` is sent
+                again and again until all others are answered.
+            cancel: path and body of the request that makes the server end what it works on.
 
         Raises:
             RolloutError: the server refused a request (with its reason), did not answer in time, or died (with the
                 end of its log).
         """
-        return self._call([("POST", path, body) for body in bodies])
+        return self._call([("POST", path, body) for body in bodies], cancelled or threading.Event(), cancel)
 
-    def _call(self, calls: list[tuple[str, str, Any]]) -> list[Any]:
+    def stream_many(
+        self,
+        path: str,
+        bodies: Sequence[Any],
+        take: Callable[[int, Any], bool],
+        *,
+        cancelled: threading.Event | None = None,
+    ) -> None:
+        """POST all bodies at once, for answers that come as a stream of server-sent events.
+
+        Args:
+            path: for all of them.
+            bodies: each becomes JSON.
+            take: called with the number of the body and the JSON of each event, in a thread of this module; once it
+                returns true the connection is closed, which makes the server end the work.
+            cancelled: once it is set, all connections are closed at their next event.
+
+        Raises:
+            RolloutError: as for ``post_many``.
+        """
+        self._run(lambda http: http.stream_all(path, bodies, take, cancelled or threading.Event()))
+
+    def _call(
+        self,
+        calls: list[tuple[str, str, Any]],
+        cancelled: threading.Event | None = None,
+        cancel: tuple[str, Any] | None = None,
+    ) -> list[Any]:
+        return self._run(lambda http: http.all(calls, cancelled, cancel))
+
+    def _run(self, work: Callable[[_HttpThread], Coroutine[Any, Any, T]]) -> T:
         import httpx2
 
         if self._http is None or not self.is_running:
             raise RolloutError(f"the {self.name} server does not run.{self._last_words()}")
         try:
-            return self._http.run(self._http.all(calls))
+            return self._http.run(work(self._http))
         except httpx2.HTTPStatusError as error:
             answer = error.response
             raise RolloutError(
                 f"the {self.name} server refused {answer.request.method} {answer.request.url.path} with status "
-                f"{answer.status_code}: {_reason(answer)}"
+                f"{answer.status_code}: {_reason(answer)}{self._errors_in_log() if answer.is_server_error else ''}"
             ) from None
         except httpx2.TimeoutException:
             raise RolloutError(
@@ -231,6 +282,11 @@ class EngineServer:
             raise RolloutError(
                 f"the {self.name} server broke a connection ({type(error).__name__}).{self._last_words()}"
             ) from None
+
+    def _errors_in_log(self) -> str:
+        lines = [line.strip() for line in self.log_tail(lines=None).splitlines() if _ERROR_LINE.search(line)]
+        last = list(dict.fromkeys(lines))[-_SHOWN_ERRORS:]
+        return " Errors in its log:\n" + "\n".join(f"    {line}" for line in last) if last else ""
 
     def _last_words(self) -> str:
         if self._guard is None:
@@ -287,11 +343,14 @@ class _HttpThread:
         import httpx2
 
         self._loop = asyncio.new_event_loop()
+        self._slots = asyncio.Semaphore(connections)
         self._client = httpx2.AsyncClient(
             base_url=base_url,
             headers=headers,
             timeout=httpx2.Timeout(timeout_s, pool=None),
-            limits=httpx2.Limits(max_connections=connections, max_keepalive_connections=connections),
+            limits=httpx2.Limits(
+                max_connections=connections + _CONTROL_CONNECTIONS, max_keepalive_connections=connections
+            ),
             trust_env=False,  # no proxy between this process and its own server
         )
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-http", daemon=True)
@@ -307,18 +366,64 @@ class _HttpThread:
     async def status(self, path: str) -> int:
         return (await self._client.get(path)).status_code
 
-    async def all(self, calls: list[tuple[str, str, Any]]) -> list[Any]:
-        tasks = [asyncio.ensure_future(self._one(*call)) for call in calls]
+    async def all(
+        self,
+        calls: list[tuple[str, str, Any]],
+        cancelled: threading.Event | None = None,
+        cancel: tuple[str, Any] | None = None,
+    ) -> list[Any]:
+        tasks = [asyncio.ensure_future(self._one(*call, cancelled)) for call in calls]
         try:
-            return list(await asyncio.gather(*tasks))
+            waiting: set[asyncio.Future[Any]] = set(tasks)
+            while waiting:
+                patience = None if cancel is None else _POLL_S
+                ended, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_EXCEPTION)
+                for task in ended:
+                    task.result()  # the first error is everyone's
+                if waiting and cancel is not None and cancelled is not None and cancelled.is_set():
+                    # Again and again: a request that is just on its way is not known to the server yet.
+                    (await self._client.post(cancel[0], json=cancel[1])).raise_for_status()
+            return [task.result() for task in tasks]
         finally:
             for task in tasks:  # after one failed, nobody waits for the others
                 task.cancel()
 
-    async def _one(self, method: str, path: str, body: Any) -> Any:
-        answer = await self._client.request(method, path, json=body)
-        answer.raise_for_status()
-        return json.loads(answer.content) if answer.content else None
+    async def _one(self, method: str, path: str, body: Any, cancelled: threading.Event | None) -> Any:
+        async with self._slots:
+            if cancelled is not None and cancelled.is_set():
+                return None
+            answer = await self._client.request(method, path, json=body)
+            answer.raise_for_status()
+            return json.loads(answer.content) if answer.content else None
+
+    async def stream_all(
+        self, path: str, bodies: Sequence[Any], take: Callable[[int, Any], bool], cancelled: threading.Event
+    ) -> None:
+        takes = [functools.partial(take, number) for number in range(len(bodies))]
+        tasks = [
+            asyncio.ensure_future(self._stream(path, body, own, cancelled))
+            for body, own in zip(bodies, takes, strict=True)
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _stream(self, path: str, body: Any, take: Callable[[Any], bool], cancelled: threading.Event) -> None:
+        async with self._slots:
+            if cancelled.is_set():
+                return
+            async with self._client.stream("POST", path, json=body) as answer:
+                if answer.is_error:
+                    await answer.aread()
+                answer.raise_for_status()
+                async for line in answer.aiter_lines():
+                    event = line.removeprefix(_EVENT).strip()
+                    if not line.startswith(_EVENT) or event == _LAST_EVENT:
+                        continue
+                    if take(json.loads(event)) or cancelled.is_set():
+                        return
 
     def close(self) -> None:
         if self._loop.is_running():

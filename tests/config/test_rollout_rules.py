@@ -1,0 +1,67 @@
+"""Engines that are programs of their own: what is told before any model loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+from tests.config.support import Run, only
+from verl.trainer.config import GenerationConfig
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    """A run with vLLM in an environment that is there (it is not started)."""
+    return {
+        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.tensor_model_parallel_size": 1,
+        f"{ROLLOUT}.engine_kwargs": {"vllm": {"python": sys.executable}},
+    } | {f"{ROLLOUT}.{key}": value for key, value in more.items()}
+
+
+def test_an_engine_in_another_environment_is_taken(run: Run):
+    assert run.load(settings()).actor_rollout_ref.rollout.name == "vllm"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_is_not_installed_is_told(run: Run, engine: str):
+    if importlib.util.find_spec(engine) is not None:
+        pytest.skip(f"{engine} is installed here")
+    message = only(run.refusal(settings(name=engine, engine_kwargs={})))
+    assert f"the package {engine} is not installed here" in message
+    assert f"{ROLLOUT}.engine_kwargs.{engine}.python" in message
+
+
+def test_a_python_that_is_not_there_is_told(run: Run):
+    message = only(run.refusal(settings(engine_kwargs={"vllm": {"python": "/nowhere/bin/python"}})))
+    assert f"{ROLLOUT}.engine_kwargs.vllm.python=/nowhere/bin/python: there is no such file" in message
+
+
+@pytest.mark.parametrize("size, ranks, fits", [(1, 1, True), (2, 1, False), (2, 4, True), (3, 4, False), (8, 4, False)])
+def test_the_ranks_of_a_machine_divide_among_the_engines(run: Run, size: int, ranks: int, fits: bool):
+    given = settings(tensor_model_parallel_size=size) | {"trainer.n_gpus_per_node": ranks, "trainer.controller": "ray"}
+    if fits:
+        run.load(given)
+        return
+    message = only(run.refusal(given))
+    assert f"{ROLLOUT}.tensor_model_parallel_size={size}" in message
+    assert f"does not divide trainer.n_gpus_per_node={ranks}" in message
+    assert "tensor_model_parallel_size=1" in message
+
+
+def test_copies_inside_an_engine_are_refused(run: Run):
+    assert "data_parallel_size=2" in only(run.refusal(settings(data_parallel_size=2)))
+
+
+def test_engines_of_this_process_have_no_such_rules(run: Run):
+    assert run.load({f"{ROLLOUT}.name": "hf"}).actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+
+
+def test_generation_knows_the_same_rules(run: Run):
+    given = {"rollout.name": "vllm", "rollout.engine_kwargs": {"vllm": {"python": sys.executable}}}
+    message = run.refusal(given | {"trainer.n_gpus_per_node": 3}, GenerationConfig)
+    assert "rollout.tensor_model_parallel_size=2" in message

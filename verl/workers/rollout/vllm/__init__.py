@@ -1,0 +1,1 @@
+"""The vLLM engine, in this process or behind HTTP; see :mod:`verl.workers.rollout.vllm_rollout`."""

@@ -1,0 +1,1 @@
+"""What runs inside vLLM's own processes. Its environment need not have verl, so nothing here imports it."""

@@ -1,0 +1,134 @@
+"""From ``rollout.*`` to vLLM's own arguments."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from verl.errors import ConfigError
+from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path
+
+if TYPE_CHECKING:
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+PYTHON = "python"
+"""Key of ``engine_kwargs.vllm`` that names the interpreter of the environment with vLLM; not an argument of vLLM."""
+START_TIMEOUT_S = "start_timeout_s"
+"""Key of ``engine_kwargs.vllm``: longest start of the server in seconds; not an argument of vLLM either."""
+_OWN_KEYS = (PYTHON, START_TIMEOUT_S)
+_CPU_KV_CACHE_GIB = "1"
+
+
+def engine_arguments(
+    config: RolloutConfig, model_config: HFModelConfig, max_model_len: int, device: torch.device
+) -> dict[str, Any]:
+    """vLLM's engine arguments by their names in Python.
+
+    Raises:
+        ConfigError: ``engine_kwargs.vllm`` sets what another setting decides.
+    """
+    path = resolve_model_path(model_config.path)
+    overrides = {k: v for k, v in model_config.override_config.items() if k != ATTN_IMPLEMENTATION}
+    arguments: dict[str, Any] = {
+        "model": path,
+        "trust_remote_code": model_config.trust_remote_code,
+        "dtype": config.dtype,
+        "load_format": config.load_format,
+        "seed": config.seed % 2**32,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "scheduling_policy": config.scheduling_policy,
+        "disable_log_stats": config.disable_log_stats,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_parallel_size": config.pipeline_model_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
+        "logprobs_mode": config.logprobs_mode,
+        # The model folder's own ideas of sampling (generation_config.json) must not mix with the request's.
+        "generation_config": "vllm",
+        # Tokens go in and come out; stop texts are looked for on this side.
+        "skip_tokenizer_init": True,
+    }
+    if model_config.hf_config_path:
+        arguments["hf_config_path"] = resolve_model_path(model_config.hf_config_path)
+    if overrides:
+        arguments["hf_overrides"] = overrides
+    if config.cudagraph_capture_sizes is not None:
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
+    if config.limit_images is not None:
+        arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
+    if device.type == "cuda" and config.free_cache_engine:
+        arguments["enable_sleep_mode"] = True
+    extra = {k: v for k, v in own_kwargs(config).items() if k not in _OWN_KEYS and v is not None}
+    doubled = sorted(extra.keys() & arguments.keys())
+    if doubled:
+        raise ConfigError(
+            f"rollout.engine_kwargs.vllm sets {', '.join(doubled)}, which other settings decide: see the table of "
+            "docs/rollout_engines.md. Take it out of engine_kwargs.vllm."
+        )
+    return arguments | extra
+
+
+def own_kwargs(config: RolloutConfig) -> Mapping[str, Any]:
+    """``engine_kwargs.vllm``."""
+    return config.engine_kwargs.get("vllm") or {}
+
+
+def python_of(config: RolloutConfig) -> str:
+    """The interpreter that runs the server: ``engine_kwargs.vllm.python``, or this one.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    python = own_kwargs(config).get(PYTHON)
+    if python is None:
+        return sys.executable
+    path = Path(str(python)).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"rollout.engine_kwargs.vllm.python={python}: there is no such file. Give the python of the environment "
+            "in which vLLM is installed, for example /opt/vllm/bin/python."
+        )
+    return str(path.absolute())  # not resolved: the link in an environment's folder is what makes it that environment
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments as flags: true is ``--name``, false ``--no-name``, a mapping is JSON, a list its values."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            # These two have no negative form; without the flag they are false.
+            flags += [] if name in ("trust_remote_code", "skip_tokenizer_init") else ["--no-" + flag[2:]]
+        elif isinstance(value, Mapping):
+            flags += [flag, json.dumps(dict(value))]
+        elif isinstance(value, list | tuple):
+            flags += [flag, *map(str, value)]
+        else:
+            flags += [flag, str(value)]
+    return flags
+
+
+def process_environment(device: torch.device) -> dict[str, str]:
+    """Variables that vLLM's processes get, unless the user has set them."""
+    variables = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }
+    if device.type == "cpu":
+        # Without these vLLM takes half of the machine's memory, and ties threads to cores that others use too.
+        variables |= {"VLLM_CPU_KVCACHE_SPACE": _CPU_KV_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    return variables

@@ -1,0 +1,208 @@
+"""vLLM as rollout engine: in this process (``rollout.mode=sync``) or as a server (``async``, the default).
+
+An engine that several ranks share is a server in both modes. A server may live in an environment of its own,
+whose interpreter ``rollout.engine_kwargs.vllm.python`` names; then nothing of vLLM is needed here. Tokens go in
+and tokens come out, stop texts are looked for here, new weights go by file through memory, and their checksums
+come back. See ``docs/rollout_engines.md``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.errors import ConfigError, RolloutError
+from verl.utils.model import torch_dtype
+from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRegistry, RolloutRequest
+from verl.workers.rollout.stopping import completes_stop_text
+from verl.workers.rollout.vllm.job import Engine, Job
+from verl.workers.rollout.vllm.settings import START_TIMEOUT_S, engine_arguments, own_kwargs, python_of
+from verl.workers.rollout.weights import ExpectedWeights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.workers.config import HFModelConfig, RolloutConfig
+
+logger = logging.getLogger(__name__)
+
+_NOT_FINITE = -9000.0
+"""vLLM's server says -9999 for a log-prob that is not a number or minus infinity."""
+
+
+@RolloutRegistry.register("vllm")
+class VLLMRollout(BaseRollout):
+    """Generate with vLLM; arguments as for :class:`BaseRollout`.
+
+    With ``tensor_model_parallel_size`` t, t ranks that follow each other share one engine: the first of them
+    starts it and generates, the others take part in gathering the weights.
+
+    Raises:
+        ConfigError: the ranks do not divide into engines, or a setting does not fit vLLM.
+        RolloutError: the engine does not start.
+    """
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_config: HFModelConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device | str,
+    ) -> None:
+        super().__init__(config, model_config, tokenizer, device)
+        self.ranks_per_engine = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        _check_ranks(config, self.ranks_per_engine, world_size)
+        self.leads = rank % self.ranks_per_engine == 0
+        self._expected = ExpectedWeights(self.hf_config, torch_dtype(config.dtype), model_config.trust_remote_code)
+        self._awake = False
+        self._gives_memory_back = config.free_cache_engine and self.device.type == "cuda"
+        devices = self._devices_of_the_engine(rank)
+        arguments = engine_arguments(config, model_config, self.max_model_len, self.device)
+        self._engine = self._start(arguments, devices) if self.leads else None
+        if self._engine is not None and self._gives_memory_back:
+            self._engine.sleep()
+
+    def _start(self, arguments: dict[str, Any], devices: str | None) -> Engine:
+        if self.config.mode == "sync" and self.ranks_per_engine == 1:
+            from verl.workers.rollout.vllm.inprocess import InProcessEngine
+
+            return InProcessEngine(arguments, self.device)
+        from verl.workers.rollout.vllm.served import ServedEngine
+
+        return ServedEngine(
+            python_of(self.config),
+            arguments,
+            self.device,
+            visible_devices=devices,
+            start_timeout_s=float(own_kwargs(self.config).get(START_TIMEOUT_S, 600)),
+            file_bytes=self.config.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
+        )
+
+    def _devices_of_the_engine(self, rank: int) -> str | None:
+        """Ids of the GPUs of all ranks of this engine, for the server; None without GPUs. Collective."""
+        own = (socket.gethostname(), _device_id(self.device))
+        places = [own]
+        if self.ranks_per_engine > 1:
+            places = [own] * dist.get_world_size()
+            dist.all_gather_object(places, own)
+            first = rank - rank % self.ranks_per_engine
+            places = places[first : first + self.ranks_per_engine]
+            hosts = sorted({host for host, _ in places})
+            if len(hosts) > 1:
+                raise ConfigError(
+                    f"rollout.tensor_model_parallel_size={self.config.tensor_model_parallel_size}: ranks {first} to "
+                    f"{first + self.ranks_per_engine - 1} share an engine but live on different machines "
+                    f"({', '.join(hosts)}). Use a size that divides trainer.n_gpus_per_node."
+                )
+        return ",".join(device for _, device in places) if self.device.type == "cuda" else None
+
+    # ---- weights and memory
+
+    def wake(self) -> None:
+        """Take the memory of weights, keys and values again, where sleep gave it back (on a GPU)."""
+        if self._engine is not None and self._gives_memory_back and not self._awake:
+            self._engine.wake(["weights"] if self.config.multi_stage_wake_up else None)
+        self._awake = True
+
+    def sleep(self) -> None:
+        """With ``rollout.free_cache_engine`` forget the weights and, on a GPU, give all memory back."""
+        if not self.config.free_cache_engine:
+            return
+        if self._engine is not None and self._gives_memory_back and self._awake:
+            self._engine.sleep()
+        self._awake, self.weight_version = False, NO_WEIGHTS
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`BaseRollout.load_weights`. Tied weights may come under one of their names or under all.
+
+        What the engine was handed is verified by a checksum of each tensor, computed in its own processes.
+        """
+        self.wake()
+        self.weight_version = NO_WEIGHTS
+        began, size = time.perf_counter(), 0
+        weights = iter(weights)
+        try:
+            checked = self._expected.checked(weights, version)
+            if self._engine is not None:
+                size = self._engine.load_weights(checked, f"weights-{version}")
+                if self._gives_memory_back and self.config.multi_stage_wake_up:
+                    self._engine.wake(["kv_cache"])
+            else:
+                for _ in checked:
+                    pass
+        finally:
+            for _ in weights:  # a collective iterator must come to its end on every rank, whatever happened here
+                pass
+        self.weight_version = version
+        if self._engine is not None:
+            took = time.perf_counter() - began
+            logger.info("vllm engine: version %d loaded, %.1f MiB in %.3f s", version, size / 2**20, took)
+
+    # ---- generation
+
+    def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
+        """See :meth:`BaseRollout.generate`."""
+        if self.config.free_cache_engine and not self._awake:
+            raise RolloutError("the vllm engine sleeps. Generate inside `with rollout.awake(weights, version):`.")
+        self.check_requests(requests)
+        if self._engine is None:
+            raise RolloutError("this rank shares an engine with others and does not lead: the first of them generates.")
+        jobs = [self._job(request) for request in requests]
+        with self.until_aborted() as aborted:
+            self._engine.generate(jobs, aborted)
+        if any(not value > _NOT_FINITE for job in jobs for value in job.log_probs):
+            raise RolloutError(
+                f"vLLM returned log-probs that are not finite with weights of version {self.weight_version}. The "
+                "weights may have diverged (look at actor/grad_norm), or overflow in rollout.dtype="
+                f"{self.config.dtype}; bfloat16 and float32 have a wider range than float16."
+            )
+        return [RolloutOutput(job.token_ids, job.log_probs, job.finish_reason, self.weight_version) for job in jobs]
+
+    def _job(self, request: RolloutRequest) -> Job:
+        sampling = request.sampling
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+        params: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            # Which tokens end a response is decided here: vLLM has no tokenizer to ask.
+            "ignore_eos": True,
+            "stop_token_ids": sorted(ends),
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        if sampling.truncates:
+            params |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0), "min_p": sampling.min_p}
+        texts = sampling.stop
+        is_stop = (lambda tokens: completes_stop_text(tokens, texts, self.tokenizer)) if texts else None
+        return Job(list(request.prompt_ids), params, is_stop)
+
+
+def _check_ranks(config: RolloutConfig, ranks_per_engine: int, world_size: int) -> None:
+    if config.data_parallel_size != 1:
+        raise ConfigError(
+            f"rollout.data_parallel_size={config.data_parallel_size}: every rank (or group of tensor-parallel ranks) "
+            "has an engine of its own already. Set it to 1."
+        )
+    if world_size % ranks_per_engine:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size} does not divide the {world_size} "
+            f"rank(s) of this run: that many ranks share one vLLM engine. Set "
+            "actor_rollout_ref.rollout.tensor_model_parallel_size to 1, or to a divisor of the number of ranks."
+        )
+
+
+def _device_id(device: torch.device) -> str:
+    """The id by which another process finds the GPU of this rank."""
+    index = device.index if device.index is not None else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return visible.split(",")[index].strip() if visible else str(index)
