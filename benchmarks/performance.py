@@ -1,0 +1,264 @@
+"""Everything that docs/performance.md says, measured by one command: ``make bench``.
+
+    python benchmarks/performance.py --write             all of it, on a quiet machine, about ten minutes
+    python benchmarks/performance.py --only grpo_step    one part, printed
+
+Each part runs in a process of its own, one after the other, and compares two things within its run; what it finds
+comes back as JSON. A target that is missed is no error: the page says by how much. A part that fails is one, and then
+nothing is written. What stands between the lines ``<!-- notes: … -->`` and ``<!-- end of notes -->`` of the page is
+written by hand and stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import shape
+from shape import ROOT, Row, Work
+
+PAGE = ROOT / "docs" / "performance.md"
+Result = Mapping[str, Any]
+
+
+# ---- the parts ------------------------------------------------------------------------------------
+
+
+def own_rows(result: Result) -> list[Row]:
+    """Of a part that makes its rows itself."""
+    return [Row(**row) for row in result["rows"]]
+
+
+def training_step_rows(result: Result) -> list[Row]:
+    """The share of the matrix-product peak."""
+    engine, peak = result["passes"]["engine"], result["peak_gflops"]
+    detail = f"{engine['useful_gflops']:.0f} of {peak:.0f} GFLOP/s, {engine['seconds']:.2f} s"
+    what, against = "forward + backward, useful FLOP/s", "fp32 matrix product peak of the same run"
+    return [Row(what, against, engine["share_of_peak"], 0.65, True, detail)]
+
+
+def transfer_rows(result: Result) -> list[Row]:
+    """There and back in plain copies, by the medians."""
+    setting, found = result["setting"], result["results"]
+    trip, copy = found["there_and_back"]["median_ms"], found["copy"]["median_ms"]
+    what = f"{setting['bytes'] / 1e6:.0f} MB DataProto to {setting['ranks']} Ray workers and back"
+    detail = f"{trip:.0f} ms : {copy:.0f} ms; by the minima {found['there_and_back_per_copy_min']:.2f}"
+    return [Row(what, "a plain memory copy of the same bytes", trip / copy, 6.0, False, detail)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A benchmark and the targets that it measures."""
+
+    name: str
+    """Of its file."""
+    title: str
+    rows: Callable[[Result], list[Row]] = own_rows
+    arguments: tuple[str, ...] = ()
+    """Settings of a full run; ``{rollout}`` and ``{vllm_python}`` are filled in."""
+    tiny: tuple[str, ...] = ("--tiny", "--rounds", "1", "--threads", "1")
+    """Its smallest form, which tests run."""
+
+    def command(self, arguments: argparse.Namespace) -> list[str]:
+        """As it is run, and as the page shows it."""
+        filled = [text.format(**vars(arguments)) for text in self.arguments]
+        return ["python", f"benchmarks/{self.name}.py", *filled, *(self.tiny if arguments.tiny else ())]
+
+
+ROLLOUT = ("--rollout", "{rollout}")
+PARTS = (
+    Part("rollout_speed", "Rollout", arguments=(*ROLLOUT, "--vllm_python", "{vllm_python}")),
+    Part("grpo_step", "A whole GRPO step", arguments=ROLLOUT),
+    Part(
+        "training_step",
+        "Forward and backward",
+        training_step_rows,
+        tiny=("--sequences", "2", "--prompt", "4", "--response", "8", "--repeats", "1"),
+    ),
+    Part("logprob_memory", "Memory of log-probs and entropy"),
+    Part(
+        "dataproto_transfer",
+        "The data plane",
+        transfer_rows,
+        tiny=("--mb", "1", "--ranks", "1", "--rounds", "1"),
+    ),
+    Part("weight_update", "Weights to the rollout engine", arguments=ROLLOUT),
+    Part("scaling", "Scaling"),
+)
+
+
+def run_part(part: Part, arguments: argparse.Namespace, folder: Path) -> Result:
+    """What it found.
+
+    Raises:
+        SystemExit: it failed.
+    """
+    path = folder / f"{part.name}.json"
+    command = part.command(arguments)
+    print(f"--- {' '.join(command)}", flush=True)
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, *command[1:], "--json", str(path)], check=False, cwd=ROOT)
+    if done.returncode or not path.exists():
+        raise SystemExit(f"{part.name} failed with exit code {done.returncode}; nothing was written.")
+    print(f"    {time.monotonic() - started:.0f} s", flush=True)
+    return json.loads(path.read_text())
+
+
+# ---- the page -------------------------------------------------------------------------------------
+
+HEAD = """# Performance
+
+Made by `make bench` (`python benchmarks/performance.py --write`). Every figure is a ratio of two things that were
+measured in one run on one machine, because absolute times say little about another machine; the processes that are
+compared take turns, so that they see the same state of it. Speeds are compared by the least time of each contestant,
+since what other programs do only adds to a time; the medians stand beside them.
+"""
+
+GPU = """## Not measured yet
+
+On a GPU, with random weights of the shape of Qwen3-0.6B: an RL step on 16,384 tokens and a supervised step on 8,192
+against the figures that prime-rl publishes for one H100 (11.9 k tokens/s and 11.1 % MFU; 26.0 k tokens/s and 16.8 %),
+our rollout against Transformers `generate` at 64 responses of 512 tokens (target: 8 times as fast), and how far the
+log-probs of both engines are from a plain Transformers forward. No run of it has been made, so nothing is claimed.
+
+```text
+make bench-gpu
+python benchmarks/gpu.py --json gpu.json
+```
+
+It needs neither Ray nor vLLM. Where a GPU machine has PyTorch and Transformers but no package index, see
+[contributing](https://github.com/verl-project/verl/blob/main/CONTRIBUTING.md) for what to carry there.
+"""
+
+NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->\n", re.DOTALL)
+
+
+def notes_of(page: str) -> dict[str, str]:
+    """What was written by hand, by part."""
+    return dict(NOTES.findall(page))
+
+
+def measured(row: Row) -> str:
+    """The ratio, as the table shows it."""
+    return "not measured" if row.ratio is None else f"{row.ratio:.3g}"
+
+
+def verdict(row: Row) -> str:
+    """Met, or by how much it falls short."""
+    if row.ratio is None:
+        return row.detail
+    if row.is_met:
+        return "met"
+    factor = row.target / row.ratio if row.at_least else row.ratio / row.target
+    return f"missed by a factor of {factor:.2f}"
+
+
+def target(row: Row) -> str:
+    """The target, as the table shows it."""
+    return f"{'≥' if row.at_least else '≤'} {row.target:g}"
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """All targets."""
+    lines = ["| what | against | target | measured | |", "|---|---|---|---|---|"]
+    return lines + [
+        f"| {row.what} | {row.against} | {target(row)} | {measured(row)} | {verdict(row)} |" for row in rows
+    ]
+
+
+def figures(row: Row) -> str:
+    """One line below a part's title."""
+    shown = measured(row) if row.ratio is None else f"{measured(row)} ({row.detail})"
+    return f"- {row.what} against {row.against}: {shown}"
+
+
+def seconds_table(result: Result) -> list[str]:
+    """Every contestant of a part that says how long each took."""
+    seconds = result.get("seconds")
+    if not seconds:
+        return []
+    lines = ["| | least, s | median, s | runs |", "|---|---|---|---|"]
+    for name, times in seconds.items():
+        lines.append(f"| {name} | {times['min']:.3f} | {times['median']:.3f} | {len(times['all'])} |")
+    return [*lines, ""]
+
+
+def stages_line(result: Result) -> list[str]:
+    """Where the time of our step goes."""
+    stages = {name: value for name, value in (result.get("stages") or {}).items() if value >= 0.001}
+    if not stages:
+        return []
+    shown = ", ".join(f"{name} {value:.3f} s" for name, value in stages.items())
+    return [f"Stages of our step, medians: {shown}.", ""]
+
+
+def page(results: Mapping[str, Result], arguments: argparse.Namespace, notes: Mapping[str, str]) -> str:
+    """docs/performance.md."""
+    rows = {part.name: part.rows(results[part.name]) for part in PARTS if part.name in results}
+    here = shape.machine()
+    packages = {**shape.versions("torch", "transformers", "ray", "trl"), **versions_in(results)}
+    lines = [
+        HEAD,
+        f"Machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB. Python {here['python']}, "
+        f"{', '.join(f'{name} {version}' for name, version in packages.items())}.",
+        "",
+        f"Work, where nothing else is said: {Work().describe()}, fp32.",
+        "",
+        *table([row for found in rows.values() for row in found]),
+        "",
+    ]
+    for part in PARTS:
+        if part.name not in results:
+            continue
+        shown = " ".join(part.command(arguments))
+        lines += [f"## {part.title}", "", "```text", shown, "```", "", *map(figures, rows[part.name]), ""]
+        lines += [*seconds_table(results[part.name]), *stages_line(results[part.name])]
+        lines += [f"<!-- notes: {part.name} -->\n{notes.get(part.name, '')}<!-- end of notes -->", ""]
+    return "\n".join([*lines, GPU])
+
+
+def versions_in(results: Mapping[str, Result]) -> dict[str, str]:
+    """vLLM's, whose environment is another."""
+    facts = results.get("rollout_speed", {}).get("facts", {})
+    found = {}
+    for player in facts.values():
+        found |= {name: version for name, version in player["versions"].items() if name.startswith("vllm")}
+    return found
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = tuple(part.name for part in PARTS)
+    parser.add_argument("--write", action="store_true", help="write docs/performance.md")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these parts alone")
+    parser.add_argument("--rollout", default="native", help="rollout.name of our engine")
+    parser.add_argument("--vllm_python", default=".venv-vllm/bin/python", help="Python of the environment with vLLM")
+    parser.add_argument("--tiny", action="store_true", help="the smallest work, to test the benchmarks themselves")
+    parser.add_argument("--json", type=Path, help="write what all parts found there")
+    arguments = parser.parse_args()
+    if arguments.write and (arguments.tiny or set(arguments.only) != set(names)):
+        parser.error("--write takes all parts in full size, or the page would be of several runs")
+    with tempfile.TemporaryDirectory() as folder:
+        results = {part.name: run_part(part, arguments, Path(folder)) for part in PARTS if part.name in arguments.only}
+    print(*table([row for part in PARTS if part.name in results for row in part.rows(results[part.name])]), sep="\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.write:
+        before = PAGE.read_text() if PAGE.exists() else ""
+        PAGE.write_text(page(results, arguments, notes_of(before)))
+
+
+if __name__ == "__main__":
+    main()
