@@ -1,7 +1,7 @@
 """A few CPU kernels of our own, in C, compiled on first use: where PyTorch's operations leave the machine idle.
 
     kernels = cpu_kernels()          # None where there is no C compiler; the reason is logged once
-    y = kernels.rms_norm(x, weight, eps)
+    y = kernels.rms_norm(x, Norm(weight, eps))
 
 They are for inference in fp32: no autograd. Compiling takes about a second; the library is kept in
 ``$XDG_CACHE_HOME/verl`` (``~/.cache/verl``) under a name made of the source, the compiler and the processor.
@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,10 +30,39 @@ logger = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("kernels.c")
 # Sums may be taken in any order, or no loop could use SIMD; infinities and NaN keep their meaning.
-_FLAGS = "-O3 -march=native -fPIC -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros".split()
+_FLAGS = "-O3 -march=native -fPIC -fno-math-errno -fno-trapping-math -fassociative-math -fno-signed-zeros".split()  # noqa: SIM905
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fassociative-math",
+    "-fno-signed-zeros",
+]
 _FEW_ELEMENTS = 1 << 16
 """Elementwise work on less than this runs on one thread; waking the others would take longer."""
 _FLOAT, _INT, _INT64, _POINTER = ctypes.c_float, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+
+
+class Norm(NamedTuple):
+    """An RMS norm: the factor is ``offset + weight``."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+
+class RowsOfMemory(NamedTuple):
+    """Where each row of a batch keeps keys and values; (rows,) int64 each."""
+
+    slots: Tensor
+    """Place among the responses."""
+    lengths: Tensor
+    """Tokens there."""
+    prompts: Tensor
+    """Place among the prompts."""
+    prompt_lengths: Tensor
+    """Tokens there."""
 
 
 class CPUKernels:
@@ -45,21 +75,26 @@ class CPUKernels:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self._decode_attention = library.decode_attention
-        self._decode_attention.argtypes = [_POINTER] * 12 + [_INT64] * 7 + [_FLOAT, _INT]
+        self._decode_attention.argtypes = [_POINTER] * 16 + [_INT64] * 7 + [_FLOAT] * 3 + [_INT]
         self._rms_norm = library.rms_norm
-        self._rms_norm.argtypes = [_POINTER] * 3 + [_INT64, _INT64, _FLOAT, _FLOAT, _INT]
+        self._rms_norm.argtypes = [_POINTER] * 4 + [_INT64] * 2 + [_FLOAT] * 2 + [_INT]
         self._rms_norm.restype = None
         self._silu_mul = library.silu_mul
         self._silu_mul.argtypes = [_POINTER] * 3 + [_INT64, _INT]
         self._silu_mul.restype = None
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-        """(offset + weight) · x / sqrt(mean(x²) + eps) over the last dimension."""
-        x = x.contiguous()
+    def rms_norm(self, x: Tensor, norm: Norm, added: Tensor | None = None) -> Tensor:
+        """(offset + weight) · x / sqrt(mean(x²) + eps) over the last dimension.
+
+        Args:
+            x: contiguous.
+            norm: weight, eps and offset.
+            added: contiguous, first added to ``x``, which changes.
+        """
         out = torch.empty_like(x)
         width = x.shape[-1]
-        arguments = out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.numel() // width, width, eps, offset
-        self._rms_norm(*arguments, _threads(x.numel()))
+        sizes = x.numel() // width, width, norm.eps, norm.offset, _threads(x.numel())
+        self._rms_norm(out.data_ptr(), x.data_ptr(), _address(added), norm.weight.data_ptr(), *sizes)
         return out
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -74,27 +109,26 @@ class CPUKernels:
         value: Tensor,
         own: tuple[Tensor, Tensor],
         shared: tuple[Tensor, Tensor],
-        slots: Tensor,
-        own_lengths: Tensor,
-        prompts: Tensor,
-        shared_lengths: Tensor,
+        rows: RowsOfMemory,
         scale: float,
         window: int | None = None,
+        head_norms: tuple[Norm, Norm] | None = None,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """One new token of each row: keep its key and value, then attend to the row's prompt and all its own tokens.
 
         Args:
-            query: (rows, heads, head_dim).
-            key: (rows, kv_heads, head_dim) of the new tokens.
+            query: (rows, heads, head_dim), contiguous.
+            key: (rows, kv_heads, head_dim) of the new tokens, contiguous.
             value: as ``key``.
             own: keys and values of responses, (slots, kv_heads, room, head_dim); the new ones are written here.
             shared: keys and values of prompts, (prompts, kv_heads, room, head_dim).
-            slots: (rows,) int64, where each row keeps its own.
-            own_lengths: (rows,) int64, how many tokens it has there, without the new one.
-            prompts: (rows,) int64, its prompt.
-            shared_lengths: (rows,) int64, tokens of the prompt.
+            rows: where each row finds its own.
             scale: of the scores.
             window: tokens that a token sees, itself included; None is all.
+            head_norms: of each head of queries and of keys, if they are not normed yet; of one eps and offset.
+            rotation: cosines and sines of the rows' positions, (rows, head_dim) contiguous, if queries and keys are
+                not rotated yet: the halves (a, b) of a head become (a·cos - b·sin, b·cos + a·sin).
 
         Returns:
             (rows, heads, head_dim)
@@ -102,14 +136,19 @@ class CPUKernels:
         Raises:
             RolloutError: there is no memory for the scores.
         """
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         out = torch.empty_like(query)
-        rows, heads, head_dim = query.shape
-        tensors = (out, query, key, value, *own, *shared, slots, own_lengths, prompts, shared_lengths)
-        sizes = rows, heads, key.shape[1], head_dim, own[0].shape[2], shared[0].shape[2], window or 0
-        if self._decode_attention(*(t.data_ptr() for t in tensors), *sizes, scale, torch.get_num_threads()):
-            raise RolloutError(f"no memory for the attention scores of {rows} rows; lower rollout.max_num_seqs.")
+        count, heads, head_dim = query.shape
+        norms = (None, None) if head_norms is None else (head_norms[0].weight, head_norms[1].weight)
+        tensors = (out, query, key, value, *norms, *(rotation or (None, None)), *own, *shared, *rows)
+        sizes = count, heads, key.shape[1], head_dim, own[0].shape[2], shared[0].shape[2], window or 0
+        numbers = (scale, 0.0, 0.0) if head_norms is None else (scale, head_norms[0].eps, head_norms[0].offset)
+        if self._decode_attention(*map(_address, tensors), *sizes, *numbers, torch.get_num_threads()):
+            raise RolloutError(f"no memory for the attention scores of {count} rows; lower rollout.max_num_seqs.")
         return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _threads(elements: int) -> int:
@@ -163,4 +202,5 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return f"{platform.machine()} {platform.processor()} {platform.version()}"
-    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}))
+    told = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(told)}))

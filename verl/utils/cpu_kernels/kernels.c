@@ -28,7 +28,8 @@ INLINE float exp_f32(float x) {
 }
 
 // s[h][j] = q[h] . k[j] for g query heads and n tokens; rows of s are ld apart.
-INLINE void scores_of(float *s, int64_t ld, const float *q, const float *k, int64_t n, int g, int d) {
+INLINE void scores_of(float *restrict s, int64_t ld, const float *restrict q, const float *restrict k, int64_t n, int g,
+                      int d) {
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t end = start + TILE < n ? start + TILE : n;
         for (int h = 0; h < g; ++h)
@@ -41,12 +42,17 @@ INLINE void scores_of(float *s, int64_t ld, const float *q, const float *k, int6
 }
 
 // out[h] += sum_j p[h][j] v[j]
-INLINE void add_values(float *out, const float *p, int64_t ld, const float *v, int64_t n, int g, int d) {
+INLINE void add_values(float *restrict out, const float *restrict p, int64_t ld, const float *restrict v, int64_t n,
+                       int g, int d) {
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t end = start + TILE < n ? start + TILE : n;
-        for (int h = 0; h < g; ++h)
+        for (int h = 0; h < g; ++h) {
+            float sum[d];  // stays in registers where d is known to the compiler
+            memcpy(sum, out + h * d, sizeof(float) * d);
             for (int64_t j = start; j < end; ++j)
-                for (int i = 0; i < d; ++i) out[h * d + i] += p[h * ld + j] * v[j * d + i];
+                for (int i = 0; i < d; ++i) sum[i] += p[h * ld + j] * v[j * d + i];
+            memcpy(out + h * d, sum, sizeof(float) * d);
+        }
     }
 }
 
@@ -76,50 +82,83 @@ INLINE void attend(float *out, float *s, const float *q, const float *shared_k, 
 static int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// q, out (rows, heads, d); new_k, new_v (rows, kv, d); own_k, own_v (slots, kv, own_room, d);
-// shared_k, shared_v (prompts, kv, shared_room, d); the others (rows).
-// Returns 0, or 1 if there is no memory for the scores.
-int decode_attention(float *out, const float *q, const float *new_k, const float *new_v, float *own_k, float *own_v,
+// 1 / sqrt(mean(x^2) + eps)
+INLINE float rms_factor(const float *x, int64_t n, float eps) {
+    float squares = 0;
+    for (int64_t i = 0; i < n; ++i) squares += x[i] * x[i];
+    return 1.0f / sqrtf(squares / n + eps);
+}
+
+// What happens to a head of a query or key before attention. weight: of an RMS norm over the head, or NULL;
+// cos, sin: of its position, (d), or NULL.
+INLINE void prepare_head(float *out, const float *x, const float *weight, float eps, float offset, const float *cos,
+                         const float *sin, int d) {
+    if (weight) {
+        const float factor = rms_factor(x, d, eps);
+        for (int i = 0; i < d; ++i) out[i] = (offset + weight[i]) * (x[i] * factor);
+    } else {
+        memcpy(out, x, sizeof(float) * d);
+    }
+    if (cos)
+        for (int i = 0, j = d / 2; i < d / 2; ++i, ++j) {
+            const float a = out[i], b = out[j];
+            out[i] = a * cos[i] - b * sin[i];
+            out[j] = b * cos[j] + a * sin[j];
+        }
+}
+
+// q, out (rows, heads, d); new_k, new_v (rows, kv, d); q_weight, k_weight (d) and cos, sin (rows, d) as for
+// prepare_head; own_k, own_v (slots, kv, own_room, d); shared_k, shared_v (prompts, kv, shared_room, d); the four
+// after them (rows). Returns 0, or 1 if there is no memory for the scores.
+int decode_attention(float *out, const float *q, const float *new_k, const float *new_v, const float *q_weight,
+                     const float *k_weight, const float *cos, const float *sin, float *own_k, float *own_v,
                      const float *shared_k, const float *shared_v, const int64_t *slots, const int64_t *own_lengths,
                      const int64_t *prompts, const int64_t *shared_lengths, int64_t rows, int64_t heads, int64_t kv,
-                     int64_t d, int64_t own_room, int64_t shared_room, int64_t window, float scale, int threads) {
+                     int64_t d, int64_t own_room, int64_t shared_room, int64_t window, float scale, float eps,
+                     float offset, int threads) {
     const int64_t g = heads / kv;
     int64_t longest = 0;
     for (int64_t r = 0; r < rows; ++r) longest = at_least(longest, shared_lengths[r] + own_lengths[r] + 1);
-    float *scores = malloc(sizeof(float) * longest * g * threads);
-    if (scores == NULL) return 1;
+    const int64_t workspace = (longest + d) * g;  // scores, and the queries ready for use
+    float *space = malloc(sizeof(float) * workspace * threads);
+    if (space == NULL) return 1;
     // Each thread takes neighbouring rows of one head: siblings find their prompt in its cache.
     const int64_t tasks = rows * kv, share = (tasks + threads - 1) / threads;
 #pragma omp parallel for num_threads(threads) schedule(static, share)
     for (int64_t task = 0; task < tasks; ++task) {
         const int64_t h = task / rows, r = task % rows;
+        const float *own_cos = cos ? cos + r * d : NULL, *own_sin = sin ? sin + r * d : NULL;
+        float *ready = space + task / share * workspace, *scores = ready + g * d;
         float *k = own_k + (slots[r] * kv + h) * own_room * d, *v = own_v + (slots[r] * kv + h) * own_room * d;
-        memcpy(k + own_lengths[r] * d, new_k + (r * kv + h) * d, sizeof(float) * d);
+        prepare_head(k + own_lengths[r] * d, new_k + (r * kv + h) * d, k_weight, eps, offset, own_cos, own_sin, d);
         memcpy(v + own_lengths[r] * d, new_v + (r * kv + h) * d, sizeof(float) * d);
+        for (int64_t i = 0; i < g; ++i)
+            prepare_head(ready + i * d, q + (r * heads + h * g + i) * d, q_weight, eps, offset, own_cos, own_sin, d);
 
         const int64_t unseen = window > 0 ? at_least(shared_lengths[r] + own_lengths[r] + 1 - window, 0) : 0;
         const int64_t skip = at_most(unseen, shared_lengths[r]), skip_own = unseen - skip;
         const int64_t prompt = (prompts[r] * kv + h) * shared_room + skip;
         const int64_t n_shared = shared_lengths[r] - skip, n_own = own_lengths[r] + 1 - skip_own;
-        float *o = out + (r * heads + h * g) * d, *s = scores + task / share * longest * g;
-        const float *own_q = q + (r * heads + h * g) * d, *pk = shared_k + prompt * d, *pv = shared_v + prompt * d;
+        const float *pk = shared_k + prompt * d, *pv = shared_v + prompt * d;
+        float *o = out + (r * heads + h * g) * d;
         k += skip_own * d, v += skip_own * d;
-        if (d == 64) attend(o, s, own_q, pk, pv, n_shared, k, v, n_own, scale, g, 64);
-        else if (d == 128) attend(o, s, own_q, pk, pv, n_shared, k, v, n_own, scale, g, 128);
-        else attend(o, s, own_q, pk, pv, n_shared, k, v, n_own, scale, g, d);
+        if (d == 64) attend(o, scores, ready, pk, pv, n_shared, k, v, n_own, scale, g, 64);
+        else if (d == 128) attend(o, scores, ready, pk, pv, n_shared, k, v, n_own, scale, g, 128);
+        else attend(o, scores, ready, pk, pv, n_shared, k, v, n_own, scale, g, d);
     }
-    free(scores);
+    free(space);
     return 0;
 }
 
-// x, out (rows, n); weight (n).
-void rms_norm(float *out, const float *x, const float *weight, int64_t rows, int64_t n, float eps, float offset, int threads) {
+// x, out (rows, n); weight (n); added (rows, n) is first added to x in place, unless it is NULL.
+void rms_norm(float *out, float *x, const float *added, const float *weight, int64_t rows, int64_t n, float eps,
+              float offset, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t r = 0; r < rows; ++r) {
-        const float *row = x + r * n;
-        float squares = 0;
-        for (int64_t i = 0; i < n; ++i) squares += row[i] * row[i];
-        const float factor = 1.0f / sqrtf(squares / n + eps);
+        float *row = x + r * n;
+        if (added)
+            for (int64_t i = 0; i < n; ++i) row[i] += added[r * n + i];
+        const float factor = rms_factor(row, n, eps);
         for (int64_t i = 0; i < n; ++i) out[r * n + i] = (offset + weight[i]) * (row[i] * factor);
     }
 }

@@ -95,7 +95,7 @@ class TokenSampler:
 
     def __init__(self, params: list[SamplingParams], device: torch.device, raw: bool = False) -> None:
         self._raw = raw
-        self._all_greedy = all(p.is_greedy for p in params)
+        self._all_greedy, self._some_greedy = (f(p.is_greedy for p in params) for f in (all, any))
         self._truncates = any(p.truncates for p in params)
         self._greedy = torch.tensor([p.is_greedy for p in params], device=device)
         self._temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device)
@@ -140,7 +140,8 @@ class TokenSampler:
                 probs = probs * kept_tokens(probs, self._top_k[rows], self._top_p[rows], self._min_p[rows])
                 log_kept_mass = (probs.sum(-1) / mass).log()  # exactly 0 where all tokens are kept
             tokens = inverse_cdf(probs, self._uniforms[rows, steps])
-            tokens = torch.where(self._greedy[rows], log_probs.argmax(-1), tokens)
+            if self._some_greedy:
+                tokens = torch.where(self._greedy[rows], log_probs.argmax(-1), tokens)
         if self._raw:
             log_probs, log_kept_mass = logits.float().log_softmax(-1), torch.zeros_like(log_kept_mass)
         return tokens, (log_probs.gather(-1, tokens[:, None]).squeeze(-1) - log_kept_mass).float()

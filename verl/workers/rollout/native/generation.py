@@ -1,4 +1,4 @@
-"""Continuous batching: rows enter as there is room, one pass of the model draws a token for each, and who ends leaves."""
+"""Continuous batching: rows enter as there is room, a pass of the model draws a token for each, who ends leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl.workers.rollout.sampling import TokenSampler
 from verl.workers.rollout.stopping import StopRules
 
 _REFILL_AT = 0.125
-"""New rows wait until so large a share of the places is free: a pass for one prompt costs as much as one for several."""
+"""New rows wait until so large a share of the places is free: one prompt costs a pass, and so do several."""
 
 
 @dataclass(frozen=True)

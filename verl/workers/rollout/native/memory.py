@@ -12,12 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from verl.utils.cpu_kernels import CPUKernels
+from verl.utils.cpu_kernels import CPUKernels, Norm, RowsOfMemory
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,19 @@ class AttentionRule:
     """Tokens that a token sees, itself included; None is all."""
     softcap: float | None = None
     """c in scores → c · tanh(scores / c)."""
+
+
+class HeadRule(NamedTuple):
+    """What is still to be done to the heads of queries and keys."""
+
+    norms: tuple[Norm, Norm] | None
+    """Of queries and of keys."""
+    rotation: tuple[Tensor, Tensor] | None
+    """Cosines and sines, (rows, head_dim)."""
+
+
+READY_HEADS = HeadRule(None, None)
+"""Nothing."""
 
 
 class KeyValueMemory(ABC):
@@ -139,6 +153,7 @@ class SharedPromptMemory(KeyValueMemory):
         self._kernels = kernels
         self._shared = shape.allocate(room, prompt_room)
         self._own = shape.allocate(room, max(1, own_room))
+        self._shared_of, self._own_of = (list(zip(*memory, strict=True)) for memory in (self._shared, self._own))
         self._slots, self._prompts = self.lengths, self.lengths
         self._newest: list[int] = []
 
@@ -167,20 +182,26 @@ class SharedPromptMemory(KeyValueMemory):
             for memory, state in zip(self._shared, states, strict=True):
                 memory[layer, slot, :, : state.shape[1]] = state
 
-    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """See :meth:`KeyValueMemory.decode`."""
+    def decode(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rule: AttentionRule,
+        heads: HeadRule = READY_HEADS,
+    ) -> Tensor:
+        """See :meth:`KeyValueMemory.decode`; ``heads`` is done on the way."""
         return self._kernels.decode_attention(
-            query,
-            key,
-            value,
-            (self._own[0][layer], self._own[1][layer]),
-            (self._shared[0][layer], self._shared[1][layer]),
-            self._slots,
-            self.lengths,
-            self._prompts,
-            self.prompt_lengths,
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            self._own_of[layer],
+            self._shared_of[layer],
+            RowsOfMemory(self._slots, self.lengths, self._prompts, self.prompt_lengths),
             rule.scale,
             rule.window,
+            *heads,
         )
 
 
