@@ -1,4 +1,7 @@
-"""SGLang as rollout engine: in this process (``rollout.mode=sync``) or a server of its own (``async``).
+"""SGLang as rollout engine: in this process (``rollout.mode=sync``) or as a server (``async``, the default).
+
+An engine that several ranks share is a server in both modes. A server may live in an environment of its own, whose
+interpreter ``rollout.engine_kwargs.sglang.python`` names; then nothing of SGLang is needed here.
 
 SGLang schedules, prefills and decodes; the tokens are drawn by verl's own sampler inside of SGLang
 (``sglang/engine_side``), so a response depends on its seed and on the weights as with every other engine, and its
@@ -11,6 +14,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +32,7 @@ from verl.workers.rollout.base import (
     RolloutRequest,
     SamplingParams,
 )
+from verl.workers.rollout.placement import devices_of_the_engine, engine_group
 from verl.workers.rollout.sglang.backends import Backend, InProcess, Server
 from verl.workers.rollout.sglang.settings import (
     START_TIMEOUT_S,
@@ -55,8 +60,11 @@ _MIB = 2**20
 class SGLangRollout(BaseRollout):
     """Generate with SGLang, which starts at the first :meth:`wake`; arguments as for :class:`BaseRollout`.
 
+    With ``tensor_model_parallel_size`` t, t ranks that follow each other share one engine: the first of them starts
+    it and generates, the others take part in gathering the weights.
+
     Raises:
-        ConfigError: a setting asks for what SGLang cannot do, or is not one of its settings.
+        ConfigError: the ranks do not divide into engines, or a setting asks for what SGLang cannot do here.
     """
 
     def __init__(
@@ -69,6 +77,10 @@ class SGLangRollout(BaseRollout):
         super().__init__(config, model_config, tokenizer, device)
         self._arguments = engine_arguments(config, model_config, self.hf_config, self.max_model_len, self.device)
         self._python = python_of(config)
+        self.ranks_per_engine = config.tensor_model_parallel_size
+        setting = f"rollout.tensor_model_parallel_size={self.ranks_per_engine}"
+        rank, self.leads = engine_group(self.ranks_per_engine, setting)
+        self._devices = devices_of_the_engine(rank, self.ranks_per_engine, self.device)
         self._expected = ExpectedWeights(self.hf_config, torch_dtype(config.dtype), model_config.trust_remote_code)
         self._backend: Backend | None = None
         self._released: list[str] = []
@@ -78,6 +90,8 @@ class SGLangRollout(BaseRollout):
 
     def wake(self) -> None:
         """Start SGLang, or let it take its memory again: with ``multi_stage_wake_up`` that of the weights only."""
+        if not self.leads:
+            return
         if self._backend is None:
             self._backend = self._start()
         first = ["weights", "cuda_graph"] if self.config.multi_stage_wake_up else list(self._released)
@@ -85,8 +99,10 @@ class SGLangRollout(BaseRollout):
 
     def _start(self) -> Backend:
         environment = process_environment(self.config, self.device)
-        if self.config.mode == "sync":
+        if self.config.mode == "sync" and self.ranks_per_engine == 1:
             return InProcess(self._arguments, environment)
+        if self._devices is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = self._devices
         timeout_s = float(own_kwargs(self.config).get(START_TIMEOUT_S) or _START_TIMEOUT_S)
         return Server(self._arguments, environment, self._python, timeout_s)
 
@@ -96,12 +112,12 @@ class SGLangRollout(BaseRollout):
             self._released = [tag for tag in self._released if tag not in tags]
 
     def sleep(self) -> None:
-        """Give the memory back if ``rollout.free_cache_engine``; on a CPU SGLang keeps it, and only the weights are
-        taken for lost.
-        """
-        if self._backend is None or not self.config.free_cache_engine:
+        """With ``rollout.free_cache_engine`` forget the weights and, on a GPU, give all memory back."""
+        if not self.config.free_cache_engine:
             return
         self.weight_version = NO_WEIGHTS
+        if self._backend is None:
+            return
         tags = [tag for tag in ("kv_cache", "weights", "cuda_graph") if tag not in self._released]
         if self.device.type == "cuda" and tags:
             self._backend.release_memory(tags)
@@ -121,16 +137,19 @@ class SGLangRollout(BaseRollout):
         """
         self.wake()
         self.weight_version = NO_WEIGHTS
+        began, weights = time.perf_counter(), iter(weights)
         checked = self._expected.checked(weights, version)
         bucket = self.config.checkpoint_engine.update_weights_bucket_megabytes * _MIB
         try:
-            count = self._awake_backend().update_weights(checked, bucket)
+            # On a rank that does not lead, the weights are only gathered and checked.
+            count = self._awake_backend().update_weights(checked, bucket) if self.leads else sum(1 for _ in checked)
         finally:
-            for _ in checked:  # a collective iterator is read to its end, whatever went wrong
+            for _ in weights:  # a collective iterator must come to its end on every rank, whatever happened here
                 continue
         self._resume(list(self._released))
         self.weight_version = version
-        logger.info("sglang engine: version %d loaded, %d weights verified", version, count)
+        took = time.perf_counter() - began
+        logger.info("sglang engine: version %d loaded, %d weights verified in %.3f s", version, count, took)
 
     def _awake_backend(self) -> Backend:
         if self._backend is None:
@@ -142,6 +161,8 @@ class SGLangRollout(BaseRollout):
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
         """See :meth:`BaseRollout.generate`."""
         self.check_requests(requests)
+        if not self.leads:
+            raise RolloutError("this rank shares an engine with others and does not lead: the first of them generates.")
         if not requests:
             return []
         with self.until_aborted() as aborted, _Aborter(self._awake_backend(), aborted):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import base64
+import contextlib
 import json
 import os
 import pickle
@@ -17,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -30,6 +33,7 @@ _LOADER = "verl_sglang.load_weights"
 _ORDER = "verl.order"
 _SERVER = "verl_sglang_server.py"
 _TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
+_END_S = 60
 
 
 class Backend(ABC):
@@ -112,6 +116,8 @@ def _compare(sent: Mapping[str, str], path: Path, rank: int) -> None:
 class InProcess(Backend):
     """``sglang.Engine``: SGLang's scheduler is a child of this process, tensors go there through shared memory.
 
+    An error inside SGLang ends this process too (SIGQUIT, by SGLang's own design); a server's error raises here.
+
     Raises:
         ConfigError: SGLang is not installed here, or does not know an argument.
     """
@@ -185,7 +191,16 @@ class InProcess(Backend):
 
 
 def _end_engine(engine: Any, folder: Path) -> None:
-    engine.shutdown()
+    """End what SGLang started; its own ``shutdown`` would end every child of this process."""
+    atexit.unregister(engine.shutdown)
+    watchdog = engine.tokenizer_manager._subprocess_watchdog
+    if watchdog is not None:
+        watchdog.stop()  # it takes the end of a child for a crash, and ends this process too
+    children = [psutil.Process(pid) for pid in engine.get_all_child_pids() if psutil.pid_exists(pid)]
+    for process in [*(p for child in children for p in child.children(recursive=True)), *children]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(children, timeout=_END_S)
     shutil.rmtree(folder, ignore_errors=True)
 
 

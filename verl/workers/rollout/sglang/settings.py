@@ -55,7 +55,6 @@ def engine_arguments(
         "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
         "load_format": config.load_format,
         "device": device.type,
-        "random_seed": config.seed % 2**31,
         "context_length": context,
         "max_running_requests": config.max_num_seqs,
         "max_prefill_tokens": config.max_num_batched_tokens,
@@ -76,6 +75,8 @@ def engine_arguments(
         "enable_custom_logit_processor": True,
         "custom_weight_loader": ["verl_sglang.load_weights"],
         "skip_server_warmup": True,
+        # Without this the scheduler asks for requests in a busy loop, on a core that the trainer needs.
+        "sleep_on_idle": True,
         "enable_memory_saver": device.type == "cuda" and config.free_cache_engine,
     }
     if config.cudagraph_capture_sizes is not None:

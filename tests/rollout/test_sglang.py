@@ -1,0 +1,149 @@
+"""The SGLang engine against the contract: in this process, and as a server. Needs SGLang: ``make test-sglang``."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.conformance import CHECKS, PROMPTS, EngineUnderTest, greedy, oracle_greedy, tokens_of, weights_of
+from tests.tiny_run import make_tiny_run, overrides
+from verl.errors import ConfigError, RolloutError
+from verl.trainer.config.overrides import compose
+from verl.trainer.main_ppo import run_ppo
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.sglang import backends
+from verl.workers.rollout.sglang.backends import Backend
+from verl.workers.rollout.sglang_rollout import SGLangRollout
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here; `make test-sglang` has it"
+)
+
+ROOMY = {"max_running_requests": 1000, "max_prefill_tokens": 8192, "chunked_prefill_size": 8192}
+"""Arguments of the engine that serves all checks which do not ask for a small one."""
+CONTEXT, CACHED_TOKENS = 640, 65536
+KEEPS = "SGLang gives memory back through CUDA's virtual memory; on a CPU it has nothing of the kind"
+
+
+def test_a_whole_run_scores_what_was_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO by main_ppo with a server: the trainer's log-probs are the engine's, also after updates."""
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(c.isdigit() for c in solution_str) / 8\n"
+    )
+    log = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+    settings = {
+        "actor_rollout_ref__rollout__name": "sglang",
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": 1,
+        "custom_reward_function__path": str(tmp_path / "reward.py"),
+        "trainer__total_training_steps": 3,
+    }
+    run_ppo(compose(overrides(make_tiny_run(tmp_path), tmp_path, **settings)))
+    steps = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
+    assert list(steps) == [1, 2, 3]
+    assert all(data["actor/grad_norm"] > 0 for data in steps.values())
+    assert max(data["training/rollout_probs_diff_max"] for data in steps.values()) < 1e-5
+
+
+class Shared:
+    """Running engines by what they were started with: a start takes much longer than a check."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, Backend] = {}
+
+    def start(self, engine: SGLangRollout, own_start: Callable[[SGLangRollout], Backend]) -> Backend:
+        engine._arguments |= self._roomier(engine._arguments)
+        key = json.dumps([engine.config.mode, engine._arguments | {"model_path": _weights_folder(engine)}])
+        if key not in self.running:
+            for other in [k for k in self.running if '"max_running_requests": 1000' not in k]:
+                self.running.pop(other).stop()
+            self.running[key] = own_start(engine)
+        return self.running[key]
+
+    @staticmethod
+    def _roomier(arguments: dict[str, Any]) -> dict[str, Any]:
+        """Of the settings that only bound sizes, the largest that any check asks for; a small engine stays small."""
+        wider = {"context_length": CONTEXT, "max_total_tokens": CACHED_TOKENS}
+        return wider if arguments["max_running_requests"] < 8 else wider | ROOMY
+
+    def stop(self) -> None:
+        while self.running:
+            self.running.popitem()[1].stop()
+
+
+def _weights_folder(engine: SGLangRollout) -> str:
+    """Folders of one family differ in their end tokens only, and those go to SGLang with each request."""
+    return re.sub(r"-(None|\[.*\])$", "", str(engine.model_config.path))
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def mode(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """The engine in one of its modes; the server serves one family, the model's code is the same in both."""
+    shared, own_start = Shared(), SGLangRollout._start
+    settings = {"mode": request.param, "tensor_model_parallel_size": 1}
+    engine = EngineUnderTest("sglang", tmp_path_factory.mktemp(request.param), settings=settings, keeps_memory=KEEPS)
+    if request.param == "async":
+        engine = dataclasses.replace(engine, families=("qwen3",))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SGLangRollout, "_start", lambda self: shared.start(self, own_start))
+        yield engine
+    shared.stop()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_engine(mode: EngineUnderTest, check: Callable[[EngineUnderTest], None]) -> None:
+    check(mode)
+
+
+def corrupted(parts: Iterator[Any]) -> Iterator[Any]:
+    """Files of weights, one bit of which is turned on the way."""
+    for path, part in parts:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        yield path, part
+
+
+def test_weights_that_do_not_arrive_as_sent_are_noticed(mode: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = mode.ready()
+    if mode.settings["mode"] == "sync":
+        own = backends._checksums
+        monkeypatch.setattr(backends, "_checksums", lambda part: own(part) | {"model.norm.weight": "1"})
+    else:
+        own = backends.write_weight_files
+        monkeypatch.setattr(backends, "write_weight_files", lambda *args: corrupted(own(*args)))
+    with pytest.raises(RolloutError, match=r"not what was sent: .* have another checksum"):
+        running.load_weights(weights_of(seed=1), version=1)
+    with pytest.raises(RolloutError, match="no weights"):
+        running.generate([greedy(PROMPTS[0])])
+    monkeypatch.undo()
+
+
+def test_a_weight_that_sglang_cannot_load_is_an_error_and_no_end(mode: EngineUnderTest) -> None:
+    running = mode.ready()
+    backend = running._backend
+    unknown = [("model.layers.0.self_attn.q_proj.weight", dict(weights_of())["model.norm.weight"])]
+    with pytest.raises(RolloutError, match="cannot load the new weights"):
+        backend.update_weights(iter(unknown), 2**20)
+    running.load_weights(weights_of(), version=1)
+    assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12)]
+
+
+def test_many_small_buckets_are_one_update(mode: EngineUnderTest) -> None:
+    running = mode.ready()
+    assert running._backend.update_weights(weights_of(seed=1), 4096) == len(list(weights_of()))
+    assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12, seed=1)]
+
+
+def test_an_argument_that_sglang_lacks_is_named(mode: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    running: BaseRollout = mode.build(engine_kwargs={"sglang": {"max_runing_requests": 4}})
+    with pytest.raises((ConfigError, RolloutError), match=r"engine_kwargs.sglang .*max_runing_requests"):
+        running.wake()
