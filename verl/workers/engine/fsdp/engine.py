@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+from verl.utils.allocator import keep_freed_memory
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.model import torch_dtype
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -62,6 +63,8 @@ class FSDPEngine(BaseEngine):
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
         self.device = get_device(device_name)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         ensure_process_group(self.device, timeout_s)
         self.mesh = make_mesh(self.device, engine_config.fsdp_size)
         self.model: HeadedModel

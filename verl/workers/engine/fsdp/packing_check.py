@@ -1,4 +1,4 @@
-"""Whether a model can run packed: tried once, on two short sequences, against the model's own forward.
+"""How a model can run, packed and with fast layers: tried once, on two short sequences, against its own forward.
 
 A model whose layers look beyond attention masks (recurrent layers, convolutions, attention sinks) would
 mix up packed sequences without an error. So would a head that does more to its logits than
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.workers.engine.fsdp.attention import Packing
+from verl.workers.engine.fsdp.fast_layers import use_fast_layers
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.fsdp.model import HeadedModel, use_packed_attention
 
@@ -27,13 +28,16 @@ _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 @torch.no_grad()
 def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device, dtype: torch.dtype) -> bool:
-    """Give ``model`` packed attention if that is wanted and right for it; whether it has it. Collective.
+    """Give ``model`` packed attention if that is wanted and right for it, and on a CPU fast layers. Collective.
 
     Args:
         model: placed on its ranks.
         packed_wanted: ``use_remove_padding``.
         device: of the model.
         dtype: in which it computes; says how much difference is rounding.
+
+    Returns:
+        whether it runs packed.
 
     Raises:
         ConfigError: also padded, the model's log-probs cannot be computed by this engine.
@@ -46,8 +50,28 @@ def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device, d
             f"{type(model.hf).__name__} does more to its logits than this engine knows (log-probs differ by "
             f"{_difference(padded, expected):.2g} from the model's own), so it cannot be trained here."
         )
-    if not packed_wanted:
-        return False
+    packed = packed_wanted and _pack(model, sequences, expected, dtype)
+    if device.type == "cpu":
+        _speed_up(model, sequences, expected, dtype, packed)
+    return packed
+
+
+def _speed_up(model: HeadedModel, sequences: list[Tensor], expected: Tensor, dtype: torch.dtype, packed: bool) -> None:
+    """Fast layers, unless this model's layers compute something else than others of their name."""
+    undo = use_fast_layers(model)
+    batches = [sequences] if packed else [[ids] for ids in sequences]
+    found = torch.cat([_run(model, batch, packed) for batch in batches])
+    if not _agree(found, expected, dtype):
+        undo()
+        logger.warning(
+            "%s keeps the layers of Transformers, which are slower on a CPU: with fast ones its log-probs differ by "
+            "%.2g from its own.",
+            type(model.hf).__name__,
+            _difference(found, expected),
+        )
+
+
+def _pack(model: HeadedModel, sequences: list[Tensor], expected: Tensor, dtype: torch.dtype) -> bool:
     before = model.hf.config._attn_implementation
     reason = _why_not_packed(model, sequences, expected, dtype)
     if reason is None:

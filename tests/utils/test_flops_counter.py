@@ -1,0 +1,82 @@
+"""Counts of arithmetic, worked by hand, and against PyTorch's own counter."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import MixtralConfig, Qwen3Config
+
+from tests.models import tiny_model
+from verl.utils.flops_counter import FlopsCounter, device_peak_flops
+
+
+def config(**overrides):
+    return Qwen3Config(
+        hidden_size=4,
+        intermediate_size=6,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=3,
+        vocab_size=10,
+        **overrides,
+    )
+
+
+def test_by_hand():
+    # Per layer: q and o 2·(4·6), k and v 2·(4·3), feed-forward 3·(4·6): 48 + 24 + 72 = 144 weights; two layers: 288.
+    # 5 tokens: 2·5·288 = 2880. Head at 3 tokens: 2·4·10·3 = 240.
+    # Attention: sequences of 2 and 3 have 3 + 6 = 9 pairs: 4·6·9 in each of 2 layers = 432.
+    counter = FlopsCounter(config())
+    assert counter.forward_flops([2, 3], head_tokens=3) == 2880 + 240 + 432
+    assert counter.forward_flops([2, 3]) == 2880 + 2 * 4 * 10 * 5 + 432
+    assert counter.training_flops([2, 3], 3) == 3 * (2880 + 240 + 432)
+
+
+def test_sliding_window_sees_less():
+    # Window 2: of 3 tokens, 1 + 2 + 2 = 5 pairs instead of 6; only the second layer slides.
+    sliding = config(sliding_window=2, use_sliding_window=True, layer_types=["full_attention", "sliding_attention"])
+    assert FlopsCounter(config()).forward_flops([3]) - FlopsCounter(sliding).forward_flops([3]) == 4 * 6 * 1
+
+
+def test_only_the_experts_that_a_token_meets_count():
+    mixture = MixtralConfig(
+        hidden_size=4,
+        intermediate_size=6,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=3,
+        vocab_size=10,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=None,
+    )
+    # Attention 72 weights, router 4·8 = 32, two experts 2·72 = 144.
+    assert FlopsCounter(mixture).weights == 72 + 32 + 144
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "gemma"])
+def test_products_are_those_that_pytorch_counts(family):
+    model = tiny_model(family)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        model(input_ids=torch.ones(1, 7, dtype=torch.long))
+    own = FlopsCounter(model.config)
+    # PyTorch counts the products of the whole square of 7·7 pairs, and those of the cos and sin of the positions.
+    square = 4 * own.attention_width * own.layers * (49 - 28)
+    rotary = 2 * 7 * (model.config.head_dim if family != "qwen2" else 16) // 2
+    assert own.forward_flops([7]) + square == pytest.approx(counted.get_total_flops(), abs=rotary)
+
+
+def test_achieved_is_work_over_time():
+    counter = FlopsCounter(config())
+    achieved, promised = counter.estimate_flops(torch.tensor([2, 3]), 2.0)
+    assert achieved == counter.training_flops([2, 3]) / 2 / 1e12
+    assert promised > 0
+
+
+def test_a_cpu_is_measured_and_an_unknown_device_has_no_peak():
+    peak = device_peak_flops("cpu", torch.float32)
+    assert peak is not None
+    assert peak > 1e8
+    assert device_peak_flops("meta") is None

@@ -1,0 +1,217 @@
+"""Fast layers against the Transformers layers they stand for: values and gradients."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+from torch.nn import functional
+from torch.testing import assert_close
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from tests.models import FAMILIES, tiny_model
+from verl.workers.engine.fsdp import kernels
+from verl.workers.engine.fsdp.fast_layers import use_fast_layers
+from verl.workers.engine.fsdp.kernels import Rotation, attention_inputs, gated_mlp, interleaved, linear, rms_norm
+
+CASES = [
+    *((family, {}) for family in FAMILIES),
+    ("llama", {"attention_bias": True}),
+    ("llama", {"mlp_bias": True}),
+    ("qwen3", {"attention_bias": True, "num_key_value_heads": 1}),
+    ("mistral", {"sliding_window": 3}),
+    ("gemma2", {"sliding_window": 3}),
+    ("llama", {"hidden_act": "relu"}),
+]
+
+
+@pytest.fixture
+def by_convolution(monkeypatch):
+    """Products of any size take the road of large ones, and a feed-forward layer several chunks."""
+    monkeypatch.setattr(kernels, "_LEAST_PRODUCT", 0)
+    monkeypatch.setattr(kernels, "_CHUNK_ELEMENTS", 1000)
+
+
+def noise(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def run(model: Any, ids, mask):
+    """Loss of a padded batch, and the gradient of every parameter."""
+    logits = model(input_ids=ids, attention_mask=mask).logits[mask]
+    loss = (logits.float() * noise(*logits.shape, seed=3)).sum() / 100
+    loss.backward()
+    return logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def pair(family, dtype=torch.float32, **overrides) -> tuple[Any, Any]:
+    plain: Any = tiny_model(family, **overrides)
+    for name, parameter in plain.named_parameters():
+        if "norm" in name:  # ones at birth, or zeros: a forgotten factor would go unseen
+            parameter.data += 0.3 * noise(*parameter.shape, seed=len(name))
+    plain = plain.to(dtype)
+    fast = copy.deepcopy(plain)
+    use_fast_layers(fast)
+    return plain, fast
+
+
+@pytest.mark.parametrize(("family", "overrides"), CASES, ids=str)
+def test_equals_transformers(family, overrides, by_convolution):
+    plain, fast = pair(family, **overrides)
+    ids = torch.randint(2, 104, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(9) < torch.tensor([[9], [4], [7]])
+    (expected, expected_grads), (found, found_grads) = run(plain, ids, mask), run(fast, ids, mask)
+    assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for name, expected_grad in expected_grads.items():
+        difference = (found_grads[name] - expected_grad).norm() / expected_grad.norm()
+        assert difference < 3e-6, (name, difference)
+
+
+def test_fp64_to_its_last_digits():
+    plain, fast = pair("qwen3", torch.float64)
+    ids = torch.randint(2, 104, (2, 7), generator=torch.Generator().manual_seed(1))
+    logits = [model(input_ids=ids).logits for model in (plain, fast)]
+    # Transformers norms and rotates in fp32 whatever the model is; so the two agree to fp32's digits only.
+    assert_close(logits[1], logits[0], rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_bf16_is_as_near_to_fp32_as_transformers_is(family):
+    exact, _ = pair(family)
+    plain, fast = pair(family, torch.bfloat16)
+    ids = torch.randint(2, 104, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    truth, _ = run(exact, ids, mask)
+    errors = [(run(model, ids, mask)[0].float() - truth).norm() / truth.norm() for model in (plain, fast)]
+    assert errors[1] < 1.25 * errors[0] < 0.1
+
+
+def test_every_layer_is_fast_and_can_go_back():
+    model = tiny_model("qwen3")
+    before = {name: type(module) for name, module in model.named_modules()}
+    names = list(model.state_dict())
+    undo = use_fast_layers(model)
+    kept = {name.split(".")[-1] for name, module in model.named_modules() if type(module) is before[name]}
+    assert kept == {"", "model", "embed_tokens", "layers", "0", "1", "act_fn", "rotary_emb"}
+    assert list(model.state_dict()) == names
+    undo()
+    assert {name: type(module) for name, module in model.named_modules()} == before
+
+
+def test_a_layer_with_a_hook_or_an_adapter_keeps_its_own_forward():
+    model: Any = tiny_model("qwen3", num_hidden_layers=2)
+    seen = []
+    first, second = model.model.layers
+    first.mlp.up_proj.register_forward_hook(lambda *_: seen.append("up"))
+    second.self_attn.v_proj = torch.nn.Sequential(second.self_attn.v_proj)
+    kinds = type(first.mlp), type(second.self_attn)
+    use_fast_layers(model)
+    assert (type(first.mlp), type(second.self_attn)) == kinds
+    model(input_ids=torch.tensor([[5, 6, 7]]))
+    assert seen == ["up"]
+
+
+def test_generation_with_a_cache():
+    plain, fast = pair("qwen3")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    found = [model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None) for model in (plain, fast)]
+    assert found[0].tolist() == found[1].tolist()
+
+
+# ---- the functions -------------------------------------------------------------------------------
+
+
+def test_rms_norm_by_hand():
+    # mean of squares of (3, 4) = 12.5; with eps 0: (3, 4)/sqrt(12.5) = (0.848528, 1.131371); times (2, 0.5)
+    y = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.5]), 0.0)
+    assert_close(y, torch.tensor([[1.697056, 0.565685]]))
+    y = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, -0.5]), 0.0, one_plus=True)
+    assert_close(y, torch.tensor([[1.697056, 0.565685]]))
+
+
+@pytest.mark.parametrize(("kind", "one_plus"), [(LlamaRMSNorm, False), (GemmaRMSNorm, True)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_equals_transformers(kind, one_plus, dtype):
+    layer = kind(16, eps=1e-5).to(dtype)
+    layer.weight.data = noise(16, dtype=dtype)
+    x = noise(3, 5, 16, seed=1, dtype=dtype)
+    # The square of a root of a sum, against the sum: the last bit of fp32 may differ, and then one rounding to bf16.
+    relative = 1e-2 if dtype == torch.bfloat16 else 1e-6
+    assert_close(rms_norm(x, layer.weight, 1e-5, one_plus), layer(x), rtol=relative, atol=relative / 10)
+
+
+@pytest.mark.parametrize("one_plus", [False, True])
+def test_rms_norm_gradients(one_plus):
+    x, w = (noise(*shape, dtype=torch.float64).requires_grad_() for shape in ((2, 3, 6), (6,)))
+    assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3, one_plus), (x, w))
+
+
+@pytest.mark.parametrize("activation", sorted(kernels.ACTIVATIONS))
+@pytest.mark.parametrize("trained", [(True,) * 4, (True, False, False, False), (False, False, True, True)])
+def test_gated_mlp_gradients(activation, trained, monkeypatch):
+    monkeypatch.setattr(kernels, "_CHUNK_ELEMENTS", 24)  # 2 rows of 2 x 6
+    shapes = (5, 4), (6, 4), (6, 4), (4, 6)
+    given = [
+        noise(*shape, seed=i, dtype=torch.float64).requires_grad_(on)
+        for i, (shape, on) in enumerate(zip(shapes, trained, strict=True))
+    ]
+    assert gradcheck(lambda *given: gated_mlp(*given, activation=activation), given)
+
+
+def test_gated_mlp_by_its_formula():
+    x, g, u, w = noise(3, 4, seed=1), noise(6, 4, seed=2), noise(6, 4, seed=3), noise(4, 6, seed=4)
+    assert_close(gated_mlp(x, g, u, w), (functional.silu(x @ g.t()) * (x @ u.t())) @ w.t())
+
+
+@pytest.mark.parametrize("with_norms", [False, True])
+@pytest.mark.parametrize("with_biases", [False, True])
+def test_attention_inputs_gradients(with_norms, with_biases):
+    angle = noise(3, 4, dtype=torch.float64)
+    rotation = Rotation(*(torch.cat([part, part], -1) for part in (angle[:, :2].cos(), angle[:, :2].sin())))
+    shapes = [(3, 5), (8, 5), (4, 5), (4, 5)]
+    shapes += [(8,), (4,), (4,)] * with_biases + [(4,), (4,)] * with_norms
+    given = [noise(*shape, seed=i, dtype=torch.float64).requires_grad_() for i, shape in enumerate(shapes)]
+
+    def heads(x, *rest):
+        biases = rest[3:6] if with_biases else (None,) * 3
+        norms = rest[-2:] if with_norms else None
+        return attention_inputs(x, rest[:3], biases, norms, 1e-3, rotation, 4)
+
+    assert gradcheck(heads, given)
+
+
+def test_order_of_coordinates_and_the_rotation_by_hand():
+    assert interleaved(2, 4, torch.device("cpu")).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    # One head of 4 at an angle of 90 degrees in both planes: Transformers turns (a b c d) into (-c -d a b).
+    quarter = Rotation(torch.zeros(1, 4), torch.ones(1, 4))
+    projection = torch.tensor([[1.0], [2.0], [3.0], [4.0]])  # q = (1 2 3 4) of x = 1
+    q, k, v = attention_inputs(torch.ones(1, 1), [projection] * 3, [None] * 3, None, 0.0, quarter, 4)
+    assert q.flatten().tolist() == [-3, 1, -4, 2]  # pairs (-c a), (-d b)
+    assert k.flatten().tolist() == [-3, 1, -4, 2]
+    assert v.flatten().tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_linear_by_convolution(bias, by_convolution):
+    x, w = noise(3, 5, 16, seed=1).requires_grad_(), noise(24, 16, seed=2).requires_grad_()
+    b = noise(24, seed=3).requires_grad_() if bias else None
+    leaves = [leaf for leaf in (x, w, b) if leaf is not None]
+    found, expected = linear(x, w, b), functional.linear(x, w, b)
+    assert_close(found, expected)
+    upstream = noise(3, 5, 24, seed=4)
+    for one, other in zip(
+        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
+    ):
+        assert_close(one, other)
+
+
+def test_convolution_is_what_large_fp32_products_take(by_convolution):
+    y = linear(noise(4, 16).requires_grad_(), noise(24, 16))
+    names = set()
+    node = y.grad_fn
+    while node is not None:
+        names.add(type(node).__name__)
+        node = node.next_functions[0][0] if node.next_functions else None
+    assert "ConvolutionBackward0" in names
