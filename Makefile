@@ -5,12 +5,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OUT ?= outputs/quickstart
 SEED ?= 1
+VLLM_PYTHON ?= .venv-vllm/bin/python
 
 RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
 PEERS := $(VENV)/.peers-ready
 
-.PHONY: help algorithm-study quickstart quickstart-ppo quickstart-study test test-slow proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-gpu quickstart quickstart-ppo quickstart-study test test-slow proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -51,6 +52,13 @@ test-slow: $(DEV) ## the long proofs
 
 proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes docs/algorithms.md
 	$(BIN)/python benchmarks/proofs.py --write
+
+bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md
+	$(BIN)/python benchmarks/performance.py --write --vllm_python $(VLLM_PYTHON)
+
+bench-gpu: $(RUN) ## training, rollout and agreement on one GPU, into outputs/gpu.json
+	mkdir -p outputs
+	$(BIN)/python benchmarks/gpu.py --json outputs/gpu.json
 
 lint: $(DEV) ## style and types
 	$(BIN)/ruff check .

@@ -138,7 +138,7 @@ python benchmarks/gpu.py --json gpu.json
 ```
 
 It needs neither Ray nor vLLM. Where a GPU machine has PyTorch and Transformers but no package index, see
-[contributing](https://github.com/verl-project/verl/blob/main/CONTRIBUTING.md) for what to carry there.
+`CONTRIBUTING.md` for what to carry there.
 """
 
 NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->\n", re.DOTALL)

