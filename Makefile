@@ -10,8 +10,10 @@ VLLM_PYTHON ?= .venv-vllm/bin/python
 RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
 PEERS := $(VENV)/.peers-ready
+SGLANG_VENV ?= .venv-sglang
+SGLANG := $(SGLANG_VENV)/.ready
 
-.PHONY: help algorithm-study bench bench-gpu quickstart quickstart-ppo quickstart-study test test-slow proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-gpu quickstart quickstart-ppo quickstart-study test test-slow test-sglang proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -32,6 +34,16 @@ $(PEERS): $(DEV)
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[peers]'
 	@touch $@
 
+# SGLang's own requirements are a CUDA stack and another torch, so these are pinned and taken as they are.
+$(SGLANG): pyproject.toml constraints.txt requirements/sglang.txt $(wildcard requirements/sglang_cpu/*)
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --upgrade pip
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/sglang.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	cp requirements/sglang_cpu/* $$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	@touch $@
+
 quickstart: $(RUN) ## data, model, supervised warm-up, GRPO, curves: the whole of it on a laptop
 	$(BIN)/python examples/quickstart/quickstart.py --algorithm grpo --seed $(SEED) --output_dir $(OUT)
 
@@ -49,6 +61,10 @@ test: $(DEV) ## the tests
 
 test-slow: $(DEV) ## the long proofs
 	$(BIN)/python -m pytest -m slow
+
+test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a CPU, in an environment of its own
+	$(SGLANG_VENV)/bin/python -c 'import sglang.srt.entrypoints.engine'
+	$(SGLANG_VENV)/bin/python -m pytest tests/rollout/test_sglang.py tests/rollout/test_sglang_settings.py
 
 proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes docs/algorithms.md
 	$(BIN)/python benchmarks/proofs.py --write
@@ -72,4 +88,4 @@ config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the data
 	$(BIN)/python -m verl.trainer.config.generate
 
 clean: ## remove environments and outputs
-	rm -rf $(VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis
