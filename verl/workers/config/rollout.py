@@ -186,7 +186,8 @@ class RolloutConfig(ServingConfig):
     pipeline_model_parallel_size: int = setting(1, ge=1)
     """Stages that share one copy of the model (`vllm`, `sglang`)."""
     engine_kwargs: dict[str, Any] = setting(factory=_per_engine)
-    """Further arguments, by engine; `vllm.python` names the interpreter of another environment that has vLLM."""
+    """Further arguments, by engine; `vllm.python` and `sglang.python` name the interpreter of another environment that
+    has the engine."""
     scheduling_policy: str = setting("fcfs")
     """Order in which the engine serves waiting requests (`vllm`, `sglang`)."""
     logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = setting(
