@@ -57,6 +57,21 @@ def transfer_rows(result: Result) -> list[Row]:
     return [Row(what, "a plain memory copy of the same bytes", trip / copy, 6.0, False, detail)]
 
 
+def scaling_rows(result: Result) -> list[Row]:
+    """Times over linear growth from the first measurement of each part."""
+    rows, first = [], {}
+    for found in result["results"]:
+        start = first.setdefault(found["part"], found)
+        if start is found:
+            continue
+        key = found["part"]
+        for kind in ("rollout", "step"):
+            what = f"{kind} time, {key} {start[key]:,} → {found[key]:,}"
+            detail = f"{start[f'{kind}_s']:.2f} s → {found[f'{kind}_s']:.2f} s"
+            rows.append(Row(what, "linear", found[f"{kind}_of_linear"], 1.0, False, detail))
+    return rows
+
+
 @dataclass(frozen=True)
 class Part:
     """A benchmark and the targets that it measures."""
@@ -94,7 +109,7 @@ PARTS = (
         tiny=("--mb", "1", "--ranks", "1", "--rounds", "1"),
     ),
     Part("weight_update", "Weights to the rollout engine", arguments=ROLLOUT),
-    Part("scaling", "Scaling"),
+    Part("scaling", "Scaling", scaling_rows, arguments=ROLLOUT, tiny=("--parts", "ranks", "--repeats", "1")),
 )
 
 

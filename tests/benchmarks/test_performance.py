@@ -273,6 +273,18 @@ def test_rows_of_the_parts_that_have_none_of_their_own():
     (found_row,) = performance.transfer_rows(transfer)
     assert found_row.ratio == 4.5  # 90 / 20
     assert found_row.is_met
+    one = {
+        "part": "ranks",
+        "ranks": 1,
+        "rollout_s": 2.0,
+        "step_s": 3.0,
+        "rollout_of_linear": 1.0,
+        "step_of_linear": 1.0,
+    }
+    two = one | {"ranks": 2, "rollout_s": 1.0, "step_s": 1.8, "rollout_of_linear": 1.0, "step_of_linear": 1.2}
+    rollout, step = performance.scaling_rows({"results": [one, two]})
+    assert (rollout.what, rollout.ratio, rollout.is_met) == ("rollout time, ranks 1 → 2", 1.0, True)
+    assert (step.what, step.ratio, step.is_met) == ("step time, ranks 1 → 2", 1.2, False)
 
 
 def test_a_part_that_fails_stops_the_collection(tmp_path, monkeypatch):
