@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.protocol.batches import DTYPES, four_rows, random_tensor, same, same_tensors
+from verl.errors import SchemaError
 from verl.protocol import (
     DataProto,
     deserialize_single_tensor,
@@ -141,3 +142,82 @@ def test_through_ray(ray_cluster: None):
     assert same(received, large())
     assert same(ray.get(reference), large())
     received.batch["ids"] += 1
+
+
+# ---- columns that nobody has read yet ---------------------------------------------------------------
+
+
+def arrived(data: DataProto) -> DataProto:
+    """The batch as it comes out of an object store: its bytes may not be written to."""
+    message, buffers = dumps(data)
+    return pickle.loads(message, buffers=read_only(buffers))
+
+
+def address(buffer: pickle.PickleBuffer) -> int:
+    return np.frombuffer(buffer.raw(), np.uint8).ctypes.data
+
+
+def test_a_batch_that_arrived_tells_its_size_and_names_without_a_copy():
+    data = arrived(large())
+    assert len(data) == 4
+    with pytest.raises(AttributeError, match="columns: ids, log_probs, numbers, uid"):
+        _ = data.nothing
+    assert data.uid.tolist() == ["a", "b", "c", "d"]
+    assert torch.equal(data.ids, large().ids)
+    with pytest.raises(SchemaError, match="has no 'values'; it has: ids, log_probs"):
+        data.select(["values"])
+    assert "batch" not in data.__dict__
+
+
+def test_what_was_not_read_is_passed_on_from_where_it_lies():
+    sent = large()
+    _, buffers = dumps(arrived(sent).select(["ids"], []))
+    assert address(buffers[0]) != sent.batch["ids"].data_ptr()  # was asked for, so it is a copy
+    _, buffers = dumps(arrived(sent))
+    lies_at = {column.data_ptr() for column in sent.batch.values()}
+    assert lies_at <= {address(buffer) for buffer in buffers}
+
+
+def test_selected_columns_stay_shared_with_the_batch_they_were_selected_from():
+    data = arrived(large())
+    selected = data.select(["ids"])
+    selected.batch["ids"] += 1
+    assert torch.equal(data.batch["ids"], large().batch["ids"] + 1)
+    assert torch.equal(data.batch["log_probs"], large().batch["log_probs"])
+    # columns passed on after that are the changed ones
+    again = arrived(large())
+    again.select(["ids"]).batch["ids"].zero_()
+    assert not pickle.loads(pickle.dumps(again)).batch["ids"].any()
+
+
+def test_another_batch_may_take_the_place_of_one_that_was_not_read():
+    data = arrived(large())
+    data.batch = four_rows().batch
+    assert same_tensors(dict(data.batch.items()), dict(four_rows().batch.items()))
+    assert same_tensors(dict(pickle.loads(pickle.dumps(data)).batch.items()), dict(four_rows().batch.items()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [[2, 3], [0, 2], [2, 0], [0, 0], [1, 1, 1]])
+def test_joining_what_arrived_is_joining_what_was_sent(dtype: torch.dtype, rows: list[int]):
+    parts = [DataProto.from_dict({"x": random_tensor(dtype, (n, 3), seed=n)}) for n in rows]
+    joined = DataProto.concat([arrived(part) for part in parts])
+    assert same(joined, DataProto.concat(parts))
+    assert joined.batch.batch_size == (sum(rows),)
+    mixed = DataProto.concat([parts[0], *map(arrived, parts[1:])])
+    assert same(mixed, DataProto.concat(parts))
+    joined.batch["x"].zero_()  # into memory of its own
+    assert same(DataProto.concat(parts), DataProto.concat([arrived(part) for part in parts]))
+
+
+def test_joining_refuses_what_does_not_fit_and_says_what_arrived():
+    floats, ints = (DataProto.from_dict({"x": torch.ones(2, 3, dtype=d)}) for d in (torch.float32, torch.int64))
+    for parts in ([arrived(floats), arrived(ints)], [floats, arrived(ints)], [arrived(floats), ints]):
+        with pytest.raises(SchemaError, match=r"'x' is float32 \(2, 3\) in batch 0 and int64 \(2, 3\) in batch 1"):
+            DataProto.concat(parts)
+
+
+def test_one_part_that_arrived_is_copied_when_joined():
+    sent = large()
+    DataProto.concat([arrived(sent)]).batch["ids"].zero_()
+    assert same(sent, large())

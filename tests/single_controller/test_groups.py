@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import traceback
+import weakref
 
+import numpy as np
 import pytest
+import torch
 
 from tests.single_controller.workers import Broken, Doubler, Echo, batch_of
 from verl.errors import ConfigError, ResourceError, WorkerError
+from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.local import LocalWorkerGroup
@@ -189,3 +194,109 @@ def test_workers_that_do_not_run_are_not_found(ray_cluster):
         RayWorkerGroup.from_detached(worker_names=["nobody"], ray_cls_with_init=RayWorkerGroup.describe(Echo))
     with pytest.raises(WorkerError, match="needs resource_pool, worker_names or worker_handles"):
         RayWorkerGroup(ray_cls_with_init=RayWorkerGroup.describe(Echo))
+
+
+def spoil(worker, batch):
+    """Writes into all that it was given, and keeps what it returns."""
+    seen = batch.select(deepcopy=True)
+    for column in batch.batch.values():
+        column.fill_(-1)
+    batch.non_tensor_batch["name"][:] = "spoiled"
+    batch.meta_info["step"] = -1
+    worker.kept = seen
+    return seen
+
+
+def spoil_what_was_returned(worker):
+    worker.kept.batch["x"].fill_(-2)
+    worker.kept.non_tensor_batch["name"][:] = "late"
+
+
+def four(**kwargs):
+    tensors = {
+        "x": torch.arange(4.0),
+        "from_numpy": torch.from_numpy(np.arange(4)),
+        "strided": torch.arange(12).view(4, 3)[:, 1],
+    }
+    with torch.inference_mode():
+        tensors["sampled"] = torch.arange(4, dtype=torch.bfloat16)
+    return DataProto.from_dict(tensors, {"name": ["a", "b", "c", "d"]}, {"step": 3})
+
+
+def same_rows(a, b):
+    tensors = all(torch.equal(a.batch[key], b.batch[key]) for key in b.batch.keys())
+    return tensors and a.non_tensor_batch["name"].tolist() == b.non_tensor_batch["name"].tolist()
+
+
+def test_writes_of_a_worker_stay_with_the_worker(echo):
+    sent = four()
+    back = echo.execute_with_func_generator(spoil, sent)
+    assert same_rows(sent, four())
+    assert sent.meta_info == {"step": 3}
+    assert same_rows(back, four())
+    echo.execute_all_sync("execute_with_func_generator", spoil_what_was_returned)
+    assert same_rows(back, four())
+
+
+def test_writes_of_the_driver_stay_with_the_driver(echo):
+    sent = four()
+    back = echo.execute_with_func_generator(spoil, sent)
+    for column in (*sent.select(["x", "from_numpy", "strided"]).batch.values(), *back.batch.values()):
+        column.fill_(7)
+    assert same_rows(echo.execute_with_func_generator(returned, four()), four())
+
+
+def returned(worker, batch):
+    return worker.kept
+
+
+def test_a_local_batch_is_not_copied(local_pair):
+    sent = DataProto.from_dict({"x": torch.zeros(1 << 20)})
+    group = local_pair.spawn(["echo"])["echo"]
+    assert group.execute_with_func_generator(shares_memory, sent, [sent.batch["x"]]) == [True]
+
+
+def shares_memory(worker, batch, drivers):
+    # A tensor that copies on write says so until somebody writes.
+    return torch._C._is_cow_tensor(batch.batch["x"]) and torch._C._is_cow_tensor(drivers[0])
+
+
+def test_a_received_batch_is_freed_when_the_method_returns(echo):
+    batch = DataProto.from_dict({"x": torch.zeros(4, 1 << 16)})
+    ranks = echo.world_size
+    assert echo.execute_with_func_generator(earlier_batch, batch) == ["none"] * ranks
+    assert echo.execute_with_func_generator(earlier_batch, batch) == ["freed"] * ranks
+
+
+def earlier_batch(worker, batch):
+    gc.disable()  # what waits for the garbage collector is not freed
+    earlier = getattr(worker, "earlier", None)
+    worker.earlier = weakref.ref(batch)
+    if earlier is None:
+        return "none"
+    gc.enable()
+    return "freed" if earlier() is None else "alive"
+
+
+def test_the_object_store_does_not_grow(ray_pair):
+    echo = ray_pair.spawn(["echo"])["echo"]
+    batch = DataProto.from_dict({"x": torch.zeros(64, 1 << 13)})  # 2 MiB
+    echo.proto(batch)
+    wait_until(lambda: store_bytes() < 4 << 20)
+    for _ in range(50):
+        assert len(echo.proto(batch)) == 64
+    # 50 calls moved 200 MiB
+    wait_until(lambda: store_bytes() < 4 << 20)
+
+
+def store_bytes():
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
+
+    return get_memory_info_reply(get_state_from_address()).store_stats.object_store_bytes_used
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, f"{store_bytes()} bytes are in use"
+        time.sleep(0.1)

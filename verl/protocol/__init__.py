@@ -6,8 +6,10 @@
 - ``rows.py``: rows to a batch, batches with other columns, batches whose rows are grouped
 - ``padding.py``: rows added so that a batch divides over ranks, and their removal
 - ``future.py``: DataProtoFuture: a batch that other processes are still computing
+- ``received.py``: columns that have just arrived, read where they lie until they are asked for
 - ``wire.py``: columns as flat buffers, for pickle and for collectives
 - ``files.py``: columns in a file that cannot run code
+- ``lending.py``: a batch for someone in the same process, who may write to it
 - ``gather.py``: the batch of all ranks, on each of them
 """
 
@@ -15,6 +17,7 @@ from verl.protocol.columns import list_of_dict_to_dict_of_list, union_numpy_dict
 from verl.protocol.data_proto import DataProto, DataProtoItem
 from verl.protocol.future import DataProtoFuture
 from verl.protocol.gather import all_gather_data_proto
+from verl.protocol.lending import lend
 from verl.protocol.padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.rows import collate_fn, fold_batch_dim, replace_columns, unfold_batch_dim
 from verl.protocol.tensordicts import union_tensor_dict
@@ -35,6 +38,7 @@ __all__ = [
     "deserialize_single_tensor",
     "deserialize_tensordict",
     "fold_batch_dim",
+    "lend",
     "list_of_dict_to_dict_of_list",
     "pad_dataproto_to_divisor",
     "replace_columns",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import SchemaError
+from verl.protocol.received import ReceivedColumn
 
 Columns = dict[str, np.ndarray]
 RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
@@ -189,7 +190,7 @@ def concat_columns(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, A
             )
         for key, value in part.items():
             # numpy may widen, as it must for texts of different lengths; torch would do so silently.
-            same_dtype = value.dtype == first[key].dtype or not isinstance(value, Tensor)
+            same_dtype = value.dtype == first[key].dtype or isinstance(value, np.ndarray)
             if value.shape[1:] != first[key].shape[1:] or not same_dtype:
                 raise SchemaError(
                     f"{kind} '{key}' is {describe(first[key])} in batch 0 and {describe(value)} in batch {number}; "
@@ -199,7 +200,11 @@ def concat_columns(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, A
 
 
 def _concat(values: list[Any]) -> Any:
-    return torch.cat(values) if isinstance(values[0], Tensor) else np.concatenate(values)
+    if isinstance(values[0], np.ndarray):
+        return np.concatenate(values)
+    if all(isinstance(value, ReceivedColumn) for value in values):
+        return ReceivedColumn.concat(values)
+    return torch.cat([value.tensor() if isinstance(value, ReceivedColumn) else value for value in values])
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, Any]]) -> dict[str, list[Any]]:

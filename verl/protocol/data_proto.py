@@ -32,6 +32,7 @@ from verl.protocol.columns import (
     unite,
 )
 from verl.protocol.padding import DataProtoConfig
+from verl.protocol.received import ReceivedBatch, ReceivedColumn, owned
 from verl.protocol.tensordicts import (
     make_tensordict,
     parts_of,
@@ -39,7 +40,7 @@ from verl.protocol.tensordicts import (
     union_tensor_dict,
     whole_tensordict,
 )
-from verl.protocol.wire import deserialize_tensordict, owned, serialize_tensordict
+from verl.protocol.wire import serialize_columns
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
@@ -82,8 +83,9 @@ class DataProto:
         SchemaError: the columns do not all have the same number of rows.
     """
 
-    # Typed as present, as it nearly always is; a batch without tensors has None.
-    batch: TensorDict = None  # pyright: ignore[reportAssignmentType]
+    # Typed as present, as it nearly always is; a batch without tensors has None. The default comes from a
+    # function so that the class has no such attribute: a batch that has just arrived makes it when it is read.
+    batch: TensorDict = field(default_factory=lambda: None)  # pyright: ignore[reportAssignmentType]
     non_tensor_batch: Columns = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
     auto_padding: bool = False
@@ -148,8 +150,9 @@ class DataProto:
     # ---- looking at it ------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        if self.batch is not None:
-            return self.batch.batch_size[0]
+        size = self._batch_size()
+        if size is not None:
+            return size[0]
         return next((len(column) for column in self.non_tensor_batch.values()), 0)
 
     if not TYPE_CHECKING:  # a type checker should go on to find misspelled methods
@@ -159,9 +162,13 @@ class DataProto:
             # Copying and unpickling ask objects that have no fields yet for special methods.
             if name.startswith("__") or "meta_info" not in self.__dict__:
                 raise AttributeError(name)
-            for key, column in (*self._tensors(), *self.non_tensor_batch.items()):
-                if key == name:
-                    return column
+            if name == "batch":
+                return self._take_in()
+            if name in self._peek():
+                received = self._received()
+                return self.batch[name] if received is None else received.tensors([name])[name]
+            if name in self.non_tensor_batch:
+                return self.non_tensor_batch[name]
             raise AttributeError(
                 f"DataProto has neither attribute nor column '{name}'; columns: {listing(self._keys())}."
             )
@@ -225,7 +232,28 @@ class DataProto:
         return [] if self.batch is None else list(self.batch.items())
 
     def _keys(self) -> list[str]:
-        return [*(key for key, _ in self._tensors()), *self.non_tensor_batch]
+        return [*self._peek(), *self.non_tensor_batch]
+
+    # ---- as it arrived from another process: columns stay where they lie until they are read ---------
+
+    def _received(self) -> ReceivedBatch | None:
+        return None if "batch" in self.__dict__ else self.__dict__["_arrived"]
+
+    def _take_in(self) -> TensorDict:
+        received = self.__dict__["_arrived"]
+        self.batch = make_tensordict(received.tensors(), received.batch_size)
+        del self.__dict__["_arrived"]
+        return self.batch
+
+    def _peek(self) -> dict[str, Tensor | ReceivedColumn]:
+        received = self._received()
+        return dict(self._tensors()) if received is None else received.peek()
+
+    def _batch_size(self) -> tuple[int, ...] | None:
+        received = self._received()
+        if received is not None:
+            return received.batch_size
+        return None if self.batch is None else tuple(self.batch.batch_size)
 
     # ---- choosing columns ---------------------------------------------------------------------
 
@@ -241,8 +269,10 @@ class DataProto:
         Raises:
             SchemaError: a named column does not exist.
         """
+        received, keys = self._received(), only(self._peek(), batch_keys, "batch")
+        tensors = dict(self._tensors()) if received is None else received.tensors(keys)
         chosen = DataProto(
-            self._with_tensors(only(dict(self._tensors()), batch_keys, "batch")),
+            self._with_tensors({key: tensors[key] for key in keys}),
             only(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
             only(self.meta_info, meta_info_keys, "meta_info"),
             self.auto_padding,
@@ -456,10 +486,10 @@ class DataProto:
             meta_info = unite(meta_info, part.meta_info, META)
         if len(data) == 1:
             return data[0].select()
-        tensors = concat_columns([dict(part._tensors()) for part in data], "tensor column")
+        tensors = concat_columns([part._peek() for part in data], "tensor column")
         columns = concat_columns([part.non_tensor_batch for part in data], "non-tensor column")
-        size = next((part.batch.batch_size[1:] for part in data if part.batch is not None), None)
-        batch = None if size is None else make_tensordict(tensors, [sum(map(len, data)), *size])
+        size = next((size for size in (part._batch_size() for part in data) if size is not None), None)
+        batch = None if size is None else make_tensordict(tensors, [sum(map(len, data)), *size[1:]])
         return DataProto(batch, columns, dict(meta_info), any(part.auto_padding for part in data))
 
     def make_iterator(
@@ -495,13 +525,22 @@ class DataProto:
 
     def __getstate__(self) -> dict[str, Any]:
         """Tensors as flat buffers, which pickle hands over without a copy; see ``wire.py``."""
-        return {**self.__dict__, "batch": None if self.batch is None else serialize_tensordict(self.batch)}
+        size = self._batch_size()
+        wire = None if size is None else serialize_columns(size, self._peek())
+        others = {key: value for key, value in self.__dict__.items() if key != "_arrived"}
+        return {**others, "batch": wire}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Columns are the receiver's own: writing to them reaches no other process."""
-        self.__dict__.update(state)
-        self.batch = None if state["batch"] is None else deserialize_tensordict(state["batch"])
+        """Columns are the receiver's own: writing to them reaches no other process; see ``received.py``."""
+        wire = state["batch"]
+        self.__dict__.update({key: value for key, value in state.items() if key != "batch"})
         self.non_tensor_batch = {key: owned(column) for key, column in state["non_tensor_batch"].items()}
+        if wire is None:
+            self.batch = None  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        arrived = self._arrived = ReceivedBatch(*wire)
+        if arrived.is_private:
+            self._take_in()
 
     def save_to_disk(self, filepath: str | PathLike[str]) -> None:
         """Write it to one file of data alone; see ``files.py`` for what it can hold.
@@ -528,7 +567,8 @@ class DataProto:
     # ---- helpers ------------------------------------------------------------------------------
 
     def _with_tensors(self, tensors: dict[str, Any]) -> TensorDict | None:
-        return None if self.batch is None else make_tensordict(tensors, self.batch.batch_size)
+        size = self._batch_size()
+        return None if size is None else make_tensordict(tensors, size)
 
     def _map(self, change: Callable[[str, Any], Any], rows: int) -> DataProto:
         """``change(name, column)`` of every column; each result has ``rows`` rows."""

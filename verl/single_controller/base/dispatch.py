@@ -135,20 +135,10 @@ def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) ->
         SchemaError: the batches of one call have different numbers of rows, and one is padded.
     """
     shares: list[Share] = []
-
-    def unpack(value: Any) -> Any:
-        if isinstance(value, FutureShare):
-            return unpack(value.get()) if materialize else value.later()
-        if isinstance(value, DataProtoFuture):
-            return value.get() if materialize else value
-        if isinstance(value, Share):
-            shares.append(value)
-            return value.rows
-        if is_batch(value) and len(value):
-            shares.append(Share(value, 0))
-        return value
-
-    unpacked = tuple(unpack(value) for value in args), {name: unpack(value) for name, value in kwargs.items()}
+    unpacked = (
+        tuple(_unpack(value, materialize, shares) for value in args),
+        {name: _unpack(value, materialize, shares) for name, value in kwargs.items()},
+    )
     padded = next((share for share in shares if share.padding), None)
     sizes = {(len(share.rows), share.padding) for share in shares}
     if padded and len(sizes) > 1:
@@ -157,6 +147,21 @@ def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) ->
             f"rank got parts of (rows, padding) {sorted(sizes)}."
         )
     return unpacked, padded
+
+
+# No closure of `receive`: a function that calls itself by a variable of its surroundings is kept, with all that it
+# sees, until the garbage collector comes by, and a batch is nothing that it counts as large.
+def _unpack(value: Any, materialize: bool, shares: list[Share]) -> Any:
+    if isinstance(value, FutureShare):
+        return _unpack(value.get(), materialize, shares) if materialize else value.later()
+    if isinstance(value, DataProtoFuture):
+        return value.get() if materialize else value
+    if isinstance(value, Share):
+        shares.append(value)
+        return value.rows
+    if is_batch(value) and len(value):
+        shares.append(Share(value, 0))
+    return value
 
 
 def remove_padding(output: Any, share: Share | None) -> Any:

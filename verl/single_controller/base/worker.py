@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.errors import WorkerError
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.utils.allocator import keep_freed_memory
 
 RANK_ENV = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -31,6 +32,7 @@ class Worker:
                 f"{type(self).__name__}: {' and '.join(missing)} not in the environment, so this worker does not know "
                 "its rank. Start it through a worker group (RayWorkerGroup, LocalWorkerGroup) or torchrun."
             )
+        keep_freed_memory()
         self._world_size = int(os.environ["WORLD_SIZE"])
         self._rank = int(os.environ["RANK"])
         self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.errors import ResourceError, WorkerError
+from verl.protocol import lend
 from verl.single_controller.base.colocate import ClassWithInitArgs
 from verl.single_controller.base.resource_pool import ResourcePool
 from verl.single_controller.base.worker import free_port
@@ -18,8 +19,9 @@ class LocalWorkerGroup(WorkerGroup):
     """One rank in this process, under the contract of ``RayWorkerGroup``.
 
     All local groups of a process share one environment (rank 0 of 1) and one ``torch.distributed``
-    group, which the workers make. Arguments and outputs go through the same dispatch as on Ray, but
-    are passed by reference. A call that is not waited for has run when it returns.
+    group, which the workers make. Arguments and outputs go through the same dispatch as on Ray. Batches
+    and tensors are not copied, but whoever writes to one, worker or driver, writes to a copy, as on Ray;
+    all else is passed by reference. A call that is not waited for has run when it returns.
 
     Args:
         resource_pool: a pool of one process; None makes it.
@@ -77,7 +79,10 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _start(self, member: str | None, method: str, calls: Sequence[Call]) -> list[Any]:
         worker = self._target(member)
-        return [getattr(worker, method)(*call.args, **call.kwargs) for call in calls]
+        return [
+            lend(getattr(worker, method)(*map(lend, call.args), **{k: lend(v) for k, v in call.kwargs.items()}))
+            for call in calls
+        ]
 
     def _wait(self, references: Sequence[Any], method: str, ranks: Sequence[int]) -> list[Any]:
         return list(references)

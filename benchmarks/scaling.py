@@ -1,0 +1,203 @@
+"""How the time of a rollout and of a training step grows: with ranks, with responses, with their length.
+
+The model is a 4.75 M-parameter Qwen3 shape with random weights, made on the spot; the workers, the rollout and the
+update are those of a run, over Ray, in fp32. Every rank has one thread, so that two ranks against one is about
+scaling and not about threads. Random weights hardly ever end a response, and the end-of-sequence token is ignored
+besides: every response has the full length.
+
+A step is what a run of GRPO with a reference does with a rollout: old log-probs, reference log-probs, one update.
+Linear means: half the time on two ranks; time in proportion to the responses, and to their length. The last column
+is the time over what linear growth from the first row of its part would give; up to 1 is no worse than linear. ::
+
+    python benchmarks/scaling.py [--rollout native] [--parts ranks responses length] [--json scaling.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from omegaconf import OmegaConf
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from tests.models import tiny_tokenizer
+from verl.protocol import DataProto
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, run_task
+from verl.workers.config import (
+    ActorRolloutRefConfig,
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    RefConfig,
+    RolloutConfig,
+)
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+SHAPE = {
+    "hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 768, "vocab_size": 104, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+PROMPT_LENGTH, SAMPLES = 24, 8
+TOKENS_PER_MICRO_BATCH = 4096
+
+
+@dataclass(frozen=True)
+class Work:
+    """One measurement: how many ranks, responses, and tokens in each response."""
+
+    ranks: int
+    responses: int
+    length: int
+
+
+PARTS = {
+    "ranks": [Work(1, 64, 128), Work(2, 64, 128)],
+    "responses": [Work(2, 64, 32), Work(2, 512, 32)],
+    "length": [Work(2, 16, 128), Work(2, 16, 1024)],
+}
+
+
+def make_model(folder: Path) -> str:
+    """The model and a tokenizer of its size, saved."""
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(Qwen3Config(**SHAPE)).save_pretrained(folder)
+    tiny_tokenizer("char").save_pretrained(folder)
+    return str(folder)
+
+
+def start(path: str, work: Work, rollout: str, pool: RayResourcePool) -> RayWorkerGroup:
+    """Actor, reference and rollout in one process for each rank."""
+    fp32 = FSDPEngineConfig(dtype="fp32")
+    config = ActorRolloutRefConfig(
+        model=HFModelConfig(path=path),
+        actor=FSDPActorConfig(
+            fsdp_config=fp32,
+            ppo_mini_batch_size=work.responses // SAMPLES,
+            use_dynamic_bsz=True,
+            ppo_max_token_len_per_gpu=TOKENS_PER_MICRO_BATCH,
+            use_kl_loss=True,
+            optim=FSDPOptimizerConfig(lr=1e-6),
+        ),
+        rollout=RolloutConfig(
+            name=rollout,
+            prompt_length=PROMPT_LENGTH,
+            response_length=work.length,
+            n=SAMPLES,
+            dtype="fp32",
+            ignore_eos=True,
+            log_prob_use_dynamic_bsz=True,
+            log_prob_max_token_len_per_gpu=TOKENS_PER_MICRO_BATCH,
+        ),
+        ref=RefConfig(
+            fsdp_config=fp32, log_prob_use_dynamic_bsz=True, log_prob_max_token_len_per_gpu=TOKENS_PER_MICRO_BATCH
+        ),
+    )
+    worker = RayClassWithInitArgs(ActorRolloutRefWorker, config=config, role="actor_rollout_ref", device_name="cpu")
+    group = RayWorkerGroup(pool, worker)
+    group.init_model()
+    return group
+
+
+def prompts(responses: int, step: int) -> DataProto:
+    """Random prompts of full length, each as often as it has responses."""
+    ids = torch.randint(4, 104, (responses // SAMPLES, PROMPT_LENGTH), generator=torch.Generator().manual_seed(step))
+    ids = ids.repeat_interleave(SAMPLES, 0)
+    return DataProto.from_dict(
+        {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        {"uid": [str(i // SAMPLES) for i in range(responses)], "sample_index": [i % SAMPLES for i in range(responses)]},
+        {"global_steps": step, "validate": False},
+    )
+
+
+def one_step(group: RayWorkerGroup, batch: DataProto) -> None:
+    """Log-probs under policy and reference, and one update."""
+    batch = batch | group.compute_log_prob(batch) | group.compute_ref_log_prob(batch)
+    mask = batch.batch["response_mask"]
+    # Half of the responses are better than their siblings, half are worse.
+    sign = 1.0 - 2.0 * (torch.arange(len(batch)) % 2)
+    group.update_actor(batch | DataProto.from_dict({"advantages": sign[:, None] * mask}))
+
+
+def seconds(group: RayWorkerGroup, work: Work, repeats: int) -> tuple[float, float]:
+    """Median time of a rollout and of a step, after one of each that warms up."""
+    rollouts, steps = [], []
+    for step in range(repeats + 1):
+        given = prompts(work.responses, step)
+        started = time.perf_counter()
+        batch = given.select([]) | group.generate_sequences(given)
+        generated = time.perf_counter()
+        one_step(group, batch)
+        rollouts.append(generated - started)
+        steps.append(time.perf_counter() - generated)
+        assert batch.batch["response_mask"].sum() == work.responses * work.length
+    return statistics.median(rollouts[1:]), statistics.median(steps[1:])
+
+
+class Benchmark:
+    """All parts, one after the other; ``run_task`` puts Ray around it."""
+
+    def run(self, config: argparse.Namespace) -> None:
+        results = []
+        print(f"rollout: {config.rollout}; one thread per rank, {os.cpu_count()} cores")
+        print(f"{'':10}{'ranks':>6}{'responses':>10}{'length':>7}{'rollout s':>11}{'step s':>9}{'of linear':>19}")
+        with tempfile.TemporaryDirectory() as folder:
+            path = make_model(Path(folder))
+            for part in config.parts:
+                results += self.part(part, path, config)
+        if config.json:
+            Path(config.json).write_text(json.dumps({"rollout": config.rollout, "results": results}, indent=1) + "\n")
+
+    def part(self, part: str, path: str, config: argparse.Namespace) -> list[dict]:
+        """One part of the table."""
+        rows: list[dict] = []
+        for work in PARTS[part]:
+            pool = RayResourcePool([work.ranks], use_gpu=False)
+            group = start(path, work, config.rollout, pool)
+            rollout, step = seconds(group, work, config.repeats)
+            group.shutdown()
+            pool.release()
+            first = rows[0] if rows else {"rollout_s": rollout, "step_s": step, **asdict(work)}
+            growth = work.responses * work.length / work.ranks
+            growth /= first["responses"] * first["length"] / first["ranks"]
+            row = {
+                "part": part,
+                **asdict(work),
+                "rollout_s": rollout,
+                "step_s": step,
+                "rollout_of_linear": rollout / first["rollout_s"] / growth,
+                "step_of_linear": step / first["step_s"] / growth,
+            }
+            rows.append(row)
+            print(
+                f"{part:10}{work.ranks:6}{work.responses:10}{work.length:7}{rollout:11.2f}{step:9.2f}"
+                f"{row['rollout_of_linear']:10.2f}{row['step_of_linear']:9.2f}",
+                flush=True,
+            )
+        return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollout", default="hf", help="rollout.name")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    ray_init = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    run_task(Benchmark, args, OmegaConf.create({"ray_init": ray_init, "timeline_json_file": None}))
+
+
+if __name__ == "__main__":
+    main()
