@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from tests.tiny_run import make_tiny_run, overrides
+from verl.protocol import DataProto
 from verl.trainer.config.load import load_config
 from verl.trainer.config.overrides import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
 from verl.trainer.ppo.old_log_probs import OldLogProbs
+from verl.trainer.ppo.role_workers import update_weights
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -144,6 +146,25 @@ def test_two_ranks_make_the_same_step(train):
     assert "timing_s/old_log_prob" not in two[0][1]
     (steps, _), (others, _) = one, two
     assert_same_run((steps, {}), (others, {}), exact=False, beside=balance)
+
+
+class TwoRanks:
+    """What a worker group of two ranks returns: the columns of its rows, in the order in which it was dealt them."""
+
+    world_size = 2
+
+    def update(self, batch: DataProto) -> DataProto:
+        columns = DataProto.from_dict(tensors={"old_log_probs": batch.batch["attention_mask"].cumsum(-1)})
+        return columns | DataProto(meta_info={"metrics": {"actor/lr": 0.5}})
+
+
+def test_what_the_update_returns_is_in_the_order_of_the_batch():
+    lengths = [7, 1, 2, 6, 3, 5]
+    batch = DataProto.from_dict(tensors={"attention_mask": (torch.arange(8) < torch.tensor(lengths)[:, None]).long()})
+    metrics, made = update_weights(TwoRanks(), "update", batch, ["attention_mask"], lengths, True, num_mini_batches=1)
+    assert made.batch["old_log_probs"][:, -1].tolist() == lengths
+    assert metrics["actor/lr"] == 0.5
+    assert made.meta_info == {}
 
 
 # ---- when
