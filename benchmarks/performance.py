@@ -41,11 +41,19 @@ def own_rows(result: Result) -> list[Row]:
 
 
 def training_step_rows(result: Result) -> list[Row]:
-    """The share of the matrix-product peak."""
-    engine, peak = result["passes"]["engine"], result["peak_gflops"]
-    detail = f"{engine['useful_gflops']:.0f} of {peak:.0f} GFLOP/s, {engine['seconds']:.2f} s"
+    """The share of the matrix-product peak, by the library whose products are the fastest."""
+    engine = result["passes"]["engine"]
+    library, peak = max(result["peak_gflops"].items(), key=lambda item: item[1])
+    detail = f"{engine['useful_gflops']:.0f} of {peak:.0f} GFLOP/s ({library}), {engine['seconds']:.2f} s"
     what, against = "forward + backward, useful FLOP/s", "fp32 matrix product peak of the same run"
-    return [Row(what, against, engine["share_of_peak"], 0.65, True, detail)]
+    return [Row(what, against, engine["useful_gflops"] / peak, 0.65, True, detail)]
+
+
+def memory_rows(result: Result) -> list[Row]:
+    """Peak memory in shares of that of full logits."""
+    ours, full = (result["ways"][way]["bytes"] / 2**20 for way in ("chunked", "full logits"))
+    what = f"peak memory of log-prob + entropy, {result['work']}"
+    return [Row(what, "full logits", result["ratio"], 0.25, False, f"{ours:,.0f} MiB : {full:,.0f} MiB")]
 
 
 def transfer_rows(result: Result) -> list[Row]:
@@ -101,7 +109,7 @@ PARTS = (
         training_step_rows,
         tiny=("--sequences", "2", "--prompt", "4", "--response", "8", "--repeats", "1"),
     ),
-    Part("logprob_memory", "Memory of log-probs and entropy"),
+    Part("logprob_memory", "Memory of log-probs and entropy", memory_rows, tiny=()),
     Part(
         "dataproto_transfer",
         "The data plane",

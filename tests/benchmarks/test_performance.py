@@ -260,8 +260,11 @@ def test_page_keeps_what_was_written_by_hand():
 
 
 def test_rows_of_the_parts_that_have_none_of_their_own():
-    found = {"useful_gflops": 130.0, "seconds": 2.0, "share_of_peak": 0.5}
-    assert performance.training_step_rows({"passes": {"engine": found}, "peak_gflops": 260.0})[0].ratio == 0.5
+    passes = {"engine": {"useful_gflops": 130.0, "seconds": 2.0}}
+    peaks = {"torch.mm": 200.0, "oneDNN": 260.0}
+    assert performance.training_step_rows({"passes": passes, "peak_gflops": peaks})[0].ratio == 0.5  # of the higher one
+    memory = {"work": "w", "ratio": 0.2, "ways": {"chunked": {"bytes": 2**20}, "full logits": {"bytes": 5 * 2**20}}}
+    assert performance.memory_rows(memory)[0].is_met
     transfer = {
         "setting": {"bytes": 10**8, "ranks": 2},
         "results": {
