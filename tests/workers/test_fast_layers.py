@@ -11,7 +11,8 @@ from torch.testing import assert_close
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tests.models import FAMILIES, tiny_model
+from tests.models import FAMILIES, tiny_model, tiny_model_dir
+from tests.workers.support import LAYOUTS, make_engine, ragged_batch
 from verl.workers.engine.fsdp import kernels
 from verl.workers.engine.fsdp.fast_layers import use_fast_layers
 from verl.workers.engine.fsdp.kernels import Rotation, attention_inputs, gated_mlp, interleaved, linear, rms_norm
@@ -215,3 +216,15 @@ def test_convolution_is_what_large_fp32_products_take(by_convolution):
         names.add(type(node).__name__)
         node = node.next_functions[0][0] if node.next_functions else None
     assert "ConvolutionBackward0" in names
+
+
+def test_tokens_computed_are_tokens_useful(tmp_path):
+    engine = make_engine(tiny_model_dir(tmp_path))
+    batch = ragged_batch()
+    rows = []
+    backbone: Any = engine.model.hf.base_model
+    backbone.layers[0].input_layernorm.register_forward_hook(lambda _, given, __: rows.append(given[0][..., 0].numel()))
+    with engine.eval_mode():
+        engine.infer_batch(batch, {"log_probs"}, LAYOUTS["by tokens"])
+    assert len(rows) > 1
+    assert sum(rows) == int(batch.batch["attention_mask"].sum())

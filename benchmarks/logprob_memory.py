@@ -1,0 +1,95 @@
+"""Memory of log-probs and entropy, forward and backward: from hidden states in chunks, against full logits.
+
+Each way runs in a process of its own; counted is how far its resident memory grows at most. Full logits run with a
+quarter of the tokens, and their memory and time, which are linear in them, are multiplied by four: else they would not
+fit into many a machine. ::
+
+    python benchmarks/logprob_memory.py [--tokens 4096] [--vocabulary 151936] [--hidden 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from verl.workers.engine.fsdp.head import token_log_probs
+
+
+def full_logits(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    log_p = (hidden @ weight.t()).float().log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    found = token_log_probs(hidden, weight, None, targets, with_entropy=True)
+    assert found.entropy is not None
+    return found.log_probs, found.entropy
+
+
+WAYS = {"full logits": full_logits, "chunked": chunked}
+
+
+def one(way: str, tokens: int, vocabulary: int, size: int) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, size, generator=g).requires_grad_()
+    weight = torch.randn(vocabulary, size, generator=g).mul_(0.05).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), generator=g)
+    (torch.randn(8, 8) @ torch.randn(8, 8)).softmax(-1)  # libraries load
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    log_probs, entropy = WAYS[way](hidden, weight, targets)
+    (log_probs.sum() + 0.1 * entropy.sum()).backward()
+    seconds = time.perf_counter() - start
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    return {
+        "bytes": grown,
+        "seconds": seconds,
+    }
+
+
+def measure(tokens: int, vocabulary: int, hidden: int) -> dict[str, Any]:
+    sizes = [str(vocabulary), str(hidden)]
+    found = {}
+    for way, part in (("full logits", 4), ("chunked", 1)):
+        command = [sys.executable, __file__, "--one", way, str(tokens // part), *sizes]
+        row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        found[way] = {name: value * part for name, value in row.items()}
+    return {
+        "work": f"{tokens} tokens x {vocabulary} words, hidden {hidden}, fp32, forward and backward",
+        "ways": found,
+        "ratio": found["chunked"]["bytes"] / found["full logits"]["bytes"],
+        "target": "ratio <= 0.25",
+    }
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--one"]:
+        print(json.dumps(one(sys.argv[2], *map(int, sys.argv[3:]))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--vocabulary", type=int, default=151936)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    args = parser.parse_args()
+    found = measure(args.tokens, args.vocabulary, args.hidden)
+    print(found["work"])
+    for way, row in found["ways"].items():
+        print(f"  {way:<12} {row['bytes'] / 2**20:8.0f} MiB  {row['seconds']:6.2f} s")
+    print(f"  ratio        {found['ratio']:8.3f}")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
