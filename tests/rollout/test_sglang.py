@@ -61,7 +61,8 @@ class Shared:
 
     def start(self, engine: SGLangRollout, own_start: Callable[[SGLangRollout], Backend]) -> Backend:
         engine._arguments |= self._roomier(engine._arguments)
-        key = json.dumps([engine.config.mode, engine._arguments | {"model_path": _weights_folder(engine)}])
+        same = {"model_path": _weights_folder(engine), "tokenizer_path": ""}
+        key = json.dumps([engine.config.mode, engine._arguments | same])
         if key not in self.running:
             for other in [k for k in self.running if '"max_running_requests": 1000' not in k]:
                 self.running.pop(other).stop()
