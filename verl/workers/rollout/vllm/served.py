@@ -137,7 +137,7 @@ class ServedEngine:
         self.server.post("/wake_up" + ("?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""))
 
     def close(self) -> None:
-        """See :class:`verl.workers.rollout.vllm.job.Engine`."""
+        """End the server; otherwise it ends with this process."""
         self.server.stop()
 
 

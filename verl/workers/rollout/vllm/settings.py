@@ -67,6 +67,10 @@ def engine_arguments(
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
+    if device.type == "cpu":
+        # vLLM turns back the seed of a prompt that went in only in part, which generators of a CPU cannot do.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], max_model_len)
     if device.type == "cuda" and config.free_cache_engine:
         arguments["enable_sleep_mode"] = True
     extra = {k: v for k, v in own_kwargs(config).items() if k not in _OWN_KEYS and v is not None}
