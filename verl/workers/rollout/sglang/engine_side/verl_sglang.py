@@ -133,7 +133,8 @@ class ContractSampler(sglang_sampler.Sampler):
         """
         self._most_rows = max(self._most_rows, len(params))
         new = [p for p in params if id(p) not in self._known]
-        if len(self._known) + len(new) > 2 * self._most_rows:
+        other_kind = any(p["raw"] != params[0]["raw"] for _, p in self._known.values())
+        if other_kind or len(self._known) + len(new) > 2 * self._most_rows:
             self._known, new = {}, params
         rows = [*(p for _, p in self._known.values()), *new]
         self._known = {id(p): (row, p) for row, p in enumerate(rows)}
