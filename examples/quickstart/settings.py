@@ -54,7 +54,6 @@ def rl_settings(algorithm: str, task: Path, model: Path, output: Path, seed: int
         "actor_rollout_ref.actor.clip_ratio_high": 0.28,
         "actor_rollout_ref.actor.optim.lr": 2e-4,
         "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
-        "actor_rollout_ref.rollout.name": "hf",
         "actor_rollout_ref.rollout.dtype": "float32",
         "actor_rollout_ref.rollout.max_num_seqs": 1024,
         "actor_rollout_ref.rollout.free_cache_engine": False,

@@ -12,7 +12,7 @@ from verl.workers.config.model import PART_OF_MTP, MtpConfig
 
 TOKENS_ONLY = "engines exchange token ids only; texts are made and looked for on the trainer's side"
 WHOLE_TENSORS = "weights travel tensor by tensor already"
-NO_OTHER_ENGINE = "this engine is not in this version; use vllm or sglang"
+NO_OTHER_ENGINE = "this engine is not in this version; use native, vllm or sglang"
 NO_LOGITS = "logits are not log-probs, and nothing here can train on them; use processed_logprobs"
 
 
@@ -118,7 +118,7 @@ class ServingConfig(BaseConfig):
     tensor_model_parallel_size: int = setting(2, ge=1)
     """Ranks that share one copy of the model; must divide the number of ranks (`vllm`, `sglang`)."""
     max_num_batched_tokens: int = setting(8192, ge=1)
-    """Tokens that the engine puts through in one pass (`hf`: prompt tokens, padding included)."""
+    """Tokens that the engine puts through in one pass (`native` and `hf`: prompt tokens)."""
     max_model_len: int | None = setting(None, ge=1)
     """Longest prompt and response together; null takes both lengths."""
     max_num_seqs: int = setting(256, ge=1)
@@ -150,9 +150,9 @@ class RolloutConfig(ServingConfig):
     hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
 
     name: Literal["native", "hf", "vllm", "sglang", "trtllm"] = setting(
-        "hf", refuse_values={"trtllm": NO_OTHER_ENGINE}
+        "native", refuse_values={"trtllm": NO_OTHER_ENGINE}
     )
-    """Engine; `hf` is Transformers itself."""
+    """Engine: `native` is our own, in the trainer's process on the trainer's weights; `hf` a plain loop around Transformers."""
     mode: Literal["sync", "async"] = setting("async")
     """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`)."""
     temperature: float = setting(1.0, ge=0)
@@ -218,7 +218,7 @@ class RolloutConfig(ServingConfig):
     )
     """Conversations and tools."""
     calculate_log_probs: bool = setting(
-        False, hint="the hf engine always returns log-probs and the gap is always logged"
+        False, hint="engines always return log-probs and the gap is always logged"
     )
     """Return the engine's log-probs, to compare them with the trainer's."""
     agent: AgentLoopConfig = subsection(AgentLoopConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -35,6 +36,7 @@ class NativeModel:
     def __init__(
         self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
     ) -> None:
+        config = copy.deepcopy(config)  # which says what attention runs
         self.module = causal_lm_without_weights(config, dtype, device, trust_remote_code)
         self.dtype, self.device = dtype, device
         _check_architecture(self.module)

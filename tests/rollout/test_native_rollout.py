@@ -1,0 +1,331 @@
+"""The native engine's own promises: nothing computed twice or in vain, nothing copied, nothing served wrongly."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.models import tiny_model, tiny_tokenizer
+from tests.rollout.conformance import EngineUnderTest, greedy, oracle, oracle_greedy, request, tokens_of, weights_of
+from verl.errors import RolloutError
+from verl.utils import hf_tokenizer
+from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.native.memory import CopiedPromptMemory, KeyValueMemory, SharedPromptMemory
+from verl.workers.rollout.native.model import NativeModel
+from verl.workers.rollout.native_rollout import NativeRollout
+
+SMALL = {
+    "vocab_size": 104,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+}
+
+
+def saved(model: transformers.PreTrainedModel, folder: Path) -> str:
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def engine_for(path: str, **settings: object) -> NativeRollout:
+    defaults = {"dtype": "float32", "prompt_length": 24, "response_length": 24, "free_cache_engine": False}
+    config = RolloutConfig(name="native", **(defaults | settings))
+    return NativeRollout(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
+
+
+def loaded(model: transformers.PreTrainedModel, folder: Path, **settings: object) -> NativeRollout:
+    engine = engine_for(saved(model, folder), **settings)
+    engine.wake()
+    engine.load_weights(model.state_dict().items(), version=0)
+    return engine
+
+
+@torch.no_grad()
+def full_forward(model: nn.Module, prompt: list[int], response: list[int]) -> Tensor:
+    """log p of each response token, by one forward pass of the whole sequence."""
+    logits = model(input_ids=torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None]).squeeze(-1)
+
+
+# ---- what it computes
+
+
+class Counter:
+    """Tokens that go into a model, pass by pass."""
+
+    def __init__(self, model: NativeModel) -> None:
+        self.passes: list[int] = []
+        embedding = model.module.get_input_embeddings()
+        embedding.register_forward_hook(lambda _, inputs, __: self.passes.append(inputs[0].numel()))
+
+
+def test_a_prompt_is_computed_once_for_all_its_samples_and_no_ended_row_goes_on(tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).ready()
+    counter = Counter(engine._model)
+    lengths = [3, 9, 1, 12, 5, 7]
+    requests = [greedy([10, 20, 30, 40], max_tokens=n, seed=i) for i, n in enumerate(lengths)]
+    requests += [greedy([7, 8], max_tokens=2)]
+    engine.generate(requests)
+    assert counter.passes[0] == 4 + 2  # both prompts, without padding, in one pass
+    # A row goes into the model once for each of its tokens but the last.
+    assert counter.passes[1:] == [sum(n > step for n in [*lengths, 2]) for step in range(1, 12)]
+
+
+def test_waiting_rows_enter_as_others_leave(tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).ready(max_num_seqs=4)
+    counter = Counter(engine._model)
+    lengths = [2, 12, 2, 12, 11, 11]
+    requests = [greedy([10 + i, 20], max_tokens=n) for i, n in enumerate(lengths)]
+    outputs = engine.generate(requests)
+    assert [len(output.token_ids) for output in outputs] == lengths
+    assert tokens_of(outputs) == [oracle_greedy([10 + i, 20], n) for i, n in enumerate(lengths)]
+    # Four prompts of 2 tokens; four rows; after their second tokens two leave, and the pass after that is of two. Then
+    # two more prompts enter. The first two end after nine more passes, the others one later.
+    assert counter.passes == [8, 4, 2, 4, *[4] * 9, 2]
+
+
+def test_a_group_larger_than_the_places_is_served_in_parts(tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).ready(max_num_seqs=3)
+    requests = [request([10, 20, 30], seed=i) for i in range(8)]
+    whole = EngineUnderTest("native", tmp_path).ready().generate(requests)
+    assert tokens_of(engine.generate(requests)) == tokens_of(whole)
+
+
+def test_rows_at_once_follow_from_the_memory_that_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    engine = EngineUnderTest("native", tmp_path).ready(gpu_memory_utilization=1e-9)
+    with caplog.at_level(logging.WARNING):
+        outputs = engine.generate([greedy([10 + i, 20]) for i in range(3)])
+    assert tokens_of(outputs) == [oracle_greedy([10 + i, 20], 12) for i in range(3)]
+    assert engine._memory is not None
+    assert engine._memory.room == 1
+    assert "memory for 0 rows" in caplog.text
+
+
+# ---- weights
+
+
+def test_weights_are_the_trainers_own_tensors_where_they_fit(tmp_path: Path) -> None:
+    model = copy.deepcopy(oracle())
+    engine = EngineUnderTest("native", tmp_path).build()
+    engine.load_weights(model.named_parameters(), version=0)
+    own = dict(engine._model.module.named_parameters())
+    assert {name: p.data_ptr() for name, p in own.items()} == {n: p.data_ptr() for n, p in model.named_parameters()}
+    before = engine.generate([greedy([10, 20, 30])])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    engine.load_weights(model.named_parameters(), version=1)
+    assert engine.generate([greedy([10, 20, 30])]) != before
+
+
+def test_weights_of_another_format_are_copied(tmp_path: Path) -> None:
+    model = copy.deepcopy(oracle()).double()
+    engine = EngineUnderTest("native", tmp_path).build()
+    engine.load_weights(model.named_parameters(), version=0)
+    assert {p.dtype for p in engine._model.module.parameters()} == {torch.float32}
+    assert tokens_of(engine.generate([greedy([10, 20, 30])])) == [oracle_greedy([10, 20, 30], 12)]
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**SMALL, tie_word_embeddings=True)).eval()
+    engine = loaded(model, tmp_path)
+    module = engine._model.module
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    output = engine.generate([greedy([10, 20, 30])])[0]
+    torch.testing.assert_close(
+        torch.tensor(output.log_probs), full_forward(model, [10, 20, 30], output.token_ids), atol=1e-5, rtol=1e-5
+    )
+
+
+def test_before_weights_come_the_model_takes_no_memory(tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).build()
+    assert engine.weight_bytes == 0
+    engine.load_weights(weights_of(), version=0)
+    assert engine.weight_bytes > 0
+
+
+# ---- attention that sees only a window
+
+
+WINDOWED = {
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(
+            **SMALL, use_sliding_window=True, sliding_window=5, layer_types=["sliding_attention", "full_attention"]
+        )
+    ),
+    "mistral": lambda: transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=5)),
+    "gemma2": lambda: transformers.Gemma2ForCausalLM(
+        transformers.Gemma2Config(**SMALL, sliding_window=5, attn_logit_softcapping=20.0, query_pre_attn_scalar=8)
+    ),
+    "gemma3": lambda: transformers.Gemma3ForCausalLM(
+        transformers.Gemma3TextConfig(
+            **SMALL, sliding_window=5, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=8
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+def test_a_window_shorter_than_the_text(family: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = WINDOWED[family]().eval()
+    engine = loaded(model, tmp_path)
+    prompts = [[10, 20], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40], [50]]
+    for asked in (request(p, seed=i, max_tokens=20, ignore_eos=True) for i, p in enumerate(prompts)):
+        output = engine.generate([asked])[0]
+        expected = full_forward(model, asked.prompt_ids, output.token_ids)
+        torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=1e-5)
+
+
+# ---- both kinds of memory
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "gemma"])
+@pytest.mark.parametrize("kind", ["shared", "copied"])
+def test_rows_that_come_and_go_keep_their_own_past(kind: str, family: str) -> None:
+    """Random arrivals and departures; every row's logits against a forward pass of its own text."""
+    reference = tiny_model(family, seed=0)  # type: ignore[arg-type]
+    model = NativeModel(reference.config, torch.float32, torch.device("cpu"))
+    model.load(reference.state_dict().items())
+    room, prompt_room, own_room = 5, 6, 12
+    assert model.kernels is not None
+    memory: KeyValueMemory = (
+        SharedPromptMemory(model.kernels, model.shape, room, prompt_room, own_room)
+        if kind == "shared"
+        else CopiedPromptMemory(model.shape, room, prompt_room, own_room)
+    )
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (), generator=generator))
+
+    texts: list[list[int]] = []
+    checked = 0
+    with torch.inference_mode():
+        for _ in range(25):
+            new = []
+            while len(texts) + sum(count for _, count in new) < room and draw(3):
+                free = room - len(texts) - sum(count for _, count in new)
+                new.append(([2 + draw(100) for _ in range(1 + draw(prompt_room))], 1 + draw(free)))
+            if new:
+                memory.admit([len(prompt) for prompt, _ in new], [count for _, count in new])
+                logits = model.prefill(memory, [prompt for prompt, _ in new])
+                for (prompt, count), row in zip(new, logits, strict=True):
+                    torch.testing.assert_close(row, last_logits(reference, prompt), atol=2e-4, rtol=1e-4)
+                    texts += [list(prompt) for _ in range(count)]
+            if texts:
+                newest = [2 + draw(100) for _ in texts]
+                texts = [[*text, token] for text, token in zip(texts, newest, strict=True)]
+                logits = model.decode(memory, torch.tensor(newest))
+                for text, row in zip(texts, logits, strict=True):
+                    torch.testing.assert_close(row, last_logits(reference, text), atol=2e-4, rtol=1e-4)
+                    checked += 1
+                stay = [i for i in range(len(texts)) if draw(4) and len(texts[i]) < own_room]
+                order = memory.keep(torch.tensor(stay, dtype=torch.long))
+                assert sorted(order.tolist()) == stay
+                texts = [texts[i] for i in order.tolist()]
+    assert checked > 40
+
+
+def last_logits(model: nn.Module, text: list[int]) -> Tensor:
+    return model(input_ids=torch.tensor([text])).logits[0, -1]
+
+
+# ---- other formats, other machines
+
+
+def test_bfloat16_agrees_with_the_models_own_forward_in_bfloat16(tmp_path: Path) -> None:
+    """Both round to 8 bits at every step, at different places: a mean of 2^-8 and a few times that at most."""
+    torch.manual_seed(0)
+    model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**(SMALL | {"initializer_range": 0.1}))).eval()
+    model = model.to(torch.bfloat16)
+    engine = loaded(model, tmp_path, dtype="bfloat16")
+    differences = []
+    for seed in range(6):
+        output = engine.generate([request([10, 20, 30, 40], seed=seed, max_tokens=20, ignore_eos=True)])[0]
+        expected = full_forward(model, [10, 20, 30, 40], output.token_ids).float()
+        differences.append((torch.tensor(output.log_probs) - expected).abs())
+    difference = torch.cat(differences)
+    assert difference.mean() < 0.02
+    assert difference.max() < 0.1
+    assert difference.max() > 0  # or this compared a thing with itself
+
+
+WITHOUT_COMPILER = """
+import logging, sys
+logging.basicConfig(level=logging.WARNING)
+from pathlib import Path
+from tests.rollout.conformance import EngineUnderTest, greedy, oracle_greedy, tokens_of
+engine = EngineUnderTest("native", Path(sys.argv[1])).ready()
+assert engine._model.kernels is None
+found = tokens_of(engine.generate([greedy([10, 20, 30]), greedy([7])]))
+assert found == [oracle_greedy([10, 20, 30], 12), oracle_greedy([7], 12)], found
+"""
+
+
+def test_without_a_compiler_it_says_so_and_computes_the_same(tmp_path: Path) -> None:
+    environment = {**os.environ, "PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "CC": ""}
+    command = [sys.executable, "-c", WITHOUT_COMPILER, str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert "no C compiler" in ended.stderr
+
+
+# ---- what it cannot serve
+
+
+UNKNOWN = {
+    "a recurrent state": lambda: transformers.MambaForCausalLM(
+        transformers.MambaConfig(
+            vocab_size=104, hidden_size=16, num_hidden_layers=1, state_size=4, pad_token_id=0, eos_token_id=1
+        )
+    ),
+    "attention sinks": lambda: transformers.GptOssForCausalLM(
+        transformers.GptOssConfig(
+            **SMALL,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            layer_types=["full_attention", "full_attention"],
+            sliding_window=None,
+        )
+    ),
+    "linear attention": lambda: transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(
+            **SMALL,
+            layer_types=["linear_attention", "full_attention"],
+            linear_num_key_heads=2,
+            linear_num_value_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            num_experts=2,
+            num_experts_per_tok=1,
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_an_architecture_that_it_cannot_serve_is_refused_with_the_engines_that_may(kind: str, tmp_path: Path) -> None:
+    model = UNKNOWN[kind]().eval()
+    with pytest.raises(RolloutError, match=r"cannot serve .*rollout\.name.*vllm, sglang, hf"):
+        loaded(model, tmp_path)
