@@ -27,7 +27,7 @@ ROOTS = {
     "generation": GenerationConfig,
     "evaluation": EvalConfig,
 }
-OURS = {"actor_rollout_ref.rollout.name": "hf"}
+OURS = {"actor_rollout_ref.rollout.name": "native"}
 """Keys whose default differs from the list on purpose."""
 
 

@@ -91,7 +91,7 @@ def test_what_is_not_built_is_refused(path: str):
 
 
 def test_engines_that_are_not_built_are_refused():
-    assert BY_VALUE["actor_rollout_ref.rollout.name", "trtllm"].endswith("use vllm or sglang")
+    assert BY_VALUE["actor_rollout_ref.rollout.name", "trtllm"].endswith("use native, vllm or sglang")
     assert BY_VALUE["actor_rollout_ref.actor.strategy", "megatron"].endswith("use fsdp2")
 
 
