@@ -109,6 +109,17 @@ def test_a_group_larger_than_the_places_is_served_in_parts(tmp_path: Path) -> No
     assert tokens_of(engine.generate(requests)) == tokens_of(whole)
 
 
+def test_memory_grows_for_whatever_asks_for_more(tmp_path: Path) -> None:
+    """More rows than are needed do not make up for prompts or responses that do not fit."""
+    engine = EngineUnderTest("native", tmp_path).ready(prompt_length=64, response_length=64)
+    rows = [greedy([10 + i, 20], max_tokens=4) for i in range(4)]
+    longer = [greedy([10 + i] * 40, max_tokens=4) for i in range(3)]
+    further = [greedy([10 + i], max_tokens=50) for i in range(3)]
+    for requests in (rows, longer, rows, further):
+        expected = [oracle_greedy(asked.prompt_ids, asked.sampling.max_tokens) for asked in requests]
+        assert tokens_of(engine.generate(requests)) == expected
+
+
 def test_rows_at_once_follow_from_the_memory_that_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = EngineUnderTest("native", tmp_path).ready(gpu_memory_utilization=1e-9)
     with caplog.at_level(logging.WARNING):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -126,7 +126,7 @@ class NativeRollout(BaseRollout):
         own = max(request.sampling.max_tokens for request in requests) - 1
         room = min(len(requests), self.config.max_num_seqs)
         there = self._memory
-        if there is None or (there.room, there.prompt_room, there.own_room) < (room, prompt, own):
+        if there is None or there.room < room or there.prompt_room < prompt or there.own_room < own:
             self._memory = None  # before the next is allocated
             self._memory = self._model.memory(self._affordable(room, prompt + own), prompt, own)
             mib = self._memory.nbytes / 2**20
@@ -139,7 +139,7 @@ class NativeRollout(BaseRollout):
         if self.device.type == "cuda":
             free = torch.cuda.mem_get_info(self.device)[0]
         else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            free = psutil.virtual_memory().available  # with the file cache, which the system gives up when asked
         affordable = int(free * self.config.gpu_memory_utilization) // (self._model.shape.bytes_per_token * tokens)
         if affordable < room:
             logger.warning("native engine: memory for %d rows of %d tokens at once, not %d", affordable, tokens, room)
