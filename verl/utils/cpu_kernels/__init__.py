@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -76,12 +76,73 @@ class CPUKernels:
         library = ctypes.CDLL(str(path))
         self._decode_attention = library.decode_attention
         self._decode_attention.argtypes = [_POINTER] * 16 + [_INT64] * 7 + [_FLOAT] * 3 + [_INT]
+        self._attention_forward = library.attention_forward
+        self._attention_forward.argtypes = [_POINTER] * 6 + [_INT64] * 5 + [_FLOAT, _INT]
+        self._attention_backward = library.attention_backward
+        self._attention_backward.argtypes = [_POINTER] * 10 + [_INT64] * 5 + [_FLOAT, _INT]
         self._rms_norm = library.rms_norm
         self._rms_norm.argtypes = [_POINTER] * 4 + [_INT64] * 2 + [_FLOAT] * 2 + [_INT]
         self._rms_norm.restype = None
         self._silu_mul = library.silu_mul
         self._silu_mul.argtypes = [_POINTER] * 3 + [_INT64, _INT]
         self._silu_mul.restype = None
+
+    def attention_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention inside each of several sequences that lie one after the other.
+
+        Args:
+            query: (tokens, heads, head_dim), contiguous.
+            key: (tokens, kv_heads, head_dim), contiguous.
+            value: as ``key``.
+            starts: (sequences + 1,) int64, where sequences begin, and the end of the last.
+            scale: of the scores.
+            window: tokens that a token sees, itself included; None is all.
+
+        Returns:
+            (tokens, heads, head_dim), and (tokens, heads): the log of each softmax's denominator, for the backward
+            pass.
+
+        Raises:
+            MemoryError: a sequence is too long for the memory that is free.
+        """
+        out, log_sums = torch.empty_like(query), query.new_empty(query.shape[:2])
+        tensors = (out, log_sums, query, key, value, starts)
+        self._attend(self._attention_forward, tensors, query, key, starts, scale, window)
+        return out, log_sums
+
+    def attention_backward(
+        self,
+        grad: Tensor,
+        out: Tensor,
+        log_sums: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients by query, key and value; ``grad`` is that by ``out``, contiguous, the rest as in the forward."""
+        grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+        tensors = (*grads, grad, out, log_sums, query, key, value, starts)
+        self._attend(self._attention_backward, tensors, query, key, starts, scale, window)
+        return grads
+
+    @staticmethod
+    def _attend(
+        function: Any,
+        tensors: tuple[Tensor, ...],
+        query: Tensor,
+        key: Tensor,
+        starts: Tensor,
+        scale: float,
+        window: int | None,
+    ) -> None:
+        sizes = len(starts) - 1, query.shape[1], key.shape[1], query.shape[2], window or 0
+        if function(*map(_address, tensors), *sizes, scale, torch.get_num_threads()):
+            raise MemoryError(f"attention of {len(query)} tokens; use shorter sequences or fewer tokens in a pass")
 
     def rms_norm(self, x: Tensor, norm: Norm, added: Tensor | None = None) -> Tensor:
         """(offset + weight) · x / sqrt(mean(x²) + eps) over the last dimension.

@@ -15,10 +15,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verl.errors import ConfigError
+from verl.utils.cpu_kernels import cpu_kernels
 
 PACKED_ATTENTION = "verl_packed"
 
@@ -88,7 +90,8 @@ def packed_attention_forward(
             f"{type(module).__name__} cannot run packed (it needs {', '.join(wanted) or 'padded input'})."
         )
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
-    kernel = _varlen_kernel(query.device.type, query.dtype, query.shape[-1], value.shape[-1], softcap is not None)
+    is_plain = softcap is None and not dropout
+    kernel = _varlen_kernel(query.device.type, query.dtype, query.shape[-1], value.shape[-1], softcap is None, is_plain)
     if kernel is not None:
         rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (tokens, heads, head_dim)
         return kernel(*rows, packing, scaling, dropout, window, softcap).unsqueeze(0), None
@@ -132,14 +135,57 @@ VarlenKernel = Callable[..., Tensor]
 
 
 def _varlen_kernel(
-    device: str, dtype: torch.dtype, head_dim: int, value_dim: int, has_softcap: bool
+    device: str, dtype: torch.dtype, head_dim: int, value_dim: int, has_no_softcap: bool, is_plain: bool
 ) -> VarlenKernel | None:
-    """A GPU kernel that takes the whole packed row at once, if there is one for this case."""
-    if device != "cuda" or dtype not in _HALF or head_dim != value_dim or head_dim > 256:
+    """A kernel that takes the whole packed row at once, if there is one for this case."""
+    if head_dim != value_dim:
+        return None
+    if device == "cpu":
+        return _compiled if dtype is torch.float32 and is_plain and cpu_kernels() is not None else None
+    if device != "cuda" or dtype not in _HALF or head_dim > 256:
         return None
     if find_spec("flash_attn") is not None:
         return _flash_attn
-    return None if has_softcap else _torch_varlen()
+    return _torch_varlen() if has_no_softcap else None
+
+
+def _compiled(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    rows = (x.contiguous() for x in (q, k, v))
+    return _CompiledAttention.apply(*rows, packing.cu_seqlens.long(), scale, window)  # pyright: ignore[reportReturnType]
+
+
+class _CompiledAttention(torch.autograd.Function):
+    """Our own kernels for fp32 on a CPU; the backward pass computes the weights again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        kernels = cpu_kernels()
+        assert kernels is not None
+        out, log_sums = kernels.attention_forward(query, key, value, starts, scale, window)
+        ctx.save_for_backward(query, key, value, starts, out, log_sums)
+        ctx.settings = kernels, scale, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, starts, out, log_sums = ctx.saved_tensors
+        kernels, scale, window = ctx.settings
+        grad = grads[0].contiguous()
+        found = kernels.attention_backward(grad, out, log_sums, query, key, value, starts, scale, window)
+        return *found, None, None, None
 
 
 def _flash_attn(
