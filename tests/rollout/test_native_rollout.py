@@ -340,3 +340,15 @@ def test_an_architecture_that_it_cannot_serve_is_refused_with_the_engines_that_m
     model = UNKNOWN[kind]().eval()
     with pytest.raises(RolloutError, match=r"cannot serve .*rollout\.name.*vllm, sglang, hf"):
         loaded(model, tmp_path)
+
+
+def test_a_rotation_that_depends_on_the_longest_text_of_a_pass_is_refused(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope |= {"factor": 8.0, "original_max_position_embeddings": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, rope_parameters=rope)).eval()
+    with pytest.raises(RolloutError, match=r"longrope.* 32 tokens.* 33 .*vllm, sglang, hf"):
+        loaded(model, tmp_path, prompt_length=13, response_length=20)
+    engine = loaded(model, tmp_path, prompt_length=12, response_length=20)
+    output = engine.generate([request([10, 20, 30], max_tokens=20, ignore_eos=True)])[0]
+    expected = full_forward(model, [10, 20, 30], output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=1e-5)

@@ -21,13 +21,13 @@ from verl.utils.model import torch_dtype
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRegistry, RolloutRequest
 from verl.workers.rollout.native.generation import Generation
 from verl.workers.rollout.native.memory import KeyValueMemory
-from verl.workers.rollout.native.model import NativeModel
+from verl.workers.rollout.native.model import NativeModel, cannot_serve
 from verl.workers.rollout.native.trial import check_model
 from verl.workers.rollout.sampling import TokenSampler
 from verl.workers.rollout.stopping import StopRules
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from verl.workers.config import HFModelConfig, RolloutConfig
 
@@ -52,8 +52,19 @@ class NativeRollout(BaseRollout):
         super().__init__(config, model_config, tokenizer, device)
         dtype = torch_dtype(config.dtype)
         self._model = NativeModel(self.hf_config, dtype, self.device, model_config.trust_remote_code)
+        self._check_rotation()
         self._memory: KeyValueMemory | None = None
         self._is_checked = False
+
+    def _check_rotation(self) -> None:
+        short = _longrope_threshold(self.hf_config)
+        if short is not None and self.max_model_len > short:
+            reason = (
+                f"has longrope, whose rotation changes for a whole pass once a text in it is longer than {short} "
+                f"tokens, and prompt and response may take {self.max_model_len} (data.max_prompt_length + "
+                "data.max_response_length, or rollout.max_model_len)"
+            )
+            raise cannot_serve(self._model.module, reason)
 
     # ---- weights and memory
 
@@ -144,3 +155,10 @@ class NativeRollout(BaseRollout):
         if affordable < room:
             logger.warning("native engine: memory for %d rows of %d tokens at once, not %d", affordable, tokens, room)
         return max(1, min(room, affordable))
+
+
+def _longrope_threshold(config: PretrainedConfig) -> int | None:
+    """Tokens from which Transformers rotates all texts of a pass in another way; None if it never does."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rules = [parameters, *(rule for rule in parameters.values() if isinstance(rule, dict))]  # maybe by type of layer
+    return min((r["original_max_position_embeddings"] for r in rules if r.get("rope_type") == "longrope"), default=None)
