@@ -5,17 +5,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OUT ?= outputs/quickstart
 SEED ?= 1
-VLLM_PYTHON ?= .venv-vllm/bin/python
 
 RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
 PEERS := $(VENV)/.peers-ready
 VLLM_VENV ?= .venv-vllm
+VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
 VLLM := $(VLLM_VENV)/.ready
 SGLANG_VENV ?= .venv-sglang
 SGLANG := $(SGLANG_VENV)/.ready
 
-.PHONY: help algorithm-study bench bench-gpu quickstart quickstart-ppo quickstart-study test test-slow test-vllm test-sglang proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-gpu quickstart quickstart-ppo quickstart-study test test-slow test-vllm test-vllm-slow test-sglang proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -76,8 +76,13 @@ $(VLLM): requirements/vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
+VLLM_TESTS := OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_run.py
+
 test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU
-	OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_run.py
+	$(VLLM_TESTS)
+
+test-vllm-slow: $(VLLM) ## the checks of its server that test-vllm leaves out, and runs on several ranks
+	$(VLLM_TESTS) -m slow
 
 proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes docs/algorithms.md
 	$(BIN)/python benchmarks/proofs.py --write
@@ -101,4 +106,4 @@ config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the data
 	$(BIN)/python -m verl.trainer.config.generate
 
 clean: ## remove environments and outputs
-	rm -rf $(VENV) $(SGLANG_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis

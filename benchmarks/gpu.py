@@ -130,42 +130,16 @@ def train(setting: Setting, name: str, tokens: int, loss: Any) -> dict[str, Any]
     import gc
 
     import torch
-    from transformers import AutoConfig
 
-    from verl.utils.flops_counter import FlopsCounter, device_peak_flops
-    from verl.workers.engine import MicroBatchConfig
+    from verl.utils.flops_counter import device_peak_flops
 
-    counter, peak = FlopsCounter(AutoConfig.from_pretrained(setting.folder)), device_peak_flops(setting.device)
+    peak = device_peak_flops(setting.device)
     found = []
     for checkpointing in (False, True):
-        engine = training_engine(setting, "bfloat16", checkpointing)
-        for lengths in ([tokens], [tokens // 16] * 16):
-            batch = training_batch(setting, lengths)
-            micro = MicroBatchConfig(use_dynamic_bsz=True, max_token_len_per_gpu=tokens)
-            if setting.device == "cuda":
-                torch.cuda.reset_peak_memory_stats()
-
-            def step(engine: Any = engine, batch: Any = batch, micro: Any = micro) -> None:
-                with engine.train_mode():
-                    engine.train_batch(batch, loss, micro)
-
-            seconds = timed(setting, {"step": step})["step"]
-            median = statistics.median(seconds)
-            useful = counter.training_flops(lengths, int(batch.batch["response_mask"].sum()))
-            found.append(
-                {
-                    "sequences": len(lengths),
-                    "tokens": tokens,
-                    "gradient_checkpointing": checkpointing,
-                    "seconds": shape.summary(seconds),
-                    "tokens_per_s": tokens / median,
-                    "useful_tflops": useful / median / 1e12,
-                    "mfu": None if peak is None else useful / median / peak,
-                    "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else None,
-                }
-            )
-        del engine
-        gc.collect()
+        found += training_runs(setting, tokens, loss, checkpointing, peak)
+        gc.collect()  # the engine is gone before the next one's memory is measured
+        if setting.device == "cuda":
+            torch.cuda.empty_cache()
     best = max((run for run in found if run["sequences"] == 1), key=lambda run: run["tokens_per_s"])
     published, mfu = PUBLISHED[name]
     row = Row(
@@ -174,9 +148,50 @@ def train(setting: Setting, name: str, tokens: int, loss: Any) -> dict[str, Any]
         best["tokens_per_s"] / published,
         1.0,
         True,
-        f"{best['tokens_per_s']:,.0f} tokens/s, MFU {best['mfu'] or float('nan'):.1%}",
+        f"{best['tokens_per_s']:,.0f} tokens/s, " + ("MFU unknown" if peak is None else f"MFU {best['mfu']:.1%}"),
     )
     return {"peak_tflops": None if peak is None else peak / 1e12, "runs": found, "rows": [row]}
+
+
+def training_runs(
+    setting: Setting, tokens: int, loss: Any, checkpointing: bool, peak: float | None
+) -> list[dict[str, Any]]:
+    """Optimizer steps of one engine, on one sequence and on sixteen."""
+    import torch
+    from transformers import AutoConfig
+
+    from verl.utils.flops_counter import FlopsCounter
+    from verl.workers.engine import MicroBatchConfig
+
+    counter = FlopsCounter(AutoConfig.from_pretrained(setting.folder))
+    engine = training_engine(setting, "bfloat16", checkpointing)
+    micro = MicroBatchConfig(use_dynamic_bsz=True, max_token_len_per_gpu=tokens)
+    found = []
+    for lengths in ([tokens], [tokens // 16] * 16):
+        batch = training_batch(setting, lengths)
+        if setting.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+        def step(batch: Any = batch) -> None:
+            with engine.train_mode():
+                engine.train_batch(batch, loss, micro)
+
+        seconds = timed(setting, {"step": step})["step"]
+        median = statistics.median(seconds)
+        useful = counter.training_flops(lengths, int(batch.batch["response_mask"].sum()))
+        found.append(
+            {
+                "sequences": len(lengths),
+                "tokens": tokens,
+                "gradient_checkpointing": checkpointing,
+                "seconds": shape.summary(seconds),
+                "tokens_per_s": tokens / median,
+                "useful_tflops": useful / median / 1e12,
+                "mfu": None if peak is None else useful / median / peak,
+                "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30 if setting.device == "cuda" else None,
+            }
+        )
+    return found
 
 
 def timed(setting: Setting, calls: dict[str, Callable[[], None]], warm_up: int = 2) -> dict[str, list[float]]:

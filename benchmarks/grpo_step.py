@@ -4,9 +4,11 @@
 
 Both generate, score with the same trivial function, ask the reference, and make one optimizer step in fp32 with a KL
 term, on the same prompts and as many tokens. Ours is the trainer itself with one worker in its process
-(``trainer.controller=local``). TRL runs at what is fastest for it on a CPU without vLLM: no gradient checkpointing, no
-dropout, logging once at the end, ``--trl_micro`` sequences per pass (of 8, 16, 32 and 64 the fastest); it skips the
-pass for the old log-probs by itself.
+(``trainer.controller=local``). TRL runs at what was fastest for it on two cores without vLLM: ``--trl_micro`` 32
+sequences per pass (of 8, 16, 32 and 64), the ordinary key/value cache (a static one made its step a tenth slower), not
+compiled (start and four steps took more than 90 seconds, against 40), no gradient checkpointing, no dropout, logging
+once at the end; it skips the pass for the old log-probs by itself. ``--trl '{"cache_implementation": "static"}'`` and
+the like try others.
 """
 
 from __future__ import annotations
@@ -190,6 +192,7 @@ def play_trl(arguments: Any, folder: Path, work: Work) -> None:
         report_to=[],
         disable_tqdm=True,
         log_completions=False,
+        **arguments.trl,
     )
     trainer = GRPOTrainer(
         model=str(folder / "model"),
@@ -222,6 +225,7 @@ def main() -> None:
     parser.add_argument("--rollout", default="native", help="rollout.name of our run")
     parser.add_argument("--max_tokens", type=int, default=16384, help="tokens per pass of our update")
     parser.add_argument("--trl_micro", type=int, default=32, help="sequences per pass of TRL's update")
+    parser.add_argument("--trl", type=json.loads, default={}, help="further settings of TRL's GRPOConfig, as JSON")
     parser.add_argument("--only", choices=("ours", "TRL"), help="one of them alone, to look at it")
     parser.add_argument("--contestant", help=shape.argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=shape.argparse.SUPPRESS)
@@ -234,11 +238,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         prepare(Path(name), work)
         own = [f"--rollout={arguments.rollout}", f"--max_tokens={arguments.max_tokens}", *arguments.overrides]
+        theirs = [f"--trl_micro={arguments.trl_micro}", f"--trl={json.dumps(arguments.trl)}"]
         common = [sys.executable, HERE, *(["--tiny"] if arguments.tiny else []), "--folder", name]
         env = {"OMP_NUM_THREADS": str(arguments.threads)}
         commands = {
             "ours": ([*common, "--contestant", "ours", *own], env),
-            "TRL": ([*common, "--contestant", "TRL", f"--trl_micro={arguments.trl_micro}"], env),
+            "TRL": ([*common, "--contestant", "TRL", *theirs], env),
         }
         chosen = {name: command for name, command in commands.items() if arguments.only in (None, name)}
         with shape.contestants(chosen) as players:

@@ -2,6 +2,7 @@
 
     python benchmarks/performance.py --write             all of it, on a quiet machine, about ten minutes
     python benchmarks/performance.py --only grpo_step    one part, printed
+    python benchmarks/performance.py --tiny --write x.md     the page in its form, with figures that mean nothing
 
 Each part runs in a process of its own, one after the other, and compares two things within its run; what it finds
 comes back as JSON. A target that is missed is no error: the page says by how much. A part that fails is one, and then
@@ -194,7 +195,7 @@ def target(row: Row) -> str:
 
 def table(rows: Sequence[Row]) -> list[str]:
     """All targets."""
-    lines = ["| what | against | target | measured | |", "|---|---|---|---|---|"]
+    lines = ["| what | against | target | measured | verdict |", "|---|---|---|---|---|"]
     return lines + [
         f"| {row.what} | {row.against} | {target(row)} | {measured(row)} | {verdict(row)} |" for row in rows
     ]
@@ -264,23 +265,27 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = tuple(part.name for part in PARTS)
-    parser.add_argument("--write", action="store_true", help="write docs/performance.md")
+    written = "write the page, to another place if a path follows"
+    parser.add_argument("--write", nargs="?", type=Path, const=PAGE, metavar="PATH", help=written)
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these parts alone")
     parser.add_argument("--rollout", default="native", help="rollout.name of our engine")
     parser.add_argument("--vllm_python", default=".venv-vllm/bin/python", help="Python of the environment with vLLM")
     parser.add_argument("--tiny", action="store_true", help="the smallest work, to test the benchmarks themselves")
     parser.add_argument("--json", type=Path, help="write what all parts found there")
     arguments = parser.parse_args()
-    if arguments.write and (arguments.tiny or set(arguments.only) != set(names)):
-        parser.error("--write takes all parts in full size, or the page would be of several runs")
+    if arguments.write == PAGE and (arguments.tiny or set(arguments.only) != set(names)):
+        parser.error("docs/performance.md takes all parts in full size, or it would be of several runs")
     with tempfile.TemporaryDirectory() as folder:
         results = {part.name: run_part(part, arguments, Path(folder)) for part in PARTS if part.name in arguments.only}
     print(*table([row for part in PARTS if part.name in results for row in part.rows(results[part.name])]), sep="\n")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.write:
-        before = PAGE.read_text() if PAGE.exists() else ""
-        PAGE.write_text(page(results, arguments, notes_of(before)))
+        before = arguments.write.read_text() if arguments.write.exists() else ""
+        arguments.write.write_text(page(results, arguments, notes_of(before)))
+        print(f"written: {arguments.write}")
+    if arguments.write == PAGE and PAGE.name not in (ROOT / "mkdocs.yml").read_text():
+        print(f"mkdocs.yml does not name it yet: add `- Performance: {PAGE.name}` to its nav.")
 
 
 if __name__ == "__main__":

@@ -122,23 +122,29 @@ def test_grpo_step_against_trl(tmp_path):
     assert row.ratio == found["seconds"]["TRL"]["min"] / found["seconds"]["ours"]["min"]
 
 
-def test_weight_update(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["weight_update.py", *TINY, "--rollout", "hf", "--json", str(tmp_path / "found")])
+@pytest.mark.parametrize("rollout, is_shared", [("native", True), ("hf", False)])
+def test_weight_update(tmp_path, monkeypatch, rollout, is_shared):
+    path = tmp_path / "found"
+    monkeypatch.setattr(sys, "argv", ["weight_update.py", *TINY, "--rollout", rollout, "--json", str(path)])
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     weight_update.main()
-    found = json.loads((tmp_path / "found").read_text())
+    found = json.loads(path.read_text())
     small, large = found["results"]
     assert small["megabytes"] == shape.TINY.parameters * 4 / 1e6  # fp32; the head is the embedding, once
     assert large["megabytes"] > small["megabytes"]
-    assert set(small["seconds"]) == {"copy", "update", "token after an update", "token"}
+    assert [small["shared"], large["shared"]] == [is_shared] * 2
+    assert [row["target"] for row in found["rows"]] == [0.1 if is_shared else 1.5] * 2
 
 
-def test_the_first_token_after_an_update_counts():
-    seconds = {"copy": 2.0, "update": 1.0, "token after an update": 7.0, "token": 4.0}
-    found = {"megabytes": 1.0, "tensors": 1, "seconds": {k: shape.summary([v]) for k, v in seconds.items()}}
-    assert weight_update.row_of(found, "hf").ratio == 2.0  # (1 + 7 - 4) / 2
-    found["seconds"]["token after an update"] = shape.summary([3.0])  # faster by chance: that is no credit
-    assert weight_update.row_of(found, "hf").ratio == 0.5
+def test_what_a_rollout_takes_longer_with_new_weights_counts():
+    seconds = {"copy": 1.0, "copy again": 3.0, "new weights": 7.0, "same weights": 4.0}
+    found = {"megabytes": 1.0, "tensors": 1, "shared": False}
+    found["seconds"] = {name: shape.summary([value]) for name, value in seconds.items()}
+    assert weight_update.row_of(found, "hf").ratio == 1.5  # (7 - 4) / 2
+    assert weight_update.row_of(found, "hf").is_met
+    assert not weight_update.row_of(found | {"shared": True}, "native").is_met
+    found["seconds"]["new weights"] = shape.summary([3.0])  # faster by chance: that is no credit
+    assert weight_update.row_of(found, "hf").ratio == 0
 
 
 def test_gpu_command_on_a_cpu(tmp_path):
@@ -296,8 +302,22 @@ def test_a_part_that_fails_stops_the_collection(tmp_path, monkeypatch):
         performance.run_part(part, arguments(), tmp_path)
 
 
-def test_only_a_whole_run_is_written(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["performance.py", "--write", "--only", "grpo_step"])
+@pytest.mark.parametrize("less", [("--only", "grpo_step"), ("--tiny",)])
+def test_only_a_whole_run_is_written(monkeypatch, capsys, less):
+    monkeypatch.setattr(sys, "argv", ["performance.py", "--write", *less])
     with pytest.raises(SystemExit):
         performance.main()
     assert "of several runs" in capsys.readouterr().err
+
+
+def test_the_collector_writes_the_page_of_a_part_elsewhere(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- notes: weight_update -->\nBounded by Python.\n<!-- end of notes -->\n")
+    command = ("benchmarks/performance.py", "--tiny", "--only", "weight_update", "--write", str(page))
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    text = page.read_text()
+    assert "## Weights to the rollout engine" in text
+    assert "Bounded by Python." in text
+    assert "the engine holds the trainer's own tensors" in text
+    assert "mkdocs.yml" not in done.stdout  # which names the page in docs alone
