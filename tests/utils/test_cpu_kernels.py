@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import math
+import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,3 +285,99 @@ def test_what_is_not_finite_stays_in_its_row(kernels: CPUKernels, bad: float) ->
         others = [other for other in range(len(good)) if other != row]
         assert out[others].equal(good[others])
         assert not out[row].isfinite().all()
+
+
+# ---- where the library comes from
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Path]:
+    """A cache folder without a library; what is compiled is forgotten afterwards."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    caplog.set_level(logging.WARNING)
+    cpu_kernels.cache_clear()
+    yield tmp_path / "verl"
+    cpu_kernels.cache_clear()
+
+
+def test_it_is_compiled_once_and_leaves_nothing_else(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+    umask = os.umask(0o002)
+    try:
+        assert cpu_kernels() is not None
+    finally:
+        os.umask(umask)
+    (library,) = fresh.iterdir()
+    before = library.stat()
+    cpu_kernels.cache_clear()
+    assert cpu_kernels() is not None
+    assert library.stat().st_mtime_ns == before.st_mtime_ns
+    assert (fresh.stat().st_mode | before.st_mode) & 0o022 == 0
+    assert caplog.text == ""
+
+
+def test_a_folder_that_others_write_is_not_trusted(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert cpu_kernels() is not None
+    cpu_kernels.cache_clear()
+    fresh.chmod(0o777)
+    assert cpu_kernels() is None
+    assert f"{fresh} belongs to" in caplog.text
+    assert "drwxrwxrwx" in caplog.text
+
+
+def test_a_library_that_others_write_is_not_loaded(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert cpu_kernels() is not None
+    cpu_kernels.cache_clear()
+    (library,) = fresh.iterdir()
+    library.chmod(0o775)
+    assert cpu_kernels() is None
+    assert f"{library} belongs to" in caplog.text
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_a_folder_of_another_user_is_not_trusted(fresh: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fresh.mkdir(mode=0o700)
+    os.chown(fresh, 12345, 12345)
+    assert cpu_kernels() is None
+    assert "belongs to user 12345" in caplog.text
+
+
+def test_half_a_library_is_not_loaded(
+    fresh: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cpu_kernels() is not None
+    cpu_kernels.cache_clear()
+    (library,) = fresh.iterdir()
+    elsewhere = tmp_path / "elsewhere" / "verl"  # the system would give back what it has loaded from a path before
+    elsewhere.mkdir(parents=True, mode=0o700)
+    (elsewhere / library.name).write_bytes(library.read_bytes()[:1000])
+    (elsewhere / library.name).chmod(0o700)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere.parent))
+    assert cpu_kernels() is None
+    assert str(elsewhere / library.name) in caplog.text
+
+
+def test_cc_may_have_arguments(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", f"{shutil.which('env')} cc")
+    assert cpu_kernels() is not None
+
+
+@pytest.mark.parametrize(
+    ("cc", "told"),
+    [("no-such-compiler -m64", "no C compiler (no-such-compiler -m64)"), ("false", "no CPU kernels with")],
+)
+def test_what_cc_says_is_used_or_the_log_says_why_not(
+    fresh: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cc: str, told: str
+) -> None:
+    monkeypatch.setenv("CC", cc)
+    assert cpu_kernels() is None
+    assert told in caplog.text
+
+
+def test_a_cache_that_cannot_be_made(
+    fresh: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert cpu_kernels() is None
+    assert "XDG_CACHE_HOME" in caplog.text

@@ -14,7 +14,9 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from functools import cache
@@ -219,40 +221,65 @@ def _threads(elements: int) -> int:
 @cache
 def cpu_kernels() -> CPUKernels | None:
     """The kernels for this machine; None, with the reason in the log, where they cannot be compiled."""
-    compiler = next((found for name in (os.environ.get("CC"), "cc", "gcc", "clang") if (found := _which(name))), None)
+    compiler = _compiler()
     if compiler is None:
-        logger.warning("no C compiler (CC, cc, gcc, clang): CPU rollouts use PyTorch's operations and are slower")
+        asked = os.environ.get("CC") or "CC, cc, gcc, clang"
+        logger.warning("no C compiler (%s): CPU rollouts use PyTorch's operations and are slower", asked)
         return None
     try:
         return CPUKernels(_compiled(compiler))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home
         detail = getattr(error, "stderr", None) or error
-        logger.warning("%s cannot compile the CPU kernels; rollouts use PyTorch's operations: %s", compiler, detail)
+        logger.warning(
+            "no CPU kernels with %s, so rollouts use PyTorch's operations and are slower (XDG_CACHE_HOME says where "
+            "they are kept, CC what compiles them): %s",
+            " ".join(compiler),
+            detail,
+        )
         return None
 
 
-def _which(name: str | None) -> str | None:
-    return shutil.which(name) if name else None
+def _compiler() -> list[str] | None:
+    """The command that ``CC`` says, with its arguments; else the first compiler that there is."""
+    for words in map(shlex.split, [asked] if (asked := os.environ.get("CC")) else ["cc", "gcc", "clang"]):
+        if words and (found := shutil.which(words[0])):
+            return [found, *words[1:]]
+    return None
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(compiler: list[str]) -> Path:
     """The library for this source, compiler and processor; made if it is not there yet."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    key = hashlib.sha256("\0".join([_SOURCE.read_text(), version, _processor(), *_FLAGS]).encode()).hexdigest()[:16]
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
+    parts = [_SOURCE.read_text(), version, _processor(), *compiler, *_FLAGS]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _check_private(folder)
     library = folder / f"cpu_kernels-{key}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             made = Path(scratch) / library.name
             _compile(compiler, made)
+            made.chmod(0o700)  # whatever the umask lets a group do
             made.replace(library)  # whole or not at all, also when several processes compile at once
-        logger.info("CPU kernels compiled with %s into %s", compiler, library)
+        logger.info("CPU kernels compiled with %s into %s", " ".join(compiler), library)
+    _check_private(library)
     return library
 
 
-def _compile(compiler: str, target: Path) -> None:
-    command = [compiler, *_FLAGS, "-shared", str(_SOURCE), "-o", str(target), "-lm"]
+def _check_private(path: Path) -> None:
+    """What lies there runs as our code, so nobody else may have put it there."""
+    found = path.stat()
+    if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{path} belongs to user {found.st_uid} with mode {stat.filemode(found.st_mode)}; only you (user "
+            f"{os.getuid()}) or root may be able to write there. Try chmod go-w, or set XDG_CACHE_HOME to a folder of "
+            "your own"
+        )
+
+
+def _compile(compiler: list[str], target: Path) -> None:
+    command = [*compiler, *_FLAGS, "-shared", str(_SOURCE), "-o", str(target), "-lm"]
     with_threads = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True, timeout=300)
     if with_threads.returncode:  # no OpenMP (Apple's clang): one thread
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
