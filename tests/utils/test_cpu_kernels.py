@@ -342,7 +342,7 @@ def test_a_folder_of_another_user_is_not_trusted(fresh: Path, caplog: pytest.Log
     assert "belongs to user 12345" in caplog.text
 
 
-def test_half_a_library_is_not_loaded(
+def test_an_empty_library_is_not_loaded(
     fresh: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cpu_kernels() is not None
@@ -350,7 +350,7 @@ def test_half_a_library_is_not_loaded(
     (library,) = fresh.iterdir()
     elsewhere = tmp_path / "elsewhere" / "verl"  # the system would give back what it has loaded from a path before
     elsewhere.mkdir(parents=True, mode=0o700)
-    (elsewhere / library.name).write_bytes(library.read_bytes()[:1000])
+    (elsewhere / library.name).touch()  # as a crash of the machine leaves it
     (elsewhere / library.name).chmod(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(elsewhere.parent))
     assert cpu_kernels() is None
