@@ -8,10 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,17 +26,11 @@ import weight_update  # noqa: E402
 from shape import Row, Work  # noqa: E402
 
 
-def run(folder: Path, name: str, *arguments: str) -> dict:
-    """A benchmark as the collector runs it; its JSON."""
-    path = folder / f"{name}.json"
-    done = subprocess.run(
-        [sys.executable, f"benchmarks/{name}.py", *arguments, "--json", str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+def run(monkeypatch: pytest.MonkeyPatch, path: Path, benchmark: ModuleType, *arguments: str) -> dict:
+    """The command line of a benchmark, in this process; its JSON."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys, "argv", [str(benchmark.__file__), *arguments, "--json", str(path)])
+    benchmark.main()
     return json.loads(path.read_text())
 
 
@@ -75,13 +68,30 @@ def test_both_trainers_see_prompts_of_that_length():
         assert len(ids) == 24
 
 
-def test_rollout_speed(tmp_path):
-    found = run(tmp_path, "rollout_speed", *TINY, "--rollout", "native", "--vllm_python", str(tmp_path / "none"))
-    assert set(found["seconds"]) == {"native", "generate, 1 thread"}
-    generate, vllm = [Row(**row) for row in found["rows"]]
-    times = {name: times["min"] for name, times in found["seconds"].items()}
-    assert generate.ratio == times["generate, 1 thread"] / times["native"]
-    assert vllm.ratio is None  # and no number is made up
+def test_contestants_of_the_rollout_do_the_whole_work(tmp_path):
+    folder = shape.TINY.save_model(tmp_path)
+    for run_once in (
+        rollout_speed.our_engine("native", folder, shape.TINY),
+        rollout_speed.generate(folder, shape.TINY),
+    ):
+        run_once()  # which checks tokens and log-probs
+        run_once()
+
+
+def test_contestants_of_the_rollout(tmp_path):
+    given = argparse.Namespace(rollout="native", tiny=False, threads=2, vllm_python=str(tmp_path / "none"))
+    field = rollout_speed.field(given, "model")
+    threads = {name: env["OMP_NUM_THREADS"] for name, (_, env) in field.items()}
+    assert threads == {"native": "2", "generate, 1 thread": "1", "generate, 2 threads": "2"}
+    given.vllm_python = sys.executable
+    assert list(rollout_speed.field(given, "model"))[3:] == ["vllm, 1 thread", "vllm, 2 threads"]
+
+
+def test_what_was_not_measured_has_no_number():
+    seconds = {"native": shape.summary([0.5]), "generate, 1 thread": shape.summary([3.0])}
+    generate, vllm = rollout_speed.rows_of("native", seconds)
+    assert generate.ratio == 6.0  # 3.0 / 0.5
+    assert vllm.ratio is None
     assert vllm.is_met is None
 
 
@@ -108,27 +118,38 @@ def test_half_the_work_is_not_timed(tokens, log_probs):
 
 
 def test_grpo_step_of_ours(tmp_path):
-    found = run(tmp_path, "grpo_step", *TINY, "--only", "ours")
-    assert {"gen", "reward", "ref", "update_actor", "step"} <= set(found["stages"])
-    assert found["stages"]["step"] <= found["seconds"]["ours"]["min"]
-    assert found["rows"] == []  # nothing to compare with
+    grpo_step.prepare(tmp_path, shape.TINY)
+    given = argparse.Namespace(rollout="native", max_tokens=4096, overrides=[])
+    metrics = next(grpo_step.our_steps(given, tmp_path, shape.TINY))
+    assert {f"timing_s/{name}" for name in ("gen", "reward", "ref", "update_actor", "step")} <= set(metrics)
+    assert metrics["actor/kl_loss"] == pytest.approx(0.0, abs=1e-5)  # of a policy that is still its reference
+
+
+def test_stages_are_medians():
+    replies = [{"stages": {"gen": seconds, "step": 2 * seconds}} for seconds in (1.0, 5.0, 2.0)]
+    assert grpo_step.stages_of(replies) == {"gen": 2.0, "step": 4.0}
+    assert grpo_step.stages_of([]) == {}
 
 
 @pytest.mark.slow
-def test_grpo_step_against_trl(tmp_path):
+def test_grpo_step_against_trl(tmp_path, monkeypatch):
     pytest.importorskip("trl", reason="the extra `peers` is not installed")
-    found = run(tmp_path, "grpo_step", *TINY)
+    found = run(monkeypatch, tmp_path / "found", grpo_step, *TINY)
     (row,) = [Row(**row) for row in found["rows"]]
     assert row.ratio == found["seconds"]["TRL"]["min"] / found["seconds"]["ours"]["min"]
+    assert found["stages"]["step"] <= found["seconds"]["ours"]["min"]
+
+
+@pytest.mark.slow
+def test_rollout_speed(tmp_path, monkeypatch):
+    found = run(monkeypatch, tmp_path / "found", rollout_speed, *TINY, "--vllm_python", str(tmp_path / "none"))
+    times = {name: times["min"] for name, times in found["seconds"].items()}
+    assert [row["ratio"] for row in found["rows"]] == [times["generate, 1 thread"] / times["native"], None]
 
 
 @pytest.mark.parametrize("rollout, is_shared", [("native", True), ("hf", False)])
 def test_weight_update(tmp_path, monkeypatch, rollout, is_shared):
-    path = tmp_path / "found"
-    monkeypatch.setattr(sys, "argv", ["weight_update.py", *TINY, "--rollout", rollout, "--json", str(path)])
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    weight_update.main()
-    found = json.loads(path.read_text())
+    found = run(monkeypatch, tmp_path / "found", weight_update, *TINY, "--rollout", rollout)
     small, large = found["results"]
     assert small["megabytes"] == shape.TINY.parameters * 4 / 1e6  # fp32; the head is the embedding, once
     assert large["megabytes"] > small["megabytes"]
@@ -147,9 +168,10 @@ def test_what_a_rollout_takes_longer_with_new_weights_counts():
     assert weight_update.row_of(found, "hf").ratio == 0
 
 
-def test_gpu_command_on_a_cpu(tmp_path):
+def test_gpu_command_on_a_cpu(tmp_path, monkeypatch):
     """As on a GPU but for the size; its other parts are run below, without a process for each."""
-    found = run(tmp_path, "gpu", "--tiny", "--device", "cpu", "--parts", "rollout", "--repeats", "1")
+    arguments = ("--tiny", "--device", "cpu", "--parts", "rollout", "--repeats", "1")
+    found = run(monkeypatch, tmp_path / "found", gpu, *arguments)
     assert set(found["rollout"]["seconds"]) == {"ours", "generate"}
     assert found["rollout"]["gpu"] is None
 
@@ -310,14 +332,14 @@ def test_only_a_whole_run_is_written(monkeypatch, capsys, less):
     assert "of several runs" in capsys.readouterr().err
 
 
-def test_the_collector_writes_the_page_of_a_part_elsewhere(tmp_path):
+def test_the_collector_writes_the_page_of_a_part_elsewhere(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text("<!-- notes: weight_update -->\nBounded by Python.\n<!-- end of notes -->\n")
-    command = ("benchmarks/performance.py", "--tiny", "--only", "weight_update", "--write", str(page))
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
+    arguments = ("--tiny", "--only", "weight_update", "--write", str(page))
+    found = run(monkeypatch, tmp_path / "found", performance, *arguments)
+    assert [row["target"] for row in found["weight_update"]["rows"]] == [0.1, 0.1]
     text = page.read_text()
     assert "## Weights to the rollout engine" in text
     assert "Bounded by Python." in text
     assert "the engine holds the trainer's own tensors" in text
-    assert "mkdocs.yml" not in done.stdout  # which names the page in docs alone
+    assert "mkdocs.yml" not in capsys.readouterr().out  # which names the page in docs alone
