@@ -28,7 +28,10 @@ pytestmark = pytest.mark.skipif(
 
 ROOMY = {"max_running_requests": 1000, "max_prefill_tokens": 8192, "chunked_prefill_size": 8192}
 """Arguments of the engine that serves all checks which do not ask for a small one."""
-CONTEXT, CACHED_TOKENS = 640, 65536
+CONTEXT, CACHED_TOKENS = 640, 16384
+"""A token's keys and values are 1 KiB here and its prompt's place in the cache more: after 10,000 requests the cache is
+full at 16,384 tokens and takes no more memory; at the 65,536 of the engine's own default it would still be filling.
+"""
 KEEPS = "SGLang gives memory back through CUDA's virtual memory; on a CPU it has nothing of the kind"
 
 
