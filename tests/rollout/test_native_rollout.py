@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,14 @@ def test_a_group_larger_than_the_places_is_served_in_parts(tmp_path: Path) -> No
     requests = [request([10, 20, 30], seed=i) for i in range(8)]
     whole = EngineUnderTest("native", tmp_path).ready().generate(requests)
     assert tokens_of(engine.generate(requests)) == tokens_of(whole)
+
+
+def test_calls_from_several_threads_take_turns(tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).ready(max_num_seqs=4)
+    prompts = [[10 + i, 20] for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda prompt: tokens_of(engine.generate([greedy(prompt)]))[0], prompts))
+    assert found == [oracle_greedy(prompt, 12) for prompt in prompts]
 
 
 def test_memory_grows_for_whatever_asks_for_more(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -54,6 +55,7 @@ class NativeRollout(BaseRollout):
         self._model = NativeModel(self.hf_config, dtype, self.device, model_config.trust_remote_code)
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
+        self._memory_lock = threading.Lock()
         self._is_checked = False
 
     def _check_rotation(self) -> None:
@@ -106,7 +108,11 @@ class NativeRollout(BaseRollout):
 
     @torch.inference_mode()
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
-        """See :meth:`BaseRollout.generate`."""
+        """See :meth:`BaseRollout.generate`; a call from another thread waits until this one has ended."""
+        with self._memory_lock:
+            return self._generate(requests)
+
+    def _generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
         self.check_requests(requests)
         if not requests:
             return []
