@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import sys
+import threading
 import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -215,6 +219,44 @@ def test_joining_refuses_what_does_not_fit_and_says_what_arrived():
     for parts in ([arrived(floats), arrived(ints)], [floats, arrived(ints)], [arrived(floats), ints]):
         with pytest.raises(SchemaError, match=r"'x' is float32 \(2, 3\) in batch 0 and int64 \(2, 3\) in batch 1"):
             DataProto.concat(parts)
+
+
+def test_threads_that_read_at_once_read_one_copy():
+    sent = DataProto.from_dict({"x": torch.arange(1 << 12).view(4, -1) + 1, "y": torch.ones(4)})
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(60):
+            data = arrived(sent)
+            ways = [
+                lambda d: d.batch["x"],
+                lambda d: d.x,
+                lambda d: d.select(["x"]).batch["x"],
+                lambda d: d.chunk(1)[0].x,
+            ]
+            barrier = threading.Barrier(len(ways))
+
+            def clear(row: int, data=data, ways=ways, barrier=barrier):
+                barrier.wait()
+                ways[row](data)[row] = 0
+
+            with ThreadPoolExecutor(len(ways)) as pool:
+                list(pool.map(clear, range(len(ways))))
+            assert not data.batch["x"].any()
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_what_arrived_is_let_go_when_another_batch_takes_its_place():
+    message, buffers = dumps(large().select(["ids"], []))
+    memory = np.frombuffer(buffers[0].raw(), np.uint8)
+    alive = weakref.ref(memory)
+    data = pickle.loads(message, buffers=[memory])
+    del memory
+    assert alive() is not None
+    data.batch = four_rows().batch
+    assert len(data) == 4
+    assert alive() is None
 
 
 def test_one_part_that_arrived_is_copied_when_joined():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import traceback
 import weakref
@@ -11,6 +12,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 
 from tests.single_controller.workers import Broken, Doubler, Echo, batch_of
 from verl.errors import ConfigError, ResourceError, WorkerError
@@ -79,6 +81,18 @@ def test_cores_of_a_node_are_divided_among_its_ranks(ray_cluster, monkeypatch):
     assert [_threads(node, ranks) for ranks in (1, 2, 3, 4, 5)] == [4, 2, 1, 1, 1]
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
     assert [_threads(node, ranks) for ranks in (1, 2, 3)] == [2, 1, 1]
+
+
+def test_ranks_compute_with_their_share_of_the_cores(pool, monkeypatch):
+    from verl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, split_resource_pool
+
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    for ranks, threads in ((1, 2), (2, 1)):
+        part = split_resource_pool(pool, [ranks, pool.world_size - ranks])[0]
+        group = RayWorkerGroup(part, RayClassWithInitArgs(Echo))
+        assert [about["threads"] for about in group.about()] == [threads] * ranks
+        group.shutdown()
 
 
 def test_the_local_environment_is_rank_0_of_1_and_keeps_what_is_set(local_pair, monkeypatch):
@@ -250,15 +264,50 @@ def returned(worker, batch):
     return worker.kept
 
 
-def test_a_local_batch_is_not_copied(local_pair):
-    sent = DataProto.from_dict({"x": torch.zeros(1 << 20)})
-    group = local_pair.spawn(["echo"])["echo"]
-    assert group.execute_with_func_generator(shares_memory, sent, [sent.batch["x"]]) == [True]
+def spoil_tensors(worker, batch):
+    for column in (
+        batch.values() if isinstance(batch, TensorDict) else [*batch.batch.values(), *batch.meta_info.values()]
+    ):
+        column.fill_(-1)
 
 
-def shares_memory(worker, batch, drivers):
-    # A tensor that copies on write says so until somebody writes.
-    return torch._C._is_cow_tensor(batch.batch["x"]) and torch._C._is_cow_tensor(drivers[0])
+def test_what_is_no_plain_batch_stays_the_drivers_too(echo):
+    rows = TensorDict({"x": torch.arange(4.0)}, batch_size=[4])
+    echo.execute_with_func_generator(spoil_tensors, rows)
+    assert rows["x"].tolist() == [0, 1, 2, 3]
+    constants = batch_of([1.0, 2.0], meta_info={"weights": torch.ones(2)})
+    echo.execute_with_func_generator(spoil_tensors, constants)
+    assert constants.meta_info["weights"].tolist() == [1, 1]
+    # 11 and 12 of the first rank; of two ranks the second adds 20
+    future = echo.proto_later(batch_of([1.0, 2.0]))
+    echo.execute_with_func_generator(spoil_tensors, future)
+    expected = [11, 12] if echo.world_size == 1 else [11, 22]
+    future.get().batch["x"].zero_()
+    assert future.get().batch["x"].tolist() == expected
+
+
+def write_in_parallel(worker, batch):
+    barrier = threading.Barrier(len(batch))
+
+    def write(row):
+        barrier.wait()
+        batch.batch["x"][row] = row
+
+    threads = [threading.Thread(target=write, args=(row,)) for row in range(len(batch))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return batch
+
+
+def test_threads_of_a_worker_may_write_to_one_column(echo):
+    for _ in range(20):
+        written = echo.execute_with_func_generator(
+            write_in_parallel, DataProto.from_dict({"x": torch.zeros(8, 1 << 14)})
+        )
+        rows = 8 // echo.world_size
+        assert torch.equal(written.batch["x"], (torch.arange(8.0) % rows)[:, None].expand(8, 1 << 14))
 
 
 def test_a_received_batch_is_freed_when_the_method_returns(echo):
@@ -287,6 +336,25 @@ def test_the_object_store_does_not_grow(ray_pair):
         assert len(echo.proto(batch)) == 64
     # 50 calls moved 200 MiB
     wait_until(lambda: store_bytes() < 4 << 20)
+
+
+def test_a_failed_call_leaves_nothing_in_the_object_store(ray_pair):
+    echo = ray_pair.spawn(["echo"])["echo"]
+    batch = DataProto.from_dict({"x": torch.zeros(64, 1 << 13)})  # 2 MiB
+    gc.disable()  # what waits for the garbage collector is not freed
+    try:
+        for _ in range(5):
+            with pytest.raises(WorkerError, match="on rank 1 of 2: ValueError: no rows"):
+                echo.execute_with_func_generator(fail_on_rank_1, batch)
+        wait_until(lambda: store_bytes() < 1 << 20)
+    finally:
+        gc.enable()
+
+
+def fail_on_rank_1(worker, batch):
+    if worker.rank == 1:
+        raise ValueError("no rows")
+    return batch
 
 
 def store_bytes():

@@ -9,15 +9,15 @@
 - ``received.py``: columns that have just arrived, read where they lie until they are asked for
 - ``wire.py``: columns as flat buffers, for pickle and for collectives
 - ``files.py``: columns in a file that cannot run code
-- ``lending.py``: a batch for someone in the same process, who may write to it
+- ``copies.py``: a value for someone in the same process, who may write to it
 - ``gather.py``: the batch of all ranks, on each of them
 """
 
 from verl.protocol.columns import list_of_dict_to_dict_of_list, union_numpy_dict
+from verl.protocol.copies import private_copy
 from verl.protocol.data_proto import DataProto, DataProtoItem
 from verl.protocol.future import DataProtoFuture
 from verl.protocol.gather import all_gather_data_proto
-from verl.protocol.lending import lend
 from verl.protocol.padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
 from verl.protocol.rows import collate_fn, fold_batch_dim, replace_columns, unfold_batch_dim
 from verl.protocol.tensordicts import union_tensor_dict
@@ -38,9 +38,9 @@ __all__ = [
     "deserialize_single_tensor",
     "deserialize_tensordict",
     "fold_batch_dim",
-    "lend",
     "list_of_dict_to_dict_of_list",
     "pad_dataproto_to_divisor",
+    "private_copy",
     "replace_columns",
     "serialize_single_tensor",
     "serialize_tensordict",

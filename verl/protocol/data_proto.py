@@ -237,13 +237,19 @@ class DataProto:
     # ---- as it arrived from another process: columns stay where they lie until they are read ---------
 
     def _received(self) -> ReceivedBatch | None:
-        return None if "batch" in self.__dict__ else self.__dict__["_arrived"]
+        if "batch" not in self.__dict__:
+            return self.__dict__.get("_arrived")
+        # What the user put in its place may be here beside it.
+        self.__dict__.pop("_arrived", None)
+        return None
 
     def _take_in(self) -> TensorDict:
-        received = self.__dict__["_arrived"]
-        self.batch = make_tensordict(received.tensors(), received.batch_size)
-        del self.__dict__["_arrived"]
-        return self.batch
+        # Another thread may do the same: the first batch stays, and takes the place of what arrived.
+        received = self.__dict__.get("_arrived")
+        if received is not None:
+            self.__dict__.setdefault("batch", make_tensordict(received.tensors(), received.batch_size))
+            self.__dict__.pop("_arrived", None)
+        return self.__dict__["batch"]
 
     def _peek(self) -> dict[str, Tensor | ReceivedColumn]:
         received = self._received()

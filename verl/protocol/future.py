@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from verl.errors import SchemaError
+from verl.protocol.copies import private_copy
 from verl.protocol.data_proto import DataProto
 
 DispatchFn = Callable[[DataProto], DataProto]
@@ -71,5 +72,9 @@ def _resolve(futures: list[Any]) -> list[Any]:
     is_reference = [ray is not None and isinstance(future, ray.ObjectRef) for future in futures]
     references = [future for future, is_ref in zip(futures, is_reference, strict=True) if is_ref]
     fetched = iter(ray.get(references) if ray is not None and references else [])
-    values = [next(fetched) if is_ref else future for future, is_ref in zip(futures, is_reference, strict=True)]
+    values = [
+        # A reference gives everyone who resolves it a batch of their own; so does a batch that is here already.
+        next(fetched) if is_ref else private_copy(future)
+        for future, is_ref in zip(futures, is_reference, strict=True)
+    ]
     return [value.get() if isinstance(value, DataProtoFuture) else value for value in values]

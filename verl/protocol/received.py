@@ -8,6 +8,7 @@ place, and the join is their copy.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -58,6 +59,8 @@ class ReceivedColumn:
 class ReceivedBatch:
     """Tensor columns with a common batch size, of which each becomes a tensor when it is asked for.
 
+    Threads may ask at the same time; all get the same tensors.
+
     Args:
         batch_size: first dimensions of all columns.
         columns: what ``serialize_single_tensor`` made of each.
@@ -66,6 +69,7 @@ class ReceivedBatch:
     def __init__(self, batch_size: tuple[int, ...], columns: Mapping[str, WireTensor]) -> None:
         self.batch_size = batch_size
         self._columns: dict[str, Tensor | ReceivedColumn] = {key: ReceivedColumn(c) for key, c in columns.items()}
+        self._reading = threading.Lock()
 
     @property
     def is_private(self) -> bool:
@@ -78,7 +82,8 @@ class ReceivedBatch:
 
     def tensors(self, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
         """Some columns as tensors, all for None; the same ones each time, so that a write is seen by all who asked."""
-        return {key: self._tensor(key) for key in (self._columns if keys is None else keys)}
+        with self._reading:
+            return {key: self._tensor(key) for key in (self._columns if keys is None else keys)}
 
     def _tensor(self, key: str) -> Tensor:
         column = self._columns[key]

@@ -6,8 +6,9 @@ compiler, which more than doubles the time of an import.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
 
@@ -16,6 +17,13 @@ from verl.protocol.columns import Columns, describe, unite
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
+
+
+def is_tensordict(value: Any) -> TypeGuard[TensorDict]:
+    """Whether ``value`` is a TensorDict."""
+    # What is no TensorDict shows without loading the library.
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(value, tensordict.TensorDict)
 
 
 def make_tensordict(tensors: Mapping[str, Any], batch_size: Sequence[int]) -> TensorDict:

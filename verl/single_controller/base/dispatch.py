@@ -16,7 +16,6 @@ output again, so that the padding is never seen outside of the call.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
@@ -26,6 +25,7 @@ import torch
 
 from verl.errors import SchemaError, WorkerError
 from verl.protocol import DataProto, DataProtoConfig, DataProtoFuture
+from verl.protocol.tensordicts import is_tensordict
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -81,9 +81,7 @@ class FutureShare:
 
 def is_batch(value: Any) -> TypeGuard[DataProto | TensorDict]:
     """Whether rows can be taken from ``value``."""
-    # Loading tensordict takes longer than all of this package; what is no TensorDict shows without.
-    tensordict = sys.modules.get("tensordict")
-    return isinstance(value, DataProto) or (tensordict is not None and isinstance(value, tensordict.TensorDict))
+    return isinstance(value, DataProto) or is_tensordict(value)
 
 
 def take_share(batch: DataProto | TensorDict, index: int, parts: int, pad: Padding) -> Share:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.errors import ResourceError, WorkerError
-from verl.protocol import lend
+from verl.protocol import private_copy
 from verl.single_controller.base.colocate import ClassWithInitArgs
 from verl.single_controller.base.resource_pool import ResourcePool
 from verl.single_controller.base.worker import free_port
@@ -19,9 +19,9 @@ class LocalWorkerGroup(WorkerGroup):
     """One rank in this process, under the contract of ``RayWorkerGroup``.
 
     All local groups of a process share one environment (rank 0 of 1) and one ``torch.distributed``
-    group, which the workers make. Arguments and outputs go through the same dispatch as on Ray. Batches
-    and tensors are not copied, but whoever writes to one, worker or driver, writes to a copy, as on Ray;
-    all else is passed by reference. A call that is not waited for has run when it returns.
+    group, which the workers make. Arguments and outputs go through the same dispatch as on Ray. Batches,
+    tensors and arrays are copied, so that a write of the worker or of the driver stays where it is made, as
+    on Ray; all else is passed by reference. A call that is not waited for has run when it returns.
 
     Args:
         resource_pool: a pool of one process; None makes it.
@@ -79,10 +79,11 @@ class LocalWorkerGroup(WorkerGroup):
 
     def _start(self, member: str | None, method: str, calls: Sequence[Call]) -> list[Any]:
         worker = self._target(member)
-        return [
-            lend(getattr(worker, method)(*map(lend, call.args), **{k: lend(v) for k, v in call.kwargs.items()}))
-            for call in calls
-        ]
+        outputs = []
+        for call in calls:
+            args, kwargs = map(private_copy, call.args), {k: private_copy(v) for k, v in call.kwargs.items()}
+            outputs.append(private_copy(getattr(worker, method)(*args, **kwargs)))
+        return outputs
 
     def _wait(self, references: Sequence[Any], method: str, ranks: Sequence[int]) -> list[Any]:
         return list(references)

@@ -54,7 +54,8 @@ def _failures(calls: Mapping[int, Any], timeout_s: float) -> dict[int, RayError]
         try:
             ray.get(reference)
         except RayError as error:
-            failures[rank] = error
+            # With its traceback it would hold this frame, and so itself and the results of the other ranks.
+            failures[rank] = error.with_traceback(None)
     return dict(sorted(failures.items(), key=lambda item: (_failed_at(item[1]), item[0])))
 
 
