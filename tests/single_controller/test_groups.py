@@ -358,9 +358,12 @@ def fail_on_rank_1(worker, batch):
 
 
 def store_bytes():
+    import ray
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-    return get_memory_info_reply(get_state_from_address()).store_stats.object_store_bytes_used
+    # Other Rays may run on this machine.
+    state = get_state_from_address(ray.get_runtime_context().gcs_address)
+    return get_memory_info_reply(state).store_stats.object_store_bytes_used
 
 
 def wait_until(condition):
