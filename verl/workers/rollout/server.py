@@ -53,6 +53,10 @@ _SHOWN_LOG_BYTES = 2**20
 _SHOWN_ERRORS = 8
 _ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
 _CONTROL_CONNECTIONS = 8
+_KEEPALIVE_S = 5.0
+SERVER_KEEPALIVE_S = 3600
+"""So long a server should keep an idle connection open. This side closes it first: a request that is sent while the
+server closes the connection would be lost."""
 _EVENT, _LAST_EVENT = "data:", "[DONE]"
 
 
@@ -73,7 +77,7 @@ class EngineServer:
         health_path: answers 200 when the server is ready.
         start_timeout_s: longest start, with the loading of the model.
         request_timeout_s: longest wait for one answer; None waits as long as the server lives.
-        max_connections: requests under way at once; more wait here.
+        max_connections: requests of ``post_many`` and ``stream_many`` under way at once; more wait here.
     """
 
     def __init__(
@@ -196,7 +200,7 @@ class EngineServer:
         Raises:
             RolloutError: as for ``post_many``.
         """
-        return self._call([("GET", path, None)])[0]
+        return self._run(lambda http: http.one("GET", path, None))
 
     def post(self, path: str, body: Any = None) -> Any:
         """The answer to a POST of ``body`` as JSON; None for an empty one.
@@ -204,7 +208,7 @@ class EngineServer:
         Raises:
             RolloutError: as for ``post_many``.
         """
-        return self._call([("POST", path, body)])[0]
+        return self._run(lambda http: http.one("POST", path, body))
 
     def post_many(
         self,
@@ -229,7 +233,7 @@ class EngineServer:
             RolloutError: the server refused a request (with its reason), did not answer in time, or died (with the
                 end of its log).
         """
-        return self._call([("POST", path, body) for body in bodies], cancelled or threading.Event(), cancel)
+        return self._run(lambda http: http.post_all(path, bodies, cancelled or threading.Event(), cancel))
 
     def stream_many(
         self,
@@ -252,14 +256,6 @@ class EngineServer:
             RolloutError: as for ``post_many``.
         """
         self._run(lambda http: http.stream_all(path, bodies, take, cancelled or threading.Event()))
-
-    def _call(
-        self,
-        calls: list[tuple[str, str, Any]],
-        cancelled: threading.Event | None = None,
-        cancel: tuple[str, Any] | None = None,
-    ) -> list[Any]:
-        return self._run(lambda http: http.all(calls, cancelled, cancel))
 
     def _run(self, work: Callable[[_HttpThread], Coroutine[Any, Any, T]]) -> T:
         import httpx2
@@ -349,7 +345,9 @@ class _HttpThread:
             headers=headers,
             timeout=httpx2.Timeout(timeout_s, pool=None),
             limits=httpx2.Limits(
-                max_connections=connections + _CONTROL_CONNECTIONS, max_keepalive_connections=connections
+                max_connections=connections + _CONTROL_CONNECTIONS,
+                max_keepalive_connections=connections,
+                keepalive_expiry=_KEEPALIVE_S,
             ),
             trust_env=False,  # no proxy between this process and its own server
         )
@@ -366,13 +364,15 @@ class _HttpThread:
     async def status(self, path: str) -> int:
         return (await self._client.get(path)).status_code
 
-    async def all(
-        self,
-        calls: list[tuple[str, str, Any]],
-        cancelled: threading.Event | None = None,
-        cancel: tuple[str, Any] | None = None,
+    async def one(self, method: str, path: str, body: Any) -> Any:
+        answer = await self._client.request(method, path, json=body)
+        answer.raise_for_status()
+        return json.loads(answer.content) if answer.content else None
+
+    async def post_all(
+        self, path: str, bodies: Sequence[Any], cancelled: threading.Event, cancel: tuple[str, Any] | None
     ) -> list[Any]:
-        tasks = [asyncio.ensure_future(self._one(*call, cancelled)) for call in calls]
+        tasks = [asyncio.ensure_future(self._in_turn(path, body, cancelled)) for body in bodies]
         try:
             waiting: set[asyncio.Future[Any]] = set(tasks)
             while waiting:
@@ -380,21 +380,17 @@ class _HttpThread:
                 ended, waiting = await asyncio.wait(waiting, timeout=patience, return_when=asyncio.FIRST_EXCEPTION)
                 for task in ended:
                     task.result()  # the first error is everyone's
-                if waiting and cancel is not None and cancelled is not None and cancelled.is_set():
+                if waiting and cancel is not None and cancelled.is_set():
                     # Again and again: a request that is just on its way is not known to the server yet.
-                    (await self._client.post(cancel[0], json=cancel[1])).raise_for_status()
+                    await self.one("POST", *cancel)
             return [task.result() for task in tasks]
         finally:
             for task in tasks:  # after one failed, nobody waits for the others
                 task.cancel()
 
-    async def _one(self, method: str, path: str, body: Any, cancelled: threading.Event | None) -> Any:
+    async def _in_turn(self, path: str, body: Any, cancelled: threading.Event) -> Any:
         async with self._slots:
-            if cancelled is not None and cancelled.is_set():
-                return None
-            answer = await self._client.request(method, path, json=body)
-            answer.raise_for_status()
-            return json.loads(answer.content) if answer.content else None
+            return None if cancelled.is_set() else await self.one("POST", path, body)
 
     async def stream_all(
         self, path: str, bodies: Sequence[Any], take: Callable[[int, Any], bool], cancelled: threading.Event

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -32,15 +33,11 @@ from verl.workers.rollout.base import (
     RolloutRequest,
     SamplingParams,
 )
+from verl.workers.rollout.engine_kwargs import extra_arguments, python_of, start_timeout_s
 from verl.workers.rollout.placement import devices_of_the_engine, engine_group
+from verl.workers.rollout.sglang.argument_names import check_names
 from verl.workers.rollout.sglang.backends import Backend, InProcess, Server
-from verl.workers.rollout.sglang.settings import (
-    START_TIMEOUT_S,
-    engine_arguments,
-    own_kwargs,
-    process_environment,
-    python_of,
-)
+from verl.workers.rollout.sglang.settings import engine_arguments, process_environment
 from verl.workers.rollout.stopping import StopRules
 from verl.workers.rollout.weights import ExpectedWeights
 
@@ -64,7 +61,8 @@ class SGLangRollout(BaseRollout):
     it and generates, the others take part in gathering the weights.
 
     Raises:
-        ConfigError: the ranks do not divide into engines, or a setting asks for what SGLang cannot do here.
+        ConfigError: the ranks do not divide into engines, a setting asks for what SGLang cannot do here, or
+            ``engine_kwargs.sglang`` has a name that SGLang does not know.
     """
 
     def __init__(
@@ -76,11 +74,16 @@ class SGLangRollout(BaseRollout):
     ) -> None:
         super().__init__(config, model_config, tokenizer, device)
         self._arguments = engine_arguments(config, model_config, self.hf_config, self.max_model_len, self.device)
-        self._python = python_of(config)
         self.ranks_per_engine = config.tensor_model_parallel_size
+        self._in_process = config.mode == "sync" and self.ranks_per_engine == 1
+        self._python = sys.executable if self._in_process else python_of(config)
+        self._start_timeout_s = start_timeout_s(config, _START_TIMEOUT_S)
         setting = f"rollout.tensor_model_parallel_size={self.ranks_per_engine}"
         rank, self.leads = engine_group(self.ranks_per_engine, setting)
         self._devices = devices_of_the_engine(rank, self.ranks_per_engine, self.device)
+        if self.leads:
+            environment = process_environment(config, self.device)
+            check_names(extra_arguments(config, decided=()), self._python, environment, self._start_timeout_s)
         self._expected = ExpectedWeights(self.hf_config, torch_dtype(config.dtype), model_config.trust_remote_code)
         self._backend: Backend | None = None
         self._released: list[str] = []
@@ -99,12 +102,11 @@ class SGLangRollout(BaseRollout):
 
     def _start(self) -> Backend:
         environment = process_environment(self.config, self.device)
-        if self.config.mode == "sync" and self.ranks_per_engine == 1:
+        if self._in_process:
             return InProcess(self._arguments, environment)
         if self._devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices
-        timeout_s = float(own_kwargs(self.config).get(START_TIMEOUT_S) or _START_TIMEOUT_S)
-        return Server(self._arguments, environment, self._python, timeout_s)
+        return Server(self._arguments, environment, self._python, self._start_timeout_s)
 
     def _resume(self, tags: list[str]) -> None:
         if tags:

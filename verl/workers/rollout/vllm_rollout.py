@@ -9,22 +9,21 @@ come back. See ``docs/rollout_engines.md``.
 from __future__ import annotations
 
 import logging
-import os
-import socket
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from verl.errors import ConfigError, RolloutError
+from verl.errors import RolloutError
 from verl.utils.model import torch_dtype
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRegistry, RolloutRequest
+from verl.workers.rollout.engine_kwargs import python_of, start_timeout_s
+from verl.workers.rollout.placement import devices_of_the_engine, engine_group
 from verl.workers.rollout.stopping import completes_stop_text
 from verl.workers.rollout.vllm.job import Engine, Job
-from verl.workers.rollout.vllm.settings import START_TIMEOUT_S, engine_arguments, own_kwargs, python_of
+from verl.workers.rollout.vllm.settings import engine_arguments
 from verl.workers.rollout.weights import ExpectedWeights
 
 if TYPE_CHECKING:
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_START_TIMEOUT_S = 600.0
 _NOT_FINITE = -9000.0
 """vLLM's server says -9999 for a log-prob that is not a number or minus infinity."""
 
@@ -59,13 +59,11 @@ class VLLMRollout(BaseRollout):
     ) -> None:
         super().__init__(config, model_config, tokenizer, device)
         self.ranks_per_engine = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
-        rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        _check_ranks(config, self.ranks_per_engine, world_size)
-        self.leads = rank % self.ranks_per_engine == 0
+        rank, self.leads = engine_group(self.ranks_per_engine, _setting(config))
         self._expected = ExpectedWeights(self.hf_config, torch_dtype(config.dtype), model_config.trust_remote_code)
         self._awake = False
         self._gives_memory_back = config.free_cache_engine and self.device.type == "cuda"
-        devices = self._devices_of_the_engine(rank)
+        devices = devices_of_the_engine(rank, self.ranks_per_engine, self.device)
         arguments = engine_arguments(config, model_config, self.max_model_len, self.device)
         self._engine = self._start(arguments, devices) if self.leads else None
         if self._engine is not None and self._gives_memory_back:
@@ -83,27 +81,9 @@ class VLLMRollout(BaseRollout):
             arguments,
             self.device,
             visible_devices=devices,
-            start_timeout_s=float(own_kwargs(self.config).get(START_TIMEOUT_S, 600)),
+            start_timeout_s=start_timeout_s(self.config, _START_TIMEOUT_S),
             file_bytes=self.config.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
         )
-
-    def _devices_of_the_engine(self, rank: int) -> str | None:
-        """Ids of the GPUs of all ranks of this engine, for the server; None without GPUs. Collective."""
-        own = (socket.gethostname(), _device_id(self.device))
-        places = [own]
-        if self.ranks_per_engine > 1:
-            places = [own] * dist.get_world_size()
-            dist.all_gather_object(places, own)
-            first = rank - rank % self.ranks_per_engine
-            places = places[first : first + self.ranks_per_engine]
-            hosts = sorted({host for host, _ in places})
-            if len(hosts) > 1:
-                raise ConfigError(
-                    f"rollout.tensor_model_parallel_size={self.config.tensor_model_parallel_size}: ranks {first} to "
-                    f"{first + self.ranks_per_engine - 1} share an engine but live on different machines "
-                    f"({', '.join(hosts)}). Use a size that divides trainer.n_gpus_per_node."
-                )
-        return ",".join(device for _, device in places) if self.device.type == "cuda" else None
 
     # ---- weights and memory
 
@@ -187,22 +167,8 @@ class VLLMRollout(BaseRollout):
         return Job(list(request.prompt_ids), params, is_stop)
 
 
-def _check_ranks(config: RolloutConfig, ranks_per_engine: int, world_size: int) -> None:
-    if config.data_parallel_size != 1:
-        raise ConfigError(
-            f"rollout.data_parallel_size={config.data_parallel_size}: every rank (or group of tensor-parallel ranks) "
-            "has an engine of its own already. Set it to 1."
-        )
-    if world_size % ranks_per_engine:
-        raise ConfigError(
-            f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size} does not divide the {world_size} "
-            f"rank(s) of this run: that many ranks share one vLLM engine. Set "
-            "actor_rollout_ref.rollout.tensor_model_parallel_size to 1, or to a divisor of the number of ranks."
-        )
-
-
-def _device_id(device: torch.device) -> str:
-    """The id by which another process finds the GPU of this rank."""
-    index = device.index if device.index is not None else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return visible.split(",")[index].strip() if visible else str(index)
+def _setting(config: RolloutConfig) -> str:
+    """What decides how many ranks share an engine."""
+    stages = config.pipeline_model_parallel_size
+    split = f" times pipeline_model_parallel_size={stages}" if stages > 1 else ""
+    return f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}{split}"

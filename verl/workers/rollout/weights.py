@@ -54,6 +54,7 @@ class ExpectedWeights:
                     problems.append(f"{given} is unknown")
             elif tensor.shape != self._shapes[name]:
                 problems.append(f"{given} has shape {list(tensor.shape)} where {list(self._shapes[name])} is needed")
+                seen.add(name)
             elif name not in seen:
                 seen.add(name)
                 yield name, tensor.detach().to(self._dtype)

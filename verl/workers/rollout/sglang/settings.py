@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +11,16 @@ import torch
 
 from verl.errors import ConfigError
 from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path, torch_dtype
+from verl.workers.rollout.engine_kwargs import extra_arguments
+from verl.workers.rollout.server import SERVER_KEEPALIVE_S
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from verl.workers.config import HFModelConfig, RolloutConfig
 
-PYTHON = "python"
-"""Key of ``engine_kwargs.sglang`` that names the interpreter of the environment with SGLang; not an argument of it."""
-START_TIMEOUT_S = "start_timeout_s"
-"""Key of ``engine_kwargs.sglang``: longest start of the server in seconds; not an argument of SGLang either."""
 ENGINE_SIDE = Path(__file__).parent / "engine_side"
 """The folder that goes on the module path of SGLang's processes."""
-_OWN_KEYS = (PYTHON, START_TIMEOUT_S)
 _SPARE_POSITIONS = 8
 """SGLang keeps a few positions of its context for itself."""
 _CPU_CACHED_TOKENS = 65536
@@ -87,13 +82,7 @@ def engine_arguments(
         overrides["max_position_embeddings"] = context  # the spare ones are never used
     if overrides:
         arguments["json_model_override_args"] = json.dumps(overrides)
-    extra = {k: v for k, v in own_kwargs(config).items() if k not in _OWN_KEYS and v is not None}
-    doubled = sorted(extra.keys() & arguments.keys())
-    if doubled:
-        raise ConfigError(
-            f"rollout.engine_kwargs.sglang sets {', '.join(doubled)}, which other settings decide: see the table of "
-            "docs/rollout_engines.md. Take it out of engine_kwargs.sglang."
-        )
+    extra = extra_arguments(config, decided=arguments)
     if device.type == "cpu":
         # A share of the memory would be half of the machine's; max_total_tokens is the smaller of the two.
         arguments["max_total_tokens"] = max(2 * context, min(_CPU_CACHED_TOKENS, config.max_num_seqs * context))
@@ -114,37 +103,14 @@ def _refuse(config: RolloutConfig) -> None:
         )
 
 
-def own_kwargs(config: RolloutConfig) -> Mapping[str, Any]:
-    """``engine_kwargs.sglang``."""
-    return config.engine_kwargs.get("sglang") or {}
-
-
-def python_of(config: RolloutConfig) -> str:
-    """The interpreter that runs the server: ``engine_kwargs.sglang.python``, or this one.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    python = own_kwargs(config).get(PYTHON)
-    if python is None:
-        return sys.executable
-    path = Path(str(python)).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"rollout.engine_kwargs.sglang.python={python}: there is no such file. Give the python of the environment "
-            "in which SGLang is installed, for example /opt/sglang/bin/python."
-        )
-    return str(path.absolute())  # not resolved: the link in an environment's folder is what makes it that environment
-
-
 def process_environment(config: RolloutConfig, device: torch.device) -> dict[str, str]:
     """Variables that SGLang's processes get, unless the user has set them."""
-    if device.type != "cpu":
-        return {}
-    variables = {"SGLANG_USE_CPU_ENGINE": "1"}
+    variables = {"SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S)}
     ranks = config.tensor_model_parallel_size
-    if ranks > 1:  # SGLang wants to know the cores of each rank
+    if device.type == "cpu":
+        variables["SGLANG_USE_CPU_ENGINE"] = "1"
+    if device.type == "cpu" and ranks > 1:  # SGLang wants to know the cores of each rank
         cores = sorted(os.sched_getaffinity(0))
         shares = [cores[rank::ranks] or cores for rank in range(ranks)]
         variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
-    return variables
+    return {name: value for name, value in variables.items() if name not in os.environ}

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from verl.errors import ConfigError
 from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path
+from verl.workers.rollout.engine_kwargs import extra_arguments
+from verl.workers.rollout.server import SERVER_KEEPALIVE_S
 
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
-PYTHON = "python"
-"""Key of ``engine_kwargs.vllm`` that names the interpreter of the environment with vLLM; not an argument of vLLM."""
-START_TIMEOUT_S = "start_timeout_s"
-"""Key of ``engine_kwargs.vllm``: longest start of the server in seconds; not an argument of vLLM either."""
-_OWN_KEYS = (PYTHON, START_TIMEOUT_S)
 _CPU_KV_CACHE_GIB = "1"
 
 
@@ -30,8 +26,14 @@ def engine_arguments(
     """vLLM's engine arguments by their names in Python.
 
     Raises:
-        ConfigError: ``engine_kwargs.vllm`` sets what another setting decides.
+        ConfigError: ``engine_kwargs.vllm`` sets what another setting decides, or more than one copy of the model is
+            asked for.
     """
+    if config.data_parallel_size != 1:
+        raise ConfigError(
+            f"rollout.data_parallel_size={config.data_parallel_size}: every rank (or group of tensor-parallel ranks) "
+            "has an engine of its own already. Set it to 1."
+        )
     path = resolve_model_path(model_config.path)
     overrides = {k: v for k, v in model_config.override_config.items() if k != ATTN_IMPLEMENTATION}
     arguments: dict[str, Any] = {
@@ -73,37 +75,7 @@ def engine_arguments(
         arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], max_model_len)
     if device.type == "cuda" and config.free_cache_engine:
         arguments["enable_sleep_mode"] = True
-    extra = {k: v for k, v in own_kwargs(config).items() if k not in _OWN_KEYS and v is not None}
-    doubled = sorted(extra.keys() & arguments.keys())
-    if doubled:
-        raise ConfigError(
-            f"rollout.engine_kwargs.vllm sets {', '.join(doubled)}, which other settings decide: see the table of "
-            "docs/rollout_engines.md. Take it out of engine_kwargs.vllm."
-        )
-    return arguments | extra
-
-
-def own_kwargs(config: RolloutConfig) -> Mapping[str, Any]:
-    """``engine_kwargs.vllm``."""
-    return config.engine_kwargs.get("vllm") or {}
-
-
-def python_of(config: RolloutConfig) -> str:
-    """The interpreter that runs the server: ``engine_kwargs.vllm.python``, or this one.
-
-    Raises:
-        ConfigError: there is no such file.
-    """
-    python = own_kwargs(config).get(PYTHON)
-    if python is None:
-        return sys.executable
-    path = Path(str(python)).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"rollout.engine_kwargs.vllm.python={python}: there is no such file. Give the python of the environment "
-            "in which vLLM is installed, for example /opt/vllm/bin/python."
-        )
-    return str(path.absolute())  # not resolved: the link in an environment's folder is what makes it that environment
+    return arguments | extra_arguments(config, decided=arguments)
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
@@ -131,8 +103,9 @@ def process_environment(device: torch.device) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
     }
     if device.type == "cpu":
         # Without these vLLM takes half of the machine's memory, and ties threads to cores that others use too.
         variables |= {"VLLM_CPU_KVCACHE_SPACE": _CPU_KV_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    return variables
+    return {name: value for name, value in variables.items() if name not in os.environ}

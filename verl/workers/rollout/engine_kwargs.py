@@ -1,0 +1,66 @@
+"""``rollout.engine_kwargs.<engine>``: the keys in it that verl reads itself, and what goes on to the engine."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.workers.config import RolloutConfig
+
+PYTHON = "python"
+"""Key that names the interpreter of the environment with the engine."""
+START_TIMEOUT_S = "start_timeout_s"
+"""Key for the longest start of the server in seconds."""
+
+
+def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, Any]:
+    """Further arguments of the engine called ``rollout.name``, as the user gave them; null means not given.
+
+    Args:
+        config: ``actor_rollout_ref.rollout``.
+        decided: arguments that other settings decide.
+
+    Raises:
+        ConfigError: one of ``decided`` is given.
+    """
+    own = (PYTHON, START_TIMEOUT_S)
+    extra = {name: value for name, value in _given(config).items() if name not in own and value is not None}
+    doubled = sorted(extra.keys() & set(decided))
+    if doubled:
+        raise ConfigError(
+            f"rollout.engine_kwargs.{config.name} sets {', '.join(doubled)}, which other settings decide: see the "
+            f"table of docs/rollout_engines.md. Take it out of engine_kwargs.{config.name}."
+        )
+    return extra
+
+
+def python_of(config: RolloutConfig) -> str:
+    """The interpreter that runs the server: ``engine_kwargs.<engine>.python``, or this one.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    python = _given(config).get(PYTHON)
+    if python is None:
+        return sys.executable
+    path = Path(str(python)).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"rollout.engine_kwargs.{config.name}.python={python}: there is no such file. Give the python of the "
+            f"environment in which {config.name} is installed, for example /opt/{config.name}/bin/python."
+        )
+    return str(path.absolute())  # not resolved: the link in an environment's folder is what makes it that environment
+
+
+def start_timeout_s(config: RolloutConfig, default: float) -> float:
+    """Longest start of the server: ``engine_kwargs.<engine>.start_timeout_s``."""
+    return float(_given(config).get(START_TIMEOUT_S) or default)
+
+
+def _given(config: RolloutConfig) -> Mapping[str, Any]:
+    return config.engine_kwargs.get(config.name) or {}
