@@ -361,3 +361,41 @@ def test_a_rotation_that_depends_on_the_longest_text_of_a_pass_is_refused(tmp_pa
     output = engine.generate([request([10, 20, 30], max_tokens=20, ignore_eos=True)])[0]
     expected = full_forward(model, [10, 20, 30], output.token_ids)
     torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_latent_attention_is_refused_by_what_it_is(tmp_path: Path) -> None:
+    config = transformers.DeepseekV3Config(
+        vocab_size=104,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        pad_token_id=0,
+    )
+    path = tmp_path / "model"
+    config.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    with pytest.raises(RolloutError, match=r"latent attention.*vllm, sglang, hf"):
+        engine_for(str(path))
+
+
+def test_memory_serves_batches_of_two_kinds_by_turns(tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).ready()
+    few_long, many_short = [greedy([10, 20], max_tokens=12)], [greedy([10 + i] * 6, max_tokens=2) for i in range(5)]
+    engine.generate(few_long)
+    expected = [oracle_greedy([10 + i] * 6, 2) for i in range(5)]
+    assert tokens_of(engine.generate(many_short)) == expected
+    memory = engine._memory
+    assert tokens_of(engine.generate(few_long)) == [oracle_greedy([10, 20], 12)]
+    assert tokens_of(engine.generate(many_short)) == expected
+    assert engine._memory is memory
+
+
+def test_a_default_format_of_the_users_own_changes_nothing(tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).ready()
+    torch.set_default_dtype(torch.float64)
+    try:
+        outputs = engine.generate([request([10, 20, 30], temperature=0.7)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert outputs == engine.generate([request([10, 20, 30], temperature=0.7)])

@@ -104,7 +104,8 @@ class ServingConfig(BaseConfig):
     dtype: DType = setting("bfloat16")
     """Format of the weights inside the engine."""
     gpu_memory_utilization: float = setting(0.5, gt=0, le=1)
-    """Fraction of a GPU's memory that the engine may take (`vllm`, `sglang`)."""
+    """Fraction of a GPU's memory that the engine may take; with `native` of the free memory, on a CPU too, for keys and
+    values."""
     enforce_eager: bool = setting(False)
     """Do not capture CUDA graphs (`vllm`, `sglang`)."""
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
@@ -152,7 +153,7 @@ class RolloutConfig(ServingConfig):
     name: Literal["native", "hf", "vllm", "sglang", "trtllm"] = setting(
         "native", refuse_values={"trtllm": NO_OTHER_ENGINE}
     )
-    """Engine: `native` is our own, in the trainer's process on the trainer's weights; `hf` a plain loop around Transformers."""
+    """Engine: `native` is our own, in the trainer's process on its weights; `hf` a plain loop around Transformers."""
     mode: Literal["sync", "async"] = setting("async")
     """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`)."""
     temperature: float = setting(1.0, ge=0)
@@ -217,9 +218,7 @@ class RolloutConfig(ServingConfig):
         MultiTurnConfig, hint="part of conversations, which are not in this version"
     )
     """Conversations and tools."""
-    calculate_log_probs: bool = setting(
-        False, hint="engines always return log-probs and the gap is always logged"
-    )
+    calculate_log_probs: bool = setting(False, hint="engines always return log-probs and the gap is always logged")
     """Return the engine's log-probs, to compare them with the trainer's."""
     agent: AgentLoopConfig = subsection(AgentLoopConfig)
     """Agent loops."""

@@ -55,6 +55,7 @@ class NativeRollout(BaseRollout):
         self._model = NativeModel(self.hf_config, dtype, self.device, model_config.trust_remote_code)
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
+        self._sized_for: tuple[int, ...] = (0, 0, 0)  # rows, prompt, response: what the memory was asked to hold
         self._memory_lock = threading.Lock()
         self._is_checked = False
 
@@ -141,14 +142,15 @@ class NativeRollout(BaseRollout):
         """Room for as many of them as may run at once; what is there already if it is large enough."""
         prompt = max(len(request.prompt_ids) for request in requests)
         own = max(request.sampling.max_tokens for request in requests) - 1
-        room = min(len(requests), self.config.max_num_seqs)
-        there = self._memory
-        if there is None or there.room < room or there.prompt_room < prompt or there.own_room < own:
+        wanted = min(len(requests), self.config.max_num_seqs), prompt, own
+        if self._memory is None or any(new > old for new, old in zip(wanted, self._sized_for, strict=True)):
+            if self._memory is not None:  # batches of two kinds by turns share one that fits both
+                wanted = tuple(map(max, wanted, self._sized_for))
             self._memory = None  # before the next is allocated
+            room, prompt, own = self._sized_for = wanted
             self._memory = self._model.memory(self._affordable(room, prompt + own), prompt, own)
             mib = self._memory.nbytes / 2**20
             logger.info("native engine: room for %d rows at once, up to %.1f MiB", self._memory.room, mib)
-        assert self._memory is not None
         return self._memory
 
     def _affordable(self, room: int, tokens: int) -> int:

@@ -98,7 +98,7 @@ class TokenSampler:
         self._all_greedy, self._some_greedy = (f(p.is_greedy for p in params) for f in (all, any))
         self._truncates = any(p.truncates for p in params)
         self._greedy = torch.tensor([p.is_greedy for p in params], device=device)
-        self._temperature = torch.tensor([p.temperature or 1.0 for p in params], device=device)
+        self._temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
         # A greedy row keeps all tokens: its log-probs are those of softmax(logits).
         self._top_k = torch.tensor([p.top_k if p.truncates else -1 for p in params], device=device)
         self._top_p, self._min_p = (

@@ -72,7 +72,7 @@ class Generation:
         self._waiting = deque(groups_of(requests, memory.room))
         longest = max(request.sampling.max_tokens for request in requests)
         self.tokens = torch.zeros(len(requests), longest, dtype=torch.long, device=model.device)
-        self.log_probs = torch.zeros(len(requests), longest, device=model.device)
+        self.log_probs = torch.zeros(len(requests), longest, dtype=torch.float32, device=model.device)
         self.drawn = torch.zeros(len(requests), dtype=torch.long, device=model.device)
 
     def run(self, aborted: Event) -> None:

@@ -180,6 +180,7 @@ def _check_architecture(module: PreTrainedModel) -> None:
         f"has layers of type {', '.join(sorted(other))}": bool(other),
         "has no exchangeable attention": not getattr(module, "_supports_attention_backend", False),
         "reads the prompt with an encoder": bool(getattr(module.config, "is_encoder_decoder", False)),
+        "has keys and values of other widths (latent attention)": bool(getattr(text, "kv_lora_rank", None)),
     }
     for reason, holds in reasons.items():
         if holds:
