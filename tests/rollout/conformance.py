@@ -27,6 +27,7 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from tests.models import tiny_model, tiny_model_dir
 from verl.errors import RolloutError, SchemaError
@@ -52,7 +53,7 @@ def tensor_bytes(engine: BaseRollout) -> int:
     gc.collect()
     held = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), Tensor) and thing.device.type != "meta":
+        if issubclass(type(thing), Tensor) and not issubclass(type(thing), FakeTensor) and thing.device.type != "meta":
             storage = thing.untyped_storage()
             held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())

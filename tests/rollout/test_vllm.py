@@ -1,7 +1,8 @@
 """vLLM, the real one, against the contract: in this process and as a server.
 
 Run by ``make test-vllm``, which makes an environment with vLLM; skipped where vLLM cannot be imported.
-Starting an engine takes seconds, so the checks share engines: one for each set of arguments.
+Starting an engine takes seconds, so the checks share engines: one for each set of arguments. In this process every
+check runs; of the server only those in which the way over HTTP matters, ``make test-vllm-slow`` runs the others.
 """
 
 from __future__ import annotations
@@ -128,8 +129,30 @@ def under_test(folder: Path, mode: str) -> PooledUnderTest:
     )
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-@pytest.mark.parametrize("mode", ["sync", "async"])
+OVER_HTTP = {
+    "a_stop_text_ends_at_the_token_that_completes_it",  # streams
+    "abort_gives_back_what_there_is",
+    "an_end_token_ends_the_response_and_is_kept",
+    "an_update_shows_in_prompts_that_were_just_served",
+    "log_probs_are_of_the_distribution_that_is_drawn_from",
+    "the_columns_by_hand",
+    "weights_that_do_not_fit_are_named",
+    "without_weights_nothing_is_generated",
+}
+"""Checks of the server that are not slow."""
+
+
+def contract() -> Iterator[Any]:
+    """Every check in both modes."""
+    names = {check: check.__name__.removeprefix("check_") for check in CHECKS}
+    assert set(names.values()) >= OVER_HTTP
+    for mode in ("sync", "async"):
+        for check, name in names.items():
+            slow = mode == "async" and name not in OVER_HTTP
+            yield pytest.param(mode, check, id=f"{mode}-{name}", marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(("mode", "check"), contract())
 def test_contract(mode: str, check: Callable[[EngineUnderTest], None], folder: Path) -> None:
     check(under_test(folder, mode))
 

@@ -20,23 +20,43 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_grpo_with_vllm(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two steps: what vLLM says of its tokens is what the trainer computes, before and after an update."""
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
-    paths = make_tiny_run(tmp_path)
-    paths["model"] = tiny_model_dir(tmp_path / "model32", "qwen3", head_dim=32)
+KWARGS = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+def gaps_of_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[float]:
+    """Of each of two steps: the largest difference between what vLLM and the trainer say of a sampled token."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder / "metrics.jsonl"))
+    paths = make_tiny_run(folder)
+    paths["model"] = tiny_model_dir(folder / "model32", "qwen3", head_dim=32)
     settings = {
         "actor_rollout_ref__rollout__name": "vllm",
-        "actor_rollout_ref__rollout__mode": mode,
         "actor_rollout_ref__rollout__tensor_model_parallel_size": 1,
         "actor_rollout_ref__rollout__enforce_eager": "true",
         "trainer__save_freq": -1,
         "trainer__test_freq": -1,
     }
-    memory = "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_memory_bytes=67108864"
-    run_ppo(compose([*overrides(paths, tmp_path, **settings), memory]))
-    steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    gaps = [gap for step in steps if (gap := step["data"].get("training/rollout_probs_diff_max")) is not None]
+    memory = f"+{KWARGS}.kv_cache_memory_bytes={64 * 2**20}"
+    run_ppo(compose([*overrides(paths, folder, **(settings | changes)), memory]))
+    steps = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [step["training/rollout_probs_diff_max"] for step in steps if "training/rollout_probs_diff_max" in step]
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_grpo_with_vllm(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM says of its tokens is what the trainer computes, before and after an update."""
+    gaps = gaps_of_a_run(tmp_path, monkeypatch, actor_rollout_ref__rollout__mode=mode)
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks_per_engine", [1, 2])
+def test_grpo_on_two_ranks(
+    ranks_per_engine: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    """Two ranks with a server each, or with one that is split over both and fed by all their weights."""
+    changes = {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2}
+    size = {"actor_rollout_ref__rollout__tensor_model_parallel_size": ranks_per_engine}
+    gaps = gaps_of_a_run(tmp_path, monkeypatch, **changes, **size)
     assert len(gaps) == 2
     assert max(gaps) < 1e-5
