@@ -22,7 +22,7 @@ _LLAMA_LIKE = {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma"}
 """Families whose layers are norm, attention, norm, gated MLP, with residuals; some norm the heads too."""
 
 
-def use_fast_forward(layer: nn.Module, kernels: CPUKernels | None) -> None:
+def use_fast_forward(layer: Any, kernels: CPUKernels | None) -> None:
     """Give a layer a faster ``forward``, if there is one for it.
 
     Args:
@@ -50,7 +50,7 @@ def _forward_with(kernels: CPUKernels, layer: Any) -> Callable[..., Any] | None:
     return None
 
 
-def _linear(parameters: dict[str, Tensor | None], x: Tensor) -> Tensor:
+def _linear(parameters: Any, x: Tensor) -> Tensor:
     """oneDNN's product: it beats the BLAS behind ``functional.linear`` on the few rows of a decoding step."""
     return torch.ops.mkldnn._linear_pointwise.default(x, parameters["weight"], parameters["bias"], "none", [], "")
 
@@ -108,7 +108,7 @@ class _DecodingAttention:
         self._into = [part._parameters for part in (layer.q_proj, layer.k_proj, layer.v_proj)]
         self._out = layer.o_proj._parameters
         norms = [norm for name in ("q_norm", "k_norm") if (norm := getattr(layer, name, None)) is not None]
-        self._norms = [(norm._parameters, _norm_rule(norm)) for norm in norms]
+        self._norms = [(norm._parameters, rule) for norm in norms if (rule := _norm_rule(norm)) is not None]
 
     def __call__(
         self,
@@ -125,10 +125,15 @@ class _DecodingAttention:
         rows = hidden_states.shape[1]
         query, key, value = (_linear(part, hidden_states).view(rows, -1, self._head_dim) for part in self._into)
         cos, sin = position_embeddings  # (1, rows, head_dim)
-        norms = [Norm(parameters["weight"], *rule) for parameters, rule in self._norms]
-        heads = HeadRule(tuple(norms) or None, (cos[0], sin[0]))
+        heads = HeadRule(self._head_norms(), (cos[0], sin[0]))
         attended = native_pass.memory.decode(self._number, query, key, value, self._rule, heads)
         return _linear(self._out, attended.view(1, rows, -1)), None
+
+    def _head_norms(self) -> tuple[Norm, Norm] | None:
+        if not self._norms:
+            return None
+        query, key = (Norm(parameters["weight"], *rule) for parameters, rule in self._norms)
+        return query, key
 
     @staticmethod
     def _decodes(native_pass: Any) -> bool:

@@ -128,7 +128,7 @@ class NativeModel:
 
     def standard_logits(self, ids: Tensor) -> Tensor:
         """(tokens, vocab) of one sequence, by the attention that Transformers would choose."""
-        self.module.set_attn_implementation(self._standard_attention)
+        self.module.set_attn_implementation(self._standard_attention or "eager")
         try:
             return self.module(input_ids=ids[None], use_cache=False).logits[0]
         finally:

@@ -67,8 +67,8 @@ class DecodePass:
         rule = AttentionRule(
             query.shape[-1] ** -0.5 if scale is None else scale, settings.get("sliding_window"), settings.get("softcap")
         )
-        rows = (states[0].transpose(0, 1) for states in (query, key, value))  # (rows, heads, head_dim)
-        return self.memory.decode(layer, *rows, rule).unsqueeze(0)
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # (rows, heads, head_dim)
+        return self.memory.decode(layer, query, key, value, rule).unsqueeze(0)
 
 
 def native_attention_forward(
