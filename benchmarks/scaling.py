@@ -190,7 +190,7 @@ class Benchmark:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollout", default="hf", help="rollout.name")
+    parser.add_argument("--rollout", default="native", help="rollout.name")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--json")
