@@ -29,14 +29,17 @@ def use_fast_forward(layer: Any, kernels: CPUKernels | None) -> None:
         layer: part of a model in eval mode, on a CPU.
         kernels: of this machine, for a model in fp32; None has none.
     """
-    if isinstance(layer, nn.Linear):
-        layer.forward = functools.partial(_linear, layer._parameters)
-    elif kernels is not None and (forward := _forward_with(kernels, layer)) is not None:
+    forward = _forward_with(kernels, layer)
+    if forward is not None:
         layer.forward = forward
 
 
-def _forward_with(kernels: CPUKernels, layer: Any) -> Callable[..., Any] | None:
+def _forward_with(kernels: CPUKernels | None, layer: Any) -> Callable[..., Any] | None:
     kind = type(layer).__name__
+    if isinstance(layer, nn.Linear):
+        return functools.partial(_linear, layer._parameters)
+    if kernels is None:
+        return None
     if kind.endswith("RMSNorm") and (rule := _norm_rule(layer)) is not None:
         return functools.partial(_rms_norm, layer._parameters, kernels, rule)
     if kind.endswith("MLP") and _is_gated(layer):
