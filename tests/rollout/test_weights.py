@@ -19,6 +19,7 @@ from verl.workers.rollout.checksum import checksum
 from verl.workers.rollout.engine_kwargs import extra_arguments, python_of, start_timeout_s
 from verl.workers.rollout.vllm.engine_side.verl_vllm_extension import WeightLoader
 from verl.workers.rollout.vllm.served import check_arrival
+from verl.workers.rollout.vllm.settings import process_environment
 from verl.workers.rollout.weights import ExpectedWeights, write_weight_files
 
 Usage = namedtuple("Usage", "total used free")
@@ -194,3 +195,12 @@ def test_keys_of_verl_are_read_and_the_rest_goes_on(tmp_path: Path) -> None:
         extra_arguments(settings(swap_space=4, dtype="half"), decided=("dtype", "swap_space"))
     with pytest.raises(ConfigError, match=r"engine_kwargs.vllm.python=/no/python: there is no such file"):
         python_of(settings(python="/no/python"))
+
+
+def test_variables_of_the_user_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    cpu = torch.device("cpu")
+    assert process_environment(cpu)["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in process_environment(torch.device("cuda"))
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
+    assert "VLLM_CPU_KVCACHE_SPACE" not in process_environment(cpu)  # what is in the environment stays
