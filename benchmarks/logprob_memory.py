@@ -1,17 +1,18 @@
 """Memory of log-probs and entropy, forward and backward: from hidden states in chunks, against full logits.
 
-Each way runs in a process of its own; counted is how far its resident memory grows at most. Full logits run with a
-quarter of the tokens, and their memory and time, which are linear in them, are multiplied by four: else they would not
-fit into many a machine. ::
+Each way runs in a process of its own; counted is how far its resident memory grows at most, hidden states, weights and
+their gradients included. Both ways run on the same tokens, on fewer than asked for if full logits would not fit into
+the free memory. Chunks need as much for any number of tokens, full logits grow with them, so fewer tokens speak for
+full logits. ::
 
-    python benchmarks/logprob_memory.py [--tokens 4096] [--vocabulary 151936] [--hidden 64]
+    python benchmarks/logprob_memory.py [--tokens 2048] [--vocabulary 151936] [--hidden 64]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import resource
+import re
 import subprocess
 import sys
 import time
@@ -36,6 +37,8 @@ def chunked(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -
     return found.log_probs, found.entropy
 
 
+COPIES = 8
+"""Of full logits that exist at once, and one to spare."""
 WAYS = {"full logits": full_logits, "chunked": chunked}
 
 
@@ -45,25 +48,35 @@ def one(way: str, tokens: int, vocabulary: int, size: int) -> dict[str, Any]:
     weight = torch.randn(vocabulary, size, generator=g).mul_(0.05).requires_grad_()
     targets = torch.randint(vocabulary, (tokens,), generator=g)
     (torch.randn(8, 8) @ torch.randn(8, 8)).softmax(-1)  # libraries load
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = memory_bytes("/proc/self/status", "VmRSS")
     start = time.perf_counter()
     log_probs, entropy = WAYS[way](hidden, weight, targets)
     (log_probs.sum() + 0.1 * entropy.sum()).backward()
     seconds = time.perf_counter() - start
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    return {
-        "bytes": grown,
-        "seconds": seconds,
-    }
+    return {"bytes": memory_bytes("/proc/self/status", "VmHWM") - before, "seconds": seconds}
+
+
+def memory_bytes(file: str, name: str) -> int:
+    """A figure of Linux."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(file).read_text(), re.MULTILINE)
+    assert found, f"{file} has no {name}"
+    return int(found[1]) * 1024
+
+
+def that_fit(tokens: int, vocabulary: int) -> int:
+    """Halved until the copies of full logits fit."""
+    free = memory_bytes("/proc/meminfo", "MemAvailable")
+    while tokens > 64 and COPIES * 4 * tokens * vocabulary > free:
+        tokens //= 2
+    return tokens
 
 
 def measure(tokens: int, vocabulary: int, hidden: int) -> dict[str, Any]:
-    sizes = [str(vocabulary), str(hidden)]
+    tokens = that_fit(tokens, vocabulary)
     found = {}
-    for way, part in (("full logits", 4), ("chunked", 1)):
-        command = [sys.executable, __file__, "--one", way, str(tokens // part), *sizes]
-        row = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        found[way] = {name: value * part for name, value in row.items()}
+    for way in WAYS:
+        command = [sys.executable, __file__, "--one", way, str(tokens), str(vocabulary), str(hidden)]
+        found[way] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     return {
         "work": f"{tokens} tokens x {vocabulary} words, hidden {hidden}, fp32, forward and backward",
         "ways": found,
@@ -77,7 +90,7 @@ def main() -> None:
         print(json.dumps(one(sys.argv[2], *map(int, sys.argv[3:]))))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=151936)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--json", type=Path, help="also write the numbers to this file")

@@ -27,6 +27,7 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl.protocol import DataProto
+from verl.utils.allocator import keep_freed_memory
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry, MicroBatchConfig
@@ -126,6 +127,7 @@ def plain_pass(model: Qwen3ForCausalLM, batch: DataProto, entropy: bool = False)
 
 
 def measure(sequences: int, prompt: int, response: int, ragged: bool, repeats: int) -> dict[str, Any]:
+    keep_freed_memory()  # for both contestants, as every worker of a run does
     torch.manual_seed(0)
     config = model_config()
     batch = make_batch(sequences, prompt, response, ragged)

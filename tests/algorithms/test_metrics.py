@@ -13,11 +13,13 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import metric_utils
 from verl.trainer.ppo.metrics import (
     compute_data_metrics,
+    compute_mfu_metrics,
     compute_rollout_gap_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
 )
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+from verl.utils.flops_counter import Arithmetic
 from verl.utils.metric import reduce_metrics
 
 
@@ -114,16 +116,17 @@ def test_throughput_metrics_by_hand():
     assert found["perf/time_per_step"] == 2.0
     assert found["perf/throughput"] == 10 / 2 / 4
     assert found["perf/cpu_memory_used_gb"] > 0
-    assert not any("mfu" in name for name in found)
 
 
 def test_mfu_by_hand():
-    timing = {"step": 2.0, "update_actor": 0.5, "old_log_prob": 0.25}
-    flops = {"update_actor": 6e9, "old_log_prob": 2e9, "update_critic": 1e9}
-    found = compute_throughout_metrics(step_batch(), timing, n_gpus=2, flops=flops, peak_flops=1e10)
-    assert found["perf/mfu/actor"] == pytest.approx(0.6)
-    assert found["perf/mfu/actor_infer"] == pytest.approx(0.4)
-    assert "perf/mfu/critic" not in found
+    timing = {"step": 2.0, "update_actor": 0.5, "old_log_prob": 0.25, "update_critic": 0.1}
+    actor = Arithmetic.of_ranks([Arithmetic(None, 1e10)] * 2)  # two ranks: 2e10 FLOP/s
+    arithmetic = {"update_actor": actor, "old_log_prob": actor, "update_critic": Arithmetic(None, None)}
+    found = compute_mfu_metrics({"update_actor": 6e9, "old_log_prob": 2e9, "update_critic": 1e9}, arithmetic, timing)
+    # 6e9 / (0.5 · 2e10), 2e9 / (0.25 · 2e10); the critic's peak is not known
+    assert found == pytest.approx({"perf/mfu/actor": 0.6, "perf/mfu/actor_infer": 0.4})
+    # old_log_probs without a pass of their own, and a model whose work is not known
+    assert compute_mfu_metrics({"update_actor": None}, arithmetic, timing) == {}
 
 
 def gap_batch(rollout: list, actor: list, mask: list) -> DataProto:

@@ -137,6 +137,7 @@ class Echo(Worker):
             "offset": self.offset,
             "world_size": self.world_size,
             "rank": self.rank,
+            "threads": torch.get_num_threads(),
         }
 
     def sleep(self, seconds):

@@ -94,8 +94,10 @@ def test_weights_and_metrics_are_the_same_to_the_last_bit(train, name):
     assert_same_run(found, recomputed)
     for step in (1, 2):
         metrics = found[0][step]
-        assert "timing_s/old_log_prob" not in metrics
+        assert not {"timing_s/old_log_prob", "perf/mfu/actor_infer"} & metrics.keys()
         assert recomputed[0][step]["timing_s/old_log_prob"] > 0
+        assert recomputed[0][step]["perf/mfu/actor_infer"] > 0
+        assert metrics["perf/mfu/actor"] > 0
         assert metrics["actor/entropy"] > 0.1
         assert metrics["training/rollout_probs_diff_valid"] == 1
         assert 0 < metrics["training/rollout_probs_diff_max"] < 1e-5

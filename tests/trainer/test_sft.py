@@ -89,4 +89,5 @@ def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster)
     for step, metrics in local.items():
         for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens"):
             assert ray[step][key] == pytest.approx(metrics[key], rel=1e-5), (step, key)
+        assert min(metrics["train/mfu"], ray[step]["train/mfu"]) > 0
     assert ray[3]["val/loss"] == pytest.approx(local[3]["val/loss"], rel=1e-5)

@@ -1,32 +1,66 @@
-"""What the C library does with freed memory, seen from the page faults of a process."""
+"""What the C library does with freed memory, seen from how much of it stays with the process."""
 
 import subprocess
 import sys
 
 import pytest
 
-FAULTS = """
-import resource, sys, torch
-from verl.utils.allocator import keep_freed_memory
-if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+from verl.utils import allocator
 
-def a_pass():
-    kept = [torch.ones(2**22) for _ in range(20)]  # 16 MiB each
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
 
-a_pass()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(3):
-    a_pass()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+FREED = """
+import mmap, runpy, sys
+module, how, mib = sys.argv[1], sys.argv[2], int(sys.argv[3])
+print(runpy.run_path(module)["keep_freed_memory"]() if how == "keep" else None)
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+before = resident()
+blocks = [b"x" * (mib << 20) for _ in range(384 // mib)]
+held = resident() - before
+del blocks
+print(held, resident() - before)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
-def test_what_a_pass_freed_the_next_uses_without_page_faults():
-    def faults(how):
-        return int(
-            subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True, check=True).stdout
-        )
+def run(how, mib=24, **environment):
+    """What ``keep_freed_memory`` said, and the share of 384 MiB in blocks of ``mib`` that stays when they are freed."""
+    done = subprocess.run(
+        [sys.executable, "-c", FREED, allocator.__file__, how, str(mib)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    said, held, left = done.stdout.split()
+    assert int(held) > 360 * 2**20
+    return said, int(left) / int(held)
 
-    assert 10 * faults("keep") < faults("default")  # a pass is 20 · 4096 pages
+
+def test_what_is_freed_stays_for_the_next_pass():
+    assert run("default")[1] < 0.5
+    said, left = run("keep")
+    assert said == "True"
+    assert left > 0.9
+
+
+def test_blocks_above_the_bound_go_back():
+    assert run("keep", mib=64)[1] < 0.5
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}],
+    ids=lambda environment: next(iter(environment)),
+)
+def test_what_the_user_sets_stays(environment):
+    said, left = run("keep", **environment)
+    assert said == "False"
+    assert left < 0.5
+
+
+def test_tunables_of_other_parts_of_the_library_do_not_count():
+    assert run("keep", GLIBC_TUNABLES="glibc.rtld.optional_static_tls=1024")[0] == "True"

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import MixtralConfig, Qwen3Config
+from transformers import MambaConfig, MixtralConfig, Qwen3Config
 
 from tests.models import tiny_model
-from verl.utils.flops_counter import FlopsCounter, device_peak_flops
+from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 
 
 def config(**overrides):
@@ -30,6 +30,24 @@ def test_by_hand():
     assert counter.forward_flops([2, 3], head_tokens=3) == 2880 + 240 + 432
     assert counter.forward_flops([2, 3]) == 2880 + 2 * 4 * 10 * 5 + 432
     assert counter.training_flops([2, 3], 3) == 3 * (2880 + 240 + 432)
+
+
+def test_a_head_with_one_output():
+    counter = FlopsCounter.of(config(), outputs=1)
+    assert counter is not None
+    assert counter.forward_flops([2, 3], head_tokens=3) == 2880 + 2 * 4 * 1 * 3 + 432
+
+
+def test_what_is_not_known_has_no_utilization():
+    assert FlopsCounter.of(MambaConfig()) is None  # no attention
+    unknown = Arithmetic(None, 1e10)
+    assert unknown.training_flops([2, 3], 3) is None
+    assert unknown.utilization(None, 1.0) is None
+    assert Arithmetic.of_ranks([unknown, Arithmetic(None, None)]).peak_flops is None
+    whole = Arithmetic.of_ranks([Arithmetic(FlopsCounter(config()), 1e10)] * 2)
+    # 3552 operations forward, 3 times that in training, of 2e10 a second
+    assert (whole.forward_flops([2, 3], 3), whole.training_flops([2, 3], 3)) == (3552, 10656)
+    assert whole.utilization(10656, 2.0) == pytest.approx(10656 / 4e10)
 
 
 def test_sliding_window_sees_less():

@@ -164,6 +164,14 @@ def make_engine(path: str, model_type: str = "language_model", trained: bool = T
     return engine
 
 
+def has_fast_layers(engine: FSDPEngine) -> bool:
+    """Whether attention, feed-forward and norm of every layer are computed by verl's kernels."""
+    kinds = [type(module) for module in engine.model.modules()]
+    fast = [kind for kind in kinds if kind.__mro__[1].__name__ in ("_FastAttention", "_FastMLP", "_FastRMSNorm")]
+    known = [kind for kind in kinds if kind.__name__.endswith(("Attention", "MLP", "RMSNorm"))]
+    return bool(fast) and fast == known
+
+
 def weights_of(engine: FSDPEngine) -> dict[str, Tensor]:
     """All weights, whole; every rank must ask."""
     return {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}

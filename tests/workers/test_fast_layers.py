@@ -12,10 +12,12 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.models import FAMILIES, tiny_model, tiny_model_dir
-from tests.workers.support import LAYOUTS, make_engine, ragged_batch
+from tests.workers.support import LAYOUTS, has_fast_layers, make_engine, ragged_batch
 from verl.workers.engine.fsdp import kernels
 from verl.workers.engine.fsdp.fast_layers import use_fast_layers
 from verl.workers.engine.fsdp.kernels import Rotation, attention_inputs, gated_mlp, interleaved, linear, rms_norm
+from verl.workers.engine.fsdp.sharding import full_tensor
+from verl.workers.losses import sft_loss
 
 CASES = [
     *((family, {}) for family in FAMILIES),
@@ -41,7 +43,7 @@ def noise(*shape, seed=0, dtype=torch.float32):
 
 def run(model: Any, ids, mask):
     """Loss of a padded batch, and the gradient of every parameter."""
-    logits = model(input_ids=ids, attention_mask=mask).logits[mask]
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[mask]  # a cache takes the slow road
     loss = (logits.float() * noise(*logits.shape, seed=3)).sum() / 100
     loss.backward()
     return logits.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -70,10 +72,25 @@ def test_equals_transformers(family, overrides, by_convolution):
         assert difference < 3e-6, (name, difference)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_gradients_are_as_exact_as_those_of_transformers(family, by_convolution):
+    """The two differ in fp32 because they sum in another order: from fp64 both are as far away."""
+    plain, fast = pair(family)
+    _, exact = pair(family, torch.float64)  # inside too, where Transformers' layers round to fp32
+    ids = torch.randint(2, 104, (3, 9), generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(9) < torch.tensor([[9], [4], [7]])
+    grads = [run(model, ids, mask)[1] for model in (plain, fast, exact)]
+    errors = []
+    for name, truth in grads[2].items():
+        errors.append([float((found[name].double() - truth).norm() / truth.norm()) for found in grads[:2]])
+    transformers, own = (sum(column) for column in zip(*errors, strict=True))
+    assert own < 1.5 * transformers
+
+
 def test_fp64_to_its_last_digits():
     plain, fast = pair("qwen3", torch.float64)
     ids = torch.randint(2, 104, (2, 7), generator=torch.Generator().manual_seed(1))
-    logits = [model(input_ids=ids).logits for model in (plain, fast)]
+    logits = [model(input_ids=ids, use_cache=False).logits for model in (plain, fast)]
     # Transformers norms and rotates in fp32 whatever the model is; so the two agree to fp32's digits only.
     assert_close(logits[1], logits[0], rtol=1e-6, atol=1e-5)
 
@@ -110,7 +127,7 @@ def test_a_layer_with_a_hook_or_an_adapter_keeps_its_own_forward():
     kinds = type(first.mlp), type(second.self_attn)
     use_fast_layers(model)
     assert (type(first.mlp), type(second.self_attn)) == kinds
-    model(input_ids=torch.tensor([[5, 6, 7]]))
+    model(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False)
     assert seen == ["up"]
 
 
@@ -218,13 +235,49 @@ def test_convolution_is_what_large_fp32_products_take(by_convolution):
     assert "ConvolutionBackward0" in names
 
 
-def test_tokens_computed_are_tokens_useful(tmp_path):
-    engine = make_engine(tiny_model_dir(tmp_path))
+MODELS = {"language_model": "causal_lm", "value_model": "token_classification", "reward_model": "token_classification"}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", MODELS)
+def test_every_kind_of_model_has_them(model_type, dtype, tmp_path):
+    engine = make_engine(tiny_model_dir(tmp_path, task=MODELS[model_type]), model_type, dtype=dtype)
+    assert has_fast_layers(engine)
+    assert engine.compute_dtype == (torch.float32 if dtype == "fp32" else torch.bfloat16)
+    found = engine.arithmetic()
+    assert found.counter is not None
+    assert found.counter.outputs == (104 if model_type == "language_model" else 1)
+    assert (found.peak_flops or 0) > 1e8
+
+
+def test_a_training_step_in_bf16_is_as_near_to_fp32_as_with_layers_of_transformers(tmp_path):
+    path, batch = tiny_model_dir(tmp_path), ragged_batch()
+    gradients = []
+    for dtype, with_fast_layers in (("fp32", True), ("bf16", True), ("bf16", False)):
+        engine = make_engine(path, dtype=dtype)
+        for module in engine.model.modules():
+            if "Fast" in type(module).__mro__[1].__name__ and not with_fast_layers:
+                module.__class__ = next(kind for kind in type(module).__mro__[2:] if "Fast" not in kind.__name__)
+        assert has_fast_layers(engine) == with_fast_layers
+        with engine.train_mode():
+            engine.forward_backward_batch(batch, sft_loss, LAYOUTS["three"])
+        grads = [full_tensor(p.grad, engine.device) for p in engine.model.parameters() if p.grad is not None]
+        gradients.append(torch.cat([grad.flatten().float() for grad in grads]))
+    exact, fast, plain = gradients
+    assert (fast - exact).norm() < 1.25 * (plain - exact).norm() < 0.5 * exact.norm()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_tokens_computed_are_tokens_useful(tmp_path, trained):
+    engine = make_engine(tiny_model_dir(tmp_path), enable_gradient_checkpointing=False)
     batch = ragged_batch()
     rows = []
     backbone: Any = engine.model.hf.base_model
     backbone.layers[0].input_layernorm.register_forward_hook(lambda _, given, __: rows.append(given[0][..., 0].numel()))
-    with engine.eval_mode():
-        engine.infer_batch(batch, {"log_probs"}, LAYOUTS["by tokens"])
+    with engine.train_mode():
+        if trained:
+            engine.forward_backward_batch(batch, sft_loss, LAYOUTS["by tokens"])
+        else:
+            engine.infer_batch(batch, {"log_probs"}, LAYOUTS["by tokens"])
     assert len(rows) > 1
     assert sum(rows) == int(batch.batch["attention_mask"].sum())

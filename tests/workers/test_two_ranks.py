@@ -12,6 +12,7 @@ from tests.models import tiny_model_dir
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
+    has_fast_layers,
     make_engine,
     naive_outputs,
     naive_update,
@@ -54,12 +55,14 @@ def on_each_rank(rank, world_size, folder, path):
     cases = {mode: ({}, "three") for mode in LOSS_AGG_MODES} | {
         "padded": ({"use_remove_padding": False}, "one by one"),
         "by tokens": ({}, "by tokens"),
+        "kept activations": ({"enable_gradient_checkpointing": False}, "three"),
         "kept gathered": ({"reshard_after_forward": False, "forward_prefetch": True}, "three"),
         "two copies": ({"fsdp_size": 1}, "three"),
     }
     weights, metrics, log_probs = {}, {}, {}
     for case, (settings, layout) in cases.items():
         engine = make_engine(path, **settings)
+        assert has_fast_layers(engine)
         log_probs[case] = engine.infer_batch(mine, {"log_probs"}, LAYOUTS[layout])["log_probs"]
         metrics[case] = two_steps(engine, mine, case if case in LOSS_AGG_MODES else "token-mean", LAYOUTS[layout])
         weights[case] = weights_of(engine)

@@ -29,6 +29,8 @@ class DPOTrainer(PreferenceTrainer):
     For the arguments see :class:`verl.trainer.supervised.SupervisedTrainer`.
     """
 
+    config: DPOConfig
+
     def __init__(self, config: DPOConfig, *parts: Any) -> None:
         super().__init__(config, *parts)
         self.loss = DirectPreferenceLoss(config.loss)
@@ -40,6 +42,14 @@ class DPOTrainer(PreferenceTrainer):
     def with_reference(self, batch: DataProto) -> DataProto:
         """The batch with ``ref_log_prob``, unless the loss is reference-free."""
         return batch if self.loss.config.reference_free else batch | self.workers.compute_ref_log_prob(batch)
+
+    def useful_flops(self, batch: DataProto) -> float | None:
+        """As of every trainer, and the reference's forward pass; None if that is another model."""
+        own = super().useful_flops(batch)
+        if self.loss.config.reference_free or own is None:
+            return own
+        is_same = self.config.ref.path in (None, self.config.model.path)
+        return own * 4 / 3 if is_same else None  # a training step is three times a forward pass
 
     def outputs(self, batch: DataProto) -> DataProto:
         """Log-probs of the policy."""

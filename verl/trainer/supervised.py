@@ -23,6 +23,7 @@ from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.schedule import Schedule, with_total_steps
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
+from verl.utils.flops_counter import Arithmetic
 from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class SupervisedTrainer(TrainingLoop):
         super().__init__()
         self.config = config
         self.workers = workers
+        self.arithmetic = Arithmetic.of_ranks(workers.arithmetic())
         data, trainer = config.data, config.trainer
         self.train_dataloader = StatefulDataLoader(
             train_dataset,
@@ -105,12 +107,15 @@ class SupervisedTrainer(TrainingLoop):
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         self.stopwatch = Stopwatch()
-        metrics = self.update(self.to_batch(rows))
+        batch = self.to_batch(rows)
+        metrics = self.update(batch)
         if self.val_dataloader is not None and self.schedule.due("test", self.global_steps):
             metrics |= self.validate()
         if self.schedule.due("save", self.global_steps):
             self._save_checkpoint()
-        return metrics | {"train/time(s)": self.stopwatch.seconds["update"]}
+        seconds = self.stopwatch.seconds["update"]
+        mfu = self.arithmetic.utilization(self.useful_flops(batch), seconds)
+        return metrics | {"train/time(s)": seconds} | ({} if mfu is None else {"train/mfu": mfu})
 
     @stage("update")
     def update(self, batch: DataProto) -> Metrics:
@@ -126,6 +131,12 @@ class SupervisedTrainer(TrainingLoop):
             "train/global_tokens": float(sum(lengths)),
             "training/epoch": self.epochs.epoch,
         }
+
+    def useful_flops(self, batch: DataProto) -> float | None:
+        """Arithmetic of one optimizer step, None where it is not known."""
+        columns = batch.batch
+        lengths = columns["attention_mask"].sum(-1).tolist()
+        return self.arithmetic.training_flops(lengths, int(columns["response_mask"].sum()))
 
     def train_on(self, batch: DataProto) -> DataProto:
         """What the workers do with a batch whose rows lie as the ranks get them; returns its metrics."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PretrainedConfig
 
 _BF16_PEAKS = {
@@ -50,17 +52,30 @@ def device_peak_flops(device: torch.device | str, dtype: torch.dtype = torch.bfl
 
 
 @cache
-def _measured_peak(dtype: torch.dtype, num_threads: int, size: int = 1024, repeats: int = 5) -> float:
-    """The best of a few square matrix products; ``num_threads`` is part of the key."""
+def _measured_peak(dtype: torch.dtype, num_threads: int, size: int = 1024, repeats: int = 4) -> float:
+    """The best of a few square matrix products; ``num_threads`` is part of the key.
+
+    PyTorch gives fp32 products to MKL and convolutions to oneDNN. Either may be the faster, by which processor it is.
+    """
     del num_threads
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-    out = a @ b
+    out = torch.empty_like(a)
+    image, kernel = a[None, :, None].permute(0, 3, 2, 1), b[:, :, None, None]
+    ways: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        ways.append(lambda: functional.conv2d(image, kernel))
+    return 2 * size**3 / min(_fastest(way, repeats) for way in ways)
+
+
+def _fastest(call: Callable[[], object], repeats: int) -> float:
+    """Seconds of the fastest of some calls, after one that only prepares."""
+    call()
     best = float("inf")
     for _ in range(repeats):
         start = time.perf_counter()
-        torch.mm(a, b, out=out)
+        call()
         best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return best
 
 
 class FlopsCounter:
@@ -76,12 +91,13 @@ class FlopsCounter:
 
     Args:
         config: the Transformers config of a decoder.
+        outputs: of the model's head; None is its vocabulary, a value or reward model has 1.
     """
 
-    def __init__(self, config: PretrainedConfig) -> None:
+    def __init__(self, config: PretrainedConfig, outputs: int | None = None) -> None:
         text: Any = config.get_text_config()
         self.hidden_size: int = text.hidden_size
-        self.vocab_size: int = text.vocab_size
+        self.outputs: int = text.vocab_size if outputs is None else outputs
         self.layers: int = text.num_hidden_layers
         heads: int = text.num_attention_heads
         head_dim: int = getattr(text, "head_dim", None) or self.hidden_size // heads
@@ -91,6 +107,13 @@ class FlopsCounter:
         self.weights = self.layers * attention + _feed_forward_weights(text)
         self.windows = _windows(text)
 
+    @classmethod
+    def of(cls, config: PretrainedConfig, outputs: int | None = None) -> FlopsCounter | None:
+        """A counter, or None if the config is not that of a decoder with attention in its layers."""
+        text = config.get_text_config()
+        needed = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+        return cls(config, outputs) if all(getattr(text, name, None) for name in needed) else None
+
     def forward_flops(self, lengths: Sequence[int], head_tokens: int | None = None) -> float:
         """One forward pass over sequences of these lengths.
 
@@ -99,7 +122,7 @@ class FlopsCounter:
             head_tokens: tokens at which the output projection is read; None is all.
         """
         tokens = sum(lengths)
-        head = 2 * self.hidden_size * self.vocab_size * (tokens if head_tokens is None else head_tokens)
+        head = 2 * self.hidden_size * self.outputs * (tokens if head_tokens is None else head_tokens)
         pairs = sum(_visible_pairs(length, window) for window in self.windows for length in lengths)
         return float(2 * tokens * self.weights + head + 4 * self.attention_width * pairs)
 
@@ -120,6 +143,34 @@ class FlopsCounter:
         lengths = [int(length) for length in batch_seqlens]
         peak = device_peak_flops("cuda" if torch.cuda.is_available() else "cpu")
         return self.training_flops(lengths) / delta_time / 1e12, float("nan") if peak is None else peak / 1e12
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What the utilisation of a model is computed from: its useful work, and what its devices can do at best."""
+
+    counter: FlopsCounter | None
+    """None for a model whose arithmetic is not known."""
+    peak_flops: float | None
+    """FLOP/s of one rank, or of all; None where it is not known."""
+
+    @classmethod
+    def of_ranks(cls, parts: Sequence[Arithmetic]) -> Arithmetic:
+        """One model on several ranks."""
+        peaks = [part.peak_flops for part in parts if part.peak_flops is not None]
+        return cls(parts[0].counter, sum(peaks) if len(peaks) == len(parts) else None)
+
+    def forward_flops(self, lengths: Sequence[int], head_tokens: int) -> float | None:
+        """As ``FlopsCounter.forward_flops``."""
+        return None if self.counter is None else self.counter.forward_flops(lengths, head_tokens)
+
+    def training_flops(self, lengths: Sequence[int], head_tokens: int) -> float | None:
+        """As ``FlopsCounter.training_flops``."""
+        return None if self.counter is None else self.counter.training_flops(lengths, head_tokens)
+
+    def utilization(self, flops: float | None, seconds: float) -> float | None:
+        """Model FLOP utilisation (MFU): flops / (seconds · peak); None where something is not known."""
+        return None if flops is None or not self.peak_flops else flops / (seconds * self.peak_flops)
 
 
 def _feed_forward_weights(text: Any) -> int:

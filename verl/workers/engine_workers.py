@@ -16,6 +16,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.checkpoint import on_all_ranks
 from verl.utils.device import memory_metrics
+from verl.utils.flops_counter import Arithmetic
 from verl.utils.import_utils import prepare_process
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, LossFn, MicroBatchConfig
@@ -85,6 +86,11 @@ class EngineWorker(Worker):
                 "only 'rollout' or 'ref' trains none."
             )
         return self.engine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def arithmetic(self) -> Arithmetic:
+        """Of the trained model on this rank; see :class:`verl.workers.engine.base.BaseEngine`."""
+        return self.trained.arithmetic()
 
     def weights_replaced(self) -> None:
         """Called after ``load_checkpoint``; for whoever holds copies of the weights."""

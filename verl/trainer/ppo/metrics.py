@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from verl.protocol import DataProto
+    from verl.utils.flops_counter import Arithmetic
 
 __all__ = [
     "bootstrap_metric",
     "calc_maj_val",
     "compute_data_metrics",
+    "compute_mfu_metrics",
     "compute_rollout_gap_metrics",
     "compute_throughout_metrics",
     "compute_timing_metrics",
@@ -137,38 +139,45 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float], ge
     return metrics
 
 
-def compute_throughout_metrics(
-    batch: DataProto,
-    timing_raw: Mapping[str, float],
-    n_gpus: int,
-    flops: Mapping[str, float] | None = None,
-    peak_flops: float | None = None,
-) -> Metrics:
-    """Tokens per second and rank, share of the peak arithmetic, memory.
+def compute_throughout_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> Metrics:
+    """Tokens per second and rank, memory.
 
     Args:
         batch: of a whole step.
         timing_raw: seconds by stage; ``step`` is the whole.
         n_gpus: ranks.
-        flops: floating-point operations of a stage over all ranks, by stage, where known.
-        peak_flops: floating-point operations that one rank can do in a second, where known.
 
     Returns:
-        ``perf/total_num_tokens``, ``perf/time_per_step``, ``perf/throughput``, ``perf/mfu/*``, and
-        the driver's memory.
+        ``perf/total_num_tokens``, ``perf/time_per_step``, ``perf/throughput``, and the driver's memory.
     """
     tokens, seconds = int(_tensors(batch)["attention_mask"].sum()), timing_raw["step"]
-    metrics: Metrics = {
+    return {
         "perf/total_num_tokens": tokens,
         "perf/time_per_step": seconds,
         "perf/throughput": tokens / (seconds * n_gpus),
         **memory_metrics(),
     }
-    if flops and peak_flops:
-        for stage, name in MFU_STAGES.items():
-            if stage in flops and stage in timing_raw:
-                metrics[f"perf/mfu/{name}"] = flops[stage] / (timing_raw[stage] * n_gpus * peak_flops)
-    return metrics
+
+
+def compute_mfu_metrics(
+    flops: Mapping[str, float | None], arithmetic: Mapping[str, Arithmetic], timing_raw: Mapping[str, float]
+) -> Metrics:
+    """``perf/mfu/*``: useful arithmetic of a stage / (its seconds · the peak of all ranks).
+
+    Args:
+        flops: useful floating-point operations of the stages that ran, over all ranks.
+        arithmetic: of the model of each stage, with the peak of all ranks.
+        timing_raw: seconds by stage.
+
+    Returns:
+        ``perf/mfu/{actor,critic,actor_infer}``, of those stages that ran and whose work and peak are known.
+    """
+    found = {
+        name: arithmetic[stage].utilization(flops[stage], timing_raw[stage])
+        for stage, name in MFU_STAGES.items()
+        if stage in flops
+    }
+    return {f"perf/mfu/{name}": share for name, share in found.items() if share is not None}
 
 
 def compute_rollout_gap_metrics(batch: DataProto) -> Metrics:

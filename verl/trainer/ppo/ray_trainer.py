@@ -48,6 +48,7 @@ from verl.trainer.ppo.core_algos import compute_pf_ppo_reweight_data, get_entrop
 from verl.trainer.ppo.dynamic_sampling import Draw, fill_batch
 from verl.trainer.ppo.metrics import (
     compute_data_metrics,
+    compute_mfu_metrics,
     compute_rollout_gap_metrics,
     compute_throughout_metrics,
     compute_timing_metrics,
@@ -63,6 +64,7 @@ from verl.trainer.schedule import Schedule
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.flops_counter import Arithmetic
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 logger = logging.getLogger(__name__)
@@ -131,6 +133,7 @@ class RayPPOTrainer(TrainingLoop):
         )
         self.entropy_ctrl = get_entropy_controller(self.config.actor_rollout_ref.actor)
         self.metrics: Metrics = {}
+        self.flops: dict[str, float | None] = {}
         self.record = RewardRecord()
         self.train_sampler = train_sampler
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
@@ -171,6 +174,10 @@ class RayPPOTrainer(TrainingLoop):
         self.rm_wg: Any = groups.get(Role.RewardModel)
         self.old_log_probs_plan = OldLogProbs.of(self.config, self.actor_rollout_wg.training_randomness()[0])
         logger.info("%s", self.old_log_probs_plan)
+        actor = Arithmetic.of_ranks(self.actor_rollout_wg.arithmetic())
+        self.arithmetic = {"old_log_prob": actor, "update_actor": actor}
+        if self.critic_wg:
+            self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_wg.arithmetic())
         saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
         controllers: dict[str, Any] = {"epochs": self.epochs, "entropy_ctrl": self.entropy_ctrl}
         controllers |= {"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {}
@@ -204,7 +211,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         """A step, and what the schedule asks for after it: validation, a checkpoint."""
-        self.metrics, self.stopwatch, self.record = {}, Stopwatch(), RewardRecord()
+        self.metrics, self.flops, self.stopwatch, self.record = {}, {}, Stopwatch(), RewardRecord()
         with self.stopwatch("step"):
             batch = self.step(DataProto.from_single_dict(dict(rows)))
             self._tell_the_data(batch)
@@ -332,6 +339,7 @@ class RayPPOTrainer(TrainingLoop):
         """old_log_probs and entropys of the policy before the update."""
         if self.config.algorithm.rollout_correction.bypass_mode:
             return apply_bypass_mode(batch).select(batch_keys=["old_log_probs"], non_tensor_batch_keys=[])
+        self.flops["old_log_prob"] = self.arithmetic["old_log_prob"].forward_flops(*stages.token_counts(batch))
         return self._compute(self.actor_rollout_wg, "compute_log_prob", batch)
 
     @stage("policy_metrics")
@@ -397,6 +405,7 @@ class RayPPOTrainer(TrainingLoop):
         weights = stages.aggregation_columns(batch, critic.loss_agg_mode, count)
         columns = (*stages.ACTOR_COLUMNS, "values", "returns", *weights)
         batch = batch | DataProto.from_dict(tensors=weights)
+        self._count_update("update_critic", batch, critic.ppo_epochs)
         self._update(self.critic_wg, "update_critic", batch, columns, count)
 
     @stage("update_actor")
@@ -406,6 +415,7 @@ class RayPPOTrainer(TrainingLoop):
         seed = stages.step_seed(self.config.trainer.seed, self.global_steps)
         count = self._mini_batches(actor.ppo_mini_batch_size)
         batch = batch | stages.prepare_mini_batches(batch, actor, count, seed)
+        self._count_update("update_actor", batch, actor.ppo_epochs)
         columns = stages.policy_columns(batch, actor, self.own_forward)
         arguments: dict[str, Any] = {"entropy_coeff": self.entropy_ctrl.value}
         arguments |= {"own_forward": True} if self.own_forward else {}
@@ -427,6 +437,11 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics.update(metrics)
         return made
 
+    def _count_update(self, name: str, batch: DataProto, epochs: int) -> None:
+        """File the useful arithmetic of an update, which goes ``epochs`` times over the batch."""
+        once = self.arithmetic[name].training_flops(*stages.token_counts(batch))
+        self.flops[name] = None if once is None else epochs * once
+
     def _mini_batches(self, prompts: int) -> int:
         """Optimizer steps of one pass, with so many prompts in each."""
         return self.config.data.train_batch_size // prompts
@@ -443,6 +458,7 @@ class RayPPOTrainer(TrainingLoop):
             **self.record.metrics(),
             **compute_timing_metrics(batch, timing, generated=self.record.generated_tokens()),
             **compute_throughout_metrics(batch, timing, n_gpus=world_size),
+            **compute_mfu_metrics(self.flops, self.arithmetic, timing),
         }
 
     @stage("testing")

@@ -58,6 +58,11 @@ def sequence_lengths(batch: DataProto) -> list[int]:
     return batch.batch["attention_mask"].sum(-1).tolist()
 
 
+def token_counts(batch: DataProto) -> tuple[list[int], int]:
+    """Tokens of each sample, and how many of all are learned from."""
+    return sequence_lengths(batch), int(batch.batch["response_mask"].sum())
+
+
 def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataProto:
     """``token_level_scores``, and what the reward function said beside them under its own names."""
     return DataProto.from_dict(tensors={"token_level_scores": scores}, non_tensors=dict(extra))

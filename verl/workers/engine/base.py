@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from verl.protocol import DataProto
+    from verl.utils.flops_counter import Arithmetic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,10 @@ class BaseEngine(ABC):
     @abstractmethod
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """Their process group."""
+
+    @abstractmethod
+    def arithmetic(self) -> Arithmetic:
+        """How much work the model's passes are, and what this rank can do in a second at best, where known."""
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:

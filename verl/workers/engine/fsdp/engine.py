@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.allocator import keep_freed_memory
 from verl.utils.device import ensure_process_group, get_device
+from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import BaseEngine, BatchTotals, EngineRegistry, LossFn, MicroBatchConfig
@@ -63,8 +63,6 @@ class FSDPEngine(BaseEngine):
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
         self.device = get_device(device_name)
-        if self.device.type == "cpu":
-            keep_freed_memory()
         ensure_process_group(self.device, timeout_s)
         self.mesh = make_mesh(self.device, engine_config.fsdp_size)
         self.model: HeadedModel
@@ -92,8 +90,8 @@ class FSDPEngine(BaseEngine):
         else:
             model.to(self.device)
         self.model = model.eval()
-        compute_dtype = mixed_precision(config).param_dtype or dtype
-        self.is_packed = choose_form(model, self.model_config.use_remove_padding, self.device, compute_dtype)
+        self.compute_dtype = mixed_precision(config).param_dtype or dtype
+        self.is_packed = choose_form(model, self.model_config.use_remove_padding, self.device, self.compute_dtype)
         self._reshard()  # or the optimizer would be given the gathered copies
         if not config.forward_only:
             if self.optimizer_config is None:
@@ -263,6 +261,11 @@ class FSDPEngine(BaseEngine):
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The default group."""
         return dist.group.WORLD
+
+    def arithmetic(self) -> Arithmetic:
+        """From the model's config; a CPU's peak is measured once, in a tenth of a second."""
+        counter = FlopsCounter.of(self.model.hf.config, outputs=self.model.head.out_features)
+        return Arithmetic(counter, device_peak_flops(self.device, self.compute_dtype))
 
     def save_checkpoint(
         self, local_path: str, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra")

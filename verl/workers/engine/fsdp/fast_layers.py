@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -67,7 +68,7 @@ class _FastAttention(nn.Module):
             [layer.bias for layer in projections],
             None if norms is None else [norm.weight for norm in norms],
             0.0 if norms is None else norms[0].variance_epsilon,
-            _rotation(*position_embeddings),
+            _rotation(*position_embeddings, shape),
             own.head_dim,
         )
         heads = [x.view(*shape, -1, own.head_dim).transpose(1, 2) for x in found]
@@ -93,11 +94,15 @@ def _window(layer: Any) -> int | None:
     return getattr(layer.config, "sliding_window", None) if type(layer).__name__ == "MistralAttention" else None
 
 
-def _rotation(cos: Tensor, sin: Tensor) -> Rotation:
-    """Made once for all layers, which share ``cos``; it lives as long as that tensor."""
+def _rotation(cos: Tensor, sin: Tensor, shape: torch.Size) -> Rotation:
+    """Made once for all layers, which share ``cos``; it lives as long as that tensor.
+
+    Where all sequences of a batch have the same positions, ``cos`` has one row for all of them.
+    """
     made = getattr(cos, "_verl_rotation", None)
     if made is None:
-        made = cos._verl_rotation = Rotation(cos, sin)  # pyright: ignore[reportAttributeAccessIssue]
+        made = Rotation(*(x.expand(*shape, -1) for x in (cos, sin)))
+        cos._verl_rotation = made  # pyright: ignore[reportAttributeAccessIssue]
     return made
 
 
