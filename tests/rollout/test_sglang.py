@@ -6,20 +6,32 @@ import dataclasses
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.rollout.conformance import CHECKS, PROMPTS, EngineUnderTest, greedy, oracle_greedy, tokens_of, weights_of
+from tests.rollout.conformance import (
+    CHECKS,
+    PROMPTS,
+    EngineUnderTest,
+    greedy,
+    oracle_greedy,
+    request,
+    tokens_of,
+    weights_of,
+)
 from tests.tiny_run import make_tiny_run, overrides
 from verl.errors import ConfigError, RolloutError
 from verl.trainer.config.overrides import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.workers.rollout.base import BaseRollout
 from verl.workers.rollout.sglang import backends
-from verl.workers.rollout.sglang.backends import Backend
+from verl.workers.rollout.sglang.backends import Backend, Server
+from verl.workers.rollout.sglang.settings import process_environment
 from verl.workers.rollout.sglang_rollout import SGLangRollout
 
 pytestmark = pytest.mark.skipif(
@@ -147,7 +159,34 @@ def test_many_small_buckets_are_one_update(mode: EngineUnderTest) -> None:
     assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12, seed=1)]
 
 
-def test_an_argument_that_sglang_lacks_is_named(mode: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
-    running: BaseRollout = mode.build(engine_kwargs={"sglang": {"max_runing_requests": 4}})
-    with pytest.raises((ConfigError, RolloutError), match=r"engine_kwargs.sglang .*max_runing_requests"):
+def test_an_argument_that_sglang_lacks_is_named_before_it_starts(mode: EngineUnderTest) -> None:
+    words = (
+        r"engine_kwargs.sglang: this SGLang has no argument max_runing_requests. Did you mean 'max_running_requests'"
+    )
+    with pytest.raises(ConfigError, match=words):
+        mode.build(engine_kwargs={"sglang": {"page_size": 1, "max_runing_requests": 4}})
+
+
+def test_an_sglang_of_another_version_is_an_error(mode: EngineUnderTest) -> None:
+    running: BaseRollout = mode.build()
+    running._arguments["a_field_of_another_version"] = 1
+    with pytest.raises((ConfigError, RolloutError), match=r"not take verl's arguments: .*a_field_of_another_version"):
         running.wake()
+
+
+def test_two_tensor_parallel_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    """Both report the checksums of all weights; the greedy tokens and all log-probs are the oracle's."""
+    engine = EngineUnderTest("sglang", tmp_path, settings={"tensor_model_parallel_size": 1})
+    rollout, device = engine.build(), torch.device("cpu")
+    environment = process_environment(dataclasses.replace(rollout.config, tensor_model_parallel_size=2), device)
+    server = Server(rollout._arguments | {"tp_size": 2}, environment, sys.executable, start_timeout_s=300)
+    try:
+        for seed in (0, 1):
+            assert server.update_weights(weights_of(seed=seed), 2**20) == len(list(weights_of()))
+            sampled = [request(prompt, seed=3, temperature=1.5, top_k=5) for prompt in PROMPTS]
+            asked = [*(greedy(prompt) for prompt in PROMPTS), *sampled]
+            outputs = rollout._outputs(asked, server.generate(rollout._body(asked)))
+            assert tokens_of(outputs[: len(PROMPTS)]) == [oracle_greedy(prompt, 12, seed=seed) for prompt in PROMPTS]
+            engine.assert_of_the_model(asked, outputs, seed)
+    finally:
+        server.stop()

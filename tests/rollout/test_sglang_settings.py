@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model_dir(tmp_path_factory.mktemp("model"), max_position_embeddings=24)
 
 
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter that finds a module with the name of SGLang's arguments, and three of them in it."""
+    folder = tmp_path_factory.mktemp("environment")
+    (folder / "sglang" / "srt").mkdir(parents=True)
+    (folder / "sglang" / "srt" / "server_args.py").write_text(
+        "print('a word of greeting')\n"
+        "class ServerArgs:\n    def __init__(self, model_path, page_size=1, attention_backend=None): pass\n"
+    )
+    file = folder / "python"
+    file.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    file.chmod(0o755)
+    return str(file)
+
+
 def engine(folder: str, **settings: Any) -> SGLangRollout:
     defaults = {"dtype": "float32", "prompt_length": 8, "response_length": 12, "tensor_model_parallel_size": 1}
     config = RolloutConfig(name="sglang", **(defaults | settings))
     return SGLangRollout(config, HFModelConfig(path=folder), hf_tokenizer(folder), "cpu")
 
 
-def test_settings_become_arguments(folder):
+def test_settings_become_arguments(folder, python):
     given = engine(
         folder,
         max_num_seqs=16,
@@ -40,7 +56,7 @@ def test_settings_become_arguments(folder):
         enable_chunked_prefill=False,
         enforce_eager=True,
         gpu_memory_utilization=0.7,
-        engine_kwargs={"sglang": {"page_size": 4, "python": None, "attention_backend": "torch_native"}},
+        engine_kwargs={"sglang": {"page_size": 4, "python": python, "attention_backend": "torch_native"}},
     )._arguments
     assert given["max_running_requests"] == 16
     assert (given["max_prefill_tokens"], given["chunked_prefill_size"]) == (32, -1)
@@ -52,6 +68,20 @@ def test_settings_become_arguments(folder):
     assert given["context_length"] == 28
     assert json.loads(given["json_model_override_args"]) == {"max_position_embeddings": 28}
     assert given["max_total_tokens"] == 16 * 28
+
+
+def test_a_name_that_sglang_lacks_is_refused_before_anything_starts(folder, python):
+    kwargs = {"python": python, "page_size": 4, "pages_size": 4, "x": 1}
+    with pytest.raises(ConfigError, match=r"no argument pages_size, x. Did you mean 'page_size'\?"):
+        engine(folder, engine_kwargs={"sglang": kwargs})
+
+
+def test_a_python_without_sglang_is_refused_before_anything_starts(folder, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"python cannot import SGLang: .* No module named 'sglang'"):
+        engine(folder, engine_kwargs={"sglang": {"python": str(python), "page_size": 4}})
 
 
 def test_the_tokenizer_is_loaded_for_stop_texts_alone(folder):

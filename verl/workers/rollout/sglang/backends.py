@@ -141,7 +141,9 @@ class InProcess(Backend):
         try:
             ServerArgs(**arguments)
         except TypeError as error:
-            raise ConfigError(f"rollout.engine_kwargs.sglang does not fit this SGLang: {error}") from error
+            raise ConfigError(
+                f"this SGLang does not take verl's arguments: {error}. Install the version of requirements/sglang.txt."
+            ) from error
 
         class ContractEngine(Engine):
             run_scheduler_process_func = staticmethod(verl_sglang.run_scheduler_process)

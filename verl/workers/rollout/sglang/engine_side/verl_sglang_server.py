@@ -21,7 +21,9 @@ def main(port: int, arguments: dict[str, object]) -> None:
     try:
         server_args = ServerArgs(host="127.0.0.1", port=port, api_key=os.environ[TOKEN_VARIABLE], **arguments)
     except TypeError as error:
-        sys.exit(f"rollout.engine_kwargs.sglang does not fit this SGLang: {error}")
+        sys.exit(
+            f"this SGLang does not take verl's arguments: {error}. Install the version of requirements/sglang.txt."
+        )
     launch_server(server_args, run_scheduler_process_func=verl_sglang.run_scheduler_process)
 
 
