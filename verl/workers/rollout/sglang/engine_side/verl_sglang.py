@@ -151,7 +151,7 @@ class ContractSampler(sglang_sampler.Sampler):
 # ---- weights
 
 
-def load_weights(model: torch.nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
+def load_weights(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load a part of the weights, and report which checksums arrived.
 
     Args:
