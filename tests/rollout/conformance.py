@@ -71,7 +71,6 @@ class EngineUnderTest:
         device: where it runs.
         settings: rollout settings that the engine needs.
         held_bytes: memory that an engine holds; the default counts the tensors of this process.
-        batch_changes_tokens: why a sampled response may differ with what else is in the batch; empty: it may not.
         keeps_memory: why sleep does not give the memory back; empty: it does.
     """
 
@@ -82,7 +81,6 @@ class EngineUnderTest:
     device: str = "cpu"
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     held_bytes: Callable[[BaseRollout], int] = tensor_bytes
-    batch_changes_tokens: str = ""
     keeps_memory: str = ""
 
     def engine_class(self) -> type[BaseRollout]:
@@ -107,9 +105,6 @@ class EngineUnderTest:
 
     def assert_same(self, outputs: list[RolloutOutput], others: list[RolloutOutput]) -> None:
         """The same responses to the same requests, served in different company."""
-        if self.batch_changes_tokens:
-            assert len(outputs) == len(others)
-            return
         assert tokens_of(outputs) == tokens_of(others)
         assert [output.finish_reason for output in outputs] == [other.finish_reason for other in others]
         self.assert_close([output.log_probs for output in outputs], [other.log_probs for other in others])
@@ -414,9 +409,8 @@ def check_abort_gives_back_what_there_is(engine: EngineUnderTest) -> None:
         assert len(part.log_probs) == count
         assert part.weight_version == 0
         assert part.finish_reason == ("length" if count == asked.sampling.max_tokens else "abort")
-        if not engine.batch_changes_tokens:
-            assert part.token_ids == all_.token_ids[:count]
-            engine.assert_close([part.log_probs], [all_.log_probs[:count]])
+        assert part.token_ids == all_.token_ids[:count]
+        engine.assert_close([part.log_probs], [all_.log_probs[:count]])
     assert sum(len(output.token_ids) for output in cut) < sum(len(output.token_ids) for output in whole)
     engine.assert_same(running.generate(requests[:4]), whole[:4])
 
@@ -718,8 +712,6 @@ def check_columns_do_not_depend_on_order_or_split(engine: EngineUnderTest) -> No
     running = engine.ready()
     whole = running.generate_sequences(batch).batch["responses"]
     assert not torch.equal(whole[:5], whole[5:])  # siblings differ
-    if engine.batch_changes_tokens:
-        return
     parts = [running.generate_sequences(part).batch["responses"] for part in batch.chunk(2)]
     assert torch.equal(torch.cat(parts), whole)
     order = [9, 3, 0, 7, 1, 2, 8, 4, 6, 5]

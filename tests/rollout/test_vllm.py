@@ -43,10 +43,6 @@ pytestmark = pytest.mark.skipif(
     not REQUIRED and importlib.util.find_spec("vllm") is None, reason="vLLM is not installed here: make test-vllm"
 )
 
-ROUNDING = (
-    "vLLM packs what runs into one matrix product, whose rounding depends on its shape: a draw that lies within "
-    "1e-7 of the edge between two tokens may fall on the other side"
-)
 NO_SLEEP_ON_A_CPU = "vLLM has no sleep on a CPU: sleep forgets the version of the weights and frees nothing"
 KWARGS = {"kv_cache_memory_bytes": 64 * 2**20}
 
@@ -124,9 +120,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def under_test(folder: Path, mode: str) -> PooledUnderTest:
     settings = {"mode": mode, "tensor_model_parallel_size": 1, "enforce_eager": True, "engine_kwargs": {"vllm": KWARGS}}
     families = ("qwen3", "qwen2", "llama") if mode == "sync" else ("qwen3",)
-    return PooledUnderTest(
-        "vllm", folder, families, settings=settings, batch_changes_tokens=ROUNDING, keeps_memory=NO_SLEEP_ON_A_CPU
-    )
+    return PooledUnderTest("vllm", folder, families, settings=settings, keeps_memory=NO_SLEEP_ON_A_CPU)
 
 
 OVER_HTTP = {

@@ -12,14 +12,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.models import tiny_model
+from tests.models import tiny_model, tiny_model_dir
 from verl.errors import ConfigError, RolloutError
-from verl.workers.config import RolloutConfig
+from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.checksum import checksum
 from verl.workers.rollout.engine_kwargs import extra_arguments, python_of, start_timeout_s
 from verl.workers.rollout.vllm.engine_side.verl_vllm_extension import WeightLoader
 from verl.workers.rollout.vllm.served import check_arrival
-from verl.workers.rollout.vllm.settings import process_environment
+from verl.workers.rollout.vllm.settings import engine_arguments, process_environment
 from verl.workers.rollout.weights import ExpectedWeights, write_weight_files
 
 Usage = namedtuple("Usage", "total used free")
@@ -198,9 +198,25 @@ def test_keys_of_verl_are_read_and_the_rest_goes_on(tmp_path: Path) -> None:
 
 
 def test_variables_of_the_user_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
     cpu = torch.device("cpu")
-    assert process_environment(cpu)["VLLM_CPU_KVCACHE_SPACE"] == "1"
-    assert "VLLM_CPU_KVCACHE_SPACE" not in process_environment(torch.device("cuda"))
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "3")
-    assert "VLLM_CPU_KVCACHE_SPACE" not in process_environment(cpu)  # what is in the environment stays
+    assert process_environment(cpu)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in process_environment(torch.device("cuda"))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in process_environment(cpu)  # what is in the environment stays
+
+
+def test_on_a_cpu_vllm_does_not_take_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM goes by its variable first, then by the argument: one GiB, unless either is given."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    model = HFModelConfig(path=tiny_model_dir(tmp_path / "model"))
+
+    def size(device: str, **kwargs: object) -> object:
+        arguments = engine_arguments(settings(**kwargs), model, 64, torch.device(device))
+        return arguments.get("kv_cache_memory_bytes")
+
+    assert size("cpu") == 2**30
+    assert size("cpu", kv_cache_memory_bytes=2**26) == 2**26
+    assert size("cuda") is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert size("cpu") is None

@@ -17,7 +17,8 @@ from verl.workers.rollout.server import SERVER_KEEPALIVE_S
 if TYPE_CHECKING:
     from verl.workers.config import HFModelConfig, RolloutConfig
 
-_CPU_KV_CACHE_GIB = "1"
+_CPU_KV_CACHE_BYTES = 2**30
+_KV_CACHE_BYTES, _KV_CACHE_VARIABLE = "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"
 
 
 def engine_arguments(
@@ -75,7 +76,11 @@ def engine_arguments(
         arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], max_model_len)
     if device.type == "cuda" and config.free_cache_engine:
         arguments["enable_sleep_mode"] = True
-    return arguments | extra_arguments(config, decided=arguments)
+    extra = extra_arguments(config, decided=arguments)
+    if device.type == "cpu" and _KV_CACHE_VARIABLE not in os.environ:  # the variable wins in vLLM
+        # Without a size vLLM takes half of the machine's memory.
+        extra.setdefault(_KV_CACHE_BYTES, _CPU_KV_CACHE_BYTES)
+    return arguments | extra
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
@@ -106,6 +111,6 @@ def process_environment(device: torch.device) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
     }
     if device.type == "cpu":
-        # Without these vLLM takes half of the machine's memory, and ties threads to cores that others use too.
-        variables |= {"VLLM_CPU_KVCACHE_SPACE": _CPU_KV_CACHE_GIB, "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        # Without this vLLM ties its threads to cores that others use too.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return {name: value for name, value in variables.items() if name not in os.environ}
