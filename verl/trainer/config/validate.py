@@ -277,7 +277,13 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     InspectedSFT: (files.data_files, files.tokenizer, files.own_code, sft_columns),
     InspectedRM: (files.data_files, files.tokenizer, files.own_code),
     InspectedDPO: (files.data_files, files.tokenizer, files.own_code),
-    GenerationConfig: (files.generation_files, files.models, run.engine_sampling, rollout_rules.other_programs, run.controller),
+    GenerationConfig: (
+        files.generation_files,
+        files.models,
+        run.engine_sampling,
+        rollout_rules.other_programs,
+        run.controller,
+    ),
     EvalConfig: (files.evaluation_files, files.own_code),
 }
 """Which rules hold for which entry point."""
