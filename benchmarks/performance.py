@@ -118,7 +118,13 @@ PARTS = (
         tiny=("--mb", "1", "--ranks", "1", "--rounds", "1"),
     ),
     Part("weight_update", "Weights to the rollout engine", arguments=ROLLOUT),
-    Part("scaling", "Scaling", scaling_rows, arguments=ROLLOUT, tiny=("--parts", "ranks", "--repeats", "1")),
+    Part(
+        "scaling",
+        "Scaling",
+        scaling_rows,
+        arguments=(*ROLLOUT, "--repeats", "1"),
+        tiny=("--parts", "ranks", "--repeats", "1"),
+    ),
 )
 
 
