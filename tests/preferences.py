@@ -60,5 +60,5 @@ def preference_run(run: Callable[[Any], None], name: str, folder: Path, model: s
 
 
 def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
-    """The metrics that a run must reproduce: all but times and memory."""
-    return {key: value for key, value in metrics.items() if not key.endswith(("time(s)", "memory_used_gb"))}
+    """The metrics that a run must reproduce: all but times, speeds and memory."""
+    return {key: value for key, value in metrics.items() if not key.endswith(("time(s)", "mfu", "memory_used_gb"))}

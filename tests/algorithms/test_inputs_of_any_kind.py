@@ -92,5 +92,5 @@ def test_kl_cov_takes_what_a_stable_sort_puts_first(values: list[int], ratio: fl
     columns = {"old_log_probs": log_probs, "advantages": advantages, "response_mask": mask}
     chosen = prepare_policy_loss("kl_cov", columns, actor("kl_cov", {"kl_cov_ratio": ratio}), seed=0)["cov_selected"]
     order = token_covariance(log_probs, advantages, mask)[0, :-1].argsort(descending=True, stable=True).tolist()
-    count = max(int(ratio * mask.sum()), 1) if ratio > 0 else 0
+    count = max(int(ratio * (len(values) + 1)), 1) if ratio > 0 else 0
     assert chosen.nonzero()[:, 1].tolist() == sorted(order[:count])
