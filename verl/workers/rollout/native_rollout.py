@@ -75,11 +75,15 @@ class NativeRollout(BaseRollout):
         """Nothing to do: weights come with :meth:`load_weights`, memory with the first requests."""
 
     def sleep(self) -> None:
-        """Forget keys and values; with ``rollout.free_cache_engine`` the weights too."""
+        """With ``rollout.free_cache_engine`` forget keys, values and weights; else keep the memory for the next time.
+
+        Memory that is new every time costs: on a CPU the system hands it out page by page.
+        """
+        if not self.config.free_cache_engine:
+            return
         self._memory = None
-        if self.config.free_cache_engine:
-            self._model.drop()
-            self.weight_version = NO_WEIGHTS
+        self._model.drop()
+        self.weight_version = NO_WEIGHTS
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
