@@ -3,7 +3,8 @@
     kernels = cpu_kernels()          # None where there is no C compiler; the reason is logged once
     y = kernels.rms_norm(x, Norm(weight, eps))
 
-They are for inference in fp32: no autograd. Compiling takes about a second; the library is kept in
+They compute in fp32 and know nothing of autograd: attention has its backward pass as a function of its own.
+Callers give contiguous fp32 tensors; nothing here checks that. Compiling takes about a second; the library is kept in
 ``$XDG_CACHE_HOME/verl`` (``~/.cache/verl``) under a name made of the source, the compiler and the processor.
 """
 
@@ -224,14 +225,14 @@ def cpu_kernels() -> CPUKernels | None:
     compiler = _compiler()
     if compiler is None:
         asked = os.environ.get("CC") or "CC, cc, gcc, clang"
-        logger.warning("no C compiler (%s): CPU rollouts use PyTorch's operations and are slower", asked)
+        logger.warning("no C compiler (%s): a CPU uses PyTorch's operations, which are slower", asked)
         return None
     try:
         return CPUKernels(_compiled(compiler))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: the user has no home
         detail = getattr(error, "stderr", None) or error
         logger.warning(
-            "no CPU kernels with %s, so rollouts use PyTorch's operations and are slower (XDG_CACHE_HOME says where "
+            "no CPU kernels with %s, so PyTorch's operations are used, which are slower (XDG_CACHE_HOME says where "
             "they are kept, CC what compiles them): %s",
             " ".join(compiler),
             detail,

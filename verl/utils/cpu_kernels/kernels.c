@@ -1,5 +1,5 @@
 // What PyTorch has no fast CPU operation for. Tensors are fp32 and contiguous in the order that each comment gives;
-// verl/utils/cpu_kernels/__init__.py checks that and says what each function computes.
+// verl/utils/cpu_kernels/__init__.py says what each function computes.
 
 #include <math.h>
 #include <stdint.h>

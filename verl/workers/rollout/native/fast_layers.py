@@ -1,8 +1,8 @@
 """Faster ways to compute what layers of Transformers models compute: without gradients, on a CPU.
 
 A layer gets another ``forward`` where it has a form that is known here; :mod:`verl.workers.rollout.native.trial` then
-compares the whole model with its own forward. Linear layers take oneDNN's product in any format. In fp32 our kernels
-do norms and gated MLPs, and where a layer decodes, everything between the projections of its attention.
+compares the whole model with its own forward. In fp32 linear layers take oneDNN's product where PyTorch has it, our
+kernels do norms and gated MLPs, and where a layer decodes, everything between the projections of its attention.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from verl.utils.cpu_kernels import CPUKernels, Norm
 from verl.workers.rollout.native.memory import AttentionRule, HeadRule, SharedPromptMemory
 from verl.workers.rollout.native.passes import DecodePass
 
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()  # not in every build, such as those for Apple's processors
 _LLAMA_LIKE = {"Llama", "Mistral", "Qwen2", "Qwen3", "Gemma"}
 """Families whose layers are norm, attention, norm, gated MLP, with residuals; some norm the heads too."""
 
@@ -54,8 +56,11 @@ def _forward_with(kernels: CPUKernels | None, layer: Any) -> Callable[..., Any] 
 
 
 def _linear(parameters: Any, x: Tensor) -> Tensor:
-    """oneDNN's product: it beats the BLAS behind ``functional.linear`` on the few rows of a decoding step."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, parameters["weight"], parameters["bias"], "none", [], "")
+    """In fp32 by oneDNN: it beats the BLAS behind ``functional.linear`` on the few rows of a decoding step."""
+    weight, bias = parameters["weight"], parameters["bias"]
+    if _HAS_ONEDNN and x.dtype is torch.float32:
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return functional.linear(x, weight, bias)
 
 
 # ---- norms and MLPs
