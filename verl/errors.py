@@ -42,3 +42,7 @@ class ResourceError(VerlError, RuntimeError):
 
 class WorkerError(VerlError, RuntimeError):
     """A worker process failed or died; the message names the rank and the method."""
+
+
+class ProcessLostError(WorkerError):
+    """A process of the run died or no longer answers; what it held can be rebuilt, and the run can go on."""

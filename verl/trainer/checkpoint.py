@@ -8,6 +8,7 @@
         actor/  critic/                     the engines' shards (workers/engine/fsdp/checkpoint.py)
         data.pt                             state of the data loader
         trainer_state.json                  step, controllers of KL and entropy
+        driver_rng.pt                       random generators of the driver
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from verl.errors import CheckpointError
+from verl.trainer.run_state import RunState
 
 if TYPE_CHECKING:
     from verl.trainer.config import TrainerConfig
@@ -33,15 +34,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ResumePoint:
-    """Where a run continues."""
-
-    global_step: int
-    folder: Path
-    dataloader_state: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,31 +66,30 @@ class TrainerCheckpoint:
         plan: folder, keep-N and resume settings.
         groups: worker groups with ``save_checkpoint`` and ``load_checkpoint``, by the sub-folder
             that each writes; ``"."`` is the step's folder itself.
-        controllers: what else changes from step to step, by name: each has ``state_dict`` (plain
-            numbers) and ``load_state_dict``.
     """
 
-    def __init__(self, plan: CheckpointPlan, groups: dict[str, Any], controllers: Mapping[str, Any] = {}) -> None:
+    def __init__(self, plan: CheckpointPlan, groups: dict[str, Any]) -> None:
         self.plan = plan
         self.root = Path(plan.root).expanduser().absolute()
         self.groups = groups
-        self.controllers = controllers
 
-    def save(self, global_step: int, dataloader_state: dict[str, Any]) -> Path:
+    def save(self, state: RunState) -> Path:
         """Write ``global_step_N``, name it the latest, then drop what keep-N no longer wants.
 
         Raises:
             CheckpointError: the folder cannot be written; the previous checkpoint stays the latest.
         """
-        folder = self.root / f"global_step_{global_step}"
+        folder = self.root / f"global_step_{state.global_step}"
         for name, group in self.groups.items():
-            group.save_checkpoint(str(folder / name), None, global_step)
-        state = {"global_step": global_step} | {name: part.state_dict() for name, part in self.controllers.items()}
+            group.save_checkpoint(str(folder / name), None, state.global_step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(dataloader_state, folder / "data.pt")
-            (folder / "trainer_state.json").write_text(json.dumps(state))
-            _replace_text(self.root / LATEST, str(global_step))
+            torch.save(state.dataloader, folder / "data.pt")
+            torch.save(state.rng, folder / "driver_rng.pt")
+            (folder / "trainer_state.json").write_text(
+                json.dumps({"global_step": state.global_step} | state.controllers)
+            )
+            _replace_text(self.root / LATEST, str(state.global_step))
         except OSError as error:
             raise CheckpointError(
                 f"cannot write the checkpoint {folder}: {error}. The checkpoint before it is untouched. "
@@ -118,8 +109,8 @@ class TrainerCheckpoint:
             if folder.is_dir() and not any((folder / name).is_dir() for name in self.groups):
                 shutil.rmtree(folder)
 
-    def load(self) -> ResumePoint | None:
-        """Restore workers and driver state by ``trainer.resume_mode``; None for a fresh start.
+    def load(self) -> RunState | None:
+        """Restore the workers by ``trainer.resume_mode``, and give the driver's state; None for a fresh start.
 
         Raises:
             CheckpointError: what should be resumed from is missing or damaged. A run never starts
@@ -129,7 +120,10 @@ class TrainerCheckpoint:
         if folder is None:
             return None
         state = self._read(folder / "trainer_state.json", lambda path: json.loads(path.read_text()))
-        dataloader_state = self._read(folder / "data.pt", lambda path: torch.load(path, weights_only=True))
+        dataloader, rng = (
+            self._read(folder / name, lambda path: torch.load(path, weights_only=True))
+            for name in ("data.pt", "driver_rng.pt")
+        )
         for name, group in self.groups.items():
             if not (folder / name).is_dir():
                 raise CheckpointError(
@@ -137,10 +131,8 @@ class TrainerCheckpoint:
                     "Resume with the algorithm that wrote it, or set trainer.resume_mode=disable."
                 )
             group.load_checkpoint(str(folder / name), None, self.plan.delete_after_load)
-        for name, controller in self.controllers.items():
-            if state.get(name) is not None:  # a run may switch a controller on between two checkpoints
-                controller.load_state_dict(state[name])
-        return ResumePoint(global_step=state["global_step"], folder=folder, dataloader_state=dataloader_state)
+        logger.info("resumed from %s", folder)
+        return RunState(global_step=state.pop("global_step"), dataloader=dataloader, controllers=state, rng=rng)
 
     def _folder_to_resume(self) -> Path | None:
         mode = self.plan.resume_mode

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
 
 from verl.trainer.checkpoint import TrainerCheckpoint
+from verl.trainer.run_state import RunState
 from verl.trainer.timing import Stopwatch, stage
+from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
 from verl.utils.tracking import Tracking
 
@@ -42,19 +44,20 @@ class TrainingLoop:
     def __init__(self) -> None:
         self.global_steps = 0
         self.epochs = EpochCounter()
+        self.controllers: dict[str, Any] = {"epochs": self.epochs}
+        """What changes from step to step, by name: each has ``state_dict`` (plain numbers) and ``load_state_dict``."""
         self.stopwatch = Stopwatch()
+        self.rows = self._epochs()
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         """Train on one batch of rows, then save and validate if they are due; the metrics of the step."""
         raise NotImplementedError(f"{type(self).__name__} must say what a step is.")
 
-    @cached_property
-    def rows(self) -> Iterator[Mapping[str, Any]]:
-        """Batches without end, epoch after epoch; a step may take more than one."""
-        return self._epochs()
-
     def _epochs(self) -> Iterator[Mapping[str, Any]]:
-        """Begins where the loader was resumed, maybe with an empty rest of an epoch."""
+        """Batches without end, epoch after epoch; a step may take more than one.
+
+        Begins where the loader was resumed, maybe with an empty rest of an epoch.
+        """
         while True:
             yield from self.train_dataloader
             self.epochs.epoch += 1
@@ -68,13 +71,31 @@ class TrainingLoop:
             tracking.log(metrics, step=self.global_steps)
             progress.update(self.global_steps, metrics)
 
+    def state(self) -> RunState:
+        """The driver as it is now, between two steps."""
+        return RunState(
+            global_step=self.global_steps,
+            dataloader=copy.deepcopy(self.train_dataloader.state_dict()),
+            controllers={name: copy.deepcopy(part.state_dict()) for name, part in self.controllers.items()},
+            rng=rng_state(),
+        )
+
+    def go_on_from(self, state: RunState) -> None:
+        """Put the driver back to where it was after ``state.global_step`` steps."""
+        self.global_steps = state.global_step
+        self.train_dataloader.load_state_dict(copy.deepcopy(state.dataloader))
+        self.rows = self._epochs()
+        for name, controller in self.controllers.items():
+            if state.controllers.get(name) is not None:  # a run may switch a controller on between two checkpoints
+                controller.load_state_dict(state.controllers[name])
+        set_rng_state(state.rng)
+
     @stage("save_checkpoint")
     def _save_checkpoint(self) -> None:
-        self.checkpoint.save(self.global_steps, self.train_dataloader.state_dict())
+        self.checkpoint.save(self.state())
 
     def _load_checkpoint(self) -> None:
         found = self.checkpoint.load()
         if found is not None:
-            self.global_steps = found.global_step
-            self.train_dataloader.load_state_dict(found.dataloader_state)
-            logger.info("resumed from %s: step %d", found.folder, found.global_step)
+            self.go_on_from(found)
+            logger.info("resumed from step %d", found.global_step)

@@ -84,7 +84,7 @@ class SupervisedTrainer(TrainingLoop):
             resume_from_path=trainer.resume_from_path,
             keep={".": trainer.max_ckpt_to_keep},
         )
-        self.checkpoint = TrainerCheckpoint(plan, {".": workers}, {"epochs": self.epochs})
+        self.checkpoint = TrainerCheckpoint(plan, {".": workers})
 
     def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
         """Columns of the data set to the layout that the engine reads."""

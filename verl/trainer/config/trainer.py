@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from verl.base_config import BaseConfig, OneOrMany, section, setting
+from verl.base_config import BaseConfig, OneOrMany, section, setting, subsection
+from verl.trainer.config.recovery import RecoveryConfig
 
 NO_HDFS = "remote folders are not in this version; leave it null and copy trainer.default_local_dir yourself"
 
@@ -49,6 +50,8 @@ class BaseTrainerConfig(BaseConfig):
     """`ray` starts ranks as Ray actors; `local` runs one rank in this process, for a debugger."""
     progress: Literal["auto", "on", "off"] = setting("auto")
     """Live progress display: on a terminal only, always, or never."""
+    recovery: RecoveryConfig = subsection(RecoveryConfig)
+    """What the run survives, and how."""
 
 
 @section

@@ -132,6 +132,7 @@ class RayPPOTrainer(TrainingLoop):
             get_kl_controller(self.config.algorithm.kl_ctrl) if self.config.algorithm.use_kl_in_reward else None
         )
         self.entropy_ctrl = get_entropy_controller(self.config.actor_rollout_ref.actor)
+        self.controllers |= {"entropy_ctrl": self.entropy_ctrl} | ({"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {})
         self.metrics: Metrics = {}
         self.flops: dict[str, float | None] = {}
         self.record = RewardRecord()
@@ -179,9 +180,7 @@ class RayPPOTrainer(TrainingLoop):
         if self.critic_wg:
             self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_wg.arithmetic())
         saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
-        controllers: dict[str, Any] = {"epochs": self.epochs, "entropy_ctrl": self.entropy_ctrl}
-        controllers |= {"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {}
-        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of(self.config.trainer), saved, controllers)
+        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of(self.config.trainer), saved)
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
             self.validator = Validator(
