@@ -15,6 +15,9 @@ VLLM := $(VLLM_VENV)/.ready
 SGLANG_VENV ?= .venv-sglang
 SGLANG := $(SGLANG_VENV)/.ready
 
+# Two files of tests at a time: many tests wait for processes more than they compute.
+PARALLEL := --numprocesses 2 --dist loadfile
+
 .PHONY: help algorithm-study bench bench-gpu quickstart quickstart-ppo quickstart-study test test-slow test-vllm test-vllm-slow test-sglang proofs lint docs config clean
 
 help: ## list the targets
@@ -59,7 +62,7 @@ algorithm-study: $(RUN) ## nine algorithms, three seeds: the table and picture o
 	$(BIN)/python examples/algorithms/study.py --output_dir $(OUT)-algorithms
 
 test: $(DEV) ## the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PARALLEL)
 
 test-slow: $(DEV) ## the long proofs
 	$(BIN)/python -m pytest -m slow

@@ -64,3 +64,33 @@ def test_what_the_user_sets_stays(environment):
 
 def test_tunables_of_other_parts_of_the_library_do_not_count():
     assert run("keep", GLIBC_TUNABLES="glibc.rtld.optional_static_tls=1024")[0] == "True"
+
+
+LENT = """
+import re, runpy, sys, torch
+pages = runpy.run_path(sys.argv[1])["LentPages"]()
+
+def lazily_free():
+    return sum(int(kib) for kib in re.findall(r"LazyFree: +(\\d+) kB", open("/proc/self/smaps").read()))
+
+first = pages.take((16, 1 << 20), torch.float32).fill_(1.0)
+address = first.data_ptr()
+del first
+pages.lend()
+lent = lazily_free()
+again = pages.take((8, 1 << 20), torch.float32)
+same = again.data_ptr() == address
+known = set(again.unique().tolist()) <= {0.0, 1.0}
+again.fill_(2.0)
+larger = pages.take((4, 1 << 20), torch.float32)
+print(lent, same, known, lazily_free(), set(larger.unique().tolist()), float(again.min()))
+"""
+
+
+def test_lent_pages_are_the_kernels_until_they_are_used_again():
+    """64 MiB are lent, of which the next block takes the first 32 MiB back; a second block is new, and zeros."""
+    done = subprocess.run([sys.executable, "-c", LENT, allocator.__file__], capture_output=True, text=True, check=True)
+    lent, same, known, left, zeros, kept = done.stdout.split()
+    assert 60 * 1024 < int(lent) <= 64 * 1024
+    assert (same, known, zeros, kept) == ("True", "True", "{0.0}", "2.0")
+    assert 28 * 1024 < int(left) <= 32 * 1024

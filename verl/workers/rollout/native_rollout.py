@@ -77,11 +77,11 @@ class NativeRollout(BaseRollout):
     def sleep(self) -> None:
         """With ``rollout.free_cache_engine`` forget keys, values and weights; else keep the memory for the next time.
 
-        Memory that is new every time costs: on a CPU the system hands it out page by page.
+        On a CPU the pages of keys and values are lent to the system, which takes them when memory is short.
         """
         if not self.config.free_cache_engine:
             return
-        self._memory = None
+        self._drop_memory()
         self._model.drop()
         self.weight_version = NO_WEIGHTS
         if self.device.type == "cuda":
@@ -135,6 +135,9 @@ class NativeRollout(BaseRollout):
         rows = zip(generation.tokens.tolist(), generation.log_probs.tolist(), lengths, reasons, strict=True)
         outputs = [RolloutOutput(t[:n], p[:n], reason, self.weight_version) for t, p, n, reason in rows]
         if any(not math.isfinite(value) for output in outputs for value in output.log_probs):
+            self._memory = None
+            if self._model.pages is not None:
+                self._model.pages.free()  # what is not finite would reach the next rows through their masks
             raise RolloutError(
                 f"the model's logits are not finite with weights of version {self.weight_version}. The weights "
                 "may have diverged (look at actor/grad_norm), or overflow in rollout.dtype="
@@ -150,12 +153,17 @@ class NativeRollout(BaseRollout):
         if self._memory is None or any(new > old for new, old in zip(wanted, self._sized_for, strict=True)):
             if self._memory is not None:  # batches of two kinds by turns share one that fits both
                 wanted = tuple(map(max, wanted, self._sized_for))
-            self._memory = None  # before the next is allocated
+            self._drop_memory()  # before the next is allocated
             room, prompt, own = self._sized_for = wanted
             self._memory = self._model.memory(self._affordable(room, prompt + own), prompt, own)
             mib = self._memory.nbytes / 2**20
             logger.info("native engine: room for %d rows at once, up to %.1f MiB", self._memory.room, mib)
         return self._memory
+
+    def _drop_memory(self) -> None:
+        self._memory = None
+        if self._model.pages is not None:
+            self._model.pages.lend()
 
     def _affordable(self, room: int, tokens: int) -> int:
         """At most ``room`` rows, of so many tokens each, in the share of free memory that the engine may take."""

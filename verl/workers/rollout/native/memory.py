@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from verl.utils.allocator import LentPages
 from verl.utils.cpu_kernels import CPUKernels, Norm, RowsOfMemory
 
 
@@ -30,13 +31,18 @@ class Shape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    pages: LentPages | None = None
+    """Where the memory comes from, on a CPU."""
 
     def allocate(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
         """Keys and values, (layers, rows, kv_heads, tokens, head_dim) each.
 
-        Zeros, because what is masked out is multiplied by 0; on a CPU they cost nothing until they are written.
+        Finite numbers, because what is masked out is multiplied by 0; on a CPU they cost nothing until they are
+        written.
         """
         size = self.layers, rows, self.kv_heads, tokens, self.head_dim
+        if self.pages is not None:
+            return self.pages.take(size, self.dtype), self.pages.take(size, self.dtype)
         keys, values = (torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2))
         return keys, values
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.errors import RolloutError
+from verl.utils.allocator import LentPages
 from verl.utils.cpu_kernels import cpu_kernels
 from verl.utils.model import causal_lm_without_weights
 from verl.workers.engine.fsdp.attention import Packing
@@ -39,6 +40,8 @@ class NativeModel:
         config = copy.deepcopy(config)  # which says what attention runs
         self.module = causal_lm_without_weights(config, dtype, device, trust_remote_code)
         self.dtype, self.device = dtype, device
+        self.pages = LentPages() if device.type == "cpu" else None
+        """Memory of keys and values between rollouts."""
         _check_architecture(self.module)
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
         self._standard_attention = self.module.config._attn_implementation
@@ -94,7 +97,7 @@ class NativeModel:
         heads = text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        return Shape(text.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device)
+        return Shape(text.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, self.pages)
 
     @property
     def _caps_scores(self) -> bool:
