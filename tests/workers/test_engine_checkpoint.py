@@ -1,6 +1,7 @@
 """Saving and resuming on one rank, the export, and what a damaged checkpoint says. Two ranks: test_two_ranks.py."""
 
 import json
+import pickle
 import shutil
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from tests.models import tiny_model_dir
 from tests.workers.support import LAYOUTS, WHOLE, make_engine, naive_outputs, ragged_batch, weights_of
 from verl.errors import CheckpointError
+from verl.utils.checkpoint.arrays import from_arrays, to_arrays
 from verl.workers.config import CriticConfig
 from verl.workers.losses import ValueLoss, sft_loss
 
@@ -54,6 +56,45 @@ def test_a_resumed_run_goes_on_bit_for_bit(path, batch, saved):
     assert step(straight, batch) == step(resumed, batch)
     for name, weight in weights_of(straight).items():
         assert torch.equal(weight, weights_of(resumed)[name]), name
+
+
+@pytest.mark.parametrize("placement", [{}, {"model_dtype": "bf16", "dtype": "bf16"}], ids=["fp32", "bf16"])
+def test_a_state_held_in_memory_goes_back_bit_for_bit(path, batch, placement):
+    engine, other = make_engine(path, **placement), make_engine(path, **placement)
+    step(engine, batch)
+    held = to_arrays(engine.state(1).states)
+    kept = weights_of(engine)
+    numbers = torch.rand(3)
+    expected = step(engine, batch, 2)
+    step(other, batch, 3)
+    # Through a pickle with the buffers apart, and read only, as Ray hands them over.
+    buffers = []
+    message = pickle.dumps(held, protocol=5, buffer_callback=buffers.append)
+    assert len(message) < 60_000 < sum(len(buffer.raw()) for buffer in buffers)
+    received = from_arrays(pickle.loads(message, buffers=[bytes(buffer.raw()) for buffer in buffers]))
+    for target in (engine, other):  # back in time, and into a process that has been elsewhere
+        target.load_state(received)
+        assert (target.weight_version, target.scheduler.last_epoch) == (1, 1)
+        for name, weight in weights_of(target).items():
+            assert torch.equal(weight, kept[name]), name
+        assert torch.equal(torch.rand(3), numbers)
+        assert step(target, batch, 2) == expected
+
+
+def test_a_state_before_the_first_step_goes_back(path, batch):
+    engine = make_engine(path)
+    start = engine.state().states
+    first = step(engine, batch)
+    engine.load_state(start)
+    assert not engine.optimizer.state
+    assert step(engine, batch) == first
+
+
+def test_a_state_of_another_rank_is_refused(path):
+    engine = make_engine(path)
+    states = {name.replace("rank_0", "rank_1"): state for name, state in engine.state().states.items()}
+    with pytest.raises(CheckpointError, match=r"rank 0 of 1 cannot take the state extra_state_world_size_1_rank_1.pt"):
+        engine.load_state(states)
 
 
 def test_random_numbers_go_on(path, saved):

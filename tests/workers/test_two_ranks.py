@@ -89,7 +89,15 @@ def checkpoints(rank, path, batch, folder):
     engine.load_checkpoint(str(folder / "from_one"), STATE)  # written by one rank after one step
     with engine.train_mode():
         engine.train_batch(mine, sft_loss, WHOLE)
+    held, weights = engine.state(2).states, weights_of(engine)
     engine.save_checkpoint(str(folder / "from_two"), 2, (*STATE, "hf_model"))
+    with engine.train_mode():
+        after = engine.train_batch(mine, sft_loss, WHOLE)
+    engine.load_state(held)
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(engine).items())
+    with engine.train_mode():
+        assert engine.train_batch(mine, sft_loss, WHOLE) == after
+    engine.load_state(held)
     blocked = "/proc/nowhere" if rank == 1 else str(folder / "fine")
     with pytest.raises(CheckpointError, match="rank 1"):
         engine.save_checkpoint(blocked)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 import transformers
@@ -15,11 +16,13 @@ from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.checkpoint import on_all_ranks
+from verl.utils.checkpoint.arrays import from_arrays, to_arrays
 from verl.utils.device import memory_metrics
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.import_utils import prepare_process
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import BaseEngine, EngineRegistry, LossFn, MicroBatchConfig
+from verl.workers.engine.non_finite import NonFinite
 from verl.workers.losses import sft_loss
 from verl.workers.preference_losses import DirectPreferenceLoss, RewardModelLoss
 
@@ -95,9 +98,11 @@ class EngineWorker(Worker):
     def weights_replaced(self) -> None:
         """Called after ``load_checkpoint``; for whoever holds copies of the weights."""
 
-    def with_memory(self, metrics: dict[str, float], engine: BaseEngine) -> DataProto:
-        """``metrics`` and the memory in use, as a batch without rows."""
-        return DataProto(meta_info={"metrics": metrics | memory_metrics(engine.device)})
+    def report(self, metrics: dict[str, float], problems: Sequence[NonFinite], engine: BaseEngine) -> DataProto:
+        """``metrics`` and the memory in use, and what was not finite, as a batch without rows."""
+        return DataProto(
+            meta_info={"metrics": metrics | memory_metrics(engine.device), "non_finite": list(problems)}
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
@@ -147,6 +152,30 @@ class EngineWorker(Worker):
         self.weights_replaced()
         if del_local_after_load:
             _remove(local_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def snapshot(self, global_step: int = 0) -> dict[str, Any]:
+        """The whole training state of this rank, in own copies that later updates do not change.
+
+        On Ray, ``group.execute_all_async("snapshot")`` leaves it in the object store, where it outlives the workers.
+
+        Returns:
+            file name to state, as a checkpoint on disk has them, with arrays in the place of tensors.
+        """
+        return to_arrays(self.trained.state(global_step).states)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Put a :meth:`snapshot` of this rank back, bit for bit.
+
+        ``group.restore(references)`` takes what ``group.execute_all_async("snapshot")`` gave, one for each rank.
+
+        Raises:
+            CheckpointError: it is of another rank, another number of ranks, or another model.
+        """
+        with self.trained.train_mode():
+            self.trained.load_state(from_arrays(snapshot))
+        self.weights_replaced()
 
 
 def _refuse_hdfs(hdfs_path: str | None) -> None:
@@ -206,11 +235,14 @@ class TrainingWorker(EngineWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
     def train_batch(self, batch: DataProto) -> DataProto:
-        """One optimizer step; ``meta_info["metrics"]``: loss, grad_norm, skipped_steps, lr and memory."""
+        """One optimizer step; ``meta_info["metrics"]``: loss, grad_norm, skipped_steps, lr and memory.
+
+        ``meta_info["non_finite"]`` says why the step was left out, if it was; rows are those of the rank.
+        """
         with self.trained.train_mode():
             metrics = self.trained.train_batch(batch, self.loss_fn, self.micro)
             metrics["lr"] = self.trained.lr_scheduler_step()
-        return self.with_memory(metrics, self.trained)
+        return self.report(metrics, self.trained.non_finite, self.trained)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
     def compute_log_prob(self, batch: DataProto) -> DataProto:

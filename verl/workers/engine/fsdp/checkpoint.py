@@ -10,11 +10,12 @@
       huggingface/                           config, tokenizer; safetensors if "hf_model" is saved
 
 The ``.pt`` files hold plain tensors, numbers and strings, and are read with ``weights_only=True``:
-reading one never runs code from it. A checkpoint is written beside its place and renamed when whole.
+reading one never runs code from it. The same states can be held in memory instead (:func:`restore_rank`).
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import pickle
@@ -27,8 +28,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import CheckpointError
-from verl.utils.checkpoint import LocalFolder, on_all_ranks, rng_state, set_rng_state
-from verl.workers.engine.fsdp.export import save_huggingface
+from verl.utils.checkpoint import on_all_ranks, rng_state, set_rng_state
+from verl.workers.engine.base import RankState
+from verl.workers.engine.fsdp.export import whole_weights, write_huggingface
 from verl.workers.engine.fsdp.model import own_state
 from verl.workers.engine.fsdp.sharding import local_part
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+KINDS = ("model", "optim", "extra_state")
 
 
 def shard_file(kind: str, world_size: int, rank: int) -> str:
@@ -45,39 +48,39 @@ def shard_file(kind: str, world_size: int, rank: int) -> str:
     return f"{kind}_world_size_{world_size}_rank_{rank}.pt"
 
 
-# ---- writing ------------------------------------------------------------------------------------
+# ---- from the engine ----------------------------------------------------------------------------
 
 
-def save_engine(engine: FSDPEngine, local_path: str, global_step: int, contents: Sequence[str]) -> None:
-    """Write ``contents`` of ``engine`` to the folder ``local_path``. Collective.
-
-    Raises:
-        CheckpointError: on every rank, if one could not write; what was at ``local_path`` stays.
-    """
-    target = LocalFolder(local_path)
+def rank_state(engine: FSDPEngine, global_step: int, contents: Sequence[str], copied: bool) -> RankState:
+    """What this rank holds of ``contents``. Collective if they have ``hf_model``."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    target.open()
-    with on_all_ranks(f"write the checkpoint {target.final}"):
-        for kind, state in _states(engine, global_step, contents):
-            torch.save(state, target.partial / shard_file(kind, world_size, rank))
-        if rank == 0:
-            described = {"FSDP_version": 2, "world_size": world_size}
-            (target.partial / "fsdp_config.json").write_text(json.dumps(described))
-    save_huggingface(engine, target.partial / "huggingface", with_weights="hf_model" in contents)
-    target.commit()
+    states = {
+        shard_file(kind, world_size, rank): state for kind, state in _states(engine, global_step, contents, copied)
+    }
+    weights = whole_weights(engine) if "hf_model" in contents else None
+    if rank:
+        return RankState(states)
+
+    def describe(folder: Path) -> None:
+        (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": world_size}))
+        write_huggingface(engine, folder / "huggingface", weights)
+
+    return RankState(states, describe)
 
 
-def _states(engine: FSDPEngine, global_step: int, contents: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _states(
+    engine: FSDPEngine, global_step: int, contents: Sequence[str], copied: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
     if "model" in contents:
-        yield "model", _tensors_state(own_state(engine.model))
+        yield "model", _tensors_state(own_state(engine.model), copied)
     if "optimizer" in contents and engine.optimizer is not None:
-        yield "optim", _optimizer_state(engine)
+        yield "optim", _optimizer_state(engine, copied)
     if "extra" in contents:
         yield (
             "extra_state",
             {
                 "format": FORMAT,
-                "lr_scheduler": None if engine.scheduler is None else engine.scheduler.state_dict(),
+                "lr_scheduler": None if engine.scheduler is None else copy.deepcopy(engine.scheduler.state_dict()),
                 "rng": rng_state(),
                 "weight_version": engine.weight_version,
                 "global_step": global_step,
@@ -85,18 +88,18 @@ def _states(engine: FSDPEngine, global_step: int, contents: Sequence[str]) -> It
         )
 
 
-def _tensors_state(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _tensors_state(tensors: Mapping[str, Tensor], copied: bool) -> dict[str, Any]:
     """Rows of each tensor that this rank holds, with the whole shape and the number of the first row."""
     parts = {name: local_part(tensor) for name, tensor in tensors.items()}
     return {
         "format": FORMAT,
-        "tensors": {name: local.cpu() for name, (local, _) in parts.items()},
+        "tensors": {name: local.to("cpu", copy=copied) for name, (local, _) in parts.items()},
         "shapes": {name: list(tensor.shape) for name, tensor in tensors.items()},
         "first_rows": {name: start for name, (_, start) in parts.items()},
     }
 
 
-def _optimizer_state(engine: FSDPEngine) -> dict[str, Any]:
+def _optimizer_state(engine: FSDPEngine, copied: bool) -> dict[str, Any]:
     """Moments as rows like the weights, under ``<weight>/<moment>``; the rest as it is."""
     assert engine.optimizer is not None
     rows: dict[str, Tensor] = {}
@@ -105,10 +108,10 @@ def _optimizer_state(engine: FSDPEngine) -> dict[str, Any]:
         for key, value in engine.optimizer.state.get(parameter, {}).items():
             is_rows = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
             (rows if is_rows else other)[f"{name}/{key}"] = value
-    return _tensors_state(rows) | {"other": other}
+    return _tensors_state(rows, copied) | {"other": copy.deepcopy(other)}
 
 
-# ---- reading ------------------------------------------------------------------------------------
+# ---- into the engine ----------------------------------------------------------------------------
 
 
 def load_engine(engine: FSDPEngine, local_path: str, contents: Sequence[str]) -> None:
@@ -125,7 +128,31 @@ def load_engine(engine: FSDPEngine, local_path: str, contents: Sequence[str]) ->
         if "optimizer" in contents and engine.optimizer is not None:
             _load_optimizer(engine, read_shards(folder, "optim", saved_ranks))
         if "extra" in contents:
-            _load_extra(engine, folder, saved_ranks)
+            rank = dist.get_rank()
+            extra = read_state(folder / shard_file("extra_state", saved_ranks, min(rank, saved_ranks - 1)))
+            _load_extra(engine, extra, has_own_rng=rank < saved_ranks)
+
+
+def restore_rank(engine: FSDPEngine, states: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put back what :func:`rank_state` gave on this rank of as many ranks.
+
+    Raises:
+        CheckpointError: it is of another rank, another number of ranks, or another model.
+    """
+    wanted = {kind: shard_file(kind, dist.get_world_size(), dist.get_rank()) for kind in KINDS}
+    if unknown := states.keys() - set(wanted.values()):
+        raise CheckpointError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} cannot take the state {', '.join(sorted(unknown))}: a "
+            "state held in memory goes back to the rank that it came from, among as many ranks. For another number of "
+            "ranks, resume from a checkpoint on disk."
+        )
+    found = {kind: dict(states[file]) for kind, file in wanted.items() if file in states}
+    if "model" in found:
+        _load_rows(own_state(engine.model), [found["model"]])
+    if "optim" in found and engine.optimizer is not None:
+        _load_optimizer(engine, [found["optim"]])
+    if "extra_state" in found:
+        _load_extra(engine, found["extra_state"], has_own_rng=True)
 
 
 def saved_world_size(folder: Path) -> int:
@@ -215,6 +242,7 @@ def _load_rows(tensors: Mapping[str, Tensor], shards: list[dict[str, Any]]) -> N
 
 def _load_optimizer(engine: FSDPEngine, shards: list[dict[str, Any]]) -> None:
     assert engine.optimizer is not None
+    engine.optimizer.state.clear()
     moments: dict[str, Tensor] = {}
     for name, parameter in engine.model.named_parameters():
         keys = [key for key in shards[0]["shapes"] if key.rsplit("/", 1)[0] == name]
@@ -230,13 +258,11 @@ def _load_optimizer(engine: FSDPEngine, shards: list[dict[str, Any]]) -> None:
     _load_rows(moments, shards)
 
 
-def _load_extra(engine: FSDPEngine, folder: Path, saved_ranks: int) -> None:
-    rank = dist.get_rank()
-    state = read_state(folder / shard_file("extra_state", saved_ranks, min(rank, saved_ranks - 1)))
+def _load_extra(engine: FSDPEngine, state: Mapping[str, Any], has_own_rng: bool) -> None:
     if engine.scheduler is not None and state["lr_scheduler"] is not None:
         engine.scheduler.load_state_dict(state["lr_scheduler"])
         for group, lr in zip(engine.scheduler.optimizer.param_groups, state["lr_scheduler"]["_last_lr"], strict=True):
             group["lr"] = lr
-    if rank < saved_ranks:
+    if has_own_rng:
         set_rng_state(state["rng"])
     engine.weight_version = int(state["weight_version"])

@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
 from verl.errors import ConfigError
-from verl.utils.checkpoint import on_all_ranks
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import HFModelConfig
 
@@ -23,24 +22,26 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def save_huggingface(engine: FSDPEngine, folder: Path, with_weights: bool) -> None:
-    """Config and tokenizer of the engine's model to ``folder``, and its weights if asked. Collective.
+def whole_weights(engine: FSDPEngine) -> dict[str, Tensor]:
+    """All weights under their Transformers names, own copies, on rank 0; the other ranks get none. Collective.
 
-    Weights keep the format in which they are trained (``model_dtype``). A value model becomes a
-    ``...ForTokenClassification`` with one label.
-
-    Raises:
-        CheckpointError: on every rank, if rank 0 could not write.
+    Weights keep the format in which they are trained (``model_dtype``).
     """
     is_first = dist.get_rank() == 0
     weights: dict[str, Tensor] = {}
-    for name, tensor in engine.get_per_tensor_param() if with_weights else ():
+    for name, tensor in engine.get_per_tensor_param():
         if is_first:
-            weights[name] = tensor.cpu()
-    with on_all_ranks(f"write {folder}"):
-        if is_first:
-            write_model_folder(engine.model.hf, engine.model.head_name, weights if with_weights else None, folder)
-            write_tokenizer(engine.model_config, folder)
+            weights[name] = tensor.to("cpu", copy=True)
+    return weights
+
+
+def write_huggingface(engine: FSDPEngine, folder: Path, weights: dict[str, Tensor] | None) -> None:
+    """Config and tokenizer of the engine's model to ``folder``, and ``weights`` unless None.
+
+    A value model becomes a ``...ForTokenClassification`` with one label.
+    """
+    write_model_folder(engine.model.hf, engine.model.head_name, weights, folder)
+    write_tokenizer(engine.model_config, folder)
 
 
 def write_model_folder(hf: PreTrainedModel, head_name: str, weights: dict[str, Tensor] | None, folder: Path) -> None:
