@@ -28,6 +28,10 @@ class RewardError(VerlError, RuntimeError):
     """Scoring failed more often than the configuration allows."""
 
 
+class NonFiniteError(VerlError, FloatingPointError):
+    """Losses or gradients were not finite, in more steps than the configuration allows."""
+
+
 class RolloutError(VerlError, RuntimeError):
     """A rollout engine cannot serve a request or a model."""
 

@@ -11,6 +11,7 @@ from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.workers.engine import BatchTotals, MicroBatchConfig, Share
+from verl.workers.engine.non_finite import NonFinite
 from verl.workers.losses import OwnForwardLoss, PolicyLoss, ValueLoss, sft_loss
 from verl.workers.update import UpdatePlan, mini_batch_size_per_rank, update
 
@@ -188,11 +189,14 @@ class Recorder:
 
     def __init__(self, skip=()):
         self.seen, self.skip, self.weight_version, self.lr = [], skip, 0, 0.5
+        self.non_finite = ()
 
     def train_batch(self, part, loss_fn, micro, temperature):
         step = len(self.seen)
         self.seen.append(part.batch["row"].tolist())
         skipped = step in self.skip
+        problem = NonFinite(kind="output", name="log_probs", value="nan", rank=0, row=1, token=3)
+        self.non_finite = [problem] if skipped else []
         self.weight_version += not skipped
         return {"loss": step, "x_max": -step, "x_min": step, "grad_norm": math.nan if skipped else 1.0 + step,
                 "skipped_steps": float(skipped)}  # fmt: skip
@@ -203,7 +207,8 @@ class Recorder:
 
 def run(engine, rows=6, **plan):
     plan = UpdatePlan(**{"mini_batch_size": 2, "micro": MicroBatchConfig()} | plan)
-    return update(engine, batch(row=list(range(rows))), sft_loss, plan, prefix="actor")
+    metrics, engine.problems = update(engine, batch(row=list(range(rows))), sft_loss, plan, prefix="actor")
+    return metrics
 
 
 def test_mini_batches_are_contiguous_and_metrics_are_means():
@@ -216,8 +221,11 @@ def test_mini_batches_are_contiguous_and_metrics_are_means():
 
 
 def test_skipped_steps_are_counted_and_leave_the_mean():
-    metrics = run(Recorder(skip=(1,)))
+    engine = Recorder(skip=(1,))
+    metrics = run(engine)
     assert metrics["actor/skipped_steps"] == 1.0
+    # Row 1 of the mini-batch with rows 2 and 3 is row 3 of the batch.
+    assert [str(one) for one in engine.problems] == ["the model's log_probs is nan in sample 3, response token 3"]
     assert metrics["actor/grad_norm"] == 2.0  # of 1 and 3
     assert math.isnan(run(Recorder(skip=(0, 1, 2)))["actor/grad_norm"])
 

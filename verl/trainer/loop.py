@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verl.trainer.bad_steps import BadSteps
 from verl.trainer.checkpoint import TrainerCheckpoint
 from verl.trainer.run_state import RunState
+from verl.trainer.schedule import Schedule
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
 from verl.utils.tracking import Tracking
+
+if TYPE_CHECKING:
+    from verl.trainer.config.trainer import BaseTrainerConfig
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +45,13 @@ class TrainingLoop:
     train_dataloader: Any
     total_training_steps: int
     checkpoint: TrainerCheckpoint
+    schedule: Schedule
 
-    def __init__(self) -> None:
+    def __init__(self, trainer: BaseTrainerConfig) -> None:
         self.global_steps = 0
         self.epochs = EpochCounter()
-        self.controllers: dict[str, Any] = {"epochs": self.epochs}
+        self.bad_steps = BadSteps.of(trainer)
+        self.controllers: dict[str, Any] = {"epochs": self.epochs, "bad_steps": self.bad_steps}
         """What changes from step to step, by name: each has ``state_dict`` (plain numbers) and ``load_state_dict``."""
         self.stopwatch = Stopwatch()
         self.rows = self._epochs()
@@ -67,9 +74,11 @@ class TrainingLoop:
         while self.global_steps < self.total_training_steps:
             rows = next(self.rows)
             self.global_steps += 1
-            metrics = self._one_step(rows)
+            metrics = self._one_step(rows) | self.checkpoint.metrics()
             tracking.log(metrics, step=self.global_steps)
             progress.update(self.global_steps, metrics)
+            self.bad_steps.stop_if_too_many(self.global_steps)
+        self.checkpoint.finish()
 
     def state(self) -> RunState:
         """The driver as it is now, between two steps."""
@@ -93,6 +102,12 @@ class TrainingLoop:
     @stage("save_checkpoint")
     def _save_checkpoint(self) -> None:
         self.checkpoint.save(self.state())
+
+    def _save_if_due(self) -> None:
+        """Save by the schedule, and after a step whose save has failed; see what became of a save in the background."""
+        self.checkpoint.poll()
+        if self.checkpoint.owed or self.schedule.due("save", self.global_steps):
+            self._save_checkpoint()
 
     def _load_checkpoint(self) -> None:
         found = self.checkpoint.load()

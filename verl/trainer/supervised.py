@@ -25,6 +25,7 @@ from verl.trainer.timing import Stopwatch, stage
 from verl.utils.console import Progress
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.tracking import Tracking
+from verl.workers.engine.non_finite import in_batch_order
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -58,7 +59,7 @@ class SupervisedTrainer(TrainingLoop):
         collate_fn: Callable,
         train_sampler: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(config.trainer)
         self.config = config
         self.workers = workers
         self.arithmetic = Arithmetic.of_ranks(workers.arithmetic())
@@ -78,12 +79,7 @@ class SupervisedTrainer(TrainingLoop):
             )
         self.total_training_steps = total_steps(config, len(train_dataset))
         self.schedule = Schedule.of(trainer, self.total_training_steps)
-        plan = CheckpointPlan(
-            root=trainer.default_local_dir,
-            resume_mode=trainer.resume_mode,
-            resume_from_path=trainer.resume_from_path,
-            keep={".": trainer.max_ckpt_to_keep},
-        )
+        plan = CheckpointPlan.of(trainer, keep={".": trainer.max_ckpt_to_keep})
         self.checkpoint = TrainerCheckpoint(plan, {".": workers})
 
     def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
@@ -111,8 +107,7 @@ class SupervisedTrainer(TrainingLoop):
         metrics = self.update(batch)
         if self.val_dataloader is not None and self.schedule.due("test", self.global_steps):
             metrics |= self.validate()
-        if self.schedule.due("save", self.global_steps):
-            self._save_checkpoint()
+        self._save_if_due()
         seconds = self.stopwatch.seconds["update"]
         mfu = self.arithmetic.utilization(self.useful_flops(batch), seconds)
         return metrics | {"train/time(s)": seconds} | ({} if mfu is None else {"train/mfu": mfu})
@@ -126,10 +121,14 @@ class SupervisedTrainer(TrainingLoop):
             lengths, dp_size=self.workers.world_size, num_mini_batches=1, balance=self.config.data.balance_dp_token
         )
         dealt = batch.select_idxs([unit * i + row for i in order for row in range(unit)])
-        metrics = self.train_on(dealt).meta_info["metrics"]
-        return {f"train/{name.removeprefix('perf/')}": value for name, value in metrics.items()} | {
+        report = self.train_on(dealt).meta_info
+        metrics = {f"train/{name.removeprefix('perf/')}": value for name, value in report["metrics"].items()}
+        problems = in_batch_order(report["non_finite"], range(len(dealt)), self.workers.world_size)
+        self.bad_steps.see(self.global_steps, "update", metrics, dealt, problems)
+        return metrics | {
             "train/global_tokens": float(sum(lengths)),
             "training/epoch": self.epochs.epoch,
+            **self.bad_steps.metrics(),
         }
 
     def useful_flops(self, batch: DataProto) -> float | None:

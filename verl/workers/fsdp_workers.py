@@ -169,7 +169,7 @@ class ActorRolloutRefWorker(EngineWorker):
         plan = _plan("actor", self.config.actor, self.config.rollout.n, engine, self.temperature)
         if not own_forward:
             with engine.train_mode():
-                return self.with_memory(update(engine, batch, loss, plan, prefix="actor"), engine)
+                return self.report(*update(engine, batch, loss, plan, prefix="actor"), engine)
         if len(batch) != plan.mini_batch_size or plan.epochs != 1:
             raise ConfigError(
                 f"{len(batch)} sequences of this rank in mini-batches of {plan.mini_batch_size}, {plan.epochs} times "
@@ -177,9 +177,9 @@ class ActorRolloutRefWorker(EngineWorker):
             )
         scoring = OwnForwardLoss(loss, len(batch))
         with engine.train_mode():
-            metrics = update(engine, scoring.numbered(batch), scoring, plan, prefix="actor")
+            metrics, problems = update(engine, scoring.numbered(batch), scoring, plan, prefix="actor")
         assert batch.batch is not None
-        return self.with_memory(metrics, engine) | scoring.columns(batch.batch["response_mask"].shape[1])
+        return self.report(metrics, problems, engine) | scoring.columns(batch.batch["response_mask"].shape[1])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def training_randomness(self) -> dict[str, float]:
@@ -253,8 +253,7 @@ class CriticWorker(EngineWorker):
         engine = self.trained
         plan = _plan("critic", self.config, self.config.rollout_n, engine)
         with engine.train_mode():
-            metrics = update(engine, batch, self.value_loss, plan, prefix="critic")
-        return self.with_memory(metrics, engine)
+            return self.report(*update(engine, batch, self.value_loss, plan, prefix="critic"), engine)
 
 
 class RewardModelWorker(EngineWorker):

@@ -147,7 +147,10 @@ class OwnForwardLoss:
         require(data, ("row", "response_mask"), "the policy update")
         assert data.batch is not None
         old, entropy = outputs["log_probs"].detach(), outputs["entropy"].detach()
-        self._seen.append((data.batch["row"], old, entropy))
+        # A row may come again: after a pass that did not fit the memory, and without its tokens in one that only
+        # keeps the ranks in step.
+        there = data.batch["response_mask"].any(-1)
+        self._seen.append((data.batch["row"][there], old[there], entropy[there]))
         data = data | DataProto.from_dict(tensors={"old_log_probs": old})
         return self.loss({name: outputs[name] for name in self.loss.outputs}, data, totals)
 
@@ -155,8 +158,7 @@ class OwnForwardLoss:
         """old_log_probs and entropys, (bsz, response_length) float32 on the CPU, 0 where ``response_mask`` is 0."""
         found = torch.zeros(2, self._bsz, response_length)
         for rows, old, entropy in self._seen:
-            # A sum: a pass that only keeps the ranks in step repeats a row without its tokens, all zeros.
-            found[:, rows.cpu()] += torch.stack([old, entropy]).float().cpu()
+            found[:, rows.cpu()] = torch.stack([old, entropy]).float().cpu()
         return DataProto.from_dict(tensors={"old_log_probs": found[0], "entropys": found[1]})
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.workers.engine.base import BaseEngine, LossFn, MicroBatchConfig
+from verl.workers.engine.non_finite import NonFinite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +48,9 @@ def mini_batch_size_per_rank(name: str, prompts: int, n: int, dp_size: int) -> i
     return prompts * n // dp_size
 
 
-def update(engine: BaseEngine, batch: DataProto, loss_fn: LossFn, plan: UpdatePlan, prefix: str) -> dict[str, float]:
+def update(
+    engine: BaseEngine, batch: DataProto, loss_fn: LossFn, plan: UpdatePlan, prefix: str
+) -> tuple[dict[str, float], list[NonFinite]]:
     """All optimizer steps of one batch, then one step of the schedule.
 
     Args:
@@ -59,25 +62,26 @@ def update(engine: BaseEngine, batch: DataProto, loss_fn: LossFn, plan: UpdatePl
 
     Returns:
         the mean of each metric over the steps, with ``{prefix}/grad_norm`` over the steps taken, their
-        ``{prefix}/lr``, and in ``{prefix}/skipped_steps`` how many were not.
+        ``{prefix}/lr``, and in ``{prefix}/skipped_steps`` how many were not; and why they were not, with the
+        rows of ``batch``.
 
     Raises:
         ConfigError: the batch does not divide into mini-batches.
     """
-    steps = [
-        engine.train_batch(part, loss_fn, plan.micro, plan.temperature)
-        for part in _mini_batches(batch, plan, engine.weight_version)
-    ]
+    steps, problems = [], []
+    for rows in _mini_batches(batch, plan, engine.weight_version):
+        steps.append(engine.train_batch(batch.select_idxs(rows), loss_fn, plan.micro, plan.temperature))
+        problems += [one if one.row is None else replace(one, row=rows[one.row]) for one in engine.non_finite]
     own = {"grad_norm", "skipped_steps"}
     metrics = {name: _over_steps(name, steps) for name in sorted({key for step in steps for key in step} - own)}
     taken = [step["grad_norm"] for step in steps if not step["skipped_steps"]]
     metrics[f"{prefix}/grad_norm"] = sum(taken) / len(taken) if taken else math.nan
     metrics[f"{prefix}/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
     metrics[f"{prefix}/lr"] = engine.lr_scheduler_step()
-    return metrics
+    return metrics, problems
 
 
-def _mini_batches(batch: DataProto, plan: UpdatePlan, step: int) -> Iterator[DataProto]:
+def _mini_batches(batch: DataProto, plan: UpdatePlan, step: int) -> Iterator[list[int]]:
     size = plan.mini_batch_size
     if size < 1 or len(batch) % size:
         raise ConfigError(
@@ -91,7 +95,7 @@ def _mini_batches(batch: DataProto, plan: UpdatePlan, step: int) -> Iterator[Dat
         count = len(parts)
         order = range(count) if plan.shuffle_seed is None else torch.randperm(count, generator=generator).tolist()
         for k in order:
-            yield batch.select_idxs(parts[k])
+            yield parts[k]
 
 
 def _over_steps(name: str, steps: list[dict[str, float]]) -> float:

@@ -25,9 +25,9 @@ class RecoveryConfig(BaseConfig):
     """Go on from the checkpoint before a damaged one, naming it, or stop."""
     on_failed_save: Literal["retry", "stop"] = setting("retry")
     """A checkpoint that cannot be written is tried again after the next step (the last one must succeed), or stops."""
-    max_bad_steps: int = setting(3, ge=0)
-    """Steps in a row whose update was left out (loss or gradient not finite) before the run stops."""
+    max_bad_steps: int | None = setting(3, ge=1)
+    """So many steps in a row whose update was left out (loss or gradient not finite) stop the run; null never does."""
     bad_batch_dir: str | None = setting(None, path=True)
-    """Folder for the batches of such steps; null takes `bad_batches` in the checkpoint folder."""
+    """Folder for the batches of such steps, the newest few; null takes `bad_batches` in the checkpoint folder."""
     split_on_out_of_memory: bool = setting(True)
     """Cut a micro-batch that does not fit the memory in two, try again, and remember the size that fitted."""

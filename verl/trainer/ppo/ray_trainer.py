@@ -115,8 +115,9 @@ class RayPPOTrainer(TrainingLoop):
         train_sampler: Any = None,
         device_name: str | None = None,
     ) -> None:
-        super().__init__()
-        self.config = config if isinstance(config, PPOConfig) else load_config(config)
+        config = config if isinstance(config, PPOConfig) else load_config(config)
+        super().__init__(config.trainer)
+        self.config = config
         self.tokenizer = tokenizer
         self.processor = processor
         self.role_workers = RoleWorkers(
@@ -180,7 +181,7 @@ class RayPPOTrainer(TrainingLoop):
         if self.critic_wg:
             self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_wg.arithmetic())
         saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
-        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of(self.config.trainer), saved)
+        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of_ppo(self.config.trainer), saved)
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
             self.validator = Validator(
@@ -216,8 +217,7 @@ class RayPPOTrainer(TrainingLoop):
             self._tell_the_data(batch)
             if self.validator and self.schedule.due("test", self.global_steps):
                 self.metrics.update(self._validate())
-            if self.schedule.due("save", self.global_steps):
-                self._save_checkpoint()
+            self._save_if_due()
         self.metrics.update(self._step_metrics(batch))
         return self.metrics
 
@@ -432,8 +432,9 @@ class RayPPOTrainer(TrainingLoop):
     ) -> DataProto:
         """``count`` optimizer steps, one for each mini-batch; the columns that they make, if any."""
         lengths, balance = stages.sequence_lengths(batch), self.config.trainer.balance_batch
-        metrics, made = update_weights(workers, method, batch, columns, lengths, balance, count, **arguments)
+        metrics, made, problems = update_weights(workers, method, batch, columns, lengths, balance, count, **arguments)
         self.metrics.update(metrics)
+        self.bad_steps.see(self.global_steps, method, metrics, batch, problems)
         return made
 
     def _count_update(self, name: str, batch: DataProto, epochs: int) -> None:
@@ -458,6 +459,7 @@ class RayPPOTrainer(TrainingLoop):
             **compute_timing_metrics(batch, timing, generated=self.record.generated_tokens()),
             **compute_throughout_metrics(batch, timing, n_gpus=world_size),
             **compute_mfu_metrics(self.flops, self.arithmetic, timing),
+            **self.bad_steps.metrics(),
         }
 
     @stage("testing")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ from verl.utils.reward_score.prime_code import code_settings
 from verl.workers.config.reward_model import FailurePolicy
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.function import Pending, form_of, tensors_of
+
+logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
@@ -284,9 +287,30 @@ def _checked(result: Any, data: DataProto, reward_fn: Any) -> tuple[torch.Tensor
             f"the reward function returned '{taken[0]}', the name of a column of verl: {COLUMNS[taken[0]].meaning} "
             f"(made by {COLUMNS[taken[0]].producer}). Give it another name."
         )
-    extra.setdefault("score", scores.sum(-1).tolist())
     extra.setdefault("reward_status", ["ok"] * len(data))
+    scores, extra["reward_status"] = _without_non_finite(scores, extra["reward_status"], type(reward_fn).__name__)
+    extra.setdefault("score", scores.sum(-1).tolist())
     return scores, extra
+
+
+def _without_non_finite(scores: torch.Tensor, statuses: Sequence[str], manager: str) -> tuple[torch.Tensor, list[str]]:
+    """A sample with a score that is NaN or infinite, of a manager that does not look, becomes a failed one."""
+    bad = ~scores.isfinite().all(-1)
+    if not bad.any():
+        return scores, list(statuses)
+    rows = bad.nonzero().flatten().tolist()
+    first = scores[rows[0]]
+    logger.error(
+        "%s gave %d of %d samples a score that is not finite; the first is row %d, with %s. They count as failed "
+        "(reward_status=error, reward_model.on_failure).",
+        manager,
+        len(rows),
+        len(scores),
+        rows[0],
+        first[~first.isfinite()][0].item(),
+    )
+    statuses = ["error" if row in rows and status == "ok" else status for row, status in enumerate(statuses)]
+    return torch.where(bad.unsqueeze(-1), 0.0, scores), statuses
 
 
 def _unpacked(result: dict[str, Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:

@@ -13,6 +13,7 @@ from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.ppo.utils import Needs, Role
 from verl.trainer.schedule import with_total_steps
 from verl.utils.seqlen_balancing import get_reverse_idx, log_seqlen_unbalance
+from verl.workers.engine.non_finite import NonFinite, in_batch_order
 
 
 @dataclass(kw_only=True)
@@ -115,7 +116,7 @@ def update_weights(
     balance: bool,
     num_mini_batches: int,
     **arguments: Any,
-) -> tuple[dict[str, float], DataProto]:
+) -> tuple[dict[str, float], DataProto, list[NonFinite]]:
     """One pass of updates over a batch, and how evenly its tokens were dealt.
 
     Args:
@@ -130,7 +131,7 @@ def update_weights(
 
     Returns:
         the metrics of the update, the same on every rank, and ``global_seqlen/...``; the columns that it
-        made, in the order of the batch, if any.
+        made, in the order of the batch, if any; what was not finite, by rows of the batch.
     """
     order, ranks = layout_for_ranks(
         seqlens, dp_size=workers.world_size, num_mini_batches=num_mini_batches, balance=balance
@@ -138,5 +139,6 @@ def update_weights(
     inputs = batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
     updated = getattr(workers, method)(inputs.select_idxs(order), **arguments)
     metrics = {**log_seqlen_unbalance(seqlens, ranks, "global_seqlen"), **updated.meta_info["metrics"]}
+    problems = in_batch_order(updated.meta_info.get("non_finite", []), order, workers.world_size)
     made = updated.select(meta_info_keys=[])
-    return metrics, made.select_idxs(get_reverse_idx(order)) if len(made) else made
+    return metrics, made.select_idxs(get_reverse_idx(order)) if len(made) else made, problems

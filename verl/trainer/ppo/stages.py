@@ -103,7 +103,8 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
         beta,
         kl_penalty,
     )
-    if columns["response_mask"].any():  # a batch without a token to learn from has no KL to steer by
+    # A batch without a token to learn from has no KL to steer by, and NaN would be the weight's for ever.
+    if columns["response_mask"].any() and mean_kl.isfinite():
         kl_ctrl.update(current_kl=mean_kl.item(), n_steps=len(data))
     metrics = {"actor/reward_kl_penalty": mean_kl.item(), "actor/reward_kl_penalty_coeff": beta}
     return data | DataProto.from_dict(tensors={"token_level_rewards": rewards}), metrics

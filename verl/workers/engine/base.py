@@ -13,17 +13,22 @@ have the layout of ``verl.schema``; what comes out has one value per response to
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from verl.errors import ConfigError
+from verl.utils.checkpoint import LocalFolder, on_all_ranks
+from verl.utils.checkpoint.files import FileEntry, sync_tree, write_states
 from verl.utils.registry import Registry
+from verl.workers.engine.non_finite import NonFinite
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -77,6 +82,34 @@ rows says so by ``loss_fn.rows_per_unit`` (2 for pairs; default 1): so many rows
 first row of each rank's part on, always come in one micro-batch and in their order."""
 
 
+@dataclass(frozen=True)
+class RankState:
+    """What one rank holds of a training state, as it was when it was asked."""
+
+    states: dict[str, dict[str, Any]]
+    """By the name of the file that holds it on disk: tensors on the CPU, numbers and strings."""
+    describe: Callable[[Path], None] | None = None
+    """On rank 0: writes into a folder what belongs to the whole model, such as its config and tokenizer."""
+
+    def write(self, folder: Path) -> dict[str, FileEntry]:
+        """Write this rank's files into a folder that exists, synced; needs no other rank.
+
+        Returns:
+            the files by their path below ``folder``.
+        """
+        files = write_states(folder, self.states)
+        if self.describe is None:
+            return files
+        own = folder / ".rank_0"
+        own.mkdir()
+        self.describe(own)
+        files |= sync_tree(own)
+        for path in sorted(own.iterdir()):
+            path.replace(folder / path.name)
+        own.rmdir()
+        return files
+
+
 class BaseEngine(ABC):
     """One model, and unless it is frozen its optimizer, on this rank."""
 
@@ -84,6 +117,8 @@ class BaseEngine(ABC):
     """Where it computes."""
     weight_version: int = 0
     """Optimizer steps that have changed the weights; restored by ``load_checkpoint``."""
+    non_finite: Sequence[NonFinite] = ()
+    """What was not finite in the last mini-batch, of all ranks and the same on each; empty where all was."""
 
     @abstractmethod
     def initialize(self) -> None:
@@ -122,7 +157,10 @@ class BaseEngine(ABC):
     def forward_backward_batch(
         self, batch: DataProto, loss_fn: LossFn, micro: MicroBatchConfig, temperature: float = 1.0
     ) -> dict[str, float]:
-        """Gradients of one mini-batch, added to those there are; global metrics, the same on every rank."""
+        """Gradients of one mini-batch, added to those there are; global metrics, the same on every rank.
+
+        A loss that is not finite on one rank is in ``non_finite`` on all of them.
+        """
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:
@@ -132,12 +170,16 @@ class BaseEngine(ABC):
     def optimizer_step(self) -> float:
         """Clip, then update; the gradient norm before clipping.
 
-        If the norm is not finite the weights stay as they are and ``weight_version`` does not change.
+        If the norm is not finite, the same on every rank, weights and optimizer stay as they are, ``weight_version``
+        does not change, and ``non_finite`` names the parameters.
         """
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule; returns the learning rate that was in force until now."""
+        """Advance the schedule; returns the learning rate that was in force until now.
+
+        It counts the steps of the run, also those whose update was left out, so that it ends when the run does.
+        """
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
@@ -164,14 +206,40 @@ class BaseEngine(ABC):
         """Move weights and optimizer state to ``"cpu"`` or to the engine's device."""
 
     @abstractmethod
+    def state(
+        self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True
+    ) -> RankState:
+        """What this rank holds of ``contents``. Collective.
+
+        Args:
+            global_step: kept beside the state.
+            contents: of ``model``, ``optimizer``, ``extra`` (schedule, random states, weight version) and
+                ``hf_model`` (weights for Transformers, written by rank 0).
+            copied: own copies, which later steps do not change.
+        """
+
+    @abstractmethod
+    def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put back the ``states`` of :meth:`state`, bit for bit, on the same rank of as many ranks.
+
+        Raises:
+            CheckpointError: they are of another rank, another number of ranks, or another model.
+        """
+
     def save_checkpoint(
         self, local_path: str, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra")
     ) -> None:
-        """Write ``contents`` to the folder ``local_path``, whole or not at all.
+        """Write ``contents`` to the folder ``local_path``, whole or not at all. Collective.
 
         Raises:
-            CheckpointError: on every rank, if any rank could not write.
+            CheckpointError: on every rank, if any rank could not write; what was at ``local_path`` stays.
         """
+        target = LocalFolder(local_path)
+        target.open()
+        state = self.state(global_step, contents, copied=False)
+        with on_all_ranks(f"write the checkpoint {target.final}"):
+            state.write(target.partial)
+        target.commit()
 
     @abstractmethod
     def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
@@ -186,14 +254,19 @@ class BaseEngine(ABC):
     ) -> dict[str, float]:
         """One optimizer step on one mini-batch.
 
+        A loss or a gradient that is not finite on any rank leaves weights and optimizer of all ranks as they were.
+
         Returns:
             the loss function's metrics over all ranks and micro-batches, with ``grad_norm`` and
-            ``skipped_steps`` (1 if the gradient was not finite and the weights stayed as they were).
+            ``skipped_steps`` (1 if the step was left out; ``non_finite`` then says why).
         """
+        self.non_finite = ()
         self.optimizer_zero_grad()
         metrics = self.forward_backward_batch(batch, loss_fn, micro, temperature)
         before = self.weight_version
-        metrics["grad_norm"] = self.optimizer_step()
+        if self.non_finite:
+            self.optimizer_zero_grad()
+        metrics["grad_norm"] = math.nan if self.non_finite else self.optimizer_step()
         metrics["skipped_steps"] = float(self.weight_version == before)
         return metrics
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +20,18 @@ from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine.base import BaseEngine, BatchTotals, EngineRegistry, LossFn, MicroBatchConfig
-from verl.workers.engine.fsdp.checkpoint import load_engine, save_engine
+from verl.workers.engine.base import (
+    BaseEngine,
+    BatchTotals,
+    EngineRegistry,
+    LossFn,
+    Metrics,
+    MicroBatchConfig,
+    RankState,
+)
+from verl.workers.engine.fsdp.checkpoint import load_engine, rank_state, restore_rank
 from verl.workers.engine.fsdp.inputs import ModelInputs, prepare_inputs
-from verl.workers.engine.fsdp.micro_batches import MetricSum, batch_totals, split_micro_batches
+from verl.workers.engine.fsdp.micro_batches import MetricSum, batch_totals, gathered, split_micro_batches
 from verl.workers.engine.fsdp.model import (
     HeadedModel,
     ModelType,
@@ -32,9 +40,15 @@ from verl.workers.engine.fsdp.model import (
 )
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler, clip_gradients
 from verl.workers.engine.fsdp.packing_check import choose_form
-from verl.workers.engine.fsdp.sharding import full_tensor, make_mesh, mixed_precision, needs_sharding, shard_model
-
-logger = logging.getLogger(__name__)
+from verl.workers.engine.fsdp.sharding import (
+    full_tensor,
+    local_part,
+    make_mesh,
+    mixed_precision,
+    needs_sharding,
+    shard_model,
+)
+from verl.workers.engine.non_finite import LossWatch, in_gradients
 
 
 class FSDPEngine(BaseEngine):
@@ -186,16 +200,18 @@ class FSDPEngine(BaseEngine):
         self._check_outputs(outputs)
         _check_temperature(temperature)
         totals = batch_totals(batch, self.get_data_parallel_size(), self.device)
-        metrics = MetricSum(totals)
+        metrics, watch = MetricSum(totals), LossWatch(dist.get_rank())
         for part in split_micro_batches(batch, micro, self.device, getattr(loss_fn, "rows_per_unit", 1)):
-            found = self._forward_backward(part.data, loss_fn, outputs, totals, temperature)
+            columns, loss, found = self._forward_backward(part.data, loss_fn, outputs, totals, temperature)
+            watch.add(part.rows, part.data, columns, loss, found)
             if not part.is_filler:
                 metrics.add(found, part.num_tokens)
-        return metrics.reduce()
+        reduced, self.non_finite = metrics.reduce(watch.found())
+        return reduced
 
     def _forward_backward(
         self, data: DataProto, loss_fn: LossFn, outputs: frozenset[str], totals: BatchTotals, temperature: float
-    ) -> dict:
+    ) -> tuple[dict[str, Tensor], Tensor, Metrics]:
         inputs = self._inputs(data)
         flat = self.model(inputs, outputs, temperature)
         columns = {name: inputs.scatter(values) for name, values in flat.items()}
@@ -203,7 +219,7 @@ class FSDPEngine(BaseEngine):
         if not loss.requires_grad:  # every rank must run the same backward collectives
             loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
         loss.backward()
-        return dict(metrics)
+        return columns, loss, dict(metrics)
 
     def _check_outputs(self, outputs: set[str] | frozenset[str]) -> None:
         if unknown := outputs - self.output_names:
@@ -228,7 +244,8 @@ class FSDPEngine(BaseEngine):
         optimizer, _, config = self._trained()
         grad_norm = clip_gradients(self.model.parameters(), config.clip_grad)
         if not math.isfinite(grad_norm):
-            logger.warning("gradient norm is %s: this step does not change the weights", grad_norm)
+            gradients = ((name, _own_part(weight.grad)) for name, weight in self.model.named_parameters())
+            self.non_finite = gathered(in_gradients(gradients, dist.get_rank()))
             optimizer.zero_grad(set_to_none=True)
             return grad_norm
         optimizer.step()
@@ -267,15 +284,23 @@ class FSDPEngine(BaseEngine):
         counter = FlopsCounter.of(self.model.hf.config, outputs=self.model.head.out_features)
         return Arithmetic(counter, device_peak_flops(self.device, self.compute_dtype))
 
-    def save_checkpoint(
-        self, local_path: str, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra")
-    ) -> None:
-        """Write a checkpoint; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
-        save_engine(self, local_path, global_step, contents)
+    def state(
+        self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True
+    ) -> RankState:
+        """Rows of this rank; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
+        return rank_state(self, global_step, contents, copied)
+
+    def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put them back; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
+        restore_rank(self, states)
 
     def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
         """Read a checkpoint back; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
         load_engine(self, local_path, contents)
+
+
+def _own_part(gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else local_part(gradient)[0]
 
 
 def _check_temperature(temperature: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,9 @@ from verl.errors import SchemaError
 from verl.protocol import DataProto
 from verl.utils.seqlen_balancing import micro_batches_by_tokens
 from verl.workers.engine.base import BatchTotals, Metrics, MicroBatchConfig, Share
+from verl.workers.engine.non_finite import NonFinite
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,13 @@ def _global(values: list[int], device: torch.device, op: dist.ReduceOp.RedOpType
     total = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(total, op=op)
     return total.tolist()
+
+
+def gathered(mine: list[T]) -> list[T]:
+    """What every rank holds, in the order of ranks. Collective."""
+    ranks: list[list[T] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, mine)
+    return [value for rank in ranks if rank is not None for value in rank]
 
 
 def batch_totals(batch: DataProto, dp_size: int, device: torch.device) -> BatchTotals:
@@ -121,14 +132,13 @@ class MetricSum:
             tensor = torch.as_tensor(value).detach()
             self._values.setdefault(name, []).append((weight, tensor))
 
-    def reduce(self) -> dict[str, float]:
-        """The metrics of the mini-batch, the same on every rank. Collective."""
+    def reduce(self, problems: list[NonFinite]) -> tuple[dict[str, float], list[NonFinite]]:
+        """The metrics of the mini-batch and the problems of all ranks, the same on every rank. Collective."""
         mine = {name: _combine(name, [w * float(v) for w, v in parts]) for name, parts in self._values.items()}
-        ranks: list[dict[str, float] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        found = [rank for rank in ranks if rank is not None]
-        names = sorted({name for rank in found for name in rank})
-        return {name: _combine(name, [rank[name] for rank in found if name in rank]) for name in names}
+        both = gathered([(mine, problems)])
+        names = sorted({name for rank, _ in both for name in rank})
+        metrics = {name: _combine(name, [rank[name] for rank, _ in both if name in rank]) for name in names}
+        return metrics, [problem for _, problems in both for problem in problems]
 
 
 def _extreme(name: str) -> bool:
