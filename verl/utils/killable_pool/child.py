@@ -38,6 +38,8 @@ HEADER = struct.Struct("<QId")
 RUNNING = struct.Struct("<Qd")
 """On the shared page of async workers: the job whose code runs now (0 for none), and since when."""
 MAX_TEXT = 20_000
+NO_ROOM = 71
+"""Exit code of a keeper that cannot start its worker: the system has no room for one more process (EX_OSERR)."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 JOB: contextvars.ContextVar[int] = contextvars.ContextVar("JOB", default=0)
@@ -60,7 +62,11 @@ def main() -> None:
     if os.getppid() != parent:
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    keeper, worker = os.getpid(), os.fork()
+    keeper = os.getpid()
+    try:
+        worker = os.fork()
+    except OSError:
+        sys.exit(NO_ROOM)
     if worker == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.setsid()

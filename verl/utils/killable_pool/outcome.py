@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-Status = Literal["ok", "timeout", "crashed", "out_of_memory", "error"]
+Status = Literal["ok", "timeout", "crashed", "killed", "out_of_memory", "error"]
 STATUSES: tuple[Status, ...] = get_args(Status)
-"""``ok``: there is a value. ``timeout``: the time was up. ``crashed``: the process ended, by a signal, by
-``sys.exit``, by closing its connection. ``out_of_memory``: the memory was up. ``error``: it raised."""
+"""``ok``: there is a value. ``timeout``: the time was up. ``crashed``: the process ended, by a fault such as SIGSEGV,
+by ``sys.exit``, by closing its connection. ``killed``: a signal that others send (SIGKILL, SIGTERM, SIGSTOP) ended the
+process or held it, in every attempt. ``out_of_memory``: the memory was up. ``error``: it raised."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Budget:
     """Memory beyond what the worker holds before its first job; None is no limit."""
     start_timeout_s: float = 300.0
     """Seconds that a worker may take to load the function."""
+    kill_retries: int = 2
+    """How often a job is tried again, with its whole time, whose process was killed by a signal that others send."""
 
 
 @dataclass(frozen=True)

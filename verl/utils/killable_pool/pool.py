@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import pickle
 import threading
 import time
@@ -13,11 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from verl.errors import WorkerError
+from verl.errors import ProcessLostError, WorkerError
 from verl.utils.killable_pool.limits import RateLimit
 from verl.utils.killable_pool.outcome import Budget, Outcome
 from verl.utils.killable_pool.process import Batch, Job, Reply, WorkerProcess
 from verl.utils.killable_pool.shipment import is_async, pack
+
+logger = logging.getLogger(__name__)
 
 TICK_S = 0.05
 """How often jobs under way are looked after."""
@@ -28,6 +31,17 @@ PATIENCE_S, ASYNC_PATIENCE_S = 0.5, 1.0
 MAX_START_FAILURES = 3
 MAX_ATTEMPTS = 3
 """After so many processes that ended under a job, not by its own doing for certain, it is given up."""
+MAX_NO_ROOM = 6
+"""How often the system may refuse one more process, one time after the other, while there is no other one."""
+MAX_START_KILLS = 6
+"""How many processes may be killed while they start, one after the other, for each of ``num_workers``."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
+"""Before a process is started after one that could not start; each further pause is twice as long."""
+CLOSE_S = 3.0
+NO_ROOM = (
+    "Lower reward_model.num_workers, or raise what the machine allows: processes (ulimit -u, the pids limit of the "
+    "container), open files (ulimit -n), memory."
+)
 
 
 class KillablePool:
@@ -38,7 +52,8 @@ class KillablePool:
     one takes its place, and no other job is lost. While a job takes longer than half a second, a
     substitute serves those that wait, as far as ``max_concurrent`` allows. A job that ends a process
     which had served others runs once more in a fresh one, so that it does not pay for what they left
-    behind.
+    behind. A job whose process is killed from outside, whatever it did at the time, is no fault of the job:
+    it is tried again with its whole time, ``Budget.kill_retries`` times, and then it is ``killed``.
 
     Workers start with the first job or with :meth:`warm_up`, are kept between calls, and end with the
     pool, with this process, however it ends, or with :meth:`close`. May be used from any thread.
@@ -99,8 +114,9 @@ class KillablePool:
             tokens: what each takes from a limit of tokens.
 
         Returns:
-            the future of their outcomes, in the order of ``calls``. It raises a ``fatal`` error, and
-            ``WorkerError`` if the function cannot be loaded or the pool is closed.
+            the future of their outcomes, in the order of ``calls``. It raises a ``fatal`` error,
+            ``WorkerError`` if the function cannot be loaded or the pool is closed, and ``ProcessLostError`` if
+            no worker can be kept alive; a later call then tries to start them again.
         """
         batch = Batch(len(calls))
         jobs = []
@@ -152,7 +168,15 @@ class _Engine:
         """Jobs that wait for a process which has served no other."""
         self.workers: set[WorkerProcess] = set()
         self.tasks: set[asyncio.Task[None]] = set()
+        self.burials: set[asyncio.Task[None]] = set()
         self.failures = 0
+        """Workers that ended by themselves before they were ready, since the last that was ready."""
+        self.start_kills = 0
+        """Workers that were killed before they were ready, since the last that was ready."""
+        self.refusals = 0
+        """How often the system had no room for one more process, since the last that was ready."""
+        self.hire_after = 0.0
+        """When the next worker may be started."""
         self.broken: Exception | None = None
         self.wake_at: asyncio.TimerHandle | None = None
         self.lock = threading.Lock()
@@ -170,8 +194,12 @@ class _Engine:
             if self.thread is None:
                 self.loop = asyncio.new_event_loop()
                 self.stopping, self.awake = asyncio.Event(), asyncio.Event()
-                self.thread = threading.Thread(target=self._run, name="killable-pool", daemon=True)
-                self.thread.start()
+                thread = threading.Thread(target=self._run, name="killable-pool", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise ProcessLostError(f"the pool of processes cannot be started: {error}. {NO_ROOM}") from error
+                self.thread = thread
             self.loop.call_soon_threadsafe(self._accept, jobs)
 
     def close(self) -> None:
@@ -188,8 +216,16 @@ class _Engine:
     def _run(self) -> None:
         try:
             self.loop.run_until_complete(self._watch())
-        finally:
+        finally:  # whatever ended it, nobody waits for what will not come
+            self.broken = ProcessLostError("the thread of the pool has ended; the reason is in the log above.")
+            for job in self._unfinished():
+                job.batch.fail(self.broken)
+            for worker in list(self.workers):
+                worker.kill()
             self.loop.close()
+
+    def _unfinished(self) -> list[Job]:
+        return [*self.queue, *self.fresh, *(job for worker in self.workers for job in worker.jobs.values())]
 
     async def _watch(self) -> None:
         while not self.stopping.is_set():
@@ -218,13 +254,15 @@ class _Engine:
     async def _shut_down(self) -> None:
         for worker in list(self.workers):
             worker.stop()
-        deadline = time.monotonic() + 3
+        deadline = time.monotonic() + CLOSE_S
         while self.workers and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         for worker in list(self.workers):
             worker.kill()
         for job in (*self.queue, *self.fresh):
             job.done(Outcome("crashed", message="the pool was closed"))
+        if self.burials:
+            await asyncio.wait(self.burials, timeout=CLOSE_S)
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
         await asyncio.sleep(0)
@@ -291,7 +329,8 @@ class _Engine:
             missing = min(missing, self.most - len(alive))
         missing = max(missing, len(self.fresh) - clean)
         for _ in range(missing if warm else min(missing, waiting)):
-            self._hire()
+            if time.monotonic() >= self.hire_after:
+                self._hire()
         if not waiting:
             idle = [worker for worker in alive if worker.ready and not worker.jobs]
             for worker in idle[: max(len(alive) - stuck - self.num_workers, 0)]:
@@ -302,7 +341,7 @@ class _Engine:
         try:
             worker.spawn()
         except OSError as error:
-            self._break(f"no process can be started: {error}.")
+            self._refused(str(error))
             return
         self.workers.add(worker)
         task = self.loop.create_task(self._start(worker))
@@ -313,24 +352,69 @@ class _Engine:
         try:
             reply = await worker.start(self.load)
         except EOFError:
-            self.failures += 1
-            if self.failures >= MAX_START_FAILURES:
-                self._break(f"the process that calls the function ends before it is ready: {worker.verdict().message}.")
+            self._ended_early(worker)
             return
         except TimeoutError:
+            frozen = worker.is_frozen()
             worker.stop()
-            self._break(f"loading the function took longer than {self.budget.start_timeout_s:g} s.")
+            if frozen:
+                self._killed_early(f"a process was stopped (SIGSTOP) for {self.budget.start_timeout_s:g} s")
+            else:
+                self._break(f"loading the function took longer than {self.budget.start_timeout_s:g} s.")
             return
         if reply.status != "ok":
             self._break(f"the function cannot be loaded in another process:\n{reply.message}")
             return
-        self.failures = 0
+        self.failures = self.start_kills = self.refusals = 0
         self._pump()
 
+    def _ended_early(self, worker: WorkerProcess) -> None:
+        verdict = worker.verdict()
+        if worker.had_no_room:
+            self._refused("fork failed")
+        elif verdict.status == "killed":
+            self._killed_early(verdict.message)
+        else:
+            self.failures += 1
+            if self.failures >= MAX_START_FAILURES:
+                self._break(f"the process that calls the function ends before it is ready: {verdict.message}.")
+
+    def _killed_early(self, how: str) -> None:
+        self.start_kills += 1
+        if self.start_kills >= MAX_START_KILLS * self.num_workers:
+            self._lose(
+                f"{self.start_kills} processes in a row were ended before they were ready; the last one: {how}. "
+                "Somebody or something ends them: look for the out-of-memory killer in the kernel's log, for the "
+                "limits of the container or the batch system, and for scripts that clean up."
+            )
+        else:
+            self._pause(self.start_kills // self.num_workers)
+
+    def _refused(self, why: str) -> None:
+        self.refusals += 1
+        if not any(worker.ready and not worker.ended for worker in self.workers) and self.refusals >= MAX_NO_ROOM:
+            self._lose(f"no process can be started, after {self.refusals} attempts: {why}. {NO_ROOM}")
+        else:
+            self._pause(self.refusals)
+
+    def _pause(self, failures: int) -> None:
+        pause_s = min(FIRST_PAUSE_S * 2 ** min(failures, 10), LONGEST_PAUSE_S)
+        self.hire_after = time.monotonic() + pause_s
+
     def _break(self, message: str) -> None:
+        """The function can never be called: for this batch, and for all that come."""
         self.broken = WorkerError(message)
-        for job in (*self.queue, *self.fresh, *(job for worker in self.workers for job in worker.jobs.values())):
-            job.batch.fail(self.broken)
+        self._fail(self.broken)
+
+    def _lose(self, message: str) -> None:
+        """No worker can be kept alive now; the next batch tries again."""
+        self.failures = self.start_kills = self.refusals = 0
+        self.hire_after = 0.0
+        self._fail(ProcessLostError(f"the pool of processes cannot be kept alive: {message}"))
+
+    def _fail(self, error: Exception) -> None:
+        for job in self._unfinished():
+            job.batch.fail(error)
         self.queue.clear()
         self.fresh.clear()
         for worker in list(self.workers):
@@ -359,12 +443,31 @@ class _Engine:
         else:
             job.done(outcome)
 
+    def _killed(self, job: Job, verdict: Outcome, is_suspect: bool) -> None:
+        """A process was killed under a job, from outside or by the job's own hand: only another attempt can tell."""
+        job.kills += 1
+        job.spent_s = 0.0
+        if job.kills > self.budget.kill_retries:
+            job.done(Outcome("killed", message=f"{verdict.message}, in each of {job.kills} attempts"))
+        elif is_suspect:
+            self.fresh.append(job)
+        else:
+            self.queue.appendleft(job)
+
     def _ended(self, worker: WorkerProcess, jobs: list[Job]) -> None:
         self.workers.discard(worker)
+        burial = self.loop.create_task(worker.bury())
+        self.burials.add(burial)
+        burial.add_done_callback(self.burials.discard)
         if jobs:
             blamed, verdict = worker.blamed(jobs), worker.verdict()
+            was_killed = verdict.status == "killed" and not self.stopping.is_set()
+            if was_killed:
+                logger.warning("%s while it had %d job(s), which are tried again", verdict.message, len(jobs))
             for job in jobs:
-                if job is blamed:
+                if was_killed and (blamed is None or job is blamed):
+                    self._killed(job, verdict, is_suspect=job is blamed)
+                elif job is blamed:
                     self._failed(job, verdict, clean=not worker.answered and len(jobs) == 1)
                 elif self.stopping.is_set() or job.attempts >= MAX_ATTEMPTS:
                     job.done(verdict)

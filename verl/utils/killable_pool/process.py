@@ -22,8 +22,9 @@ from typing import Any
 
 import psutil
 
-from verl.utils.killable_pool.child import HEADER, RUNNING
+from verl.utils.killable_pool.child import HEADER, NO_ROOM, RUNNING
 from verl.utils.killable_pool.outcome import STATUSES, Budget, Outcome, Status
+from verl.utils.marked_processes import VARIABLE, kill_marked, new_mark
 
 CHILD = Path(__file__).with_name("child.py")
 MAX_REPLY = 256 * 2**20
@@ -34,6 +35,10 @@ UNREAD_S = 0.3
 """How long the replies of a process that has ended may take to be read."""
 REAP_S = 1.0
 """How long a keeper may take to end its worker before it is killed itself."""
+SENT_BY_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
+"""Signals that say nothing against the job whose process they end: a fault of its own has another one."""
+BURY_S = 5.0
+"""How long an ended worker may take to be collected before it is killed once more."""
 
 
 class Batch:
@@ -82,6 +87,8 @@ class Job:
     """How it ended in a process that others may have spoilt; it then has a second try."""
     attempts: int = 0
     """Processes that ended under it, and not by its own doing for certain."""
+    kills: int = 0
+    """Processes that were killed under it by a signal that others send."""
 
     def done(self, outcome: Outcome) -> None:
         """Say what came of it."""
@@ -157,6 +164,7 @@ class WorkerProcess:
         self.base_memory = 0
         self.page: mmap.mmap | None = None
         self.oom_kills = _oom_kills()
+        self.mark = new_mark()
 
     def spawn(self) -> None:
         """Start the process.
@@ -164,19 +172,23 @@ class WorkerProcess:
         Raises:
             OSError: the system has no room for one more.
         """
-        self.socket, theirs = socket.socketpair()
-        page = self._make_page() if self.slots > 1 else None
-        descriptors = [theirs.fileno(), -1 if page is None else page]
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", str(CHILD), *map(str, descriptors), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # what a function prints is no part of what this program prints
-                pass_fds=[number for number in descriptors if number >= 0],
-                start_new_session=True,
-            )
-        if page is not None:
-            os.close(page)
+        with contextlib.ExitStack() as on_failure:
+            self.socket, theirs = socket.socketpair()
+            on_failure.callback(self.socket.close)
+            with theirs, contextlib.ExitStack() as shared:
+                descriptors = [theirs.fileno(), -1]
+                if self.slots > 1:
+                    descriptors[1] = self._make_page()
+                    shared.callback(os.close, descriptors[1])
+                self.process = subprocess.Popen(
+                    [sys.executable, "-P", str(CHILD), *map(str, descriptors), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=2,  # what a function prints is no part of what this program prints
+                    pass_fds=[number for number in descriptors if number >= 0],
+                    env=os.environ | {VARIABLE: self.mark},
+                    start_new_session=True,
+                )
+            on_failure.pop_all()
 
     async def start(self, load: dict[str, Any]) -> Reply:
         """Load the function.
@@ -228,7 +240,9 @@ class WorkerProcess:
         self.stuck = running is not None and now - since > patience_s
         overtime = OVERTIME_S if self.slots > 1 else 0.0
         late = next((job for job in self.jobs.values() if job.left_s(now) + overtime <= 0), None)
-        if late is not None:
+        if late is not None and self.is_frozen():
+            self.stop(Outcome("killed", message=f"the process was stopped (SIGSTOP) for {late.timeout_s:g} s"))
+        elif late is not None:
             guilty = running if self.stuck and running is not None else late
             self.stop(Outcome("timeout", message=f"took longer than {guilty.timeout_s:g} s"), guilty)
         elif self.budget.memory_mb is not None and now - oldest.started > patience_s:
@@ -242,8 +256,18 @@ class WorkerProcess:
             del self.jobs[job.number]
         return others
 
+    def is_frozen(self) -> bool:
+        """Whether somebody has stopped the process (SIGSTOP)."""
+        try:
+            family = [psutil.Process(self.worker_pid or self.process.pid)]
+            if not self.worker_pid:
+                family += family[0].children(recursive=True)
+            return any(process.status() == psutil.STATUS_STOPPED for process in family)
+        except (psutil.Error, OSError):  # it has ended; that is found elsewhere
+            return False
+
     def stop(self, outcome: Outcome | None = None, guilty: Job | None = None) -> None:
-        """End the process and all that it has started; ``outcome`` is for the guilty job, None if no job is."""
+        """End the process and all that it has started; ``outcome`` is for the guilty job, None if no job is known."""
         if self.end is None:
             self.retired = outcome is None
             self.end, self.guilty = outcome or Outcome("crashed", message="the pool was closed"), guilty
@@ -257,6 +281,17 @@ class WorkerProcess:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self.worker_pid, signal.SIGKILL)
             self.process.kill()
+
+    async def bury(self) -> None:
+        """After the end: collect the process, and end what it leaves behind where its keeper was killed as well."""
+        deadline = time.monotonic() + BURY_S
+        while self.process.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(REAP_S)
+        if self.process.returncode == -signal.SIGKILL:
+            await asyncio.to_thread(kill_marked, self.mark)
 
     def blamed(self, jobs: list[Job]) -> Job | None:
         """Which of the jobs under way ended the process, where that can be told."""
@@ -273,7 +308,8 @@ class WorkerProcess:
         if code == -signal.SIGKILL and _oom_kills() > self.oom_kills:
             return Outcome("out_of_memory", message="the process was killed by the kernel, which ran out of memory")
         if code < 0:
-            return Outcome("crashed", message=f"the process was killed by {signal.Signals(-code).name}")
+            status: Status = "killed" if -code in SENT_BY_OTHERS else "crashed"
+            return Outcome(status, message=f"the process was killed by {signal.Signals(-code).name}")
         return Outcome("crashed", message=f"the process exited with code {code}")
 
     def _check_memory(self, guilty: Job) -> None:
@@ -281,11 +317,16 @@ class WorkerProcess:
         assert self.budget.memory_mb is not None
         try:
             used = psutil.Process(self.worker_pid).memory_info().rss - self.base_memory
-        except psutil.Error:  # it has ended; that is found elsewhere
+        except (psutil.Error, OSError):  # it has ended; that is found elsewhere
             return
         if used > self.budget.memory_mb * 2**20:
             message = f"took {used // 2**20} MB of memory, more than {self.budget.memory_mb} MB"
             self.stop(Outcome("out_of_memory", message=message), guilty)
+
+    @property
+    def had_no_room(self) -> bool:
+        """Whether it could not start because the system has no room for one more process."""
+        return self.process.returncode == NO_ROOM
 
     def _running(self) -> tuple[Job | None, float]:
         """The job whose code an async worker runs at this moment, and since when."""
@@ -299,8 +340,12 @@ class WorkerProcess:
         else:
             with tempfile.TemporaryFile() as file:
                 page = os.dup(file.fileno())
-        os.truncate(page, RUNNING.size)
-        self.page = mmap.mmap(page, RUNNING.size)
+        try:
+            os.truncate(page, RUNNING.size)
+            self.page = mmap.mmap(page, RUNNING.size)
+        except OSError:
+            os.close(page)
+            raise
         return page
 
     def _write(self, number: int, body: bytes, timeout_s: float) -> None:

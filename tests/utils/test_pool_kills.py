@@ -1,0 +1,343 @@
+"""The killable pool while somebody kills its processes: the results are those of an undisturbed run."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.errors import ProcessLostError
+from verl.utils.killable_pool import Budget, KillablePool
+from verl.utils.killable_pool.child import NO_ROOM
+from verl.utils.marked_processes import VARIABLE
+
+BUDGET = Budget(timeout_s=20.0)
+
+
+def note(folder, name):
+    """Leave a word of the attempt with a file of its own: <folder>/<name>-<pid of the worker>."""
+    (Path(folder) / f"{name}-{os.getpid()}").touch()
+
+
+def attempts(folder, name):
+    return sorted(int(path.name.rpartition("-")[2]) for path in Path(folder).glob(f"{name}-*"))
+
+
+def scored(value, folder, wait_for=0, seconds=0.05):
+    """The score, once ``wait_for`` attempts were killed; before that an attempt waits for its killer."""
+    note(folder, f"job{value}")
+    if len(attempts(folder, f"job{value}")) <= wait_for:
+        time.sleep(600)
+    time.sleep(seconds)
+    return 10.0 * value
+
+
+async def scored_async(value, folder, wait_for=0, seconds=0.05):
+    note(folder, f"job{value}")
+    if len(attempts(folder, f"job{value}")) <= wait_for:
+        await asyncio.sleep(600)
+    await asyncio.sleep(seconds)
+    return 10.0 * value
+
+
+def pid_of_worker(value=0):
+    return os.getpid()
+
+
+def large(value, folder):
+    note(folder, "large")
+    return [value] * 3_000_000
+
+
+def with_a_child(folder):
+    """In its first attempt: starts a process that leaves the group, the session and its parents, and waits."""
+    code = f"import os, time; os.fork() and os._exit(0); open(f'{folder}/child-{{os.getpid()}}', 'w'); time.sleep(600)"
+    if not attempts(folder, "child"):
+        subprocess.run([sys.executable, "-c", code], start_new_session=True, check=True)
+        time.sleep(600)
+    return 1.0
+
+
+def eventually(holds, what, within_s=30):
+    deadline = time.monotonic() + within_s
+    while not (found := holds()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {within_s} s: {what}")
+        time.sleep(0.01)
+    return found
+
+
+def kill(pid, number=signal.SIGKILL):
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def is_alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def keepers():
+    return [child for child in psutil.Process().children() if "child.py" in " ".join(child.cmdline())]
+
+
+def family():
+    """All processes of all pools of this process."""
+    return [member for keeper in keepers() for member in (keeper, *keeper.children(recursive=True))]
+
+
+@contextmanager
+def killer(act):
+    """Calls ``act`` again and again in a thread."""
+    done = threading.Event()
+
+    def run():
+        while not done.is_set():
+            try:
+                act()
+            except psutil.Error:  # it has ended while we looked
+                continue
+            done.wait(0.01)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left():
+    yield
+    eventually(lambda: not keepers(), "the end of all processes of the pool")  # a zombie is one of them
+
+
+def of(pid, which):
+    return pid if which == "worker" else psutil.Process(pid).ppid()
+
+
+@pytest.mark.parametrize("which", ["worker", "keeper"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_killed_while_idle(which, number):
+    pool = KillablePool(pid_of_worker, budget=BUDGET)
+    (first,) = pool.map([{}])
+    kill(of(first.value, which), number)
+    (second,) = pool.map([{}])  # at once: the pool may not know it yet
+    assert second.status == "ok"
+    if which == "worker":  # one whose keeper is killed may answer before it ends
+        assert second.value != first.value
+    pool.close()
+
+
+@pytest.mark.parametrize("function", [scored, scored_async])
+@pytest.mark.parametrize("which", ["worker", "keeper"])
+def test_killed_while_scoring(function, which, tmp_path):
+    """Two attempts are killed, the third is left alone; the neighbours never wait."""
+    pool = KillablePool(function, num_workers=2, budget=BUDGET, max_concurrent=4)
+    killed = set()
+
+    def act():
+        for pid in set(attempts(tmp_path, "job3")) - killed:
+            if len(killed) < 2:
+                kill(of(pid, which))
+                killed.add(pid)
+
+    calls = [{"value": n, "folder": str(tmp_path), "wait_for": 2 * (n == 3)} for n in range(6)]
+    with killer(act):
+        outcomes = pool.map(calls)
+    assert [o.status for o in outcomes] == ["ok"] * 6
+    assert [o.value for o in outcomes] == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
+    assert len(attempts(tmp_path, "job3")) == 3
+    pool.close()
+
+
+def test_killed_in_every_attempt(tmp_path):
+    """The number of attempts is 1 + kill_retries, and the reason names the signal."""
+    pool = KillablePool(scored, num_workers=2, budget=Budget(timeout_s=20.0, kill_retries=1))
+    calls = [{"value": n, "folder": str(tmp_path), "wait_for": 99 * (n == 1)} for n in range(3)]
+    with killer(lambda: [kill(pid) for pid in attempts(tmp_path, "job1")]):
+        outcomes = pool.map(calls)
+    assert [o.status for o in outcomes] == ["ok", "killed", "ok"]
+    assert outcomes[1].message == "the process was killed by SIGKILL, in each of 2 attempts"
+    assert len(attempts(tmp_path, "job1")) == 2
+    pool.close()
+
+
+def test_killed_while_starting(tmp_path):
+    """Every process that appears is killed at once, until nine were; from then on they are left alone."""
+    pool = KillablePool(scored, num_workers=2, budget=BUDGET)
+    killed = []
+
+    def act():
+        for process in keepers():
+            if len(killed) < 9 and process.pid not in killed:
+                killed.append(process.pid)
+                kill(process.pid)
+
+    with killer(act):
+        outcomes = pool.map([{"value": n, "folder": str(tmp_path)} for n in range(4)])
+        assert [o.value for o in outcomes] == [0.0, 10.0, 20.0, 30.0]
+    assert len(killed) == 9
+    pool.close()
+
+
+def test_none_lives_long_enough_to_start():
+    """An error that may be met with another attempt, also with the same pool."""
+    pool = KillablePool(pid_of_worker, budget=BUDGET)
+    lost = pytest.raises(ProcessLostError, match=r"6 processes in a row were ended before they were ready.*SIGKILL")
+    with killer(lambda: [kill(process.pid) for process in keepers()]), lost:
+        pool.map([{}])
+    assert pool.map([{}])[0].status == "ok"
+    pool.close()
+
+
+@pytest.mark.parametrize("function", [scored, scored_async])
+def test_all_at_once_again_and_again(function, tmp_path):
+    """Six massacres at random moments; what is asked for is answered in the end, in order, and nothing is left."""
+    moments = random.Random(0)
+    pool = KillablePool(function, num_workers=3, budget=Budget(timeout_s=20.0, kill_retries=100), max_concurrent=6)
+    rounds = []
+
+    def act():
+        if len(rounds) < 6:
+            time.sleep(moments.uniform(0.05, 0.4))
+            rounds.append([kill(process.pid) for process in family()])
+
+    with killer(act):
+        calls = [{"value": n, "folder": str(tmp_path), "seconds": 0.1} for n in range(24)]
+        outcomes = pool.map(calls)
+        eventually(lambda: len(rounds) == 6, "six rounds")
+        again = pool.map(calls)
+    assert sum(map(len, rounds)) >= 12
+    assert [o.value for o in outcomes] == [o.value for o in again] == [10.0 * n for n in range(24)]
+    pool.close()
+
+
+def test_killed_while_it_returns_its_result(tmp_path):
+    """The result has nine megabytes; the kill comes while it is made or sent."""
+    pool = KillablePool(large, budget=BUDGET)
+    killed = set()
+
+    def act():
+        for pid in set(attempts(tmp_path, "large")) - killed:
+            if len(killed) < 2:
+                time.sleep(0.02 + 0.05 * len(killed))
+                kill(pid)
+                killed.add(pid)
+
+    with killer(act):
+        (outcome,) = pool.map([{"value": 7, "folder": str(tmp_path)}])
+    assert outcome.status == "ok"
+    assert outcome.value == [7] * 3_000_000
+    pool.close()
+
+
+def test_a_limit_of_its_own_is_not_tried_again(tmp_path):
+    pool = KillablePool(scored, budget=Budget(timeout_s=0.5))
+    (outcome,) = pool.map([{"value": 1, "folder": str(tmp_path), "seconds": 600}])
+    assert outcome.status == "timeout"
+    assert len(attempts(tmp_path, "job1")) == 1
+    pool.close()
+
+
+@pytest.mark.parametrize("function", [scored, scored_async])
+def test_a_frozen_process_counts_as_lost(function, tmp_path):
+    pool = KillablePool(function, budget=Budget(timeout_s=1.0, kill_retries=1), max_concurrent=2)
+
+    def stop(name, most):
+        for pid in attempts(tmp_path, name)[:most]:
+            kill(pid, signal.SIGSTOP)
+
+    with killer(lambda: stop("job1", 1)):
+        (outcome,) = pool.map([{"value": 1, "folder": str(tmp_path), "seconds": 0.3}])
+    assert (outcome.status, outcome.value) == ("ok", 10.0)
+    with killer(lambda: stop("job2", 9)):
+        (outcome,) = pool.map([{"value": 2, "folder": str(tmp_path), "seconds": 0.5}])
+    assert (outcome.status, "SIGSTOP" in outcome.message) == ("killed", True)
+    assert len(attempts(tmp_path, "job2")) == 2
+    pool.close()
+
+
+def test_a_process_that_is_frozen_while_it_starts_is_replaced():
+    pool = KillablePool(pid_of_worker, budget=Budget(timeout_s=20.0, start_timeout_s=1.0))
+    frozen = []
+
+    def act():
+        for process in keepers():
+            if not frozen:
+                frozen.append(process.pid)
+                kill(process.pid, signal.SIGSTOP)
+
+    with killer(act):
+        assert pool.map([{}])[0].status == "ok"
+    assert len(frozen) == 1
+    pool.close()
+
+
+def test_what_a_worker_started_ends_even_if_its_keeper_is_killed_first(tmp_path):
+    """A grandchild in a session of its own, whose parent has ended, carries the mark of its worker."""
+    pool = KillablePool(with_a_child, budget=BUDGET)
+    waiting = pool.submit([{"folder": str(tmp_path)}])
+    (child,) = eventually(lambda: attempts(tmp_path, "child"), "the grandchild")
+    assert is_alive(child)
+    assert VARIABLE in psutil.Process(child).environ()
+    (keeper,) = keepers()
+    kill(keeper.pid)
+    assert waiting.result(timeout=30)[0].value == 1.0
+    eventually(lambda: not is_alive(child), "the end of the grandchild")
+    pool.close()
+
+
+NO_FILES = """
+import resource
+from tests.utils.test_pool_kills import pid_of_worker
+from verl.errors import ProcessLostError
+from verl.utils.killable_pool import KillablePool
+
+pool = KillablePool(pid_of_worker)
+held = resource.getrlimit(resource.RLIMIT_NOFILE)
+pool.warm_up()
+pool.map([{}])
+fds = [open("/dev/null") for _ in range(40)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (20, held[1]))
+import os, signal
+os.kill(pool.map([{}])[0].value, signal.SIGKILL)
+try:
+    pool.map([{}])
+except ProcessLostError as error:
+    print("LOST", error)
+resource.setrlimit(resource.RLIMIT_NOFILE, held)
+print("AGAIN", pool.map([{}])[0].status)
+pool.close()
+"""
+
+
+def test_no_room_for_another_process():
+    """Without a free file descriptor no process can be started: an error that says what to do, and no hang."""
+    asked = [sys.executable, "-c", NO_FILES]
+    said = subprocess.run(asked, capture_output=True, text=True, timeout=100, check=True).stdout
+    assert "LOST the pool of processes cannot be kept alive: no process can be started, after 6 attempts" in said
+    assert "Too many open files" in said
+    assert "ulimit -n" in said
+    assert "AGAIN ok" in said
+
+
+def test_a_keeper_that_cannot_fork_says_so():
+    """The kernel's limit on processes does not bind root, so the refusal is made of a limit that binds everyone."""
+    child = Path(__file__).parents[2] / "verl" / "utils" / "killable_pool" / "child.py"
+    code = (
+        "import errno, os, runpy, sys\n"
+        "def refuse(): raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')\n"
+        "os.fork = refuse\n"
+        f"sys.argv = ['child.py', '0', '-1', str(os.getppid())]\nrunpy.run_path({str(child)!r}, run_name='__main__')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == NO_ROOM
