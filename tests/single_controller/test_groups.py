@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict
 
 from tests.single_controller.workers import Broken, Doubler, Echo, batch_of
-from verl.errors import ConfigError, ResourceError, WorkerError
+from verl.errors import ConfigError, ProcessLostError, ResourceError, WorkerError
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -186,13 +186,15 @@ def test_detached_workers_are_found_and_a_dead_one_frees_those_who_wait_for_it(p
     waiting = found.execute_rank_zero_async("sleep", 60)
     start = time.monotonic()
     # This group does not watch its ranks; Ray tells it, because the rank that died took part in the call.
-    with pytest.raises(WorkerError, match=r"(?s)^Echo.die on rank 1 of 2: the process died.*left_behind_Echo_1.*exit"):
+    with pytest.raises(
+        ProcessLostError, match=r"^rank 1 of 2 died in Echo.die \(left_behind_Echo_1, pid \d+ on node .*exit"
+    ):
         made.die(1)
     # Rank 0 alone is in this one, and would sleep on.
-    with pytest.raises(WorkerError, match=r"^Echo.sleep: rank 1 of 2 \(left_behind_Echo_1\) died"):
+    with pytest.raises(ProcessLostError, match=r"(?s)^rank 1 of 2 died .*left_behind_Echo_1, .*Found by Echo.sleep"):
         found._wait([waiting], "sleep", [0])
     assert time.monotonic() - start < 50
-    with pytest.raises(WorkerError, match=r"^Echo.about: rank 1 of 2"):
+    with pytest.raises(ProcessLostError, match=r"(?s)^rank 1 of 2 .*Found by Echo.about"):
         found.about()
 
     made.shutdown()

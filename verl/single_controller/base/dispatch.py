@@ -16,7 +16,8 @@ output again, so that the padding is never seen outside of the call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
@@ -43,11 +44,13 @@ class Pending(list[T]):
     Args:
         outputs: one for each rank, or for some of them.
         method: what was called, for messages.
+        ranks: whose outputs they are; None if it is all of them in their order.
     """
 
-    def __init__(self, outputs: Iterable[T], method: str) -> None:
+    def __init__(self, outputs: Iterable[T], method: str, ranks: Sequence[int] | None = None) -> None:
         super().__init__(outputs)
         self.method = method
+        self.ranks = range(len(self)) if ranks is None else ranks
 
 
 # ---- parts of a batch -----------------------------------------------------------------------------
@@ -272,15 +275,18 @@ def collect_as_is(group: WorkerGroup, outputs: T) -> T:
 def collect_dp_compute_data_proto(group: WorkerGroup, outputs: list[Any]) -> Any:
     """The outputs of all ranks as one batch, see :func:`join`; a future if the call is not waited for."""
     if isinstance(outputs, Pending):
-        return DataProtoFuture.concat(list(outputs))
+        future = DataProtoFuture.concat(list(outputs))
+        future.wait_fn = functools.partial(group._wait, method=outputs.method, ranks=outputs.ranks)
+        return future
     return join(outputs)
 
 
 def collect_nd_compute_data_proto(mesh_name: str, group: WorkerGroup, outputs: list[Any]) -> Any:
     """As ``collect_dp_compute_data_proto``, of one rank per data-parallel rank, in their order."""
-    chosen = [outputs[rank] for rank in group.mesh(mesh_name).collecting_ranks]
+    ranks = group.mesh(mesh_name).collecting_ranks
+    chosen = [outputs[rank] for rank in ranks]
     waiting = isinstance(outputs, Pending)
-    return collect_dp_compute_data_proto(group, Pending(chosen, outputs.method) if waiting else chosen)
+    return collect_dp_compute_data_proto(group, Pending(chosen, outputs.method, ranks) if waiting else chosen)
 
 
 def join(outputs: list[Any]) -> Any:

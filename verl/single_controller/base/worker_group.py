@@ -186,6 +186,18 @@ class WorkerGroup(ABC):
         """Watch the ranks from now on; if one dies, every call of the group fails at once, naming it."""
 
     @abstractmethod
+    def guard(self, hang_timeout_s: float | None = None) -> None:
+        """Watch the ranks from now on, so that no loss stays unnoticed and none is waited for.
+
+        A rank that dies ends the others at once. A call that takes longer than ``hang_timeout_s`` hangs: the
+        stacks of all ranks are written down, and all are ended. Either raises a ProcessLostError, from the
+        running call and all later ones.
+
+        Args:
+            hang_timeout_s: longest that one call may take; None waits for ever.
+        """
+
+    @abstractmethod
     def shutdown(self) -> None:
         """End the workers; views of the same processes end with them."""
 
@@ -282,9 +294,10 @@ class WorkerGroup(ABC):
         """The outputs of a call of all ranks that was not waited for.
 
         Raises:
-            WorkerError: a rank died; on Ray also if a method raised.
+            ProcessLostError: a rank died or hangs.
+            WorkerError: on Ray, a method raised.
         """
-        return self._wait(outputs, outputs.method, range(self.world_size))
+        return self._wait(outputs, outputs.method, outputs.ranks)
 
 
 def _checked_mesh(name: str, dp_ranks: list[int], collects: list[bool]) -> Mesh:

@@ -12,6 +12,7 @@ from verl.single_controller.base.colocate import ClassWithInitArgs
 from verl.single_controller.base.resource_pool import ResourcePool
 from verl.single_controller.base.worker import free_port
 from verl.single_controller.base.worker_group import Call, WorkerGroup
+from verl.single_controller.local.limit import CallLimit
 from verl.single_controller.local.resource_pool import LocalResourcePool
 
 
@@ -43,6 +44,7 @@ class LocalWorkerGroup(WorkerGroup):
         pool = LocalResourcePool() if resource_pool is None else resource_pool
         super().__init__(LocalResourcePool(pool.store), ray_cls_with_init)
         set_environment()
+        self._limit = CallLimit()
         self._workers: list[Any] = [ray_cls_with_init()]
 
     @property
@@ -68,6 +70,10 @@ class LocalWorkerGroup(WorkerGroup):
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
         """Nothing to watch: the worker lives as long as its driver."""
 
+    def guard(self, hang_timeout_s: float | None = None) -> None:
+        """Limit the time that a call may take; what that can end, and what not, says :class:`CallLimit`."""
+        self._limit.hang_timeout_s = hang_timeout_s
+
     def shutdown(self) -> None:
         """Let go of the worker."""
         self._workers.clear()
@@ -82,7 +88,8 @@ class LocalWorkerGroup(WorkerGroup):
         outputs = []
         for call in calls:
             args, kwargs = map(private_copy, call.args), {k: private_copy(v) for k, v in call.kwargs.items()}
-            outputs.append(private_copy(getattr(worker, method)(*args, **kwargs)))
+            with self._limit.over(f"{type(worker).__name__}.{method}"):
+                outputs.append(private_copy(getattr(worker, method)(*args, **kwargs)))
         return outputs
 
     def _wait(self, references: Sequence[Any], method: str, ranks: Sequence[int]) -> list[Any]:

@@ -2,51 +2,171 @@
 
 from __future__ import annotations
 
-import logging
-import threading
+import re
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    TaskPlacementGroupRemoved,
+    WorkerCrashedError,
+)
 
-from verl.errors import WorkerError
-
-logger = logging.getLogger(__name__)
-
+from verl.errors import ProcessLostError, WorkerError
+from verl.single_controller.ray.processes import Process, brief, first_to_die, processes
 
 GRACE_S = 0.5
 """How long the other ranks of a failed call may take to fail as well, before the caller is told."""
+DEATH_GRACE_S = 5.0
+"""How long Ray may take to notice that the other end of a broken connection is dead."""
+
+LOSSES = (
+    WorkerCrashedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    ActorPlacementGroupRemoved,
+    TaskPlacementGroupRemoved,
+)
+"""Errors of Ray that say that a process or what it held is gone; beside them an actor's death."""
+
+# What gloo, NCCL, TCPStore and Ray say when the other end of a connection is gone.
+BROKEN_CONNECTION = re.compile(
+    r"connection (closed|reset|refused|was aborted|aborted)|broken pipe|socket (closed|timeout)|remote (process|peer)"
+    r"|DistBackendError|DistNetworkError|DistStoreError|NCCL error|ncclRemoteError|ncclSystemError|unhandled system"
+    r"|gloo[/\w]*\.(cc|h):\d+|recvValue failed|failed to recv|timed out waiting|wait timeout",
+    re.IGNORECASE,
+)
 
 
-def explain(error: RayError, calls: Mapping[int, Any], title: str, method: str, world_size: int) -> str:
-    """The message for a call that failed, beginning with the rank that failed first.
+@dataclass(frozen=True)
+class Asked:
+    """A call, for messages."""
+
+    title: str
+    """Class of the workers."""
+    method: str
+    workers: Sequence[Any]
+    """The actors of the whole group, of which some were asked."""
+
+    @property
+    def stage(self) -> str:
+        """Class and method."""
+        return f"{self.title}.{self.method}"
+
+
+def explain(error: RayError, calls: Mapping[int, Any], asked: Asked) -> WorkerError:
+    """The error for a call that failed, its message beginning with the rank that failed first.
+
+    A broken connection is mostly the consequence of a death which Ray has yet to notice, so it is waited for.
 
     Args:
         error: what ``ray.get`` raised.
         calls: reference of the result, by rank.
-        title: class of the workers.
-        method: what they were asked to do.
-        world_size: number of ranks.
+        asked: whom, and for what.
+
+    Returns:
+        A ProcessLostError if a process or what it held is gone, else a WorkerError.
     """
     # Those that have failed by now, in their order, then those that fail in consequence.
     failures = _failures(calls, 0)
     failures |= {rank: later for rank, later in _failures(calls, GRACE_S).items() if rank not in failures}
+    first = next(iter(failures.values()), error)
+    if any(is_loss(failure) for failure in [*failures.values(), error]):
+        dead = _deaths(asked.workers, wait=not _says_so(first))
+        return ProcessLostError(_lost(dead, failures, error, asked))
+    if BROKEN_CONNECTION.search(str(first)):
+        dead = _deaths(asked.workers, wait=True)
+        if dead:
+            return ProcessLostError(_lost(dead, failures, error, asked))
+    return WorkerError(_failed(failures, error, asked))
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error says that a process died or that what it held is gone."""
+    if isinstance(error, RayTaskError):
+        # Raised inside of a worker, e.g. when it asks for what another one held.
+        return isinstance(error.cause, (ProcessLostError, *LOSSES)) or _is_death(error.cause)
+    return isinstance(error, LOSSES) or _is_death(error)
+
+
+def _is_death(error: BaseException | None) -> bool:
+    return isinstance(error, RayActorError) and not error.actor_init_failed
+
+
+def _says_so(error: BaseException) -> bool:
+    # The death was not noticed by Ray, but by the worker that needed the process.
+    return isinstance(error, RayTaskError) and isinstance(error.cause, ProcessLostError)
+
+
+def _deaths(workers: Sequence[Any], wait: bool) -> list[Process]:
+    deadline = time.monotonic() + (DEATH_GRACE_S if wait else 0)
+    while True:
+        dead = first_to_die(processes(workers))
+        if dead or time.monotonic() >= deadline:
+            return dead
+        time.sleep(0.05)
+
+
+def death_of(process: Process, ranks: int, stage: str) -> str:
+    """The message for a rank that died: which, where, when, how, and where to read more.
+
+    Args:
+        process: the rank.
+        ranks: how many there are.
+        stage: what was being done, e.g. ``"in Actor.update_policy"``.
+    """
+    return (
+        f"rank {process.rank} of {ranks} died {stage} ({process.place}): {process.how} What it wrote last is in "
+        f"{process.log}."
+    )
+
+
+def _lost(dead: Sequence[Process], failures: Mapping[int, RayError], error: RayError, asked: Asked) -> str:
+    if not dead:
+        return _failed(failures, error, asked)
+    first, *others = dead
+    lines = [death_of(first, len(asked.workers), f"in {asked.stage}")]
+    lines += ["Failed after it:"] if others or any(rank != first.rank for rank in failures) else []
+    lines += [f"  rank {other.rank} ({other.place}): {other.how}" for other in others]
+    gone = {process.rank for process in dead}
+    lines += _lines({rank: failure for rank, failure in failures.items() if rank not in gone})
+    return "\n".join(lines)
+
+
+def _failed(failures: Mapping[int, RayError], error: RayError, asked: Asked) -> str:
     if not failures:
-        return f"{title}.{method}: {_what(error)}"
-    ranks_by_failure: dict[str, list[int]] = {}
-    for rank, failure in failures.items():
-        ranks_by_failure.setdefault(_what(failure), []).append(rank)
-    (what, (first, *same)), *later = ranks_by_failure.items()
-    lines = [f"{title}.{method} on rank {first} of {world_size}: {what}"]
+        return f"{asked.stage}: {_what(error)}"
+    (what, (first, *same)), *_ = _by_failure(failures).items()
+    lines = [f"{asked.stage} on rank {first} of {len(asked.workers)}: {what}"]
     lines += [f"The same on {_ranks(same)}."] if same else []
-    lines += ["Failed after it:"] if later else []
-    return "\n".join(lines + [f"  {_ranks(ranks)}: {what.splitlines()[0]}" for what, ranks in later])
+    later = _lines({rank: failure for rank, failure in failures.items() if rank not in (first, *same)})
+    return "\n".join([*lines, "Failed after it:", *later] if later else lines)
+
+
+def _lines(failures: Mapping[int, RayError]) -> list[str]:
+    return [f"  {_ranks(ranks)}: {what.splitlines()[0]}" for what, ranks in _by_failure(failures).items()]
+
+
+def _by_failure(failures: Mapping[int, RayError]) -> dict[str, list[int]]:
+    ranks: dict[str, list[int]] = {}
+    for rank, failure in failures.items():
+        ranks.setdefault(_what(failure), []).append(rank)
+    return ranks
 
 
 def _failures(calls: Mapping[int, Any], timeout_s: float) -> dict[int, RayError]:
     references = list(calls.values())
-    finished, _ = ray.wait(references, num_returns=len(references), timeout=timeout_s)
+    finished, _ = ray.wait(references, num_returns=len(references), timeout=timeout_s) if references else ([], [])
     failures: dict[int, RayError] = {}
     for rank, reference in calls.items():
         if reference not in finished:
@@ -71,45 +191,8 @@ def _what(error: RayError) -> str:
         return f"{str(error).strip().splitlines()[-1]}\n{error}"
     if isinstance(error, RayActorError):
         return f"the process died. {error}"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {brief(str(error))}"
 
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-class Watch:
-    """The first death among the actors of a group, found by a thread."""
-
-    def __init__(self) -> None:
-        self._death: str | None = None
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def start(self, workers: Sequence[Any], names: Sequence[str], every_n_seconds: float) -> None:
-        """Look every so many seconds, until one is dead."""
-        if self._thread is not None:
-            return
-        run = threading.Thread(target=self._run, args=(list(workers), list(names), every_n_seconds), daemon=True)
-        self._thread = run
-        run.start()
-
-    def stop(self) -> None:
-        """Stop looking."""
-        self._stopped.set()
-
-    def raise_if_dead(self, title: str, method: str) -> None:
-        """Raise a WorkerError if a rank has died."""
-        if self._death is not None:
-            raise WorkerError(f"{title}.{method}: {self._death}")
-
-    def _run(self, workers: list[Any], names: list[str], every_n_seconds: float) -> None:
-        while not self._stopped.wait(every_n_seconds) and ray.is_initialized():
-            alive = set(ray.util.list_named_actors())
-            dead = [rank for rank, name in enumerate(names) if name not in alive]
-            if dead and not self._stopped.is_set():
-                self._death = f"rank {dead[0]} of {len(names)} ({names[dead[0]]}) died; the other ranks were ended."
-                logger.error("%s", self._death)
-                for worker in workers:
-                    ray.kill(worker)
-                return

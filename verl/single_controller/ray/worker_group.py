@@ -12,16 +12,18 @@ import numpy as np
 import ray
 import torch
 from ray.actor import ActorClass
-from ray.exceptions import RayError
+from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.errors import ConfigError, ResourceError, WorkerError
+from verl.errors import ConfigError, ProcessLostError, ResourceError, WorkerError
 from verl.single_controller.base.colocate import ClassWithInitArgs
 from verl.single_controller.base.dispatch import Share, is_batch
 from verl.single_controller.base.worker import free_port
 from verl.single_controller.base.worker_group import Call, WorkerGroup
-from verl.single_controller.ray.failures import Watch, explain
+from verl.single_controller.ray.failures import Asked, explain
+from verl.single_controller.ray.processes import end
 from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
+from verl.single_controller.ray.watch import Watch
 
 # What is worth a place in the object store where several ranks get the same one.
 _LARGE = (Share, torch.Tensor, np.ndarray)
@@ -79,6 +81,7 @@ class RayWorkerGroup(WorkerGroup):
 
     Raises:
         ResourceError: the pool does not fit the cluster, holds as many groups as it may, or ends before them.
+        ProcessLostError: a process died in its constructor.
         WorkerError: a constructor raised, or did not end in time.
     """
 
@@ -100,8 +103,8 @@ class RayWorkerGroup(WorkerGroup):
             raise WorkerError("RayWorkerGroup needs ray_cls_with_init: RayClassWithInitArgs(cls, ...).")
         super().__init__(resource_pool, ray_cls_with_init)
         self.name_prefix = name_prefix or uuid.uuid4().hex[:8]
-        self._watch = Watch()
         self._workers: list[Any] = list(worker_handles or [])
+        self._watch = Watch(self._workers)
         self._worker_names = list(worker_names or [])
         self._bundles: list[Bundle] = []
         self._rendezvous: tuple[str, str] | None = None
@@ -207,18 +210,20 @@ class RayWorkerGroup(WorkerGroup):
 
     def _wait_for_constructors(self, timeout_s: float) -> None:
         references = [worker.__ray_ready__.remote() for worker in self._workers]
-        started, late = ray.wait(references, num_returns=len(references), timeout=timeout_s)
         try:
-            # A constructor that raised counts as started, and is the better news.
-            self._wait(started, "__init__", [rank for rank, ref in enumerate(references) if ref in started])
-            if late:
-                raise WorkerError(
-                    f"{len(late)} of {len(references)} ranks of {self._title()} did not start within {timeout_s:g} s. "
-                    "Either a constructor takes longer (raise start_timeout_s), or other actors hold the processors."
-                )
-        except WorkerError:
+            # Raises as soon as one of them fails: the others may be waiting for it.
+            ray.get(references, timeout=timeout_s)
+        except GetTimeoutError as error:
+            late = len(ray.wait(references, num_returns=len(references), timeout=0)[1])
             self.shutdown()
-            raise
+            raise WorkerError(
+                f"{late} of {len(references)} ranks of {self._title()} did not start within {timeout_s:g} s. "
+                "Either a constructor takes longer (raise start_timeout_s), or other actors hold the processors."
+            ) from error
+        except RayError as error:
+            explained = explain(error, dict(enumerate(references)), self._asked("__init__"))
+            self.shutdown()
+            raise explained from error
 
     # ---- the contract -----------------------------------------------------------------------------
 
@@ -244,14 +249,19 @@ class RayWorkerGroup(WorkerGroup):
 
     def _meeting_point(self) -> tuple[str, str]:
         if self._rendezvous is None:
-            address, port = ray.get(self._workers[0].get_master_addr_port.remote())
-            self._rendezvous = address, port
+            self._rendezvous = tuple(self.execute_rank_zero_sync("get_master_addr_port"))
         return self._rendezvous
 
     def _start(self, member: str | None, method: str, calls: Sequence[Call]) -> list[Any]:
-        self._watch.raise_if_dead(self._title(), method)
         if not self._workers:
             raise WorkerError("this worker group was shut down.")
+        self._watch.raise_if_lost(self._asked(method).stage)
+        try:
+            return self._send(member, method, calls)
+        except RayError as error:
+            raise self._explained(error, {}, method) from error
+
+    def _send(self, member: str | None, method: str, calls: Sequence[Call]) -> list[Any]:
         shared = _Shared(calls)
         references = []
         for call in calls:
@@ -267,9 +277,19 @@ class RayWorkerGroup(WorkerGroup):
         try:
             return ray.get(list(references))
         except RayError as error:
-            self._watch.raise_if_dead(self._title(), method)
-            calls = dict(zip(ranks, references, strict=True))
-            raise WorkerError(explain(error, calls, self._title(), method, len(self._workers))) from error
+            raise self._explained(error, dict(zip(ranks, references, strict=True)), method) from error
+
+    def _explained(self, error: RayError, calls: Mapping[int, Any], method: str) -> WorkerError:
+        """What to raise for an error of Ray; if a process is gone, the other ranks of a guarded group end first."""
+        asked = self._asked(method)
+        self._watch.raise_if_lost(asked.stage)
+        explained = explain(error, calls, asked)
+        if isinstance(explained, ProcessLostError) and self._watch.is_on:
+            self._watch.end(str(explained))
+        return explained
+
+    def _asked(self, method: str) -> Asked:
+        return Asked(self._title(), method, self._workers)
 
     def _title(self) -> str:
         members = self.ray_cls_with_init.members
@@ -279,16 +299,25 @@ class RayWorkerGroup(WorkerGroup):
         """Watch the ranks from now on.
 
         If one dies, the others are ended too: a rank that waits for the dead one in a collective would
-        hang for ever. Running calls then fail with a WorkerError that names the rank that died first,
+        hang for ever. Running calls then fail with a ProcessLostError that names the rank that died first,
         and so do all later ones.
         """
-        self._watch.start(self._workers, self._worker_names, every_n_seconds)
+        self._watch.start(every_n_seconds)
+
+    def guard(self, hang_timeout_s: float | None = None) -> None:
+        """Watch the ranks from now on: a death (see :meth:`start_worker_aliveness_check`), and calls that hang."""
+        self._watch.hang_timeout_s = hang_timeout_s
+        self.start_worker_aliveness_check()
 
     def shutdown(self) -> None:
-        """End the workers, detached ones too; views of the same processes end with them."""
+        """End the workers, detached ones too; views of the same processes end with them.
+
+        Returns when the processes are gone, so that others may move in at once. May be called again, and
+        after any of the ranks, or their node, has died.
+        """
         self._watch.stop()
-        for worker in self._workers:
-            ray.kill(worker)
+        if ray.is_initialized():
+            end(self._workers)
         for bundle in self._bundles:
             bundle.occupants -= 1
         self._bundles.clear()

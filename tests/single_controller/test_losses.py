@@ -1,0 +1,115 @@
+"""Processes that die, at every moment: what is raised, and what can be done afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from tests.single_controller.mortal import Mortal
+from tests.single_controller.workers import batch_of
+from verl.errors import ProcessLostError, WorkerError
+
+
+@pytest.fixture(scope="module")
+def places(pool):
+    """The same two places for all tests of this file: each must leave them free for the next."""
+    from verl.single_controller.ray import SubRayResourcePool
+
+    return SubRayResourcePool(pool.get_placement_groups(), 0, 2, use_gpu=False)
+
+
+@contextmanager
+def group_of(places, worker=Mortal, *args, guarded=None, hang_timeout_s=None, **kwargs):
+    from verl.single_controller.ray import RayWorkerGroup
+
+    group = RayWorkerGroup(places, RayWorkerGroup.describe(worker, *args, **kwargs), device_name="cpu")
+    if guarded:
+        group.guard(hang_timeout_s)
+    try:
+        yield group
+    finally:
+        group.shutdown()
+        group.shutdown()
+
+
+@pytest.fixture(params=[False, True], ids=["unguarded", "guarded"])
+def guarded(request):
+    return request.param
+
+
+def gone(pid):
+    from verl.utils.processes import state_of
+
+    return not state_of(pid)
+
+
+def wait_until(condition, what):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_in_a_collective_is_named_though_others_fail_first(places, guarded, rank, tmp_path):
+    with group_of(places, guarded=guarded) as group:
+        pids = group.execute_all_sync("pid")
+        with pytest.raises(ProcessLostError) as caught:
+            group.execute_all_sync("all_reduce", rank, "die", started=str(tmp_path / "started"))
+        said = str(caught.value)
+        assert said.startswith(
+            f"rank {rank} of 2 died in Mortal.all_reduce ({group.worker_names[rank]}, pid {pids[rank]} on node "
+        )
+        assert "connection error code 2" in said
+        assert f"-{pids[rank]}.err." in said
+        assert f"  rank {1 - rank}: " in said.split("Failed after it:\n")[1]
+        with pytest.raises(ProcessLostError, match=rf"^rank {rank} of 2 died in Mortal.*pid {pids[rank]} "):
+            group.execute_all_sync("pid")
+    assert all(map(gone, pids))
+
+
+def test_a_rank_killed_between_calls_is_found_by_the_next(places, guarded):
+    with group_of(places, guarded=guarded) as group:
+        pids = group.execute_all_sync("pid")
+        os.kill(pids[1], signal.SIGKILL)
+        if guarded:
+            wait_until(lambda: all(map(gone, pids)), "the guard does not end rank 0")
+        with pytest.raises(ProcessLostError, match=r"^rank 1 of 2 died .*SYSTEM_ERROR"):
+            group.train(batch_of([1.0, 2.0]))  # asks for the mesh first
+        with pytest.raises(ProcessLostError, match=r"^rank 1 of 2 died "):
+            group.wait_for(group.execute_all_async("pid"))
+
+
+def test_a_rank_killed_in_its_constructor_is_not_waited_for(places):
+    start = time.monotonic()
+    with (
+        pytest.raises(ProcessLostError, match=r"^rank 1 of 2 died in Mortal.__init__ .*SYSTEM_ERROR"),
+        group_of(places, Mortal, 1),
+    ):
+        pass
+    assert time.monotonic() - start < 60, "rank 0 waits for rank 1 for 5 minutes"
+
+
+def test_a_future_whose_rank_died_says_so(places):
+    with group_of(places) as group:
+        assert group.train_later(batch_of([1.0, 2.0])).get().batch["x"].tolist() == [1, 2]
+        later = group.train_later(batch_of([1.0, 2.0]), dying=1)
+        with pytest.raises(ProcessLostError, match=r"^rank 1 of 2 died in Mortal.train_later "):
+            later.get()
+
+
+def test_an_exception_is_no_loss(places, guarded):
+    with group_of(places, guarded=guarded) as group:
+        with pytest.raises(WorkerError, match=r"^Mortal.all_reduce on rank 0 of 2: ValueError: a row") as caught:
+            group.execute_all_sync("all_reduce", 0, "raise")
+        assert not isinstance(caught.value, ProcessLostError)
+
+
+def test_what_arrived_outlives_who_sent_it(places):
+    with group_of(places) as group:
+        received = group.train(batch_of([1.0, 2.0]).repeat(1 << 19))  # 4 MiB, in the object store
+    assert received.batch["x"].sum().item() == 3 * 2**19

@@ -1,0 +1,66 @@
+"""Processes of this machine, by number: how they are, and how they end. Imports neither torch nor Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+STOPPED = "tT"
+"""States of a process that a signal or a debugger holds."""
+
+
+def state_of(pid: int) -> str:
+    """The letter of a process's state (``R`` runs, ``S`` sleeps, ``D`` cannot be woken, ``T`` is stopped, ...).
+
+    Empty if there is no such process, or only its exit status is left of it.
+    """
+    try:
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+    return "" if letter in "ZX" else letter
+
+
+def title_of(pid: int) -> str:
+    """The command line of a process, or the title that it gave itself; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def end_processes(pids: Sequence[int], title: str, patience_s: float = 1.0, timeout_s: float = 10.0) -> list[int]:
+    """Wait until processes that were told to end are gone; those that do not go are killed.
+
+    Args:
+        pids: their numbers.
+        title: what their titles contain; a process without it got the number of one that is gone.
+        patience_s: how long a process may take to end by itself. A stopped one cannot, and gets no time.
+        timeout_s: how long all may take in total.
+
+    Returns:
+        Those that are still there, because the kernel holds them.
+    """
+    start = time.monotonic()
+    left = list(pids)
+    while True:
+        # One that is about to end has given up its title before its number.
+        left = [pid for pid in left if state_of(pid) and (title in title_of(pid) or not title_of(pid))]
+        passed = time.monotonic() - start
+        if not left or passed > timeout_s:
+            return left
+        for pid in left:
+            if passed > patience_s or state_of(pid) in STOPPED:
+                _kill(pid)
+        time.sleep(0.02)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        # It went by itself in between.
+        return
