@@ -22,6 +22,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 
+from verl.utils.redact import without_secrets
+
 T = TypeVar("T")
 
 _RULES = ConfigDict(extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True)
@@ -44,6 +46,15 @@ class BaseConfig(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(config_fields(type(self)))
+
+    def __repr__(self) -> str:
+        fields = (f"{name}={self._shown(name)!r}" for name in self)
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+    def _shown(self, name: str) -> Any:
+        """A field's value without secrets; sections below say themselves what they show."""
+        value = getattr(self, name)
+        return value if isinstance(value, BaseConfig) else without_secrets({name: value})[name]
 
     def to_dict(self) -> dict[str, Any]:
         """The section and all below it as plain dicts, lists and scalars (for trackers and json)."""
@@ -95,7 +106,7 @@ def subsection(cls: Callable[[], Any], **meta: Any) -> Any:
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def section(cls: type[T]) -> type[T]:
     """Class decorator: frozen, keyword-only, validated, unknown fields refused."""
-    return pydantic_dataclass(frozen=True, kw_only=True, config=_RULES)(cls)  # type: ignore[return-value]
+    return pydantic_dataclass(frozen=True, kw_only=True, repr=False, config=_RULES)(cls)  # type: ignore[return-value]
 
 
 def config_fields(cls: type) -> Mapping[str, FieldInfo]:

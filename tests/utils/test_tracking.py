@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from verl.errors import ConfigError
+from verl.utils.redact import without_secrets
 from verl.utils.tracking import TRACKERS, Tracker, Tracking, ValidationGenerationsLogger, require_trackers
 from verl.utils.tracking.base import flatten, markdown_table
-from verl.utils.tracking.secrets import without_secrets
 
 
 @pytest.fixture(autouse=True)

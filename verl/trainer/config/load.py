@@ -31,10 +31,12 @@ from verl.trainer.config.keys import Key, Tree, default_tree, drop, flat, get, i
 from verl.trainer.config.overrides import CONFIG_DIR, add_search_path, force_overrides, keys_set
 from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.problems import Problem, report, shown
+from verl.trainer.config.record import mask_record
 from verl.trainer.config.rewrite import rewrite
 from verl.trainer.config.rollout_correction import with_bypass_mode
 from verl.trainer.config.validate import validate
 from verl.utils.import_utils import prepare_process
+from verl.utils.redact import redacted, secrets_in
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +77,7 @@ def load_config(
     checked = [problem for problem in validate(config) if problem.key not in bad]
     problems += [problem for problem in checked if not problem.advice]
     if problems:
-        raise ConfigError(report(problems))
+        raise ConfigError(redacted(report(problems), secrets_in(raw)))
     for advice in checked:
         logger.warning("%s", advice)
     _tell_hints(tree, raw, known)
@@ -250,14 +252,15 @@ def hydra_entry(main: Callable[[ConfigT], None], config_name: str, root: type[Co
     """Run ``main`` with the configuration of the command line, as ``@hydra.main`` would.
 
     Modules of ``VERL_USE_EXTERNAL_MODULES`` are imported first, so that what they register is
-    known when the configuration is checked. An error whose text says all there is to know
-    (``PLAIN_ERRORS``) ends the process with that text and code 2, without a traceback;
-    ``HYDRA_FULL_ERROR=1`` shows it.
+    known when the configuration is checked. What Hydra has written about the run is rid of secrets.
+    An error whose text says all there is to know (``PLAIN_ERRORS``) ends the process with that text
+    and code 2, without a traceback; ``HYDRA_FULL_ERROR=1`` shows it.
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
     def entry(cfg: DictConfig) -> None:
+        mask_record(cfg)
         try:
             prepare_process()
             main(load_config(cfg, root, keys_set(HydraConfig.get().overrides.task)))
@@ -265,7 +268,8 @@ def hydra_entry(main: Callable[[ConfigT], None], config_name: str, root: type[Co
             if os.environ.get("HYDRA_FULL_ERROR"):
                 raise
             notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
-            sys.stderr.write(f"{type(error).__name__}: {error}{notes}\n")
+            said = f"{type(error).__name__}: {error}{notes}"
+            sys.stderr.write(f"{redacted(said, secrets_in(OmegaConf.to_container(cfg)))}\n")
             raise SystemExit(2) from None
 
     add_search_path()

@@ -8,6 +8,8 @@ from typing import Any
 
 import yaml
 
+from verl.utils.redact import MASK, is_secret, without_secrets
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -30,7 +32,8 @@ class Problem:
     advice: bool = False
 
     def __str__(self) -> str:
-        lines = [f"{self.key}={shown(self.value)}: {self.wrong.rstrip('.')}."]
+        value = MASK if is_secret(self.key, self.value) else shown(without_secrets(self.value))
+        lines = [f"{self.key}={value}: {self.wrong.rstrip('.')}."]
         if self.allowed:
             lines.append(f"allowed: {self.allowed}")
         if self.remedy:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from verl.utils.redact import redacted, secrets_in, without_secrets
 from verl.utils.tracking import local, services  # noqa: F401 (they file their trackers)
 from verl.utils.tracking.base import TRACKERS, Tracker
-from verl.utils.tracking.secrets import without_secrets
 
 __all__ = ["TRACKERS", "Tracker", "Tracking", "ValidationGenerationsLogger", "require_trackers"]
 
@@ -37,8 +39,8 @@ class Tracking:
         experiment_name: names this one.
         default_backend: a name or names of trackers.
         config: the run's settings, nested; secrets among them are masked before any tracker sees it.
-            What a service collects by itself (the command line, for one) is not in our hands: give
-            secrets by environment variables.
+            So is the command line, as a tracker finds it in ``sys.argv``. What a service collects by
+            other ways is not in our hands: give secrets by environment variables.
 
     Raises:
         ConfigError: a name is unknown, or the package of a tracker is not installed.
@@ -56,11 +58,13 @@ class Tracking:
         names = _names(default_backend)
         require_trackers(names)
         settings = without_secrets(config or {})
+        known = secrets_in(config or {})
         self.trackers: dict[str, Tracker] = {}
         self._failures: dict[str, list[int]] = {}
         self._ignored: set[str] = set()
         for name in names:
-            self.trackers[name] = _start(name, project_name, experiment_name, settings)
+            with _masked_command_line(known):
+                self.trackers[name] = _start(name, project_name, experiment_name, settings)
             self._failures[name] = [0, 0]
 
     def log(self, data: Mapping[str, Any], step: int, backend: Names | None = None) -> None:
@@ -193,6 +197,17 @@ def to_number(value: Any) -> int | float | None:
     if isinstance(value, bool):
         return int(value)
     return value if isinstance(value, int | float) else None
+
+
+@contextlib.contextmanager
+def _masked_command_line(known: list[str]) -> Iterator[None]:
+    """Services send ``sys.argv`` along when they start."""
+    arguments = sys.argv
+    sys.argv = [redacted(argument, known) for argument in arguments]
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def _names(backends: Names) -> list[str]:

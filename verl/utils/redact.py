@@ -1,0 +1,126 @@
+"""Keeping secrets out of whatever is shown, logged or written: configurations, trackers, errors.
+
+A secret is found in three ways: by the name that it stands under (``api_key``, ``hf_token``, ``password``), by
+how it looks (``Bearer ...``, the login of a URL, keys of well-known services), and by being the value of an
+environment variable with such a name. What looks like any other text under a name like any other is not found.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+MASK = "***"
+SHORTEST = 6
+"""A shorter text is not looked for in other texts: it would be found by accident."""
+
+_ALWAYS = re.compile(
+    r"(^|[_.-])("
+    r"secrets?|password|passwd|passphrase|credentials?|cookies?"
+    r"|(api|access|private|secret|auth|ssh)[_-]?keys?|apikeys?|(api|access|auth|bearer|refresh)[_-]?tokens?"
+    r")([_.-]|$)",
+    re.IGNORECASE,
+)
+_TEXT_ONLY = re.compile(r"(^|[_.-])(token|authorization)$", re.IGNORECASE)
+_KEY = re.compile(r"(^|[_.-])key$", re.IGNORECASE)
+_TELLS_WHERE = re.compile(r"[_.-](env|var|path|file|name)$", re.IGNORECASE)
+_OF_A_VOCABULARY = re.compile(r"(^|[_.-])(pad|eos|bos|unk|sep|cls|mask|image|video|audio)_token$", re.IGNORECASE)
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_LOOKS_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
+_REFERENCE = re.compile(r"\$\{(oc\.env:\w+|[\w.]+)\}")
+"""What is filled in later, from the environment or from another key, and says nothing itself."""
+
+_IN_TEXT: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"(?<=://)[^/@\s]+@"), f"{MASK}@"),
+    (re.compile(r"\b(Bearer|Basic)(\s+)[\w.~+/=-]{6,}"), rf"\1\2{MASK}"),
+    (re.compile(r"([?&][\w-]{0,40}(?:key|token|secret|password|signature)=)[^&\s#'\"]+", re.IGNORECASE), rf"\1{MASK}"),
+    (re.compile(r"\b(?:sk|hf|gh[pousr]|github_pat|glpat|xox[abprs])[_-][A-Za-z0-9_-]{16,}"), MASK),
+    (re.compile(r"\bAKIA[0-9A-Z]{16}\b"), MASK),
+)
+
+
+def without_secrets(settings: Any) -> Any:
+    """A copy of nested settings with ``***`` in place of secrets.
+
+    Masked are: everything under a name like ``password``, ``secret`` or ``api_key``; texts under a
+    name that ends in ``token``; long random texts under a name that ends in ``key``; wherever they stand,
+    what :func:`redacted` masks. So ``ppo_max_token_len_per_gpu=16384``, ``prompt_key=prompt``,
+    ``pad_token=<pad>`` and ``api_key_env=OPENAI_API_KEY`` stay, and ``hf_token`` and
+    ``env_vars.WANDB_API_KEY`` do not.
+    """
+    known = [*_of_environment(), *secrets_in(settings)]
+    return _masked(settings, known)
+
+
+def redacted(text: str, known: Iterable[str] = ()) -> str:
+    """A text with ``***`` in place of what looks like a secret.
+
+    That is the login of a URL and secrets in its query, what follows ``Bearer``, keys of well-known services, the
+    values of environment variables with names like ``WANDB_API_KEY``, and whatever is ``known``.
+
+    Args:
+        text: to be shown.
+        known: secrets that may occur in it, as :func:`secrets_in` finds them.
+    """
+    return _text(text, [*_of_environment(), *known])
+
+
+def secrets_in(settings: Any) -> list[str]:
+    """The texts that :func:`without_secrets` masks by their names."""
+    return list(dict.fromkeys(_values(settings)))
+
+
+def is_secret(name: str, value: Any) -> bool:
+    """Whether ``value`` is a secret, going by the name that it stands under."""
+    name = _CAMEL.sub("_", name)
+    if value is None or value == "" or isinstance(value, bool) or _TELLS_WHERE.search(name):
+        return False
+    if isinstance(value, str) and _REFERENCE.fullmatch(value):
+        return False
+    if _ALWAYS.search(name):
+        return True
+    if not isinstance(value, str) or _OF_A_VOCABULARY.search(name):
+        return False
+    return bool(_TEXT_ONLY.search(name) or (_KEY.search(name) and _LOOKS_RANDOM.fullmatch(value)))
+
+
+def _masked(settings: Any, known: list[str]) -> Any:
+    if isinstance(settings, Mapping):
+        return {key: MASK if is_secret(str(key), value) else _masked(value, known) for key, value in settings.items()}
+    if isinstance(settings, list | tuple):
+        return [_masked(value, known) for value in settings]
+    return _text(settings, known) if isinstance(settings, str) else settings
+
+
+def _text(text: str, known: list[str]) -> str:
+    for secret in sorted(known, key=len, reverse=True):  # one may be the beginning of another
+        if len(secret) >= SHORTEST:
+            text = text.replace(secret, MASK)
+    for pattern, mask in _IN_TEXT:
+        text = pattern.sub(mask, text)
+    return text
+
+
+def _values(settings: Any) -> Iterator[str]:
+    if isinstance(settings, Mapping):
+        for key, value in settings.items():
+            yield from _texts(value) if is_secret(str(key), value) else _values(value)
+    elif isinstance(settings, list | tuple):
+        for value in settings:
+            yield from _values(value)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value
+
+
+def _of_environment() -> list[str]:
+    return [value for name, value in os.environ.items() if is_secret(name, value)]
