@@ -1,44 +1,54 @@
-"""What a run needs to continue: worker states, data order, KL controller, and which step is whole.
+"""What a run needs to go on: the state of the workers and of the driver, whole for each step that is saved.
 
 ::
 
     {default_local_dir}/
-      latest_checkpointed_iteration.txt     "N", written last: the step that is whole
-      global_step_N/
+      latest_checkpointed_iteration.txt     "N", written last: the step to go on from
+      global_step_N/                        written as global_step_N.partial, renamed when it is whole
+        manifest.json                       size and SHA-256 of every file
         actor/  critic/                     the engines' shards (workers/engine/fsdp/checkpoint.py)
-        data.pt                             state of the data loader
-        trainer_state.json                  step, controllers of KL and entropy
+        data.pt                             state of the data loader, its sampler and data set
+        trainer_state.json                  step, controllers of KL and entropy, epochs
         driver_rng.pt                       random generators of the driver
+
+How a folder becomes whole, and what a crash leaves, is in :mod:`verl.utils.checkpoint.steps`.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
-import os
 import pickle
-import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from verl.errors import CheckpointError
 from verl.trainer.run_state import RunState
+from verl.utils.checkpoint import steps
+from verl.utils.checkpoint.files import FileEntry, write_bytes
+from verl.utils.checkpoint.steps import LATEST, MANIFEST, saved_steps, step_folder
+from verl.utils.checkpoint.writing import SaveReport
 
 if TYPE_CHECKING:
     from verl.trainer.config import TrainerConfig
+    from verl.trainer.config.trainer import BaseTrainerConfig
 
 logger = logging.getLogger(__name__)
 
-LATEST = "latest_checkpointed_iteration.txt"
+STATE, DATA, RNG = "trainer_state.json", "data.pt", "driver_rng.pt"
+FORMAT = 2
+"""Of ``trainer_state.json``; a step of format 2 has a manifest, one without this number was saved before there were."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPlan:
-    """Where a run saves, how much it keeps, and what it resumes from."""
+    """Where a run saves, how much it keeps, what it resumes from, and what it does when a checkpoint fails it."""
 
     root: str
     resume_mode: str = "auto"
@@ -46,83 +56,189 @@ class CheckpointPlan:
     keep: dict[str, int | None] = field(default_factory=dict)
     """Newest N to keep, for each sub-folder; None keeps all."""
     delete_after_load: bool = False
+    on_damaged: Literal["previous", "stop"] = "previous"
+    on_failed_save: Literal["retry", "stop"] = "retry"
 
     @classmethod
-    def of(cls, trainer: TrainerConfig) -> CheckpointPlan:
-        """The plan of a PPO run's ``trainer`` section."""
+    def of(
+        cls, trainer: BaseTrainerConfig, keep: dict[str, int | None], delete_after_load: bool = False
+    ) -> CheckpointPlan:
+        """The plan of a run's ``trainer`` section."""
         return cls(
             root=trainer.default_local_dir,
             resume_mode=trainer.resume_mode,
             resume_from_path=trainer.resume_from_path,
-            keep={"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep},
-            delete_after_load=trainer.del_local_ckpt_after_load,
+            keep=keep,
+            delete_after_load=delete_after_load,
+            on_damaged=trainer.recovery.on_damaged_checkpoint,
+            on_failed_save=trainer.recovery.on_failed_save,
         )
+
+    @classmethod
+    def of_ppo(cls, trainer: TrainerConfig) -> CheckpointPlan:
+        """The plan of a PPO run, which keeps actors and critics by numbers of their own."""
+        keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
+        return cls.of(trainer, keep, trainer.del_local_ckpt_after_load)
 
 
 class TrainerCheckpoint:
     """Saves and restores one run.
 
+    ::
+
+        state = checkpoint.load()              None: start anew
+        ...each step:  checkpoint.poll()       a save in the background is committed when it is written
+                       checkpoint.save(state)  if one is due, or checkpoint.owed
+        checkpoint.finish()                    the last save is on the disk, or an error
+
     Args:
         plan: folder, keep-N and resume settings.
-        groups: worker groups with ``save_checkpoint`` and ``load_checkpoint``, by the sub-folder
-            that each writes; ``"."`` is the step's folder itself.
+        groups: worker groups of an :class:`verl.workers.engine_workers.EngineWorker`, by the sub-folder that
+            each writes; ``"."`` is the step's folder itself.
     """
 
     def __init__(self, plan: CheckpointPlan, groups: dict[str, Any]) -> None:
         self.plan = plan
         self.root = Path(plan.root).expanduser().absolute()
         self.groups = groups
+        self.owed = False
+        """A save has failed, and none has succeeded since: one is due after the next step."""
+        self.failed_saves = 0
+        self._writing: RunState | None = None
+        self._last: RunState | None = None
+        self._own_files: dict[str, FileEntry] = {}
+        self._committed: int | None = None
+        self._loaded_from: Path | None = None
 
-    def save(self, state: RunState) -> Path:
-        """Write ``global_step_N``, name it the latest, then drop what keep-N no longer wants.
+    # ---- saving -------------------------------------------------------------------------------
+
+    def save(self, state: RunState) -> None:
+        """Begin to write the run as it is now; a save that is being written ends first.
+
+        Returns when the state is copied where ``checkpoint.async_save`` is on, and otherwise when it is on the disk.
 
         Raises:
-            CheckpointError: the folder cannot be written; the previous checkpoint stays the latest.
+            CheckpointError: it cannot be written, and ``recovery.on_failed_save=stop``.
         """
-        folder = self.root / f"global_step_{state.global_step}"
-        for name, group in self.groups.items():
-            group.save_checkpoint(str(folder / name), None, state.global_step)
+        self._end_writing(wait=True)
+        if self._committed == state.global_step:
+            return
+        self._writing = self._last = state
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(state.dataloader, folder / "data.pt")
-            torch.save(state.rng, folder / "driver_rng.pt")
-            (folder / "trainer_state.json").write_text(
-                json.dumps({"global_step": state.global_step} | state.controllers)
-            )
-            _replace_text(self.root / LATEST, str(state.global_step))
+            partial = steps.begin(self.root, state.global_step)
+            self._own_files = _write_driver(partial, state)
         except OSError as error:
-            raise CheckpointError(
-                f"cannot write the checkpoint {folder}: {error}. The checkpoint before it is untouched. "
-                "Free space, or set trainer.default_local_dir to a writable folder."
-            ) from error
-        self._drop_old()
-        return folder
+            self._failed(str(error))
+            return
+        for name, group in self.groups.items():
+            group.begin_save(str(partial / name), state.global_step)
+        self._end_writing(wait=False)
 
-    def _drop_old(self) -> None:
-        folders = saved_steps(self.root)
-        for name in self.groups:
-            limit = self.plan.keep.get(name)
-            holders = [folder for folder in folders if (folder / name).is_dir()]
-            for folder in holders[:-limit] if limit and limit > 0 else []:
-                shutil.rmtree(folder / name)
-        for folder in folders:
-            if folder.is_dir() and not any((folder / name).is_dir() for name in self.groups):
-                shutil.rmtree(folder)
+    def poll(self) -> None:
+        """Commit the save in the background if every rank has written it; waits for no rank.
+
+        Raises:
+            CheckpointError: it could not be written, and ``recovery.on_failed_save=stop``.
+        """
+        self._end_writing(wait=False)
+
+    def finish(self) -> None:
+        """Wait until what was saved last is on the disk; if it failed, try once more.
+
+        To be called when no step has run since the last :meth:`save`, or none was due.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._end_writing(wait=True)
+        if self.owed and self._last is not None:
+            self.save(self._last)
+            self._end_writing(wait=True)
+        if self.owed:
+            raise CheckpointError(
+                f"the run is over and its last checkpoint could not be written to {self.root}; see the errors above. "
+                f"{self._whole_before()} Free space there, or set trainer.default_local_dir to a writable folder, "
+                "and start the run again: it goes on from there."
+            )
+
+    def workers_replaced(self, groups: dict[str, Any]) -> None:
+        """Go on with new workers; what the old ones were writing is lost, and owed."""
+        self.groups = groups
+        if self._writing is not None:
+            steps.discard(self.root, self._writing.global_step)
+            self._writing, self.owed = None, True
+
+    def metrics(self) -> dict[str, float]:
+        """``recovery/failed_saves`` since the run was started, if there are any."""
+        return {"recovery/failed_saves": float(self.failed_saves)} if self.failed_saves else {}
+
+    def _end_writing(self, wait: bool) -> None:
+        if self._writing is None:
+            return
+        found = {name: group.save_report(wait) for name, group in self.groups.items()}
+        if any(report is None for reports in found.values() for report in reports):
+            return
+        try:
+            files = self._own_files | _joined(found)
+            steps.commit(self.root, self._writing.global_step, files)
+        except (OSError, CheckpointError) as error:
+            self._failed(str(error))
+            return
+        self._committed, self._writing, self.owed = self._writing.global_step, None, False
+        self._drop_old(self._committed)
+
+    def _failed(self, problem: str) -> None:
+        assert self._writing is not None
+        step, self._writing = self._writing.global_step, None
+        steps.discard(self.root, step)  # on a full disk the rest of the run needs the space
+        self.failed_saves += 1
+        self.owed = True
+        message = f"the checkpoint of step {step} could not be written: {problem}. {self._whole_before()}"
+        if self.plan.on_failed_save == "stop":
+            raise CheckpointError(f"{message} Free space, or set trainer.default_local_dir to a writable folder.")
+        logger.error("%s It is tried again after the next step.", message)
+
+    def _whole_before(self) -> str:
+        names = [path.name for path in saved_steps(self.root).values()]
+        return f"What was saved before is untouched ({names[-1]})." if names else "No step has been saved yet."
+
+    def _drop_old(self, newest: int) -> None:
+        """What keep-N no longer wants, now that ``newest`` is whole.
+
+        Steps after it were saved by a run that this one does not continue; they are nobody's old ones.
+        """
+        folders = {step: path for step, path in saved_steps(self.root).items() if step <= newest}
+        try:
+            for name in self.groups:
+                limit = self.plan.keep.get(name)
+                holders = [path for path in folders.values() if (path / name).is_dir()]
+                for path in holders[:-limit] if limit and limit > 0 else []:
+                    shutil.rmtree(path / name)
+            for path in folders.values():
+                if path.is_dir() and not any((path / name).is_dir() for name in self.groups):
+                    shutil.rmtree(path)
+            if self.plan.delete_after_load and self._loaded_from not in (None, step_folder(self.root, newest)):
+                shutil.rmtree(self._loaded_from, ignore_errors=True)
+                self._loaded_from = None
+        except OSError as error:
+            logger.warning("an old checkpoint could not be removed: %s", error)
+
+    # ---- loading ------------------------------------------------------------------------------
 
     def load(self) -> RunState | None:
         """Restore the workers by ``trainer.resume_mode``, and give the driver's state; None for a fresh start.
 
         Raises:
-            CheckpointError: what should be resumed from is missing or damaged. A run never starts
-                anew in silence when a checkpoint was named.
+            CheckpointError: what should be resumed from is missing or damaged, and by ``resume_mode`` and
+                ``recovery.on_damaged_checkpoint`` no other may take its place, or none is whole. A run never
+                starts anew in silence where one was saved.
         """
         folder = self._folder_to_resume()
         if folder is None:
             return None
-        state = self._read(folder / "trainer_state.json", lambda path: json.loads(path.read_text()))
+        state = _read(folder / STATE, lambda path: json.loads(path.read_text()))
         dataloader, rng = (
-            self._read(folder / name, lambda path: torch.load(path, weights_only=True))
-            for name in ("data.pt", "driver_rng.pt")
+            _read(folder / name, lambda path: torch.load(path, weights_only=True)) for name in (DATA, RNG)
         )
         for name, group in self.groups.items():
             if not (folder / name).is_dir():
@@ -130,8 +246,10 @@ class TrainerCheckpoint:
                     f"the checkpoint {folder} has no '{name}' folder, which this run needs. "
                     "Resume with the algorithm that wrote it, or set trainer.resume_mode=disable."
                 )
-            group.load_checkpoint(str(folder / name), None, self.plan.delete_after_load)
+            group.load_checkpoint(str(folder / name))
         logger.info("resumed from %s", folder)
+        self._loaded_from = folder
+        state.pop("format", None)
         return RunState(global_step=state.pop("global_step"), dataloader=dataloader, controllers=state, rng=rng)
 
     def _folder_to_resume(self) -> Path | None:
@@ -140,44 +258,132 @@ class TrainerCheckpoint:
             return None
         if mode == "resume_path":
             folder = Path(str(self.plan.resume_from_path)).expanduser().absolute()
-            remedy = "Set trainer.resume_from_path to an existing .../global_step_N folder."
-        else:
-            latest = self.root / LATEST
-            if not latest.exists():
-                logger.info("no checkpoint in %s: starting from step 0", self.root)
-                return None
-            folder = self.root / f"global_step_{latest.read_text().strip()}"
-            remedy = f"Restore it, write another step into {latest}, or set trainer.resume_mode=disable to start anew."
-        if not folder.is_dir():
-            raise CheckpointError(f"the checkpoint to resume from does not exist: {folder}. {remedy}")
-        return folder
+            if problem := self._problem(folder):
+                raise CheckpointError(
+                    f"the checkpoint to resume from is not whole: {problem}. Set trainer.resume_from_path to an "
+                    "existing .../global_step_N folder that is."
+                )
+            return folder
+        steps.repair(self.root)
+        return self._newest_whole()
 
-    @staticmethod
-    def _read(path: Path, reader: Any) -> Any:
+    def _newest_whole(self) -> Path | None:
+        """The latest step, or where it is damaged the newest whole one before it."""
+        found, problems = saved_steps(self.root), []
         try:
-            return reader(path)
-        except FileNotFoundError:
-            raise CheckpointError(f"the checkpoint is incomplete: {path} is missing.") from None
-        except (ValueError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"the checkpoint file {path} cannot be read ({error}). Resume from another step with "
-                "trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N."
-            ) from error
+            latest = steps.read_latest(self.root)
+        except CheckpointError as error:
+            latest = None
+            problems.append(str(error))
+        if latest is None and not found and not problems:
+            logger.info("no checkpoint in %s: starting from step 0", self.root)
+            return None
+        if latest is None and not problems:
+            problems.append(f"{self.root / LATEST} is missing")
+        if latest is not None and latest not in found:
+            problems.append(f"{step_folder(self.root, latest)}, which {LATEST} names, does not exist")
+        for step in sorted(found, reverse=True):
+            if latest is not None and step > latest:
+                continue
+            if problems and self.plan.on_damaged == "stop":
+                break
+            if problem := self._problem(found[step]):
+                problems.append(problem)
+                continue
+            if problems:
+                logger.warning("damaged checkpoints: %s. Going on from %s.", "; ".join(problems), found[step])
+            return found[step]
+        raise CheckpointError(
+            f"cannot resume from {self.root}: {'; '.join(problems)}. "
+            + (
+                "By trainer.recovery.on_damaged_checkpoint=stop no other step takes its place. "
+                if self.plan.on_damaged == "stop"
+                else "There is no whole step before it. "
+            )
+            + "Restore it, name another step with trainer.resume_mode=resume_path "
+            "trainer.resume_from_path=.../global_step_N, or set trainer.resume_mode=disable to start anew."
+        )
+
+    def _problem(self, folder: Path) -> str | None:
+        """The first thing that is wrong with a saved step."""
+        if not folder.is_dir():
+            return f"{folder} does not exist"
+        try:
+            files = steps.read_manifest(folder)
+        except CheckpointError as error:
+            if _is_of_format_1(folder):
+                logger.warning(
+                    "%s has no %s: it was saved by an earlier version, and is not verified", folder, MANIFEST
+                )
+                return None
+            return str(error)
+        if problems := steps.wrong_sizes(folder, files):
+            return problems[0]
+        # Every byte is read, so every rank takes a share of the files: the largest ones first, dealt in turn.
+        group = next(iter(self.groups.values()))
+        names = sorted(files, key=lambda name: -files[name].size)
+        shares = [{name: files[name] for name in names[rank :: group.world_size]} for rank in range(group.world_size)]
+        found = group.check_files([str(folder)] * group.world_size, shares)
+        return next((problem for problems in found for problem in problems), None)
 
 
-def saved_steps(root: Path) -> list[Path]:
-    """The ``global_step_N`` folders under ``root``, by N."""
-    found = [
-        (int(m.group(1)), p) for p in root.glob("global_step_*") if (m := re.fullmatch(r"global_step_(\d+)", p.name))
-    ]
-    return [path for _, path in sorted(found)]
+def _write_driver(folder: Path, state: RunState) -> dict[str, FileEntry]:
+    described = {"format": FORMAT, "global_step": state.global_step} | state.controllers
+    return {
+        DATA: write_bytes(folder / DATA, _loadable(state.dataloader)),
+        RNG: write_bytes(folder / RNG, _loadable(state.rng)),
+        STATE: write_bytes(folder / STATE, json.dumps(described).encode()),
+    }
 
 
-def _replace_text(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader sees the old file or the new one, never half of it."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+def _loadable(state: dict[str, Any]) -> bytes:
+    """A ``.pt`` file of ``state``.
+
+    Raises:
+        CheckpointError: it could not be read back, because it holds objects whose reading would run code.
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            "the state of the data loader cannot be saved: the state_dict() of a data set or sampler may hold tensors, "
+            f"numbers, strings, lists and dicts only. {str(error).splitlines()[0]}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _joined(found: dict[str, list[SaveReport]]) -> dict[str, FileEntry]:
+    """All files by their path below the step's folder.
+
+    Raises:
+        CheckpointError: a rank could not write its part.
+    """
+    files: dict[str, FileEntry] = {}
+    for name, reports in found.items():
+        for rank, report in enumerate(reports):
+            if report.problem is not None:
+                raise CheckpointError(f"{report.problem} (rank {rank})")
+            files |= {(Path(name) / file).as_posix(): entry for file, entry in report.files.items()}
+    return files
+
+
+def _is_of_format_1(folder: Path) -> bool:
+    """Whether ``folder`` was saved before there were manifests, when a step counted as soon as it was the latest."""
+    try:
+        return "format" not in json.loads((folder / STATE).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _read(path: Path, reader: Callable[[Path], Any]) -> Any:
+    try:
+        return reader(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"the checkpoint is incomplete: {path} is missing.") from None
+    except (ValueError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"the checkpoint file {path} cannot be read ({error}). Resume from another step with "
+            "trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N."
+        ) from error

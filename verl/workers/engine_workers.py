@@ -17,6 +17,9 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.checkpoint import on_all_ranks
 from verl.utils.checkpoint.arrays import from_arrays, to_arrays
+from verl.utils.checkpoint.files import FileEntry
+from verl.utils.checkpoint.steps import wrong_contents
+from verl.utils.checkpoint.writing import SaveReport, Writing
 from verl.utils.device import memory_metrics
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.import_utils import prepare_process
@@ -50,6 +53,7 @@ class EngineWorker(Worker):
         self.device_name = device_name
         self.timeout_s = timeout_s
         self._saved: list[str] = []
+        self._writing: Writing | None = None
 
     def make_engine(
         self,
@@ -100,9 +104,7 @@ class EngineWorker(Worker):
 
     def report(self, metrics: dict[str, float], problems: Sequence[NonFinite], engine: BaseEngine) -> DataProto:
         """``metrics`` and the memory in use, and what was not finite, as a batch without rows."""
-        return DataProto(
-            meta_info={"metrics": metrics | memory_metrics(engine.device), "non_finite": list(problems)}
-        )
+        return DataProto(meta_info={"metrics": metrics | memory_metrics(engine.device), "non_finite": list(problems)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
@@ -152,6 +154,33 @@ class EngineWorker(Worker):
         self.weights_replaced()
         if del_local_after_load:
             _remove(local_path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def begin_save(self, folder: str, global_step: int) -> None:
+        """Write this rank's part of a checkpoint into ``folder``, which counts when whoever asked has committed it.
+
+        With ``checkpoint.async_save`` the state is copied here and written while the next calls run.
+        """
+        background = self.checkpoint.async_save
+        with self.trained.eval_mode():
+            state = self.trained.state(global_step, self.checkpoint.save_contents, copied=background)
+        self._writing = Writing(state.write, Path(folder), background)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_report(self, wait: bool = False) -> SaveReport | None:
+        """How :meth:`begin_save` went; None while it is being written, unless ``wait``.
+
+        Raises:
+            CheckpointError: nothing was begun.
+        """
+        if self._writing is None:
+            raise CheckpointError("no checkpoint is being written by this worker: call begin_save first.")
+        return self._writing.report(wait)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def check_files(self, folder: str, files: dict[str, FileEntry]) -> list[str]:
+        """What of ``files`` below ``folder`` does not hold what was written; each rank reads its share."""
+        return wrong_contents(Path(folder), files)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot(self, global_step: int = 0) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from verl.errors import CheckpointError
+from verl.utils.checkpoint.files import put_back, replace_folder
 
 __all__ = ["LocalFolder", "on_all_ranks", "rng_state", "set_rng_state"]
 
@@ -39,8 +40,10 @@ class LocalFolder:
             CheckpointError: on every rank, if one cannot.
         """
         with on_all_ranks(f"write {self.final}"):
-            if dist.get_rank() == 0 and self.partial.exists():
-                shutil.rmtree(self.partial)
+            if dist.get_rank() == 0:
+                put_back(self.final)
+                if self.partial.exists():
+                    shutil.rmtree(self.partial)
         with on_all_ranks(f"write {self.final}"):
             self.partial.mkdir(parents=True, exist_ok=True)
 
@@ -52,18 +55,13 @@ class LocalFolder:
         """
         with on_all_ranks(f"write {self.final}"):
             if dist.get_rank() == 0:
-                self._rename()
+                replace_folder(self.partial, self.final)
         with on_all_ranks(f"write {self.final}"):
             if self.partial.exists():  # a node with a file system of its own
                 try:
-                    self._rename()
+                    replace_folder(self.partial, self.final)
                 except FileNotFoundError:
                     logger.debug("%s was renamed by another rank of this node", self.partial)
-
-    def _rename(self) -> None:
-        if self.final.exists():
-            shutil.rmtree(self.final)
-        self.partial.replace(self.final)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,3 +125,32 @@ def replace_text(path: Path, text: str) -> None:
     write_bytes(partial, text.encode())
     partial.replace(path)
     sync_folder(path.parent)
+
+
+REPLACED = ".replaced"
+
+
+def replace_folder(new: Path, place: Path) -> None:
+    """Rename ``new`` to ``place``; a folder that is there makes room, and goes when the new one has the name.
+
+    Between the two renames a crash leaves the old one beside its place, where :func:`put_back` finds it.
+    """
+    old = place.with_name(place.name + REPLACED)
+    if place.exists():
+        place.rename(old)
+    new.rename(place)
+    sync_folder(place.parent)
+    if old.exists():
+        shutil.rmtree(old)
+
+
+def put_back(place: Path) -> None:
+    """Finish what a crash of :func:`replace_folder` left: the old folder gets its name again, or goes."""
+    old = place.with_name(place.name + REPLACED)
+    if not old.exists():
+        return
+    if place.exists():
+        shutil.rmtree(old)
+    else:
+        old.rename(place)
+        sync_folder(place.parent)

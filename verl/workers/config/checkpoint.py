@@ -25,7 +25,5 @@ class CheckpointConfig(BaseConfig):
         factory=_same_as_saved, interpolation="${.save_contents}"
     )
     """What to read back on resume; by default all that was saved."""
-    async_save: bool = setting(
-        False, refuse="saving in the background is not in this version; leave it false, saves block the step"
-    )
-    """Write the checkpoint in the background while training goes on."""
+    async_save: bool = setting(False)
+    """Copy the state and write it while training goes on, with memory for the copy; else the step waits for the disk."""
