@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+from verl.trainer.config.trainer import BaseTrainerConfig
 from verl.utils.import_utils import prepare_process
+from verl.utils.lock import FolderLock
 
 
 class Runner(Protocol):
@@ -25,10 +28,21 @@ def run_under_controller(runner_class: type[Runner], config: Any) -> None:
 
     Args:
         runner_class: made without arguments, in the process that drives.
-        config: a checked configuration with ``trainer.controller`` and ``ray_kwargs``.
+        config: a checked configuration with a ``trainer`` section and ``ray_kwargs``.
+
+    Raises:
+        CheckpointError: the run saves, and another one saves into the same folder.
     """
     prepare_process()
-    if config.trainer.controller == "local":
-        runner_class().run(config)
-    else:
-        load_controller("ray").run_task(runner_class, config, config.ray_kwargs)
+    # Before anything starts, and until all of it has ended.
+    with _lock(config.trainer):
+        if config.trainer.controller == "local":
+            runner_class().run(config)
+        else:
+            load_controller("ray").run_task(runner_class, config, config.ray_kwargs)
+
+
+def _lock(trainer: Any) -> AbstractContextManager[Any]:
+    """On the folder that the run saves into; a run that only reads disturbs nobody."""
+    saves = isinstance(trainer, BaseTrainerConfig) and trainer.save_freq > 0
+    return FolderLock(trainer.default_local_dir) if saves else nullcontext()

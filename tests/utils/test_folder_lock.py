@@ -1,0 +1,107 @@
+"""The lock on a run's folder, between real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_run import make_tiny_run, overrides
+from verl.errors import CheckpointError
+from verl.trainer.config.overrides import compose
+from verl.trainer.main_ppo import run_ppo
+from verl.utils.lock import NAME, FolderLock
+
+HOLDER = """
+import os, sys, time
+from verl.utils.lock import FolderLock
+lock = FolderLock(sys.argv[1])
+lock.acquire()
+child = os.fork() if len(sys.argv) > 2 else None  # as a worker of a data loader: lives on when its parent is killed
+if child != 0:
+    print("held" if child is None else child, flush=True)
+time.sleep(60)
+"""
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", HOLDER, str(folder), *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_a_second_run_is_refused_by_the_name_of_the_first_and_a_killed_one_leaves_nothing(tmp_path):
+    holder = start(tmp_path)
+    try:
+        assert line(holder) == "held"
+        with pytest.raises(CheckpointError) as error:
+            FolderLock(tmp_path).acquire(wait_s=0)
+        text = str(error.value)
+        assert f"process {holder.pid} on {os.uname().nodename}, since 2" in text
+        assert str(tmp_path) in text
+        assert "trainer.default_local_dir" in text
+    finally:
+        holder.kill()
+        holder.wait()
+    with FolderLock(tmp_path) as lock:
+        lock.acquire()  # again: nothing
+        assert str(os.getpid()) in (tmp_path / NAME).read_text()
+    with FolderLock(tmp_path):
+        pass
+
+
+def test_a_holder_that_is_about_to_end_is_waited_for(tmp_path):
+    holder = start(tmp_path)
+    assert line(holder) == "held"
+    subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {holder.pid}"])
+    try:
+        with FolderLock(tmp_path):
+            assert holder.wait(timeout=30) == -signal.SIGKILL
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_children_of_a_killed_run_do_not_hold_the_folder(tmp_path):
+    holder = start(tmp_path, "fork")
+    child = int(line(holder))
+    try:
+        holder.kill()
+        holder.wait()
+        os.kill(child, 0)  # it lives
+        FolderLock(tmp_path).acquire(wait_s=0)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="writable folder"):
+        FolderLock(tmp_path / "file" / "run").acquire()
+
+
+def test_one_process_cannot_hold_it_twice(tmp_path):
+    with FolderLock(tmp_path), pytest.raises(CheckpointError, match=f"process {os.getpid()} "):
+        FolderLock(tmp_path).acquire(wait_s=0)
+
+
+def test_a_run_that_saves_takes_it_before_anything_else_and_one_that_does_not_leaves_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    arguments = overrides(make_tiny_run(tmp_path), tmp_path, trainer__total_training_steps=1, trainer__save_freq=1)
+    settings = compose(arguments)
+    with FolderLock(tmp_path / "checkpoints"):
+        with pytest.raises(CheckpointError, match="another run writes into"):
+            run_ppo(settings)
+        assert not (tmp_path / "metrics.jsonl").exists()
+        run_ppo(compose([*arguments, "trainer.save_freq=-1"]))
+        assert not list((tmp_path / "checkpoints").glob("global_step_*"))
+    run_ppo(settings)
+    assert list((tmp_path / "checkpoints").glob("global_step_*"))
