@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.errors import CheckpointError, ConfigError
+from verl.utils.model import load_hf_config
+from verl.utils.model_code import LOADING_ERRORS, tell_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine.fsdp.checkpoint import assemble, read_shards, saved_world_size
 from verl.workers.engine.fsdp.model import own_state
@@ -91,7 +93,7 @@ def whole_weights(folder: Path) -> dict[str, Tensor]:
 def _config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
     if not (folder / "huggingface" / "config.json").is_file():
         raise CheckpointError(f"{folder / 'huggingface' / 'config.json'} is missing; give a checkpoint's actor folder.")
-    return AutoConfig.from_pretrained(folder / "huggingface", trust_remote_code=trust_remote_code)
+    return load_hf_config(str(folder / "huggingface"), trust_remote_code=trust_remote_code)
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
@@ -103,8 +105,12 @@ def _auto_class(config: PretrainedConfig) -> Any:
 
 
 def _empty_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
-    with torch.device("meta"):
-        model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    try:
+        with torch.device("meta"):
+            model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise CheckpointError(f"no model can be made: {why_unreadable(error, str(config.name_or_path))}") from error
+    tell_if_code_runs(model, str(config.name_or_path))
     model.tie_weights()
     return model
 
@@ -129,8 +135,13 @@ def _check_names(weights: Mapping[str, Tensor], expected: set[str], source: Path
 def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: bool, tolerance: float) -> None:
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is no model folder: it has no config.json.")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    model = _auto_class(config).from_pretrained(folder, dtype="auto", trust_remote_code=trust_remote_code)
+    config = load_hf_config(str(folder), trust_remote_code=trust_remote_code)
+    try:
+        model = _auto_class(config).from_pretrained(
+            folder, config=config, dtype="auto", trust_remote_code=trust_remote_code
+        )
+    except LOADING_ERRORS as error:
+        raise CheckpointError(f"{folder} cannot be read: {why_unreadable(error, str(folder))}") from error
     found = own_state(model)
     _check_names(weights, set(found), folder)
     for name, weight in weights.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,9 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from verl.errors import ConfigError
+from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, tell_if_code_runs, why_unreadable
+
+logger = logging.getLogger(__name__)
 
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -82,18 +86,24 @@ def load_hf_config(
         trust_remote_code: run the Python files of the model folder.
 
     Raises:
-        ConfigError: there is no config to read, or an override names a field that the config lacks.
+        ConfigError: there is no config to read, it asks for code that nobody asked for, or an override names a field
+            that the config lacks.
     """
     path = resolve_model_path(name_or_path)
     fields = dict(overrides or {})
     options = {key: fields.pop(key) for key in (ATTN_IMPLEMENTATION,) if key in fields}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **options)
-    except (OSError, ValueError) as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(
-            f"model config of '{path}' cannot be read: {_first_line(error)} A model folder holds config.json; a hub "
-            "name needs network access, or the model in the local Hugging Face cache (model.path)."
+            f"model config of '{path}' cannot be read: {why_unreadable(error, path)} A model folder holds config.json; "
+            "a hub name needs network access, or the model in the local Hugging Face cache (model.path)."
         ) from error
+    tell_if_code_runs(config, path)
+    if ATTN_IMPLEMENTATION in options:
+        config._attn_implementation = options[ATTN_IMPLEMENTATION]  # a private field of config.json would win
+    else:
+        refuse_foreign_kernels(config, path)
     _override(config, fields, "model.override_config")
     return config
 
@@ -137,8 +147,9 @@ def load_causal_lm(
             path, config=hf_config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
         )
         module, info = loaded
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"model weights of '{path}' cannot be read: {_first_line(error)}") from error
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"model weights of '{path}' cannot be read: {why_unreadable(error, path)}") from error
+    tell_if_code_runs(module, path)
     if info["missing_keys"]:
         raise ConfigError(
             f"the files of '{path}' lack {len(info['missing_keys'])} weights of {type(module).__name__}: "
@@ -210,27 +221,49 @@ def eos_token_ids(name_or_path: str, tokenizer: PreTrainedTokenizerBase) -> tupl
     return tuple(sorted(ids))
 
 
+def hf_config_of(model: Any) -> PretrainedConfig:
+    """The Transformers config that a ``model`` section describes; see :func:`load_hf_config`."""
+    return load_hf_config(model.hf_config_path or model.path, model.override_config, model.trust_remote_code)
+
+
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> None:
     """Refuse a tokenizer that makes ids for which the model has no embedding.
 
-    A model with spare rows is fine: many vocabularies are padded to a round number.
+    A model with spare rows is fine: many vocabularies are padded to a round number. So is an added token that text
+    does not turn into by itself, such as the place of an image in a model for text alone; it is a warning.
 
     Raises:
-        ConfigError: the largest token id is not below ``hf_config.vocab_size``.
+        ConfigError: a token of the vocabulary itself, or one that pads, begins, ends or writes a prompt, has an id
+            that is not below ``hf_config.vocab_size``.
     """
     rows = hf_config.get_text_config().vocab_size
-    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    if largest >= rows:
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows}
+    if not beyond:
+        return
+    added, template = set(tokenizer.get_added_vocab()), str(tokenizer.chat_template or "")
+    used = {str(token) for token in (tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token) if token}
+    needed = {token for token in beyond if token not in added or token in used or token in template}
+    token, largest = max(beyond.items(), key=lambda item: item[1])
+    if needed:
         raise ConfigError(
             f"the tokenizer is larger than the model: token '{token}' has id {largest}, and the embedding has {rows} "
             "rows. Use the model's own tokenizer (model.tokenizer_path), or a model whose embedding was resized "
             f"to at least {largest + 1} rows."
         )
+    logger.warning(
+        "the model has no embedding for %d added token(s) of its tokenizer, such as '%s' (id %d; the embedding has %d "
+        "rows). A prompt that holds one is refused.",
+        len(beyond),
+        token,
+        largest,
+        rows,
+    )
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
+def unknown_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[int]:
+    """Ids that the model can emit and the tokenizer does not know: rows that pad the embedding, and holes."""
+    known = set(tokenizer.get_vocab().values())
+    return [number for number in range(hf_config.get_text_config().vocab_size) if number not in known]
 
 
 def _some(names: list[str] | set[str], shown: int = 5) -> str:

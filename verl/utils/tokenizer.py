@@ -17,6 +17,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from verl.errors import ConfigError
 from verl.utils.model import resolve_model_path
+from verl.utils.model_code import LOADING_ERRORS, tell_if_code_runs, why_unreadable
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +43,16 @@ def hf_tokenizer(
         ConfigError: the folder does not exist, holds no tokenizer, or there is nothing to pad with.
     """
     path = resolve_model_path(name_or_path)
+    kwargs.setdefault("trust_remote_code", False)  # None would ask whoever sits at the terminal
     try:
         loader = PreTrainedTokenizerFast if _is_plain(path) else AutoTokenizer
         tokenizer = loader.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except LOADING_ERRORS as error:
         raise ConfigError(
-            f"no tokenizer can be read from '{path}': {str(error).strip().splitlines()[0]} A tokenizer's folder holds "
+            f"no tokenizer can be read from '{path}': {why_unreadable(error, path)} A tokenizer's folder holds "
             "tokenizer.json and tokenizer_config.json; if it lies apart from the model, set model.tokenizer_path."
         ) from error
+    tell_if_code_runs(tokenizer, path)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if tokenizer.pad_token_id is None and correct_pad_token:
@@ -104,13 +107,15 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
         ConfigError: the folder does not exist, or its processor cannot be read.
     """
     path = resolve_model_path(name_or_path)
+    kwargs.setdefault("trust_remote_code", False)
     files = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
     if Path(path).is_dir() and not any((Path(path) / file).exists() for file in files):
         return None
     try:
         processor = AutoProcessor.from_pretrained(path, **kwargs)
-    except (OSError, ValueError, ImportError) as error:
-        raise ConfigError(f"the processor of '{path}' cannot be read: {str(error).strip().splitlines()[0]}") from error
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"the processor of '{path}' cannot be read: {why_unreadable(error, path)}") from error
+    tell_if_code_runs(processor, path)
     if isinstance(processor, ProcessorMixin):
         return processor
     if Path(path).is_dir():

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from verl.errors import ConfigError
 from verl.utils.model import empty_causal_lm, load_causal_lm, load_hf_config, resolve_model_path
+from verl.utils.model_code import LOADING_ERRORS, tell_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import HFModelConfig
 from verl.workers.engine.fsdp.attention import PACKED_ATTENTION
@@ -236,8 +237,9 @@ def _classifier(
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model weights of '{path}' cannot be read: {str(error).strip().splitlines()[0]}") from error
+    except LOADING_ERRORS as error:
+        raise ConfigError(f"model weights of '{path}' cannot be read: {why_unreadable(error, path)}") from error
+    tell_if_code_runs(hf, path)
     if absent := set(info["missing_keys"]) - new:
         missing = ", ".join(sorted(absent)[:5])
         raise ConfigError(f"the files of '{path}' lack weights of {architecture}: {missing}.")
