@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.trainer.bad_steps import BadSteps
 from verl.trainer.checkpoint import TrainerCheckpoint
+from verl.trainer.recovery import Recovery
 from verl.trainer.run_state import RunState
 from verl.trainer.schedule import Schedule
 from verl.trainer.timing import Stopwatch, stage
@@ -53,8 +54,10 @@ class TrainingLoop:
         self.bad_steps = BadSteps.of(trainer)
         self.controllers: dict[str, Any] = {"epochs": self.epochs, "bad_steps": self.bad_steps}
         """What changes from step to step, by name: each has ``state_dict`` (plain numbers) and ``load_state_dict``."""
+        self.recovery = Recovery(trainer.recovery, self)
         self.stopwatch = Stopwatch()
         self.rows = self._epochs()
+        self._reported = 0
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         """Train on one batch of rows, then save and validate if they are due; the metrics of the step."""
@@ -69,16 +72,64 @@ class TrainingLoop:
             yield from self.train_dataloader
             self.epochs.epoch += 1
 
+    def _train(self, trainer: BaseTrainerConfig, description: dict[str, Any]) -> None:
+        """Train to the last step: resume, step, validate, save, log; go on when a process is lost.
+
+        Args:
+            trainer: the run's settings.
+            description: the whole configuration, for the trackers.
+        """
+        self.recovery.protect(self._resume)
+        with (
+            Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, description) as tracking,
+            Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress,
+        ):
+            self.recovery.protect(lambda: self._to_the_last_step(tracking, progress))
+
+    def start_workers(self) -> None:
+        """Start all workers of the run and load their models."""
+        raise NotImplementedError(f"{type(self).__name__} must say how its workers start.")
+
+    def end_workers(self) -> None:
+        """End all workers, and give their places back; they can be started again."""
+        raise NotImplementedError(f"{type(self).__name__} must say how its workers end.")
+
+    def restart_workers(self) -> None:
+        """End all workers and start new ones."""
+        self.end_workers()
+        self.start_workers()
+
+    def _resume(self) -> None:
+        found = self.checkpoint.load()
+        if found is not None:
+            self.go_on_from(found)
+            logger.info("resumed from step %d", found.global_step)
+
     def _to_the_last_step(self, tracking: Tracking, progress: Progress) -> None:
-        """From the step that was resumed to the last one."""
+        """From the step that the run is at to the last one."""
+        self.recovery.hold()
         while self.global_steps < self.total_training_steps:
             rows = next(self.rows)
             self.global_steps += 1
-            metrics = self._one_step(rows) | self.checkpoint.metrics()
-            tracking.log(metrics, step=self.global_steps)
-            progress.update(self.global_steps, metrics)
+            metrics = self._one_step(rows)
+            self._report(metrics | self.checkpoint.metrics() | self.recovery.metrics(), tracking, progress)
             self.bad_steps.stop_if_too_many(self.global_steps)
+            self.recovery.hold()
         self.checkpoint.finish()
+
+    def _report(self, metrics: Metrics, tracking: Tracking, progress: Progress) -> None:
+        if self.global_steps <= self._reported:  # done again after a loss
+            return
+        tracking.log(metrics, step=self.global_steps)
+        progress.update(self.global_steps, metrics)
+        self._reported = self.global_steps
+
+    # ---- states ---------------------------------------------------------------------------------
+
+    @property
+    def trained_groups(self) -> dict[str, Any]:
+        """The worker groups that hold training state, by the sub-folder of a checkpoint that each writes."""
+        raise NotImplementedError(f"{type(self).__name__} must say which workers it trains.")
 
     def state(self) -> RunState:
         """The driver as it is now, between two steps."""
@@ -108,9 +159,3 @@ class TrainingLoop:
         self.checkpoint.poll()
         if self.checkpoint.owed or self.schedule.due("save", self.global_steps):
             self._save_checkpoint()
-
-    def _load_checkpoint(self) -> None:
-        found = self.checkpoint.load()
-        if found is not None:
-            self.go_on_from(found)
-            logger.info("resumed from step %d", found.global_step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -22,18 +22,48 @@ from verl.trainer.loop import Metrics, TrainingLoop
 from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.schedule import Schedule, with_total_steps
 from verl.trainer.timing import Stopwatch, stage
-from verl.utils.console import Progress
 from verl.utils.flops_counter import Arithmetic
-from verl.utils.tracking import Tracking
 from verl.workers.engine.non_finite import in_batch_order
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from verl.single_controller.base import ClassWithInitArgs
+    from verl.single_controller.base.resource_pool import PoolManager
     from verl.trainer.config import SFTConfig
     from verl.trainer.config.preference import DPOConfig, RMConfig
 
     Config = SFTConfig | RMConfig | DPOConfig
+
+
+@dataclass
+class Ranks:
+    """The workers of a supervised run: one group, over all ranks."""
+
+    role: str
+    worker: ClassWithInitArgs
+    pools: PoolManager
+    group_class: type
+    device: str
+    hang_timeout_s: float | None
+    group: Any = None
+    """The worker group, once started."""
+
+    def start(self) -> Any:
+        """Start the workers and load their model; the group."""
+        self.pools.create_resource_pool()
+        pool = self.pools.get_resource_pool(self.role)
+        self.group = self.group_class(resource_pool=pool, ray_cls_with_init=self.worker, device_name=self.device)
+        self.group.guard(self.hang_timeout_s)
+        self.group.init_model()
+        return self.group
+
+    def end(self) -> None:
+        """End the workers and give their places back; they can be started again."""
+        if self.group is not None:
+            self.group.shutdown()
+            self.group = None
+        self.pools.release()
 
 
 class SupervisedTrainer(TrainingLoop):
@@ -41,7 +71,7 @@ class SupervisedTrainer(TrainingLoop):
 
     Args:
         config: the whole configuration.
-        workers: a worker group of a :class:`verl.workers.engine_workers.TrainingWorker`, initialised.
+        ranks: where the workers live, and how they start.
         train_dataset, val_dataset: rows, or pairs of them; validation may be None.
         collate_fn: items of the data set to the columns of a batch.
         train_sampler: order of the training items.
@@ -53,7 +83,7 @@ class SupervisedTrainer(TrainingLoop):
     def __init__(
         self,
         config: Config,
-        workers: Any,
+        ranks: Ranks,
         train_dataset: Any,
         val_dataset: Any,
         collate_fn: Callable,
@@ -61,8 +91,7 @@ class SupervisedTrainer(TrainingLoop):
     ) -> None:
         super().__init__(config.trainer)
         self.config = config
-        self.workers = workers
-        self.arithmetic = Arithmetic.of_ranks(workers.arithmetic())
+        self.ranks = ranks
         data, trainer = config.data, config.trainer
         self.train_dataloader = StatefulDataLoader(
             train_dataset,
@@ -80,7 +109,22 @@ class SupervisedTrainer(TrainingLoop):
         self.total_training_steps = total_steps(config, len(train_dataset))
         self.schedule = Schedule.of(trainer, self.total_training_steps)
         plan = CheckpointPlan.of(trainer, keep={".": trainer.max_ckpt_to_keep})
-        self.checkpoint = TrainerCheckpoint(plan, {".": workers})
+        self.checkpoint = TrainerCheckpoint(plan, {})
+
+    @property
+    def trained_groups(self) -> dict[str, Any]:
+        """See :meth:`TrainingLoop.trained_groups`."""
+        return {".": self.workers}
+
+    def start_workers(self) -> None:
+        """See :meth:`TrainingLoop.start_workers`."""
+        self.workers: Any = self.ranks.start()
+        self.arithmetic = Arithmetic.of_ranks(self.workers.arithmetic())
+        self.checkpoint.workers_replaced(self.trained_groups)
+
+    def end_workers(self) -> None:
+        """See :meth:`TrainingLoop.end_workers`."""
+        self.ranks.end()
 
     def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
         """Columns of the data set to the layout that the engine reads."""
@@ -92,14 +136,9 @@ class SupervisedTrainer(TrainingLoop):
 
     def fit(self) -> None:
         """Train to the last step: resume, step, validate, save, log."""
-        trainer = self.config.trainer
-        self._load_checkpoint()
-        names = trainer.project_name, trainer.experiment_name
-        with (
-            Tracking(*names, trainer.logger, self.config.to_dict()) as tracking,
-            Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress,
-        ):
-            self._to_the_last_step(tracking, progress)
+        self.recovery.protect(lambda: None if self.ranks.group else self.start_workers())
+        self._train(self.config.trainer, self.config.to_dict())
+        self.end_workers()
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         self.stopwatch = Stopwatch()
@@ -195,6 +234,7 @@ class SupervisedRunner:
         """
         from verl.utils import hf_tokenizer
         from verl.utils.dataset import create_rl_sampler
+        from verl.utils.model import check_tokenizer_fits, hf_config_of
 
         model, data, trainer = config.model, config.data, config.trainer
         tokenizer = hf_tokenizer(
@@ -202,23 +242,20 @@ class SupervisedRunner:
             trust_remote_code=model.trust_remote_code,
             chat_template=model.custom_chat_template,
         )
+        check_tokenizer_fits(tokenizer, hf_config_of(model))
         train = self.open_data(config, tokenizer, data.train_files, data.train_max_samples)
         val = self.open_data(config, tokenizer, data.val_files, data.val_max_samples) if data.val_files else None
         read_first(train)
         steps = total_steps(config, len(cast(Sized, train)))
         config = replace(config, optim=with_total_steps(config.optim, steps))
         controller, device = load_controller(trainer.controller), resolve_device(config)
-        ranks = [trainer.n_gpus_per_node] * trainer.nnodes
-        pools = controller.pool_manager({"global_pool": ranks}, {self.role: "global_pool"}, device)
-        pools.create_resource_pool()
+        pools = controller.pool_manager(
+            {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}, {self.role: "global_pool"}, device
+        )
         worker = controller.WorkerGroup.describe(self.worker_class(), config=config, device_name=device)
+        ranks = Ranks(self.role, worker, pools, controller.WorkerGroup, device, trainer.recovery.hang_timeout_s)
         try:
-            workers = controller.WorkerGroup(
-                resource_pool=pools.get_resource_pool(self.role), ray_cls_with_init=worker, device_name=device
-            )
-            workers.init_model()
             sampler = create_rl_sampler(data, train)
-            self.trainer_class(config, workers, train, val, self.collate_fn(config, tokenizer), sampler).fit()
-            workers.shutdown()
+            self.trainer_class(config, ranks, train, val, self.collate_fn(config, tokenizer), sampler).fit()
         finally:
             pools.release()  # a Ray cluster that goes on may have another run to place

@@ -62,6 +62,8 @@ class WorkerGroup(ABC):
     """
 
     class_with_args: ClassVar[type[ClassWithInitArgs]] = ClassWithInitArgs
+    outlived_by_outputs: ClassVar[bool] = False
+    """Whether what a call returned is still there when the workers have died."""
 
     def __init__(self, resource_pool: ResourcePool | None, ray_cls_with_init: ClassWithInitArgs) -> None:
         self.resource_pool = resource_pool
@@ -180,6 +182,10 @@ class WorkerGroup(ABC):
     @abstractmethod
     def _wait(self, references: Sequence[Any], method: str, ranks: Sequence[int]) -> list[Any]:
         """The results of :meth:`_start`, when they are there; or the error of the rank that failed first."""
+
+    def outputs_arrived(self, outputs: Sequence[Any]) -> bool:
+        """Whether a call that was not waited for has returned on all ranks, without an error, and nothing is lost."""
+        return True
 
     @abstractmethod
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -40,7 +41,7 @@ def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
     if ours:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        ray.init(**{name: value for name, value in ray_kwargs.ray_init.items() if value is not None})
+        ray.init(**_init_arguments(ray_kwargs.ray_init))
     try:
         runner_class().run(config)
     finally:
@@ -48,3 +49,10 @@ def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
             ray.timeline(filename=ray_kwargs.timeline_json_file)
         if ours:
             ray.shutdown()
+
+
+def _init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = {str(name): value for name, value in given.items() if value is not None}
+    if arguments.keys() & {"num_cpus", "num_gpus", "resources"} and not os.environ.get("RAY_ADDRESS"):
+        arguments.setdefault("address", "local")  # a cluster that runs has its size, and Ray refuses another one
+    return arguments

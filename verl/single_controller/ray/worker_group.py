@@ -18,9 +18,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from verl.errors import ConfigError, ProcessLostError, ResourceError, WorkerError
 from verl.single_controller.base.colocate import ClassWithInitArgs
 from verl.single_controller.base.dispatch import Share, is_batch
-from verl.single_controller.base.worker import free_port
+from verl.single_controller.base.worker import STACKS_FOLDER_ENV, free_port
 from verl.single_controller.base.worker_group import Call, WorkerGroup
 from verl.single_controller.ray.failures import Asked, explain
+from verl.single_controller.ray.hangs import hang, stacks_folder
 from verl.single_controller.ray.processes import end
 from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
 from verl.single_controller.ray.watch import Watch
@@ -86,6 +87,7 @@ class RayWorkerGroup(WorkerGroup):
     """
 
     class_with_args = RayClassWithInitArgs
+    outlived_by_outputs = True
 
     def __init__(
         self,
@@ -194,6 +196,7 @@ class RayWorkerGroup(WorkerGroup):
             "LOCAL_RANK": on_node.index(rank),
             "MASTER_ADDR": self.master_address,
             "MASTER_PORT": self.master_port,
+            STACKS_FOLDER_ENV: stacks_folder(),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or _threads(bundle.node_id, len(on_node)),
         }
         wanted = getattr(self.ray_cls_with_init, "options", {})
@@ -274,8 +277,15 @@ class RayWorkerGroup(WorkerGroup):
         return references
 
     def _wait(self, references: Sequence[Any], method: str, ranks: Sequence[int]) -> list[Any]:
+        limit_s = self._watch.hang_timeout_s
         try:
-            return ray.get(list(references))
+            return ray.get(list(references), timeout=limit_s)
+        except GetTimeoutError as error:
+            asked = self._asked(method)
+            self._watch.raise_if_lost(asked.stage)
+            message = hang(dict(zip(ranks, references, strict=True)), asked, limit_s or 0)
+            self._watch.end(message)
+            raise ProcessLostError(message) from error
         except RayError as error:
             raise self._explained(error, dict(zip(ranks, references, strict=True)), method) from error
 
@@ -290,6 +300,18 @@ class RayWorkerGroup(WorkerGroup):
 
     def _asked(self, method: str) -> Asked:
         return Asked(self._title(), method, self._workers)
+
+    def outputs_arrived(self, outputs: Sequence[Any]) -> bool:
+        """See :meth:`WorkerGroup.outputs_arrived`."""
+        references = list(outputs)
+        _, late = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+        if late:
+            return False
+        try:
+            ray.get(references)
+        except RayError:
+            return False
+        return True
 
     def _title(self) -> str:
         members = self.ray_cls_with_init.members

@@ -138,6 +138,8 @@ class RayPPOTrainer(TrainingLoop):
         self.flops: dict[str, float | None] = {}
         self.record = RewardRecord()
         self.train_sampler = train_sampler
+        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of_ppo(self.config.trainer), {})
+        self._validated_before = False
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
 
     # ---- set-up -------------------------------------------------------------------------------
@@ -168,6 +170,10 @@ class RayPPOTrainer(TrainingLoop):
 
     def init_workers(self) -> None:
         """Start every worker of the run and load its model."""
+        self.recovery.protect(lambda: None if self.role_workers.groups else self.start_workers())
+
+    def start_workers(self) -> None:
+        """See :meth:`TrainingLoop.start_workers`."""
         self.role_workers.start(self.config, self.needs, self.total_training_steps)
         groups = self.role_workers.groups
         self.actor_rollout_wg: Any = groups[Role.ActorRollout]
@@ -180,34 +186,40 @@ class RayPPOTrainer(TrainingLoop):
         self.arithmetic = {"old_log_prob": actor, "update_actor": actor}
         if self.critic_wg:
             self.arithmetic["update_critic"] = Arithmetic.of_ranks(self.critic_wg.arithmetic())
-        saved = {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
-        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of_ppo(self.config.trainer), saved)
+        self.checkpoint.workers_replaced(self.trained_groups)
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
             self.validator = Validator(
                 self.config, self.tokenizer, self.actor_rollout_wg, self._score, self.val_reward_fn, self.val_dataloader
             )
 
+    @property
+    def trained_groups(self) -> dict[str, Any]:
+        """See :meth:`TrainingLoop.trained_groups`."""
+        return {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
+
+    def end_workers(self) -> None:
+        """See :meth:`TrainingLoop.end_workers`."""
+        self.role_workers.end()
+
     def shutdown(self) -> None:
         """End the workers of a run that is over; nothing of it can be used afterwards."""
-        self.role_workers.shutdown()
+        self.end_workers()
 
     # ---- the loop -----------------------------------------------------------------------------
 
     def fit(self) -> None:
         """Train to the last step: resume, validate, step, save, log."""
+        self._train(self.config.trainer, self.config.to_dict())
+
+    def _to_the_last_step(self, tracking: Tracking, progress: Progress) -> None:
         trainer = self.config.trainer
-        self._load_checkpoint()
-        names = trainer.project_name, trainer.experiment_name
-        with (
-            Tracking(*names, trainer.logger, self.config.to_dict()) as tracking,
-            Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress,
-        ):
-            self._track_generations = ValidationGenerationsLogger(tracking).log
-            if self.validator and trainer.val_before_train:
-                tracking.log(self._validate(), step=self.global_steps)
-            if not trainer.val_only:
-                self._to_the_last_step(tracking, progress)
+        self._track_generations = ValidationGenerationsLogger(tracking).log
+        if self.validator and trainer.val_before_train and not self._validated_before:
+            tracking.log(self._validate(), step=self.global_steps)
+            self._validated_before = True
+        if not trainer.val_only:
+            super()._to_the_last_step(tracking, progress)
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         """A step, and what the schedule asks for after it: validation, a checkpoint."""

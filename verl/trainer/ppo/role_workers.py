@@ -42,16 +42,20 @@ class RoleWorkers:
             colocated = self.group_class.colocate({str(role): worker for role, worker in members.items()})
             group = self.group_class(resource_pool=pool, ray_cls_with_init=colocated, device_name=self.device_name)
             self.processes.append(group)
+            group.guard(config.trainer.recovery.hang_timeout_s)
             views = group.spawn(prefix_set=[str(role) for role in members])
             self.groups |= {role: views[str(role)] for role in members}
         # The actor last: its rollout engine sizes itself by the memory that the others left.
         for role in sorted(self.groups, key=lambda role: role is Role.ActorRollout):
             self.groups[role].init_model()
 
-    def shutdown(self) -> None:
-        """End the workers; nothing of them can be used afterwards."""
+    def end(self) -> None:
+        """End the workers and give their places back; they can be started again."""
         for processes in self.processes:
             processes.shutdown()
+        self.processes.clear()
+        self.groups.clear()
+        self.pools.release()
 
     def _by_pool(
         self, roles: Sequence[Role], arguments: Mapping[Role, dict[str, Any]]

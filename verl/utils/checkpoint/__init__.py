@@ -18,7 +18,7 @@ import torch.distributed as dist
 from verl.errors import CheckpointError
 from verl.utils.checkpoint.files import put_back, replace_folder
 
-__all__ = ["LocalFolder", "on_all_ranks", "rng_state", "set_rng_state"]
+__all__ = ["LocalFolder", "on_all_ranks", "rng_state", "seed_everything", "set_rng_state"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,13 @@ def _raise_first(task: str, problem: Exception | None) -> None:
     for rank, text in enumerate(texts):
         if text is not None:
             raise CheckpointError(f"cannot {task}: {text} (rank {rank})") from problem
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every random generator of this process, those that user code may draw from too."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
 
 
 def rng_state() -> dict[str, Any]:

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.device import ensure_process_group, get_device
+from verl.utils.checkpoint import seed_everything
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -30,7 +31,7 @@ from verl.workers.engine.base import (
     RankState,
 )
 from verl.workers.engine.fsdp.checkpoint import load_engine, rank_state, restore_rank
-from verl.workers.engine.fsdp.inputs import ModelInputs, prepare_inputs
+from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.micro_batches import MetricSum, batch_totals, gathered, split_micro_batches
 from verl.workers.engine.fsdp.model import (
     HeadedModel,
@@ -92,7 +93,7 @@ class FSDPEngine(BaseEngine):
         config = self.engine_config
         if config.full_determinism:
             torch.use_deterministic_algorithms(True)
-        torch.manual_seed(config.seed + dist.get_rank())
+        seed_everything(config.seed + dist.get_rank())
         dtype = torch_dtype(config.model_dtype)
         is_first = dist.get_rank() == 0
         model = build_model(self.model_type, self.model_config, dtype, is_first, is_trained=not config.forward_only)
@@ -173,6 +174,7 @@ class FSDPEngine(BaseEngine):
     # ---- computing ----------------------------------------------------------------------------
 
     def _inputs(self, data: DataProto) -> ModelInputs:
+        check_token_ids(data, self.model.hf.config.get_text_config().vocab_size)
         return prepare_inputs(data, self.is_packed, self.device, at_token=self.model_type == "reward_model")
 
     @torch.no_grad()
