@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.models import tiny_model_dir
 from tests.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 
 
@@ -71,6 +72,12 @@ def _broken_model(folder: Path) -> list[str]:
     return overrides(paths, folder)
 
 
+def _tokenizer_too_large(folder: Path) -> list[str]:
+    paths = make_tiny_run(folder)
+    other = tiny_model_dir(folder / "other", tokenizer="bpe")
+    return overrides(paths, folder, actor_rollout_ref__model__tokenizer_path=other)
+
+
 def _unwritable(folder: Path) -> list[str]:
     # A file where a folder should be: no one can write into it, whatever the permissions of the user.
     paths = make_tiny_run(folder)
@@ -107,6 +114,7 @@ BAD_INPUTS = [
     ),
     BadInput("missing model folder", _broken_model, ("model",)),
     BadInput("tokenizer without chat template", _tokenizer(chat_template=None), ("chat template",)),
+    BadInput("tokenizer of another model", _tokenizer_too_large, ("has id 383", "104 rows", "model.tokenizer_path")),
     BadInput(
         "tokenizer without pad token and end token",
         _tokenizer(pad_token=None, eos_token=None),

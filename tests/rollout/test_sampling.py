@@ -214,3 +214,18 @@ def test_parameters_out_of_range_are_refused_with_their_bounds(field, value):
     good = SamplingParams(max_tokens=1, seed=0)
     with pytest.raises(ConfigError, match=f"sampling parameter {field}="):
         dataclasses.replace(good, **{field: value})
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("raw", [True, False])
+def test_ids_that_are_never_drawn(greedy, raw):
+    # p = (1, 2, 5) / 8 of ids 0, 1, 2, and id 2 does not exist: 1/3 and 2/3 are left.
+    logits = torch.tensor([[1.0, 2.0, 5.0]]).log().repeat(300, 1)
+    before = logits.clone()
+    params = [SamplingParams(max_tokens=1, seed=i, temperature=0.0 if greedy else 1.0) for i in range(300)]
+    sampler = TokenSampler(params, torch.device("cpu"), raw, never=[2])
+    tokens, log_probs = sampler(logits, torch.arange(300), 0)
+    assert set(tokens.tolist()) == ({1} if greedy else {0, 1})
+    chances = torch.tensor([1 / 8, 2 / 8] if raw else [1 / 3, 2 / 3])
+    torch.testing.assert_close(log_probs, chances.log()[tokens])
+    assert torch.equal(logits, before)  # they belong to the engine

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from verl.utils.model import (
     load_hf_config,
     resolve_model_path,
     torch_dtype,
+    unknown_ids,
 )
 
 CPU = torch.device("cpu")
@@ -102,3 +104,18 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(tmp_path):
     check_tokenizer_fits(tokenizer, load_hf_config(path, {"vocab_size": 400}))
     with pytest.raises(ConfigError, match=r"has id 383, and the embedding has 383 rows.*at least 384"):
         check_tokenizer_fits(tokenizer, load_hf_config(path, {"vocab_size": 383}))
+
+
+def test_an_added_token_that_no_text_uses_needs_no_embedding(tmp_path, caplog):
+    path = tiny_model_dir(tmp_path)
+    tokenizer, config = hf_tokenizer(path), load_hf_config(path)
+    assert unknown_ids(tokenizer, config) == []
+    assert unknown_ids(tokenizer, load_hf_config(path, {"vocab_size": 107})) == [104, 105, 106]
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    check_tokenizer_fits(tokenizer, config)  # as in a model for text alone of a family that also sees
+    assert "'<image>' (id 104; the embedding has 104 rows)" in caplog.text
+    for attribute, value in (("chat_template", "{{ '<image>' }}"), ("pad_token", "<image>")):
+        changed = copy.deepcopy(tokenizer)
+        setattr(changed, attribute, value)
+        with pytest.raises(ConfigError, match="token '<image>' has id 104"):
+            check_tokenizer_fits(changed, config)

@@ -1,5 +1,6 @@
 """The engine on one rank, against plain PyTorch that sees one sequence at a time."""
 
+import copy
 import dataclasses
 import math
 
@@ -25,7 +26,7 @@ from tests.workers.support import (
     weights_of,
     with_log_probs,
 )
-from verl.errors import ConfigError
+from verl.errors import ConfigError, SchemaError
 from verl.trainer.ppo.core_algos import LOSS_AGG_MODES
 from verl.workers.config import ActorConfig, CriticConfig, FSDPOptimizerConfig
 from verl.workers.engine import EngineRegistry, MicroBatchConfig, Share
@@ -337,3 +338,10 @@ def test_wrong_models_and_calls_are_refused(path, tmp_path, batch):
         MicroBatchConfig(use_dynamic_bsz=True)
     with pytest.raises(ConfigError, match="language_model/fsdp"):
         EngineRegistry.new("language_model", "megatron")
+
+
+def test_a_token_without_an_embedding_is_an_error_of_ours(path, batch):
+    changed = copy.deepcopy(batch)
+    changed.batch["input_ids"][3, P] = 104
+    with pytest.raises(SchemaError, match="row 3 of the batch has the token id 104, and the model's embedding has 104"):
+        make_engine(path).infer_batch(changed, {"log_probs"}, WHOLE)

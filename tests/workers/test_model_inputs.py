@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from verl.errors import SchemaError
 from verl.protocol import DataProto
-from verl.workers.engine.fsdp.inputs import prepare_inputs
+from verl.workers.engine.fsdp.inputs import check_token_ids, prepare_inputs
 
 CPU = torch.device("cpu")
 
@@ -92,3 +92,9 @@ def test_what_packing_would_read_otherwise_is_refused(attention, response_mask, 
     whole = batch([[0, 1, 1, 1, 0], *attention], None if response_mask is None else [[1, 0], *response_mask])
     with pytest.raises(SchemaError, match=f"row 1 of the batch .*{problem}"):
         prepare_inputs(whole, packed=True, device=CPU)
+
+
+def test_a_token_without_a_row_in_the_embedding_is_named():
+    check_token_ids(batch(TWO_ROWS), vocab_size=11)  # the largest id is 10
+    with pytest.raises(SchemaError, match=r"row 1 of the batch has the token id 10, .* embedding has 10 rows"):
+        check_token_ids(batch(TWO_ROWS), vocab_size=10)

@@ -81,6 +81,7 @@ class TaskRunner:
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
         from verl.utils import hf_processor, hf_tokenizer
+        from verl.utils.model import check_tokenizer_fits, hf_config_of
         from verl.workers.reward_manager import AbstractRewardManager
 
         needs = Needs.of(config)
@@ -97,6 +98,7 @@ class TaskRunner:
         tokenizer = hf_tokenizer(
             path, trust_remote_code=model.trust_remote_code, chat_template=model.custom_chat_template
         )
+        check_tokenizer_fits(tokenizer, hf_config_of(model))
         processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
         # One seed for a run: the order of the prompts follows trainer.seed unless it has a seed of its own.
         data = config.data if config.data.seed is not None else replace(config.data, seed=config.trainer.seed)

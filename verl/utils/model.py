@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import difflib
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -17,7 +17,7 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import get_device
-from verl.utils.model import load_causal_lm, load_hf_config, torch_dtype, training_randomness
+from verl.utils.model import hf_config_of, load_causal_lm, torch_dtype, training_randomness
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import (
     ActorConfig,
@@ -108,7 +108,7 @@ class ActorRolloutRefWorker(EngineWorker):
 
     def _pretrained_weights(self) -> Iterable[tuple[str, Tensor]]:
         model = self.config.model
-        hf_config = load_hf_config(model.hf_config_path or model.path, model.override_config, model.trust_remote_code)
+        hf_config = hf_config_of(model)
         dtype = torch_dtype(self.config.rollout.dtype)
         return load_causal_lm(model.path, hf_config, dtype, model.trust_remote_code).named_parameters()
 
@@ -185,8 +185,7 @@ class ActorRolloutRefWorker(EngineWorker):
     def training_randomness(self) -> dict[str, float]:
         """Settings that make the policy's forward pass random in training; see :mod:`verl.utils.model`."""
         model = self.config.model
-        path = model.hf_config_path or model.path
-        return training_randomness(load_hf_config(path, model.override_config, model.trust_remote_code))
+        return training_randomness(hf_config_of(model))
 
     @property
     def temperature(self) -> float:

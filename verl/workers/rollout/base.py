@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
-from verl.utils.model import check_tokenizer_fits, eos_token_ids, load_hf_config
+from verl.utils.model import check_tokenizer_fits, eos_token_ids, hf_config_of, unknown_ids
 from verl.utils.registry import Registry
 
 if TYPE_CHECKING:
@@ -141,13 +141,11 @@ class BaseRollout(ABC):
         self.model_config = model_config
         self.tokenizer = tokenizer
         self.device = torch.device(device)
-        self.hf_config = load_hf_config(
-            model_config.hf_config_path or model_config.path,
-            model_config.override_config,
-            model_config.trust_remote_code,
-        )
+        self.hf_config = hf_config_of(model_config)
         check_tokenizer_fits(tokenizer, self.hf_config)
         self.eos_token_ids = eos_token_ids(model_config.path, tokenizer)
+        self.unknown_ids = sorted(set(unknown_ids(tokenizer, self.hf_config)) - set(self.eos_token_ids))
+        """Ids of the model that the tokenizer does not know: decoding would drop them. An engine does not draw them."""
         self.max_model_len = _max_model_len(config, self.hf_config)
         self.weight_version = NO_WEIGHTS
         self.ranks_per_engine = 1

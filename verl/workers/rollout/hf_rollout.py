@@ -148,7 +148,8 @@ class HFRollout(BaseRollout):
             self._awake_module(),
             self.config.max_num_batched_tokens,
         )
-        sampler = TokenSampler(params, self.device, raw=self.config.logprobs_mode == "raw_logprobs")
+        raw = self.config.logprobs_mode == "raw_logprobs"
+        sampler = TokenSampler(params, self.device, raw, never=self.unknown_ids)
         stop = StopRules(params, self.eos_token_ids, self.tokenizer, self.device)
         tokens = torch.zeros(len(requests), longest, dtype=torch.long, device=self.device)
         log_probs = torch.zeros(len(requests), longest, device=self.device)

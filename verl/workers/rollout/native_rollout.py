@@ -122,7 +122,8 @@ class NativeRollout(BaseRollout):
         if not requests:
             return []
         params = [request.sampling for request in requests]
-        sampler = TokenSampler(params, self.device, raw=self.config.logprobs_mode == "raw_logprobs")
+        raw = self.config.logprobs_mode == "raw_logprobs"
+        sampler = TokenSampler(params, self.device, raw, never=self.unknown_ids)
         stop = StopRules(params, self.eos_token_ids, self.tokenizer, self.device)
         memory, budget = self._memory_for(requests), self.config.max_num_batched_tokens
         generation = Generation(requests, self._model, memory, sampler, stop, budget)

@@ -8,6 +8,7 @@ batch, nor with the number of ranks.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,10 +92,14 @@ class TokenSampler:
         params: of each row.
         device: of the logits.
         raw: return the log-probs of softmax(logits) instead of those of the distribution that is drawn from.
+        never: ids that are not drawn, as if their logits were -∞.
     """
 
-    def __init__(self, params: list[SamplingParams], device: torch.device, raw: bool = False) -> None:
+    def __init__(
+        self, params: list[SamplingParams], device: torch.device, raw: bool = False, never: Sequence[int] = ()
+    ) -> None:
         self._raw = raw
+        self._never = torch.tensor(never, dtype=torch.long, device=device)
         self._all_greedy, self._some_greedy = (f(p.is_greedy for p in params) for f in (all, any))
         self._truncates = any(p.truncates for p in params)
         self._greedy = torch.tensor([p.is_greedy for p in params], device=device)
@@ -129,7 +134,10 @@ class TokenSampler:
         return torch.cat(tokens), torch.cat(log_probs)
 
     def _draw(self, logits: Tensor, rows: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs = (logits.float() / self._temperature[rows, None]).log_softmax(-1)
+        scaled = logits.float() / self._temperature[rows, None]
+        if len(self._never):
+            scaled.index_fill_(-1, self._never, -torch.inf)
+        log_probs = scaled.log_softmax(-1)
         log_kept_mass = log_probs.new_zeros(len(rows))
         if self._all_greedy:
             tokens = log_probs.argmax(-1)

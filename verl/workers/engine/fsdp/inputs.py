@@ -90,6 +90,23 @@ def prepare_inputs(batch: DataProto, packed: bool, device: torch.device, at_toke
     )
 
 
+def check_token_ids(batch: DataProto, vocab_size: int) -> None:
+    """Refuse a token that has no row in the embedding; on a GPU it would end the process without a word.
+
+    Raises:
+        SchemaError: there is one.
+    """
+    assert batch.batch is not None
+    ids = batch.batch["input_ids"]
+    if ids.numel() and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
+        row, place = ((ids >= vocab_size) | (ids < 0)).nonzero()[0].tolist()
+        raise SchemaError(
+            f"row {row} of the batch has the token id {int(ids[row, place])}, and the model's embedding has "
+            f"{vocab_size} rows. Tokenize with the model's own tokenizer (model.tokenizer_path), take the text with that token out, "
+            "or use a model whose embedding was resized."
+        )
+
+
 def _check(mask: Tensor, chosen: Tensor, prompt_length: int, at_token: bool) -> None:
     """Refuse what the two forms would read differently."""
     blocks = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0]
