@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -113,3 +115,40 @@ def test_what_arrived_outlives_who_sent_it(places):
     with group_of(places) as group:
         received = group.train(batch_of([1.0, 2.0]).repeat(1 << 19))  # 4 MiB, in the object store
     assert received.batch["x"].sum().item() == 3 * 2**19
+
+
+# ---- hangs ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rank", "what", "why"),
+    [
+        (1, "stop", "its process is stopped, by a signal or a debugger"),
+        (0, "spin", "not in the collective of rank 1"),
+        (1, "sleep", "not in the collective of rank 0"),
+        (1, "answer", "has answered, and never came to the collective of rank 0"),
+    ],
+)
+def test_a_hang_names_who_keeps_the_others_waiting(places, rank, what, why):
+    with group_of(places, guarded=True, hang_timeout_s=3) as group:
+        pids = group.execute_all_sync("pid")
+        with pytest.raises(ProcessLostError) as caught:
+            group.execute_all_sync("all_reduce", rank, what)
+        first, second, *ranks, last = str(caught.value).splitlines()
+        assert first.startswith(
+            f"rank {rank} of 2 hangs in Mortal.all_reduce ({group.worker_names[rank]}, pid {pids[rank]} "
+        )
+        assert first.endswith(f"): {why}.")
+        assert "hang_timeout_s=3 s" in second
+        (waits,) = (line for line in ranks if line.startswith(f"  rank {1 - rank} "))
+        assert re.search(
+            r"in all_reduce \(.*/torch/distributed/distributed_c10d.py:\d+\), called by _sum \(.*/mortal.py:", waits
+        )
+        if what in ("spin", "sleep"):
+            assert f"in _{what} (" in "\n".join(ranks)
+        folder = Path(last.removeprefix("The stacks of all threads of all ranks are in ").removesuffix("."))
+        assert "mortal.py" in (folder / f"rank_{1 - rank}.txt").read_text()
+        assert (folder / f"rank_{rank}.txt").read_text()
+        with pytest.raises(ProcessLostError, match=rf"^rank {rank} of 2 hangs"):
+            group.execute_all_sync("pid")
+    assert all(map(gone, pids))

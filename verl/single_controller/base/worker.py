@@ -10,8 +10,11 @@ from typing import Any
 from verl.errors import WorkerError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.allocator import keep_freed_memory
+from verl.utils.stacks import write_stacks_on_signal
 
 RANK_ENV = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+STACKS_FOLDER_ENV = "VERL_STACKS_FOLDER"
+"""Where the controller looks for the stacks of a worker that does not answer; not set if it does not look."""
 
 
 class Worker:
@@ -32,6 +35,8 @@ class Worker:
                 f"{type(self).__name__}: {' and '.join(missing)} not in the environment, so this worker does not know "
                 "its rank. Start it through a worker group (RayWorkerGroup, LocalWorkerGroup) or torchrun."
             )
+        if STACKS_FOLDER_ENV in os.environ:
+            write_stacks_on_signal(os.environ[STACKS_FOLDER_ENV])
         keep_freed_memory()
         self._world_size = int(os.environ["WORLD_SIZE"])
         self._rank = int(os.environ["RANK"])

@@ -61,10 +61,15 @@ class Process:
     def log(self) -> str:
         """Where Ray keeps what the process wrote to stderr; a pattern if the file is on another node."""
         pattern = f"worker-*-{self.pid}.err"
-        session: Any = ray_worker._global_node
-        folder = Path(session.get_logs_dir_path())
+        folder = logs_folder()
         here = sorted(folder.glob(pattern))
         return str(here[0]) if here else f"{folder / pattern} on node {self.address}"
+
+
+def logs_folder() -> Path:
+    """Where Ray keeps what its processes write, on this node."""
+    session: Any = ray_worker._global_node
+    return Path(session.get_logs_dir_path())
 
 
 def processes(workers: Sequence[Any]) -> list[Process]:
