@@ -50,3 +50,7 @@ class WorkerError(VerlError, RuntimeError):
 
 class ProcessLostError(WorkerError):
     """A process of the run died or no longer answers; what it held can be rebuilt, and the run can go on."""
+
+
+class EngineLostError(ProcessLostError, RolloutError):
+    """A rollout engine's own process died or no longer answers; another one can take its place."""

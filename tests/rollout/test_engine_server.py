@@ -77,7 +77,7 @@ class Handler(BaseHTTPRequestHandler):
             aborted.set()
             self.reply(200)
         elif self.path == "/fail":
-            print("Traceback ...\nValueError: the seventh layer is missing", flush=True)
+            print("Traceback ...\nValueError: the seventh layer is missing\n", end="", flush=True)
             self.reply(500, {"error": "internal"})
         elif self.path == "/die":
             print("the engine's last words", flush=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
+from verl.workers.rollout.server import Patience
 
 if TYPE_CHECKING:
     from verl.workers.config import RolloutConfig
@@ -16,6 +17,11 @@ PYTHON = "python"
 """Key that names the interpreter of the environment with the engine."""
 START_TIMEOUT_S = "start_timeout_s"
 """Key for the longest start of the server in seconds."""
+HANG_TIMEOUT_S = "hang_timeout_s"
+"""Key for the longest time in seconds without an answered health check, or with a stopped process of the server."""
+ANSWER_TIMEOUT_S = "answer_timeout_s"
+"""Key for the longest time in seconds in which the server works and gives no answer."""
+_OWN = (PYTHON, START_TIMEOUT_S, HANG_TIMEOUT_S, ANSWER_TIMEOUT_S)
 
 
 def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, Any]:
@@ -28,8 +34,7 @@ def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, 
     Raises:
         ConfigError: one of ``decided`` is given.
     """
-    own = (PYTHON, START_TIMEOUT_S)
-    extra = {name: value for name, value in _given(config).items() if name not in own and value is not None}
+    extra = {name: value for name, value in _given(config).items() if name not in _OWN and value is not None}
     doubled = sorted(extra.keys() & set(decided))
     if doubled:
         raise ConfigError(
@@ -58,8 +63,36 @@ def python_of(config: RolloutConfig) -> str:
 
 
 def start_timeout_s(config: RolloutConfig, default: float) -> float:
-    """Longest start of the server: ``engine_kwargs.<engine>.start_timeout_s``."""
-    return float(_given(config).get(START_TIMEOUT_S) or default)
+    """Longest start of the server: ``engine_kwargs.<engine>.start_timeout_s``.
+
+    Raises:
+        ConfigError: it is not a positive number.
+    """
+    return _seconds(config, START_TIMEOUT_S, default)
+
+
+def patience(config: RolloutConfig) -> Patience:
+    """How long the server may hang: ``hang_timeout_s`` and ``answer_timeout_s`` of ``engine_kwargs.<engine>``.
+
+    Raises:
+        ConfigError: one is not a positive number.
+    """
+    default = Patience()
+    return Patience(
+        _seconds(config, HANG_TIMEOUT_S, default.hang_s), _seconds(config, ANSWER_TIMEOUT_S, default.answer_s)
+    )
+
+
+def _seconds(config: RolloutConfig, name: str, default: float) -> float:
+    value = _given(config).get(name)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(
+            f"rollout.engine_kwargs.{config.name}.{name}={value!r} must be a positive number of seconds; null takes "
+            f"the default, {default:g}."
+        )
+    return float(value)
 
 
 def _given(config: RolloutConfig) -> Mapping[str, Any]:

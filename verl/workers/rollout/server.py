@@ -9,6 +9,10 @@
 
 The server never outlives this process: a guard (:mod:`verl.workers.rollout.server_guard`) leads its process
 group, and kills all of it when this process is gone, however it went.
+
+While a request is under way the server is looked after: it must live, its health check must be answered, none of
+its processes may be stopped, and now and then something must be answered. Where that fails, EngineLostError says so
+with the end of the log, and :meth:`EngineServer.start` can start another one.
 """
 
 from __future__ import annotations
@@ -32,10 +36,14 @@ import time
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.errors import RolloutError
+import psutil
+
+from verl.errors import EngineLostError, RolloutError
+from verl.utils.marked_processes import VARIABLE, kill_marked, new_mark
 from verl.workers.rollout import server_guard
 
 if TYPE_CHECKING:
@@ -48,16 +56,34 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.1
 _LAST_WORDS_S = 2.0
+_PROBE_S = 2.0
+"""How often a server with requests under way is looked after."""
+_HEALTH_S = 10.0
+"""How long one health check may take."""
+_END_S = 10.0
+"""How long the kernel may take to clear away a killed server."""
 _SHOWN_LOG_LINES = 40
 _SHOWN_LOG_BYTES = 2**20
 _SHOWN_ERRORS = 8
 _ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
+_KILLED_CHILD = re.compile(r"(Failed core proc\(s\): .*|exit ?code[:=]? ?)-(9|15)\b")
+"""How engines say that one of their processes was killed by a signal."""
 _CONTROL_CONNECTIONS = 8
 _KEEPALIVE_S = 5.0
 SERVER_KEEPALIVE_S = 3600
 """So long a server should keep an idle connection open. This side closes it first: a request that is sent while the
 server closes the connection would be lost."""
 _EVENT, _LAST_EVENT = "data:", "[DONE]"
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a server may hang while a request is under way, in seconds."""
+
+    hang_s: float = 120.0
+    """Without an answered health check, or with a process of the server stopped (SIGSTOP)."""
+    answer_s: float = 1800.0
+    """Without an answer, or a part of one, to any request."""
 
 
 def new_token() -> str:
@@ -76,7 +102,8 @@ class EngineServer:
         environment: variables for the server beside those of this process; None takes one away.
         health_path: answers 200 when the server is ready.
         start_timeout_s: longest start, with the loading of the model.
-        request_timeout_s: longest wait for one answer; None waits as long as the server lives.
+        request_timeout_s: longest wait for one answer; None waits as long as the server is well.
+        patience: how long the server may hang while a request is under way.
         max_connections: requests of ``post_many`` and ``stream_many`` under way at once; more wait here.
     """
 
@@ -90,6 +117,7 @@ class EngineServer:
         health_path: str = "/health",
         start_timeout_s: float = 600.0,
         request_timeout_s: float | None = None,
+        patience: Patience | None = None,
         max_connections: int = 512,
     ) -> None:
         self.name = name
@@ -105,6 +133,7 @@ class EngineServer:
         self._health_path = health_path
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
+        self._patience = patience or Patience()
         self._max_connections = max_connections
         self._guard: subprocess.Popen[bytes] | None = None
         self._http: _HttpThread | None = None
@@ -117,6 +146,7 @@ class EngineServer:
 
         Raises:
             RolloutError: it ended, or was not healthy in time; the message has the end of its log.
+            EngineLostError: it was killed, or stopped, from outside.
         """
         if self._guard is not None:
             return
@@ -128,7 +158,9 @@ class EngineServer:
         command = [*map(str, self._command(self.port))]
         owner = [str(os.getpid()), f"{self.folder}{os.pathsep}{self.memory_folder}"]
         guarded = [sys.executable, "-I", "-S", server_guard.__file__, *owner, *command]
-        environment = {k: v for k, v in (os.environ | self._environment).items() if v is not None}
+        mark = new_mark()
+        variables = os.environ | self._environment | {VARIABLE: mark}
+        environment = {k: v for k, v in variables.items() if v is not None}
         with self.log_path.open("wb") as log:
             self._guard = subprocess.Popen(
                 guarded, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
@@ -136,7 +168,7 @@ class EngineServer:
         headers = {"Authorization": f"Bearer {self.token}"}
         self._http = _HttpThread(self.base_url, headers, self._request_timeout_s, self._max_connections)
         self._end = weakref.finalize(
-            self, _end_server, self._guard, self._http, reservation, (self.folder, self.memory_folder)
+            self, _end_server, self._guard, mark, self._http, reservation, (self.folder, self.memory_folder)
         )
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(self.stop)
@@ -147,11 +179,11 @@ class EngineServer:
         began = time.monotonic()
         while not self._is_healthy():
             if not self.is_running:
-                raise RolloutError(
+                raise (EngineLostError if self._was_killed() else RolloutError)(
                     f"the {self.name} server ended while it started. The end of its log:\n{self.log_tail()}"
                 )
             if time.monotonic() - began > self._start_timeout_s:
-                raise RolloutError(
+                raise (EngineLostError if self._stopped_processes() else RolloutError)(
                     f"the {self.name} server was not ready after {self._start_timeout_s:g} s. If the model is only "
                     f"slow to load, wait longer (start_timeout_s). The end of its log:\n{self.log_tail()}"
                 )
@@ -166,6 +198,21 @@ class EngineServer:
             return self._http.run(self._http.status(self._health_path)) == 200
         except httpx2.TransportError:  # nobody listens yet
             return False
+
+    def _was_killed(self) -> bool:
+        """Whether the server ended by a signal that others send."""
+        ended = re.search(rf"ended with status -({signal.SIGKILL:d}|{signal.SIGTERM:d})\.", self.log_tail())
+        unseen = server_guard.ENDED not in self.log_tail(lines=None)  # the guard was killed itself
+        return bool(unseen or ended or _KILLED_CHILD.search(self.log_tail(lines=None)))
+
+    def _stopped_processes(self) -> list[psutil.Process]:
+        """Processes of the server that somebody has stopped (SIGSTOP)."""
+        try:
+            guard = psutil.Process(self._guard.pid if self._guard is not None else -1)
+            family = [guard, *guard.children(recursive=True)]
+        except (psutil.Error, ValueError):
+            return []
+        return [process for process in family if _is_stopped(process)]
 
     @property
     def is_running(self) -> bool:
@@ -192,6 +239,22 @@ class EngineServer:
             self._end()
         self._guard = self._http = self._end = None
 
+    def kill(self) -> Path | None:
+        """End the server and everything that it started, at once. Idempotent.
+
+        Returns:
+            a copy of its log that is kept, in a folder that this account alone may read; None if there was none.
+        """
+        kept = None
+        if self.log_path.is_file():
+            kept = Path(tempfile.mkdtemp(prefix=f"verl-{self.name}-log-")) / self.log_path.name
+            shutil.copyfile(self.log_path, kept)
+        if self._guard is not None and self._guard.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._guard.pid, signal.SIGKILL)
+        self.stop()
+        return kept
+
     # ---- requests
 
     def get(self, path: str) -> Any:
@@ -217,6 +280,7 @@ class EngineServer:
         *,
         cancelled: threading.Event | None = None,
         cancel: tuple[str, Any] | None = None,
+        take: Callable[[int, Any], object] | None = None,
     ) -> list[Any]:
         """POST all bodies at once; the answers in their order.
 
@@ -228,12 +292,14 @@ class EngineServer:
             cancelled: once it is set, what was not sent yet is not sent (its answer is None), and ``cancel`` is sent
                 again and again until all others are answered.
             cancel: path and body of the request that makes the server end what it works on.
+            take: called with the number of the body and the answer as soon as it is there, in a thread of this module;
+                so that what was answered is not lost with the server.
 
         Raises:
-            RolloutError: the server refused a request (with its reason), did not answer in time, or died (with the
-                end of its log).
+            RolloutError: the server refused a request (with its reason).
+            EngineLostError: it did not answer in time, or died (with the end of its log).
         """
-        return self._run(lambda http: http.post_all(path, bodies, cancelled or threading.Event(), cancel))
+        return self._run(lambda http: http.post_all(path, bodies, cancelled or threading.Event(), cancel, take))
 
     def stream_many(
         self,
@@ -260,24 +326,69 @@ class EngineServer:
     def _run(self, work: Callable[[_HttpThread], Coroutine[Any, Any, T]]) -> T:
         import httpx2
 
+        if self._guard is None:
+            raise RolloutError(f"the {self.name} server does not run. Start it first.")
         if self._http is None or not self.is_running:
-            raise RolloutError(f"the {self.name} server does not run.{self._last_words()}")
+            raise EngineLostError(f"the {self.name} server does not run.{self._last_words()}")
         try:
-            return self._http.run(work(self._http))
+            return self._http.run(self._watched(self._http, work(self._http)))
         except httpx2.HTTPStatusError as error:
             answer = error.response
-            raise RolloutError(
+            lost = answer.is_server_error and not self._is_well()
+            raise (EngineLostError if lost else RolloutError)(
                 f"the {self.name} server refused {answer.request.method} {answer.request.url.path} with status "
                 f"{answer.status_code}: {_reason(answer)}{self._errors_in_log() if answer.is_server_error else ''}"
             ) from None
         except httpx2.TimeoutException:
-            raise RolloutError(
+            raise EngineLostError(
                 f"the {self.name} server did not answer within {self._request_timeout_s} s.{self._last_words()}"
             ) from None
         except httpx2.TransportError as error:
-            raise RolloutError(
+            raise EngineLostError(
                 f"the {self.name} server broke a connection ({type(error).__name__}).{self._last_words()}"
             ) from None
+        except _HungError as error:
+            raise EngineLostError(f"the {self.name} server {error}.{self._last_words()}") from None
+
+    async def _watched(self, http: _HttpThread, work: Coroutine[Any, Any, T]) -> T:
+        """The result of the work, unless the server is found to be lost before."""
+        task, began = asyncio.ensure_future(work), time.monotonic()
+        well_at = began
+        try:
+            while True:
+                ended, _ = await asyncio.wait({task}, timeout=_PROBE_S)
+                if ended:
+                    return task.result()
+                if not self.is_running:
+                    raise _HungError("has ended")
+                problem = await self._problem(http)
+                now = time.monotonic()
+                if problem is None:
+                    well_at = now
+                elif now - well_at > self._patience.hang_s:
+                    raise _HungError(f"{problem}, for {self._patience.hang_s:g} s")
+                if now - max(began, http.heard_at) > self._patience.answer_s:
+                    raise _HungError(f"gave no answer to any request for {self._patience.answer_s:g} s")
+        finally:
+            task.cancel()
+
+    async def _problem(self, http: _HttpThread) -> str | None:
+        import httpx2
+
+        if stopped := self._stopped_processes():
+            return f"has a stopped process ({stopped[0].pid}; SIGSTOP)"
+        try:
+            status = await http.status(self._health_path)
+        except httpx2.TransportError as error:
+            return f"does not answer {self._health_path} ({type(error).__name__})"
+        return None if status == 200 else f"answers {self._health_path} with status {status}"
+
+    def _is_well(self) -> bool:
+        """Whether the server still runs, and says so, a moment after it refused something."""
+        assert self._guard is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._guard.wait(_LAST_WORDS_S)
+        return self.is_running and self._is_healthy()
 
     def _errors_in_log(self) -> str:
         lines = [line.strip() for line in self.log_tail(lines=None).splitlines() if _ERROR_LINE.search(line)]
@@ -285,11 +396,21 @@ class EngineServer:
         return " Errors in its log:\n" + "\n".join(f"    {line}" for line in last) if last else ""
 
     def _last_words(self) -> str:
-        if self._guard is None:
-            return " Start it first."
+        assert self._guard is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._guard.wait(_LAST_WORDS_S)  # one that is just dying has its status in the log then
         return f" The end of its log:\n{self.log_tail()}"
+
+
+class _HungError(Exception):
+    """What is wrong with the server."""
+
+
+def _is_stopped(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_STOPPED
+    except psutil.Error:  # it has ended
+        return False
 
 
 def _reason(answer: httpx2.Response) -> str:
@@ -317,16 +438,23 @@ def _reserve_port() -> socket.socket:
 
 
 def _end_server(
-    guard: subprocess.Popen[bytes], http: _HttpThread, reservation: socket.socket, folders: tuple[Path, ...]
+    guard: subprocess.Popen[bytes],
+    mark: str,
+    http: _HttpThread,
+    reservation: socket.socket,
+    folders: tuple[Path, ...],
 ) -> None:
     http.close()
     if guard.poll() is None:
         guard.terminate()
+        guard.send_signal(signal.SIGCONT)  # one that somebody has stopped ends only if it goes on
         try:
             guard.wait(server_guard.GRACE_S + 5)
         except subprocess.TimeoutExpired:
             os.killpg(guard.pid, signal.SIGKILL)
-            guard.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                guard.wait(_END_S)
+    kill_marked(mark)  # what the guard did not end, because it was killed itself, or because it left the group
     reservation.close()
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -352,6 +480,8 @@ class _HttpThread:
             trust_env=False,  # no proxy between this process and its own server
         )
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-http", daemon=True)
+        self.heard_at = time.monotonic()
+        """When the last answer, or a part of one, came."""
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -362,17 +492,28 @@ class _HttpThread:
             future.cancel()  # an interrupted caller leaves no requests behind
 
     async def status(self, path: str) -> int:
-        return (await self._client.get(path)).status_code
+        return (await self._client.get(path, timeout=_HEALTH_S)).status_code
 
-    async def one(self, method: str, path: str, body: Any) -> Any:
+    async def one(self, method: str, path: str, body: Any, is_work: bool = True) -> Any:
         answer = await self._client.request(method, path, json=body)
+        if is_work:
+            self.heard_at = time.monotonic()
         answer.raise_for_status()
         return json.loads(answer.content) if answer.content else None
 
     async def post_all(
-        self, path: str, bodies: Sequence[Any], cancelled: threading.Event, cancel: tuple[str, Any] | None
+        self,
+        path: str,
+        bodies: Sequence[Any],
+        cancelled: threading.Event,
+        cancel: tuple[str, Any] | None,
+        take: Callable[[int, Any], object] | None,
     ) -> list[Any]:
-        tasks = [asyncio.ensure_future(self._in_turn(path, body, cancelled)) for body in bodies]
+        takes = [functools.partial(take, number) if take else None for number in range(len(bodies))]
+        tasks = [
+            asyncio.ensure_future(self._in_turn(path, body, cancelled, own))
+            for body, own in zip(bodies, takes, strict=True)
+        ]
         try:
             waiting: set[asyncio.Future[Any]] = set(tasks)
             while waiting:
@@ -382,15 +523,22 @@ class _HttpThread:
                     task.result()  # the first error is everyone's
                 if waiting and cancel is not None and cancelled.is_set():
                     # Again and again: a request that is just on its way is not known to the server yet.
-                    await self.one("POST", *cancel)
+                    await self.one("POST", *cancel, is_work=False)
             return [task.result() for task in tasks]
         finally:
             for task in tasks:  # after one failed, nobody waits for the others
                 task.cancel()
 
-    async def _in_turn(self, path: str, body: Any, cancelled: threading.Event) -> Any:
+    async def _in_turn(
+        self, path: str, body: Any, cancelled: threading.Event, take: Callable[[Any], object] | None
+    ) -> Any:
         async with self._slots:
-            return None if cancelled.is_set() else await self.one("POST", path, body)
+            if cancelled.is_set():
+                return None
+            answer = await self.one("POST", path, body)
+            if take is not None:
+                take(answer)
+            return answer
 
     async def stream_all(
         self, path: str, bodies: Sequence[Any], take: Callable[[int, Any], bool], cancelled: threading.Event
@@ -407,6 +555,8 @@ class _HttpThread:
                 task.cancel()
 
     async def _stream(self, path: str, body: Any, take: Callable[[Any], bool], cancelled: threading.Event) -> None:
+        import httpx2
+
         async with self._slots:
             if cancelled.is_set():
                 return
@@ -414,15 +564,21 @@ class _HttpThread:
                 if answer.is_error:
                     await answer.aread()
                 answer.raise_for_status()
+                is_whole = False
                 async for line in answer.aiter_lines():
+                    self.heard_at = time.monotonic()
                     event = line.removeprefix(_EVENT).strip()
+                    is_whole = is_whole or event == _LAST_EVENT
                     if not line.startswith(_EVENT) or event == _LAST_EVENT:
                         continue
                     if take(json.loads(event)) or cancelled.is_set():
                         return
+                if not is_whole:
+                    raise httpx2.RemoteProtocolError("the stream of events ended before its last one")
 
     def close(self) -> None:
         if self._loop.is_running():
-            asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(timeout=5)
+            with contextlib.suppress(TimeoutError):  # the thread ends with the process
+                asyncio.run_coroutine_threadsafe(self._client.aclose(), self._loop).result(timeout=5)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=5)

@@ -10,6 +10,7 @@ the leader of a new session: whatever the command starts is then in its process 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shutil
@@ -21,6 +22,10 @@ from types import FrameType
 POLL_S = 0.5
 GRACE_S = 10.0
 """Time to end in good order before everything in the group is killed."""
+END_S = 10.0
+"""Time for the kernel to clear away what was killed."""
+ENDED = " ended with status "
+"""Stands in the log of every server that ended by itself, after its command."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -47,13 +52,15 @@ def main(owner: int, folders: list[str], command: list[str]) -> None:
             continue
     if process.poll() is None:
         process.terminate()
+        process.send_signal(signal.SIGCONT)  # one that somebody has stopped ends only if it goes on
         try:
             process.wait(GRACE_S)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_S)
     elif not asked_to_stop:
-        sys.stdout.write(f"\n{command[0]} ended with status {process.returncode}.\n")
+        sys.stdout.write(f"\n{command[0]}{ENDED}{process.returncode}.\n")
         sys.stdout.flush()
     if os.getppid() != owner:
         for folder in folders:

@@ -16,25 +16,26 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from verl.errors import RolloutError
+from verl.errors import EngineLostError, RolloutError
 from verl.utils.model import torch_dtype
 from verl.workers.rollout.base import (
     NO_WEIGHTS,
-    BaseRollout,
     FinishReason,
     RolloutOutput,
     RolloutRegistry,
     RolloutRequest,
     SamplingParams,
 )
-from verl.workers.rollout.engine_kwargs import extra_arguments, python_of, start_timeout_s
+from verl.workers.rollout.engine_kwargs import extra_arguments, patience, python_of, start_timeout_s
 from verl.workers.rollout.placement import devices_of_the_engine, engine_group
+from verl.workers.rollout.restarting import RestartingRollout
 from verl.workers.rollout.sglang.argument_names import check_names
 from verl.workers.rollout.sglang.backends import Backend, InProcess, Server
 from verl.workers.rollout.sglang.settings import engine_arguments, process_environment
@@ -54,8 +55,9 @@ _MIB = 2**20
 
 
 @RolloutRegistry.register("sglang")
-class SGLangRollout(BaseRollout):
-    """Generate with SGLang, which starts at the first :meth:`wake`; arguments as for :class:`BaseRollout`.
+class SGLangRollout(RestartingRollout):
+    """Generate with SGLang, which starts at the first :meth:`wake`; arguments as for
+    :class:`~verl.workers.rollout.base.BaseRollout`.
 
     With ``tensor_model_parallel_size`` t, t ranks that follow each other share one engine: the first of them starts
     it and generates, the others take part in gathering the weights.
@@ -96,9 +98,17 @@ class SGLangRollout(BaseRollout):
         if not self.leads:
             return
         if self._backend is None:
-            self._backend = self._start()
+            self._start_or_replace()
         first = ["weights", "cuda_graph"] if self.config.multi_stage_wake_up else list(self._released)
         self._resume([tag for tag in self._released if tag in first])
+
+    def _start_engine(self) -> None:
+        self._released = []
+        self._backend = self._start()
+
+    def _end_engine(self) -> Path | None:
+        backend, self._backend, self._released = self._backend, None, []
+        return backend.kill() if backend is not None else None
 
     def _start(self) -> Backend:
         environment = process_environment(self.config, self.device)
@@ -106,7 +116,7 @@ class SGLangRollout(BaseRollout):
             return InProcess(self._arguments, environment)
         if self._devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices
-        return Server(self._arguments, environment, self._python, self._start_timeout_s)
+        return Server(self._arguments, environment, self._python, self._start_timeout_s, patience(self.config))
 
     def _resume(self, tags: list[str]) -> None:
         if tags:
@@ -121,8 +131,14 @@ class SGLangRollout(BaseRollout):
         if self._backend is None:
             return
         tags = [tag for tag in ("kv_cache", "weights", "cuda_graph") if tag not in self._released]
-        if self.device.type == "cuda" and tags:
+        if self.device.type != "cuda" or not tags:
+            return
+        try:
             self._backend.release_memory(tags)
+        except EngineLostError as error:
+            logger.warning("sglang engine lost at the end of its work; the next wake starts another. %s", error)
+            self._end_lost(error)
+        else:
             self._released += tags
 
     def shutdown(self) -> None:
@@ -161,15 +177,17 @@ class SGLangRollout(BaseRollout):
     # ---- generation
 
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
-        """See :meth:`BaseRollout.generate`."""
+        """See :meth:`RestartingRollout.generate`."""
         self.check_requests(requests)
-        if not self.leads:
-            raise RolloutError("this rank shares an engine with others and does not lead: the first of them generates.")
-        if not requests:
-            return []
-        with self.until_aborted() as aborted, _Aborter(self._awake_backend(), aborted):
-            answers = self._awake_backend().generate(self._body(requests))
-        return self._outputs(requests, answers)
+        return super().generate(requests)
+
+    def _answer(
+        self, requests: Mapping[int, RolloutRequest], outputs: dict[int, RolloutOutput], aborted: threading.Event
+    ) -> None:
+        asked = [*requests.values()]
+        with _Aborter(self._awake_backend(), aborted):
+            answers = self._awake_backend().generate(self._body(asked))
+        outputs |= zip(requests, self._outputs(asked, answers), strict=True)
 
     def _body(self, requests: list[RolloutRequest]) -> dict[str, Any]:
         return {

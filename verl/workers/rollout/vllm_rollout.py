@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from verl.errors import RolloutError
+from verl.errors import EngineLostError, RolloutError
 from verl.utils.model import torch_dtype
-from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRegistry, RolloutRequest
-from verl.workers.rollout.engine_kwargs import python_of, start_timeout_s
+from verl.workers.rollout.base import NO_WEIGHTS, RolloutOutput, RolloutRegistry, RolloutRequest
+from verl.workers.rollout.engine_kwargs import patience, python_of, start_timeout_s
 from verl.workers.rollout.placement import devices_of_the_engine, engine_group
+from verl.workers.rollout.restarting import RestartingRollout
 from verl.workers.rollout.stopping import completes_stop_text
 from verl.workers.rollout.vllm.job import Engine, Job
 from verl.workers.rollout.vllm.settings import engine_arguments
@@ -39,8 +42,8 @@ _NOT_FINITE = -9000.0
 
 
 @RolloutRegistry.register("vllm")
-class VLLMRollout(BaseRollout):
-    """Generate with vLLM; arguments as for :class:`BaseRollout`.
+class VLLMRollout(RestartingRollout):
+    """Generate with vLLM; arguments as for :class:`~verl.workers.rollout.base.BaseRollout`.
 
     With ``tensor_model_parallel_size`` t, t ranks that follow each other share one engine: the first of them
     starts it and generates, the others take part in gathering the weights.
@@ -63,11 +66,22 @@ class VLLMRollout(BaseRollout):
         self._expected = ExpectedWeights(self.hf_config, torch_dtype(config.dtype), model_config.trust_remote_code)
         self._awake = False
         self._gives_memory_back = config.free_cache_engine and self.device.type == "cuda"
-        devices = devices_of_the_engine(rank, self.ranks_per_engine, self.device)
-        arguments = engine_arguments(config, model_config, self.max_model_len, self.device)
-        self._engine = self._start(arguments, devices) if self.leads else None
-        if self._engine is not None and self._gives_memory_back:
+        self._devices = devices_of_the_engine(rank, self.ranks_per_engine, self.device)
+        self._arguments = engine_arguments(config, model_config, self.max_model_len, self.device)
+        self._engine: Engine | None = None
+        """On a rank that leads None only after a loss, until the next :meth:`wake`."""
+        if self.leads:
+            self._start_or_replace()
+
+    def _start_engine(self) -> None:
+        self._engine = self._start(self._arguments, self._devices)
+        self._awake = False
+        if self._gives_memory_back:
             self._engine.sleep()
+
+    def _end_engine(self) -> Path | None:
+        engine, self._engine, self._awake = self._engine, None, False
+        return engine.kill() if engine is not None else None
 
     def _start(self, arguments: dict[str, Any], devices: str | None) -> Engine:
         if self.config.mode == "sync" and self.ranks_per_engine == 1:
@@ -83,12 +97,15 @@ class VLLMRollout(BaseRollout):
             visible_devices=devices,
             start_timeout_s=start_timeout_s(self.config, _START_TIMEOUT_S),
             file_bytes=self.config.checkpoint_engine.update_weights_bucket_megabytes * 2**20,
+            patience=patience(self.config),
         )
 
     # ---- weights and memory
 
     def wake(self) -> None:
         """Take the memory of weights, keys and values again, where sleep gave it back (on a GPU)."""
+        if self.leads and self._engine is None:
+            self._start_or_replace()
         if self._engine is not None and self._gives_memory_back and not self._awake:
             self._engine.wake(["weights"] if self.config.multi_stage_wake_up else None)
         self._awake = True
@@ -97,8 +114,12 @@ class VLLMRollout(BaseRollout):
         """With ``rollout.free_cache_engine`` forget the weights and, on a GPU, give all memory back."""
         if not self.config.free_cache_engine:
             return
-        if self._engine is not None and self._gives_memory_back and self._awake:
-            self._engine.sleep()
+        try:
+            if self._engine is not None and self._gives_memory_back and self._awake:
+                self._engine.sleep()
+        except EngineLostError as error:
+            logger.warning("vllm engine lost at the end of its work; the next wake starts another. %s", error)
+            self._end_lost(error)
         self._awake, self.weight_version = False, NO_WEIGHTS
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -130,22 +151,36 @@ class VLLMRollout(BaseRollout):
     # ---- generation
 
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
-        """See :meth:`BaseRollout.generate`."""
+        """See :meth:`RestartingRollout.generate`."""
         if self.config.free_cache_engine and not self._awake:
             raise RolloutError("the vllm engine sleeps. Generate inside `with rollout.awake(weights, version):`.")
         self.check_requests(requests)
-        if self._engine is None:
-            raise RolloutError("this rank shares an engine with others and does not lead: the first of them generates.")
-        jobs = [self._job(request) for request in requests]
-        with self.until_aborted() as aborted:
-            self._engine.generate(jobs, aborted)
-        if any(not value > _NOT_FINITE for job in jobs for value in job.log_probs):
+        return super().generate(requests)
+
+    def _answer(
+        self, requests: Mapping[int, RolloutRequest], outputs: dict[int, RolloutOutput], aborted: Event
+    ) -> None:
+        jobs = {number: self._job(request) for number, request in requests.items()}
+        try:
+            if self._engine is None:
+                raise EngineLostError("the vllm engine was lost, and no other one was started yet.")
+            self._engine.generate([*jobs.values()], aborted)
+        except EngineLostError:
+            outputs |= self._outputs({number: job for number, job in jobs.items() if job.is_done})
+            raise
+        outputs |= self._outputs(jobs)
+
+    def _outputs(self, jobs: Mapping[int, Job]) -> dict[int, RolloutOutput]:
+        if any(not value > _NOT_FINITE for job in jobs.values() for value in job.log_probs):
             raise RolloutError(
                 f"vLLM returned log-probs that are not finite with weights of version {self.weight_version}. The "
                 "weights may have diverged (look at actor/grad_norm), or overflow in rollout.dtype="
                 f"{self.config.dtype}; bfloat16 and float32 have a wider range than float16."
             )
-        return [RolloutOutput(job.token_ids, job.log_probs, job.finish_reason, self.weight_version) for job in jobs]
+        return {
+            number: RolloutOutput(job.token_ids, job.log_probs, job.finish_reason, self.weight_version)
+            for number, job in jobs.items()
+        }
 
     def _job(self, request: RolloutRequest) -> Job:
         sampling = request.sampling

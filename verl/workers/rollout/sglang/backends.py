@@ -25,7 +25,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
 from verl.workers.rollout.checksum import checksum
-from verl.workers.rollout.server import EngineServer, new_token
+from verl.workers.rollout.server import EngineServer, Patience, new_token
 from verl.workers.rollout.sglang.settings import ENGINE_SIDE
 from verl.workers.rollout.weights import write_weight_files
 
@@ -65,6 +65,10 @@ class Backend(ABC):
     @abstractmethod
     def stop(self) -> None:
         """End all processes of SGLang. Idempotent."""
+
+    @abstractmethod
+    def kill(self) -> Path | None:
+        """End all processes of SGLang at once, dead or alive; a copy of its log if there is one. Idempotent."""
 
     @abstractmethod
     def _session(self, action: str) -> None:
@@ -179,6 +183,10 @@ class InProcess(Backend):
         """See :meth:`Backend.stop`."""
         self._end()
 
+    def kill(self) -> None:
+        """See :meth:`Backend.kill`."""
+        self._end()
+
     def _session(self, action: str) -> None:
         _check(action, getattr(self._engine, action)())
 
@@ -242,10 +250,16 @@ class Server(Backend):
         environment: variables for the server.
         python: the interpreter of the environment with SGLang.
         start_timeout_s: longest start.
+        patience: how long the server may hang.
     """
 
     def __init__(
-        self, arguments: Mapping[str, Any], environment: Mapping[str, str], python: str, start_timeout_s: float
+        self,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        python: str,
+        start_timeout_s: float,
+        patience: Patience,
     ) -> None:
         super().__init__(arguments)
         token = new_token()
@@ -256,6 +270,7 @@ class Server(Backend):
             token=token,
             environment={**environment, _TOKEN_VARIABLE: token},
             start_timeout_s=start_timeout_s,
+            patience=patience,
         )
         self.server.start()
 
@@ -279,6 +294,10 @@ class Server(Backend):
     def stop(self) -> None:
         """See :meth:`Backend.stop`."""
         self.server.stop()
+
+    def kill(self) -> Path | None:
+        """See :meth:`Backend.kill`."""
+        return self.server.kill()
 
     def _session(self, action: str) -> None:
         answer = self.server.post(f"/{action}", {})

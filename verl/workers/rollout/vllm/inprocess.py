@@ -66,17 +66,22 @@ class InProcessEngine:
             params = SamplingParams(**job.params, output_kind=RequestOutputKind.DELTA)
             self._engine.add_request(name, {"prompt_token_ids": job.prompt_ids}, params)
             running[name] = job
-        while running and not aborted.is_set():
-            for output in self._engine.step():
-                job, part = running[output.request_id], output.outputs[0]
-                found = part.logprobs or []
-                log_probs = [entry[token].logprob for token, entry in zip(part.token_ids, found, strict=True)]
-                if job.take(part.token_ids, log_probs, part.finish_reason):
-                    del running[output.request_id]
-                    if part.finish_reason is None:  # a stop text, of which vLLM knows nothing
-                        self._engine.abort_request([output.request_id])
-        if running:
-            self._engine.abort_request(list(running))
+        try:
+            while running and not aborted.is_set():
+                self._step(running)
+        finally:
+            if running:  # also after an interruption: the next call must not find them
+                self._engine.abort_request(list(running))
+
+    def _step(self, running: dict[str, Job]) -> None:
+        for output in self._engine.step():
+            job, part = running[output.request_id], output.outputs[0]
+            found = part.logprobs or []
+            log_probs = [entry[token].logprob for token, entry in zip(part.token_ids, found, strict=True)]
+            if job.take(part.token_ids, log_probs, part.finish_reason):
+                del running[output.request_id]
+                if part.finish_reason is None:  # a stop text, of which vLLM knows nothing
+                    self._engine.abort_request([output.request_id])
 
     # ---- weights
 
@@ -117,6 +122,9 @@ class InProcessEngine:
     def wake(self, tags: list[str] | None) -> None:
         """See :class:`verl.workers.rollout.vllm.job.Engine`."""
         self._engine.wake_up(tags)
+
+    def kill(self) -> None:
+        """Nothing to end: the engine has no process of its own and is lost with this one."""
 
 
 @contextlib.contextmanager

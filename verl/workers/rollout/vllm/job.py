@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from verl.workers.rollout.base import FinishReason
@@ -21,6 +22,8 @@ class Job:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
+    is_done: bool = False
+    """The response has ended, or was given up by the engine."""
 
     def take(self, token_ids: Sequence[int], log_probs: Sequence[float], finish_reason: str | None) -> bool:
         """Further tokens from the engine; true when the response has ended and no more are wanted."""
@@ -29,10 +32,12 @@ class Job:
             self.log_probs.append(log_prob)
             if self.is_stop is not None and self.is_stop(self.token_ids):
                 self.finish_reason = "stop"
+                self.is_done = True
                 return True
         if finish_reason == "stop" or finish_reason == "length":
             self.finish_reason = finish_reason
-        return finish_reason is not None
+        self.is_done = finish_reason is not None
+        return self.is_done
 
 
 class Engine(Protocol):
@@ -54,3 +59,7 @@ class Engine(Protocol):
 
     def wake(self, tags: list[str] | None) -> None:
         """Take it again: all, or that of ``weights`` or ``kv_cache``."""
+
+    def kill(self) -> Path | None:
+        """End all processes of the engine, dead or alive; a copy of its log if there is one."""
+        ...

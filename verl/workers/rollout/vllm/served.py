@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
 from verl.workers.rollout.checksum import checksum
-from verl.workers.rollout.server import LOOPBACK, EngineServer, new_token
+from verl.workers.rollout.server import LOOPBACK, EngineServer, Patience, new_token
 from verl.workers.rollout.vllm import engine_side
 from verl.workers.rollout.vllm.engine_side.verl_vllm_extension import TOKEN_VARIABLE
 from verl.workers.rollout.vllm.job import Job
@@ -37,6 +37,7 @@ class ServedEngine:
         visible_devices: ids of the GPUs that the server may use; None leaves the environment as it is.
         start_timeout_s: longest start.
         file_bytes: size of the files in which new weights travel.
+        patience: how long the server may hang.
 
     Raises:
         ConfigError: vLLM does not know an argument.
@@ -52,6 +53,7 @@ class ServedEngine:
         visible_devices: str | None = None,
         start_timeout_s: float = 600.0,
         file_bytes: int = 2**31,
+        patience: Patience | None = None,
     ) -> None:
         self._file_bytes = file_bytes
         token = new_token()
@@ -76,7 +78,7 @@ class ServedEngine:
             ]
 
         self.server = EngineServer(
-            "vllm", command, token=token, environment=environment, start_timeout_s=start_timeout_s
+            "vllm", command, token=token, environment=environment, start_timeout_s=start_timeout_s, patience=patience
         )
         try:
             self.server.start()
@@ -95,10 +97,14 @@ class ServedEngine:
                 cancelled=aborted,
             )
             return
-        answers = self.server.post_many(_GENERATE, [_body(job) for job in jobs], cancelled=aborted, cancel=_ABORT_ALL)
-        for job, answer in zip(jobs, answers, strict=True):
-            if answer is not None:  # else aborted before it was sent
-                _take(job, answer)
+        bodies = [_body(job) for job in jobs]
+        self.server.post_many(
+            _GENERATE,
+            bodies,
+            cancelled=aborted,
+            cancel=_ABORT_ALL,
+            take=lambda number, answer: _take(jobs[number], answer),
+        )
 
     # ---- weights
 
@@ -135,6 +141,10 @@ class ServedEngine:
     def wake(self, tags: list[str] | None) -> None:
         """See :class:`verl.workers.rollout.vllm.job.Engine`."""
         self.server.post("/wake_up" + ("?" + "&".join(f"tags={tag}" for tag in tags) if tags else ""))
+
+    def kill(self) -> Path | None:
+        """See :class:`verl.workers.rollout.vllm.job.Engine`."""
+        return self.server.kill()
 
     def close(self) -> None:
         """End the server; otherwise it ends with this process."""
