@@ -53,6 +53,7 @@ def test_data_metrics_by_hand():
         "critic/advantages/mean": -1.0,
         "critic/advantages/max": 1.0,
         "critic/advantages/min": -3.0,
+        "critic/advantages/zero_ratio": 0.0,
         "critic/returns/mean": 2.0,
         "critic/returns/max": 3.0,
         "critic/returns/min": 1.0,
@@ -76,6 +77,14 @@ def test_data_metrics_by_hand():
         "prompt_length/clip_ratio": 2 / 3,
     }
     assert found == pytest.approx(expected)
+
+
+def test_responses_whose_advantages_are_all_zero_teach_nothing():
+    # Both of the first two are trained on; the advantages of the second are 0 on its valid tokens.
+    mask = tensor([[1, 0, 1], [0, 1, 0], [0, 0, 0]])
+    advantages = tensor([[1.0, 0.0, -3.0], [7.0, 0.0, 7.0], [7.0, 7.0, 7.0]])
+    found = compute_data_metrics(step_batch(response_mask=mask, advantages=advantages), use_critic=False)
+    assert found["critic/advantages/zero_ratio"] == 0.5
 
 
 def test_without_a_critic_there_are_no_values():

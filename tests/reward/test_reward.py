@@ -167,6 +167,19 @@ def test_a_manager_of_ones_own(tmp_path):
         load_reward_manager(config(reward_manager={"name": "nobody"}), TOKENIZER, 0)
 
 
+@pytest.mark.parametrize("statuses", [None, ["ok", "timeout", "ok"]])
+def test_a_score_that_is_not_finite_is_a_failed_sample_whoever_gave_it(statuses, caplog):
+    tokens = torch.zeros(3, LENGTH)
+    tokens[0, 1], tokens[1, 0], tokens[2, 3] = 0.5, float("inf"), float("nan")
+    result = tokens if statuses is None else {"reward_tensor": tokens, "reward_extra_info": {"reward_status": statuses}}
+    found, extra = compute_reward(batch_of(["a", "b", "c"]), lambda data, return_dict: result)
+    assert found.sum(-1).tolist() == [0.5, 0.0, 0.0]
+    assert extra["reward_status"] == ["ok", "timeout" if statuses else "error", "error"]
+    assert extra["score"] == [0.5, 0.0, 0.0]
+    assert "gave 2 of 3 samples a score that is not finite; the first is row 1, with inf" in caplog.text
+    assert tokens[1, 0] == float("inf")  # the manager's own tensor is left alone
+
+
 @pytest.mark.parametrize(
     "result, says",
     [

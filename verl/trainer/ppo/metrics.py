@@ -67,8 +67,10 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> Metrics:
         use_critic: also describe ``values``.
 
     Returns:
-        ``critic/{score,rewards,advantages,returns,values}/{mean,max,min}``,
-        ``critic/vf_explained_var``, ``response_length/*``, ``response_length_non_aborted/*``,
+        ``critic/{score,rewards,advantages,returns,values}/{mean,max,min}``; ``critic/advantages/zero_ratio``, the
+        share of responses that take part and teach nothing, because all their advantages are 0 (with group
+        baselines: all rewards of the prompt were equal); ``critic/vf_explained_var``, ``response_length/*``,
+        ``response_length_non_aborted/*``,
         ``response/aborted_ratio``, ``prompt_length/*``; ``num_turns/*`` and ``tool_call_counts/*``
         where the batch has them.
     """
@@ -80,6 +82,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> Metrics:
         metrics |= distribution(columns[column].sum(-1)[trained], f"critic/{name}")
     for name in ("advantages", "returns", *(("values",) if use_critic else ())):
         metrics |= distribution(columns[name][mask], f"critic/{name}")
+    teaches = (mask & (columns["advantages"] != 0)).any(-1)
+    metrics["critic/advantages/zero_ratio"] = 1.0 - teaches[trained].float().mean().item()
     if use_critic:
         metrics["critic/vf_explained_var"] = explained_variance(columns["values"][mask], columns["returns"][mask])
     return metrics | _length_metrics(batch) | _turn_metrics(batch)

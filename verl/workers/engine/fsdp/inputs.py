@@ -102,8 +102,8 @@ def check_token_ids(batch: DataProto, vocab_size: int) -> None:
         row, place = ((ids >= vocab_size) | (ids < 0)).nonzero()[0].tolist()
         raise SchemaError(
             f"row {row} of the batch has the token id {int(ids[row, place])}, and the model's embedding has "
-            f"{vocab_size} rows. Tokenize with the model's own tokenizer (model.tokenizer_path), take the text with that "
-            "token out, or use a model whose embedding was resized."
+            f"{vocab_size} rows. Tokenize with the model's own tokenizer (model.tokenizer_path), take the text with "
+            "that token out, or use a model whose embedding was resized."
         )
 
 
