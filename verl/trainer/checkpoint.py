@@ -21,7 +21,7 @@ import json
 import logging
 import pickle
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -107,7 +107,7 @@ class TrainerCheckpoint:
         self._writing: RunState | None = None
         self._last: RunState | None = None
         self._own_files: dict[str, FileEntry] = {}
-        self._committed: int | None = None
+        self._own_steps: list[int] = []
         self._loaded_from: Path | None = None
 
     # ---- saving -------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class TrainerCheckpoint:
             CheckpointError: it cannot be written, and ``recovery.on_failed_save=stop``.
         """
         self._end_writing(wait=True)
-        if self._committed == state.global_step:
+        if state.global_step in self._own_steps[-1:]:
             return
         self._writing = self._last = state
         try:
@@ -184,8 +184,9 @@ class TrainerCheckpoint:
         except (OSError, CheckpointError) as error:
             self._failed(str(error))
             return
-        self._committed, self._writing, self.owed = self._writing.global_step, None, False
-        self._drop_old(self._committed)
+        self._own_steps.append(self._writing.global_step)
+        self._writing, self.owed = None, False
+        self._drop_old(self._own_steps[-1])
 
     def _failed(self, problem: str) -> None:
         assert self._writing is not None
@@ -233,12 +234,28 @@ class TrainerCheckpoint:
                 ``recovery.on_damaged_checkpoint`` no other may take its place, or none is whole. A run never
                 starts anew in silence where one was saved.
         """
-        folder = self._folder_to_resume()
-        if folder is None:
-            return None
-        state = _read(folder / STATE, lambda path: json.loads(path.read_text()))
+        self._loaded_from = self._folder_to_resume()
+        return None if self._loaded_from is None else self._read(self._loaded_from)
+
+    def load_again(self) -> RunState | None:
+        """As :meth:`load`, for a run that has lost its workers: the newest whole step that it saved itself.
+
+        Without one it goes back to where it was resumed from; None if it was not.
+
+        Raises:
+            CheckpointError: what it saved or was resumed from is damaged.
+        """
+        steps.repair(self.root)
+        own = [step_folder(self.root, step) for step in sorted(self._own_steps, reverse=True)]
+        folders = [folder for folder in own if folder.is_dir()]
+        if self._loaded_from is not None:
+            folders.append(self._loaded_from)
+        return self._read(self._first_whole(folders, [])) if folders else None
+
+    def _read(self, folder: Path) -> RunState:
+        state = _read_file(folder / STATE, lambda path: json.loads(path.read_text()))
         dataloader, rng = (
-            _read(folder / name, lambda path: torch.load(path, weights_only=True)) for name in (DATA, RNG)
+            _read_file(folder / name, lambda path: torch.load(path, weights_only=True)) for name in (DATA, RNG)
         )
         for name, group in self.groups.items():
             if not (folder / name).is_dir():
@@ -248,7 +265,6 @@ class TrainerCheckpoint:
                 )
             group.load_checkpoint(str(folder / name))
         logger.info("resumed from %s", folder)
-        self._loaded_from = folder
         state.pop("format", None)
         return RunState(global_step=state.pop("global_step"), dataloader=dataloader, controllers=state, rng=rng)
 
@@ -282,17 +298,25 @@ class TrainerCheckpoint:
             problems.append(f"{self.root / LATEST} is missing")
         if latest is not None and latest not in found:
             problems.append(f"{step_folder(self.root, latest)}, which {LATEST} names, does not exist")
-        for step in sorted(found, reverse=True):
-            if latest is not None and step > latest:
-                continue
+        before = [step for step in sorted(found, reverse=True) if latest is None or step <= latest]
+        return self._first_whole([found[step] for step in before], problems)
+
+    def _first_whole(self, folders: Sequence[Path], problems: list[str]) -> Path:
+        """The first of ``folders`` that is whole.
+
+        Args:
+            folders: to go on from, the best first.
+            problems: what is known to be wrong already, so that the best is none of them.
+        """
+        for folder in folders:
             if problems and self.plan.on_damaged == "stop":
                 break
-            if problem := self._problem(found[step]):
+            if problem := self._problem(folder):
                 problems.append(problem)
                 continue
             if problems:
-                logger.warning("damaged checkpoints: %s. Going on from %s.", "; ".join(problems), found[step])
-            return found[step]
+                logger.warning("damaged checkpoints: %s. Going on from %s.", "; ".join(problems), folder)
+            return folder
         raise CheckpointError(
             f"cannot resume from {self.root}: {'; '.join(problems)}. "
             + (
@@ -377,7 +401,7 @@ def _is_of_format_1(folder: Path) -> bool:
         return False
 
 
-def _read(path: Path, reader: Callable[[Path], Any]) -> Any:
+def _read_file(path: Path, reader: Callable[[Path], Any]) -> Any:
     try:
         return reader(path)
     except FileNotFoundError:
