@@ -103,6 +103,7 @@ def test_a_lost_connection_is_a_crash():
         '{"status": "error", "message": 7}',
         '{"status": "ok", "pid": "1"}',
         '{"status": "ok", "more": 1}',
+        '{"status": "ok", "fatal": 0.0}',
         "[" * 100_000,
     ],
 )

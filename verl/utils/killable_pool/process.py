@@ -122,7 +122,7 @@ class Reply:
             reply = cls(**json.loads(body))
         except (TypeError, RecursionError) as error:
             raise ValueError(f"no reply: {error}") from error
-        numbers = (reply.pid, reply.memory)
+        numbers = (reply.pid, reply.memory, 0 if reply.fatal is None else reply.fatal)
         if reply.status not in STATUSES or not isinstance(reply.message, str) or {*map(type, numbers)} != {int}:
             raise ValueError("no reply: a field has another type")
         return reply
