@@ -20,12 +20,16 @@ from verl.utils.sandbox.probe import PROBE, PROBE_LIMITS, complaint
 from verl.utils.sandbox.reaper import collect, orphans_come_here
 from verl.utils.sandbox.seccomp import filter_program
 from verl.utils.sandbox.types import Limits, Outcome, SandboxError, SandboxUnavailableError, Status, end_of
-from verl.utils.sandbox.watch import Watch
+from verl.utils.sandbox.watch import Watch, descendants, is_stopped
 
 LOOK_EVERY_S = 0.02
 LAST_BREATH_S = 10.0
 """How long the kernel may take to clear away a killed run."""
 CHUNK = 1 << 16
+ATTEMPTS = 3
+"""A run that a signal ended, or held, which others can send as well as the program itself, is made again: a program
+that does it by its own hand does so every time."""
+SENT_BY_OTHERS = frozenset({"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"})
 
 
 class Sandbox:
@@ -94,8 +98,22 @@ def _prove() -> Walls:
     raise SandboxUnavailableError(missing or why_unavailable(complaints))
 
 
+class _KilledError(SandboxError):
+    """bubblewrap itself was killed, which no program can do."""
+
+
 def run_behind(walls: Walls, program: str, stdin: str, limits: Limits) -> Outcome:
     """Run a program behind given walls; see :meth:`Sandbox.run`."""
+    for _ in range(ATTEMPTS - 1):
+        with contextlib.suppress(_KilledError):
+            outcome, is_disturbed = _run_once(walls, program, stdin, limits)
+            if not is_disturbed:
+                return outcome
+    return _run_once(walls, program, stdin, limits)[0]
+
+
+def _run_once(walls: Walls, program: str, stdin: str, limits: Limits) -> tuple[Outcome, bool]:
+    """What came of one run, and whether it may have been disturbed from outside."""
     uid = walls.new_uid()
     start = time.monotonic()
     with orphans_come_here(), contextlib.ExitStack() as files:
@@ -114,7 +132,10 @@ def run_behind(walls: Walls, program: str, stdin: str, limits: Limits) -> Outcom
         finally:
             os.close(status_end)
         with process:
-            return _Run(process, status, limits, start).finish()
+            run = _Run(process, status, limits, start)
+            outcome = run.finish()
+            killed = outcome.status is Status.CRASHED and outcome.signal in SENT_BY_OTHERS
+            return outcome, killed or run.was_stopped
 
 
 def _start(command: list[str], stdin: int, pass_fds: tuple[int, ...], uid: int | None) -> subprocess.Popen[bytes]:
@@ -150,6 +171,8 @@ class _Run:
         self.init_fd: int | None = None
         self.ended: Status | None = None
         """Why we ended it, if we did."""
+        self.was_stopped = False
+        """A process of it was stopped (SIGSTOP) when its time was up."""
 
     def finish(self) -> Outcome:
         """Watch the run until it ends, or end it at a limit."""
@@ -172,6 +195,8 @@ class _Run:
             left = self.start + self.limits.wall_s - time.monotonic()
             if left <= 0:
                 self.ended = Status.TIMEOUT
+                family = [self.process.pid, *((self.watch.init, *descendants(self.watch.init)) if self.watch else ())]
+                self.was_stopped = any(map(is_stopped, family))
                 return
             for key, _ in selector.select(min(left, LOOK_EVERY_S)):
                 if key.data == "end":
@@ -237,6 +262,9 @@ class _Run:
         code = next((line["exit-code"] for line in self._status_lines() if "exit-code" in line), None)
         stdout, stderr = (bytes(self.read[name]).decode("utf-8", "replace") for name in ("stdout", "stderr"))
         if code is None and self.ended is None:
+            if -self.process.returncode in (signal.SIGKILL, signal.SIGTERM):
+                name = signal.Signals(-self.process.returncode).name
+                raise _KilledError(f"bubblewrap was killed by {name}, in each of {ATTEMPTS} attempts.")
             raise SandboxError(f"bubblewrap failed (exit code {self.process.returncode}): {stderr.strip()[-1000:]}")
         status, signal_name = self._judge(code, stderr)
         return Outcome(

@@ -60,6 +60,14 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether somebody has stopped the process (SIGSTOP)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def _children(pid: int) -> list[int]:
     try:
         threads = os.listdir(f"/proc/{pid}/task")
