@@ -80,6 +80,7 @@ class Run:
     def save(self, *steps: int) -> None:
         for step in steps:
             self.checkpoint.save(self.state(step))
+            self.checkpoint.poll()
 
     def resume(self) -> int | None:
         """The step that was gone on from; all parts are of that step."""
@@ -415,21 +416,22 @@ def test_a_save_in_the_background_holds_what_was_when_it_began(tmp_path):
     run.save(1)
     for worker in run.workers:
         worker.weight.fill_(-1)  # the next step
-    run.save(2)  # waits for the first
+    run.checkpoint.save(run.state(2))  # waits for the first
     assert Run(tmp_path).resume() == 1
     run.workers[0].writing.report(wait=True)
     assert not (tmp_path / "global_step_2").exists()  # written, and not committed by anybody
     run.checkpoint.poll()
     assert Run(tmp_path).resume() == 2
-    run.save(2)
-    run.checkpoint.finish()
+    run.checkpoint.save(run.state(3))
+    run.checkpoint.rescue()
+    assert Run(tmp_path).resume() == 3
 
 
 def test_what_lost_workers_were_writing_is_owed(tmp_path):
     run = Run(tmp_path, background=True)
     run.save(1)
     run.checkpoint.finish()
-    run.save(2)
+    run.checkpoint.save(run.state(2))
     run.workers[0].writing.report(wait=True)  # it had written all, and died before anybody heard of it
     run.checkpoint.workers_replaced(Run(tmp_path).checkpoint.groups)
     assert run.checkpoint.owed
@@ -460,7 +462,7 @@ def test_a_data_set_whose_state_could_not_be_read_back_says_so(tmp_path):
 
 def test_files_that_this_process_cannot_see_are_no_checkpoint(tmp_path, caplog):
     run = Run(tmp_path, background=True)
-    run.save(1)
+    run.checkpoint.save(run.state(1))
     run.workers[0].writing.report(wait=True)
     (tmp_path / "global_step_1.partial" / "actor" / SHARD).unlink()
     run.checkpoint.poll()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,40 @@ def test_finish_is_called_once_and_at_the_end_of_a_with_block():
     tracking.log({"x": 1}, step=1)
     assert tracker.finished == 1
     assert tracker.calls == []
+
+
+def test_a_resumed_run_drops_the_steps_that_it_does_again():
+    with Tracking("p", "e", "file", {}) as tracking:  # an earlier run with more steps, in the same file
+        for step in (1, 2, 3, 4):
+            tracking.log({"x": 0}, step=step)
+    with Tracking("p", "e", "file", {}) as tracking:
+        for step in (1, 2, 3):
+            tracking.log({"x": step}, step=step)
+    with Path("p/e.jsonl").open("a") as file:
+        file.write('{"step": 4, "da')  # killed while it wrote
+    with Tracking("p", "e", "file", {}, resumed_after=2) as tracking:
+        tracking.log({"x": 30}, step=3)
+    found = [(line["step"], line["data"]["x"]) for line in lines(Path("p/e.jsonl"))]
+    assert found == [(1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (2, 2), (3, 30)]
+
+
+def test_a_service_goes_on_with_the_run_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    cls = recorder()
+    seen = []
+
+    def start(self: Tracker, *arguments: object) -> None:
+        self.run_id = os.environ.get("RECORDER_RUN", "made up")
+        seen.append(self.run_id)
+
+    cls.__init__ = start  # type: ignore[method-assign]
+    cls.variables_of_run = classmethod(lambda cls, run_id: {"RECORDER_RUN": run_id})  # type: ignore[assignment]
+    first = Tracking("p", "e", ["recorder", "file"], {})
+    assert first.run_ids == {"recorder": "made up"}
+    assert Tracking("p", "e", "recorder", {}, 3, {"recorder": "abc"}).run_ids == {"recorder": "abc"}
+    assert "RECORDER_RUN" not in os.environ
+    monkeypatch.setenv("RECORDER_RUN", "the user's")
+    Tracking("p", "e", "recorder", {}, 3, {"recorder": "abc"})
+    assert seen == ["made up", "abc", "the user's"]
 
 
 def test_a_call_may_choose_trackers():

@@ -64,6 +64,21 @@ def test_tensorboard(run):
     assert "hf_hidden" not in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
+def test_tensorboard_shows_a_step_that_is_done_again_once(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from verl.utils.tracking import Tracking
+
+    monkeypatch.setenv("TENSORBOARD_DIR", str(tmp_path))
+    for resumed, values in ((0, {1: 1.0, 2: 2.0, 3: 3.0}), (2, {3: 30.0, 4: 40.0})):
+        with Tracking("proj", "exp", "tensorboard", {}, resumed) as tracking:
+            for step, value in values.items():
+                tracking.log({"x": value}, step=step)
+    events = EventAccumulator(str(tmp_path / "proj" / "exp")).Reload().Scalars("x")
+    assert [(event.step, event.value) for event in events] == [(1, 1.0), (2, 2.0), (3, 30.0), (4, 40.0)]
+
+
 def test_wandb(run):
     folder = run("wandb", WANDB_MODE="offline")
     written = everything(folder / "wandb")

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, VerlError
 from verl.trainer.run_state import RunState
 from verl.utils.checkpoint import steps
 from verl.utils.checkpoint.files import FileEntry, write_bytes
@@ -87,9 +87,12 @@ class TrainerCheckpoint:
     ::
 
         state = checkpoint.load()              None: start anew
-        ...each step:  checkpoint.poll()       a save in the background is committed when it is written
-                       checkpoint.save(state)  if one is due, or checkpoint.owed
-        checkpoint.finish()                    the last save is on the disk, or an error
+        ...each step:  checkpoint.save(state)  if one is due, or checkpoint.owed
+                       checkpoint.poll()       what is written is committed: from now on it is gone on from
+        checkpoint.finish()                    the last save is committed, or an error
+
+    Between :meth:`save` and :meth:`poll` the step is reported to the trackers, so that no step that is gone on
+    after is missing there.
 
     Args:
         plan: folder, keep-N and resume settings.
@@ -115,7 +118,8 @@ class TrainerCheckpoint:
     def save(self, state: RunState) -> None:
         """Begin to write the run as it is now; a save that is being written ends first.
 
-        Returns when the state is copied where ``checkpoint.async_save`` is on, and otherwise when it is on the disk.
+        Returns when the state is copied where ``checkpoint.async_save`` is on, and otherwise when it is written.
+        It counts when :meth:`poll` or :meth:`finish` has committed it.
 
         Raises:
             CheckpointError: it cannot be written, and ``recovery.on_failed_save=stop``.
@@ -132,10 +136,9 @@ class TrainerCheckpoint:
             return
         for name, group in self.groups.items():
             group.begin_save(str(partial / name), state.global_step)
-        self._end_writing(wait=False)
 
     def poll(self) -> None:
-        """Commit the save in the background if every rank has written it; waits for no rank.
+        """Commit what was saved if every rank has written it; waits for no rank.
 
         Raises:
             CheckpointError: it could not be written, and ``recovery.on_failed_save=stop``.
@@ -160,6 +163,13 @@ class TrainerCheckpoint:
                 f"{self._whole_before()} Free space there, or set trainer.default_local_dir to a writable folder, "
                 "and start the run again: it goes on from there."
             )
+
+    def rescue(self) -> None:
+        """Commit what is still being written before the run ends by an error, which is worse than any of this."""
+        try:
+            self._end_writing(wait=True)
+        except VerlError as error:
+            logger.warning("the save that was being written is lost: %s", error)
 
     def workers_replaced(self, groups: dict[str, Any]) -> None:
         """Go on with new workers; what the old ones were writing is lost, and owed."""

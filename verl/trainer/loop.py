@@ -7,11 +7,15 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from verl.trainer.bad_steps import BadSteps
 from verl.trainer.checkpoint import TrainerCheckpoint
+from verl.trainer.pass_limits import PassLimits
 from verl.trainer.recovery import Recovery
 from verl.trainer.run_state import RunState
 from verl.trainer.schedule import Schedule
+from verl.trainer.termination import EXIT_CODE, Termination
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
@@ -40,6 +44,21 @@ class EpochCounter:
         self.epoch = int(state["epoch"])
 
 
+class TrackerRuns:
+    """What the services of the trackers call this run, for a later process to go on with; part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, str] = {}
+
+    def state_dict(self) -> dict[str, str]:
+        """What a checkpoint has to hold."""
+        return self.ids
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Go on from a checkpoint."""
+        self.ids = dict(state)
+
+
 class TrainingLoop:
     """Base of the trainers; a subclass says what one batch of rows does (:meth:`_one_step`)."""
 
@@ -52,12 +71,27 @@ class TrainingLoop:
         self.global_steps = 0
         self.epochs = EpochCounter()
         self.bad_steps = BadSteps.of(trainer)
-        self.controllers: dict[str, Any] = {"epochs": self.epochs, "bad_steps": self.bad_steps}
-        """What changes from step to step, by name: each has ``state_dict`` (plain numbers) and ``load_state_dict``."""
+        self.tracker_runs = TrackerRuns()
+        self.controllers: dict[str, Any] = {
+            "epochs": self.epochs,
+            "bad_steps": self.bad_steps,
+            "trackers": self.tracker_runs,
+        }
+        """What changes from step to step, by name: each has ``state_dict`` (as JSON has it) and ``load_state_dict``."""
         self.recovery = Recovery(trainer.recovery, self)
+        self.pass_limits = PassLimits(trainer.recovery.split_on_out_of_memory)
         self.stopwatch = Stopwatch()
         self.rows = self._epochs()
+        self.termination = Termination()
         self._reported = 0
+
+    def own_draws(self) -> torch.Generator:
+        """For a data loader, which draws a number whenever it is gone through.
+
+        From the process's generator it would move the random numbers of a resumed run, which goes through its first
+        epoch twice.
+        """
+        return torch.Generator().manual_seed(0)
 
     def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
         """Train on one batch of rows, then save and validate if they are due; the metrics of the step."""
@@ -80,11 +114,20 @@ class TrainingLoop:
             description: the whole configuration, for the trackers.
         """
         self.recovery.protect(self._resume)
+        # From a folder that the user names a run may branch off; only one that goes on by itself is the same run.
+        same = trainer.resume_mode == "auto"
+        done, ids = (self.global_steps, self.tracker_runs.ids) if same else (0, {})
         with (
-            Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, description) as tracking,
+            self.termination,
+            Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, description, done, ids) as tracking,
             Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress,
         ):
-            self.recovery.protect(lambda: self._to_the_last_step(tracking, progress))
+            self.tracker_runs.ids = tracking.run_ids
+            try:
+                self.recovery.protect(lambda: self._to_the_last_step(tracking, progress))
+            except Exception:
+                self.checkpoint.rescue()
+                raise
 
     def start_workers(self) -> None:
         """Start all workers of the run and load their models."""
@@ -109,13 +152,28 @@ class TrainingLoop:
         """From the step that the run is at to the last one."""
         self.recovery.hold()
         while self.global_steps < self.total_training_steps:
+            self._stop_if_terminated()
             rows = next(self.rows)
             self.global_steps += 1
             metrics = self._one_step(rows)
-            self._report(metrics | self.checkpoint.metrics() | self.recovery.metrics(), tracking, progress)
+            self._report(
+                metrics | self.checkpoint.metrics() | self.recovery.metrics() | self.pass_limits.metrics(),
+                tracking,
+                progress,
+            )
+            self.checkpoint.poll()
             self.bad_steps.stop_if_too_many(self.global_steps)
             self.recovery.hold()
         self.checkpoint.finish()
+
+    def _stop_if_terminated(self) -> None:
+        """Save and exit, if the machine is taken away."""
+        if not self.termination.requested:
+            return
+        self._save_checkpoint()
+        self.checkpoint.finish()
+        logger.warning("Saved step %d of %d.", self.global_steps, self.total_training_steps)
+        raise SystemExit(EXIT_CODE)
 
     def _report(self, metrics: Metrics, tracking: Tracking, progress: Progress) -> None:
         if self.global_steps <= self._reported:  # done again after a loss
@@ -155,7 +213,6 @@ class TrainingLoop:
         self.checkpoint.save(self.state())
 
     def _save_if_due(self) -> None:
-        """Save by the schedule, and after a step whose save has failed; see what became of a save in the background."""
-        self.checkpoint.poll()
+        """Save by the schedule, and after a step whose save has failed."""
         if self.checkpoint.owed or self.schedule.due("save", self.global_steps):
             self._save_checkpoint()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -41,6 +42,9 @@ class Tracking:
         config: the run's settings, nested; secrets among them are masked before any tracker sees it.
             So is the command line, as a tracker finds it in ``sys.argv``. What a service collects by
             other ways is not in our hands: give secrets by environment variables.
+        resumed_after: the step that the run goes on after; what a tracker holds of later ones, which are done
+            again, is dropped where it can be. 0 for a new run.
+        run_ids: :attr:`run_ids` of the process that the run goes on from.
 
     Raises:
         ConfigError: a name is unknown, or the package of a tracker is not installed.
@@ -54,6 +58,8 @@ class Tracking:
         experiment_name: str,
         default_backend: Names = "console",
         config: Mapping[str, Any] | None = None,
+        resumed_after: int = 0,
+        run_ids: Mapping[str, str] | None = None,
     ) -> None:
         names = _names(default_backend)
         require_trackers(names)
@@ -63,9 +69,17 @@ class Tracking:
         self._failures: dict[str, list[int]] = {}
         self._ignored: set[str] = set()
         for name in names:
-            with _masked_command_line(known):
+            with _masked_command_line(known), _going_on(name, (run_ids or {}).get(name)):
                 self.trackers[name] = _start(name, project_name, experiment_name, settings)
             self._failures[name] = [0, 0]
+            if resumed_after:
+                with self._guard(name):
+                    self.trackers[name].go_on_after(resumed_after)
+
+    @property
+    def run_ids(self) -> dict[str, str]:
+        """What the services call this run, by tracker, where a later process can go on with it."""
+        return {name: tracker.run_id for name, tracker in self.trackers.items() if tracker.run_id is not None}
 
     def log(self, data: Mapping[str, Any], step: int, backend: Names | None = None) -> None:
         """Record metrics of a step.
@@ -208,6 +222,19 @@ def _masked_command_line(known: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = arguments
+
+
+@contextlib.contextmanager
+def _going_on(name: str, run_id: str | None) -> Iterator[None]:
+    """Let a service go on with a run, unless the user's environment says which."""
+    wanted = {} if run_id is None else TRACKERS.get(name).variables_of_run(run_id)
+    ours = {} if any(key in os.environ for key in wanted) else wanted
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for key in ours:
+            os.environ.pop(key, None)
 
 
 def _names(backends: Names) -> list[str]:

@@ -30,6 +30,8 @@ class Tracker(ABC):
     """Python package that it needs, as it is imported."""
     install: ClassVar[str] = ""
     """What pip calls that package, if not the same."""
+    run_id: str | None = None
+    """What its service calls this run, where a later process can go on with it; kept in the checkpoints."""
 
     @abstractmethod
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None: ...
@@ -40,6 +42,14 @@ class Tracker(ABC):
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:  # noqa: B027
         """Record a table of texts and numbers; a destination that cannot show one leaves this as it is."""
+
+    def go_on_after(self, step: int) -> None:  # noqa: B027
+        """The run was resumed after ``step``: what is there of later steps will be recorded again."""
+
+    @classmethod
+    def variables_of_run(cls, run_id: str) -> Mapping[str, str]:
+        """Environment variables with which its package goes on with a run instead of making one."""
+        return {}
 
     def finish(self) -> None:  # noqa: B027
         """Nothing more will come: write what is buffered."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
 from verl.utils import env
 from verl.utils.console import metrics_line, write_line
+from verl.utils.fs import below
 from verl.utils.tracking.base import TRACKERS, Tracker, import_package, markdown_table
 
 
@@ -29,7 +32,8 @@ class FileTracker(Tracker):
     """A line of JSON per step, ``{"step": 12, "data": {...}}``; tables are lines with ``table`` and ``rows``.
 
     The file is ``VERL_FILE_LOGGER_PATH``, or ``{VERL_FILE_LOGGER_ROOT}/{project}/{experiment}.jsonl``.
-    A run appends to what is there. NaN and infinities are written as Python's ``json`` reads them.
+    A run appends to what is there, and one that is resumed first drops the steps that it does again. NaN and
+    infinities are written as Python's ``json`` reads them.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
@@ -51,6 +55,15 @@ class FileTracker(Tracker):
         objects = [dict(zip(columns, row, strict=True)) for row in rows]
         self._write({"step": step, "table": name, "rows": objects})
 
+    def go_on_after(self, step: int) -> None:
+        """Cut the end off: steps after ``step``, and a line that a crash has left unfinished."""
+        path = Path(self._file.name)
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = len(lines)
+        while kept and not _is_until(step, lines[kept - 1]):
+            kept -= 1
+        os.truncate(path, sum(map(len, lines[:kept])))
+
     def finish(self) -> None:
         """Close the file."""
         self._file.close()
@@ -58,6 +71,13 @@ class FileTracker(Tracker):
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         self._file.flush()
+
+
+def _is_until(step: int, line: bytes) -> bool:
+    try:
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 @TRACKERS.register("tensorboard")
@@ -68,14 +88,20 @@ class TensorboardTracker(Tracker):
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
         self.require()
-        writer = import_package("torch.utils.tensorboard", "torch tensorboard").SummaryWriter
-        self._writer = writer(log_dir=str(env.tensorboard_dir() / project_name / experiment_name))
+        self._folder = str(below(env.tensorboard_dir(), project_name, experiment_name))
+        self._make_writer = import_package("torch.utils.tensorboard", "torch tensorboard").SummaryWriter
+        self._writer = self._make_writer(log_dir=self._folder)
         self._writer.add_text("config", "```\n" + json.dumps(config, indent=2, default=str) + "\n```", 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """A scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
+
+    def go_on_after(self, step: int) -> None:
+        """Later steps of earlier event files are not shown any more."""
+        self._writer.close()
+        self._writer = self._make_writer(log_dir=self._folder, purge_step=step + 1, filename_suffix=".resumed")
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """The table as Markdown text."""

@@ -34,6 +34,12 @@ class WandbTracker(Tracker):
         self.require()
         self._wandb = import_package("wandb", "wandb")
         self._run = self._wandb.init(project=project_name, name=experiment_name, config=dict(config))
+        self.run_id = self._run.id
+
+    @classmethod
+    def variables_of_run(cls, run_id: str) -> Mapping[str, str]:
+        """It goes on with the run, and ignores the steps that it has already."""
+        return {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """All metrics of the step at once."""
@@ -63,9 +69,17 @@ class MlflowTracker(Tracker):
         self._mlflow = import_package("mlflow", "mlflow")
         self._mlflow.set_experiment(project_name)
         self._run = self._mlflow.start_run(run_name=experiment_name)
-        params = [(self._name(key), str(value)[: self.param_length]) for key, value in flatten(config).items()]
+        self.run_id = self._run.info.run_id
+        known = self._run.data.params  # of a run that goes on, and cannot be changed
+        named = {self._name(key): str(value)[: self.param_length] for key, value in flatten(config).items()}
+        params = [(name, value) for name, value in named.items() if name not in known]
         for start in range(0, len(params), self.params_per_call):
             self._mlflow.log_params(dict(params[start : start + self.params_per_call]))
+
+    @classmethod
+    def variables_of_run(cls, run_id: str) -> Mapping[str, str]:
+        """It goes on with the run; a step that is done again has two points of the same value."""
+        return {"MLFLOW_RUN_ID": run_id}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """All metrics of the step at once."""
