@@ -54,3 +54,21 @@ class ProcessLostError(WorkerError):
 
 class EngineLostError(ProcessLostError, RolloutError):
     """A rollout engine's own process died or no longer answers; another one can take its place."""
+
+
+class PassTooLargeError(ProcessLostError):
+    """A pass of one rank did not fit its memory while others waited for it; all can start again, with smaller ones.
+
+    Args:
+        message: what a person reads.
+        kind: ``train`` or ``infer``: passes with gradients, or without.
+        limit: tokens that a pass of this kind should have at most.
+    """
+
+    def __init__(self, message: str, kind: str, limit: int) -> None:
+        super().__init__(message, kind, limit)
+        self.kind = kind
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return str(self.args[0])

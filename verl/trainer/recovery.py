@@ -118,6 +118,7 @@ class Recovery:
             pause = min(LONGEST_PAUSE_S, self.settings.backoff_s * 2 ** (self._in_a_row - 1))
             logger.error("%s", _told(error))
             logger.error(
+            self.run.pass_limits.learn(error)
                 "Restart %d of at most %d in %.1f s: all workers are started anew.",
                 self._in_a_row,
                 self.settings.max_restarts,

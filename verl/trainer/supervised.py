@@ -120,6 +120,7 @@ class SupervisedTrainer(TrainingLoop):
         """See :meth:`TrainingLoop.start_workers`."""
         self.workers: Any = self.ranks.start()
         self.arithmetic = Arithmetic.of_ranks(self.workers.arithmetic())
+        self.pass_limits.tell([self.workers])
         self.checkpoint.workers_replaced(self.trained_groups)
 
     def end_workers(self) -> None:
@@ -162,6 +163,7 @@ class SupervisedTrainer(TrainingLoop):
         dealt = batch.select_idxs([unit * i + row for i in order for row in range(unit)])
         report = self.train_on(dealt).meta_info
         metrics = {f"train/{name.removeprefix('perf/')}": value for name, value in report["metrics"].items()}
+        self.pass_limits.see("update", report["metrics"])
         problems = in_batch_order(report["non_finite"], range(len(dealt)), self.workers.world_size)
         self.bad_steps.see(self.global_steps, "update", metrics, dealt, problems)
         return metrics | {

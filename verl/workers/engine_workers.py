@@ -49,6 +49,8 @@ class EngineWorker(Worker):
         # A bar per rank, through Ray, is noise in the driver's log.
         transformers.utils.logging.disable_progress_bar()
         self.engine: BaseEngine | None = None
+        self.engines: list[BaseEngine] = []
+        """All that this worker has made."""
         self.checkpoint = checkpoint
         self.device_name = device_name
         self.timeout_s = timeout_s
@@ -74,6 +76,7 @@ class EngineWorker(Worker):
             timeout_s=self.timeout_s,
         )
         engine.initialize()
+        self.engines.append(engine)
         return engine
 
     def join_mesh(self, name: str, engine: BaseEngine) -> None:
@@ -99,11 +102,23 @@ class EngineWorker(Worker):
         """Of the trained model on this rank; see :class:`verl.workers.engine.base.BaseEngine`."""
         return self.trained.arithmetic()
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def limit_passes(self, may_cut: bool, limits: dict[str, int]) -> None:
+        """Say how large the passes of all engines may be; see :class:`verl.workers.engine.pass_sizes.PassSizes`."""
+        for engine in self.engines:
+            engine.pass_sizes.may_cut = may_cut
+            engine.pass_sizes.limits = dict(limits)
+
     def weights_replaced(self) -> None:
         """Called after ``load_checkpoint``; for whoever holds copies of the weights."""
 
     def report(self, metrics: dict[str, float], problems: Sequence[NonFinite], engine: BaseEngine) -> DataProto:
-        """``metrics`` and the memory in use, and what was not finite, as a batch without rows."""
+        """``metrics`` and the memory in use, and what was not finite, as a batch without rows.
+
+        ``recovery/micro_batch_splits`` is there once passes of this worker were made smaller: how often so far.
+        """
+        if cuts := sum(engine.pass_sizes.cuts for engine in self.engines):
+            metrics = metrics | {"recovery/micro_batch_splits": float(cuts)}
         return DataProto(meta_info={"metrics": metrics | memory_metrics(engine.device), "non_finite": list(problems)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -177,6 +177,7 @@ class RayPPOTrainer(TrainingLoop):
         self.role_workers.start(self.config, self.needs, self.total_training_steps)
         groups = self.role_workers.groups
         self.actor_rollout_wg: Any = groups[Role.ActorRollout]
+        self.pass_limits.tell(groups.values())
         self.critic_wg: Any = groups.get(Role.Critic)
         self.ref_policy_wg: Any = groups.get(Role.RefPolicy)
         self.rm_wg: Any = groups.get(Role.RewardModel)
@@ -446,6 +447,7 @@ class RayPPOTrainer(TrainingLoop):
         lengths, balance = stages.sequence_lengths(batch), self.config.trainer.balance_batch
         metrics, made, problems = update_weights(workers, method, batch, columns, lengths, balance, count, **arguments)
         self.metrics.update(metrics)
+        self.pass_limits.see(method, metrics)
         self.bad_steps.see(self.global_steps, method, metrics, batch, problems)
         return made
 

@@ -29,6 +29,7 @@ from verl.utils.checkpoint import LocalFolder, on_all_ranks
 from verl.utils.checkpoint.files import FileEntry, sync_tree, write_states
 from verl.utils.registry import Registry
 from verl.workers.engine.non_finite import NonFinite
+from verl.workers.engine.pass_sizes import PassSizes
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -117,6 +118,8 @@ class BaseEngine(ABC):
     """Where it computes."""
     weight_version: int = 0
     """Optimizer steps that have changed the weights; restored by ``load_checkpoint``."""
+    pass_sizes: PassSizes
+    """How large its passes may be, as far as it is known."""
     non_finite: Sequence[NonFinite] = ()
     """What was not finite in the last mini-batch, of all ranks and the same on each; empty where all was."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.device import ensure_process_group, get_device
 from verl.utils.checkpoint import seed_everything
+from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -50,6 +50,9 @@ from verl.workers.engine.fsdp.sharding import (
     shard_model,
 )
 from verl.workers.engine.non_finite import LossWatch, in_gradients
+from verl.workers.engine.pass_sizes import PassSizes, is_out_of_memory
+
+T = TypeVar("T")
 
 
 class FSDPEngine(BaseEngine):
@@ -84,6 +87,7 @@ class FSDPEngine(BaseEngine):
         self.optimizer: Optimizer | None = None
         self.scheduler: LambdaLR | None = None
         self.is_packed = False
+        self.pass_sizes = PassSizes()
         self._contexts = 0
 
     # ---- set-up -------------------------------------------------------------------------------
@@ -185,12 +189,18 @@ class FSDPEngine(BaseEngine):
         self._check_outputs(outputs)
         _check_temperature(temperature)
         assert batch.batch is not None
-        columns = {name: torch.zeros(batch.batch["response_mask"].shape) for name in outputs}
-        for part in split_micro_batches(batch, micro, self.device):
-            inputs = self._inputs(part.data)
-            flat = self.model(inputs, frozenset(outputs), temperature)
-            for name in () if part.is_filler else outputs:
-                columns[name][part.rows] = inputs.scatter(flat[name]).float().cpu()
+        shape = batch.batch["response_mask"].shape
+
+        def compute(limit: int | None) -> dict[str, Tensor]:
+            columns = {name: torch.zeros(shape) for name in outputs}
+            for part in self.pass_sizes.watched(split_micro_batches(batch, micro, self.device, limit=limit)):
+                inputs = self._inputs(part.data)
+                flat = self.model(inputs, frozenset(outputs), temperature)
+                for name in () if part.is_filler else outputs:
+                    columns[name][part.rows] = inputs.scatter(flat[name]).float().cpu()
+            return columns
+
+        columns = self._in_passes_that_fit("infer", compute)
         self._reshard()
         return columns
 
@@ -202,14 +212,42 @@ class FSDPEngine(BaseEngine):
         self._check_outputs(outputs)
         _check_temperature(temperature)
         totals = batch_totals(batch, self.get_data_parallel_size(), self.device)
-        metrics, watch = MetricSum(totals), LossWatch(dist.get_rank())
-        for part in split_micro_batches(batch, micro, self.device, getattr(loss_fn, "rows_per_unit", 1)):
-            columns, loss, found = self._forward_backward(part.data, loss_fn, outputs, totals, temperature)
-            watch.add(part.rows, part.data, columns, loss, found)
-            if not part.is_filler:
-                metrics.add(found, part.num_tokens)
+        unit = getattr(loss_fn, "rows_per_unit", 1)
+
+        def compute(limit: int | None) -> tuple[MetricSum, LossWatch]:
+            metrics, watch = MetricSum(totals), LossWatch(dist.get_rank())
+            for part in self.pass_sizes.watched(split_micro_batches(batch, micro, self.device, unit, limit)):
+                columns, loss, found = self._forward_backward(part.data, loss_fn, outputs, totals, temperature)
+                watch.add(part.rows, part.data, columns, loss, found)
+                if not part.is_filler:
+                    metrics.add(found, part.num_tokens)
+            return metrics, watch
+
+        metrics, watch = self._in_passes_that_fit("train", compute)
         reduced, self.non_finite = metrics.reduce(watch.found())
         return reduced
+
+    def _in_passes_that_fit(self, kind: str, compute: Callable[[int | None], T]) -> T:
+        """``compute(limit)``; if a pass does not fit the memory, all of it again with smaller passes.
+
+        A backward that breaks off leaves some gradients with its part and some without, so they begin anew.
+        """
+        weights = [weight for weight in self.model.parameters() if weight.requires_grad]
+        is_fresh = kind == "infer" or all(weight.grad is None for weight in weights)
+        while True:
+            try:
+                return compute(self.pass_sizes.limits.get(kind))
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                # What FSDP has begun cannot be taken back, here or on the ranks that wait in its collectives.
+                self.pass_sizes.lower(kind, error, alone=is_fresh and not isinstance(self.model, FSDPModule))
+            # Behind the except clause: the error held the tensors of its pass.
+            if kind == "train":
+                for weight in weights:
+                    weight.grad = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _forward_backward(
         self, data: DataProto, loss_fn: LossFn, outputs: frozenset[str], totals: BatchTotals, temperature: float

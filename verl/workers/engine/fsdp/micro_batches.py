@@ -14,6 +14,7 @@ from verl.protocol import DataProto
 from verl.utils.seqlen_balancing import micro_batches_by_tokens
 from verl.workers.engine.base import BatchTotals, Metrics, MicroBatchConfig, Share
 from verl.workers.engine.non_finite import NonFinite
+from verl.workers.engine.pass_sizes import cut
 
 T = TypeVar("T")
 
@@ -26,11 +27,16 @@ class MicroBatch:
     data: DataProto
     is_filler: bool
     """Computed only so that all ranks take part in the same collectives; it has no valid token."""
+    rows_per_unit: int = 1
 
     @property
     def num_tokens(self) -> int:
         """Tokens with ``response_mask`` 1."""
         return _num_tokens(self.data)
+
+    def unit_lengths(self) -> list[int]:
+        """Tokens of each unit, prompts and responses."""
+        return _unit_lengths(self.data, self.rows_per_unit)
 
 
 def _global(values: list[int], device: torch.device, op: dist.ReduceOp.RedOpType) -> list[int]:
@@ -54,7 +60,7 @@ def batch_totals(batch: DataProto, dp_size: int, device: torch.device) -> BatchT
 
 
 def split_micro_batches(
-    batch: DataProto, micro: MicroBatchConfig, device: torch.device, rows_per_unit: int = 1
+    batch: DataProto, micro: MicroBatchConfig, device: torch.device, rows_per_unit: int = 1, limit: int | None = None
 ) -> Iterator[MicroBatch]:
     """The forward passes over ``batch``, the same number on every rank; the last may be fillers. Collective.
 
@@ -63,6 +69,7 @@ def split_micro_batches(
         micro: size of the passes.
         device: of the process group.
         rows_per_unit: rows k·n to k·n + n - 1 are never parted, and stay in their order.
+        limit: tokens of a pass that are known to fit; larger ones are cut, whatever ``micro`` says.
 
     Raises:
         ConfigError: on every rank, if one has a unit over the token budget.
@@ -74,25 +81,30 @@ def split_micro_batches(
             "each rank must get all rows of a unit."
         )
     units = len(batch) // rows_per_unit
+    lengths = _unit_lengths(batch, rows_per_unit)
     size = micro.micro_batch_size_per_gpu or units
     parts = [list(range(start, min(start + size, units))) for start in range(0, units, size)]
     if micro.use_dynamic_bsz:
         assert micro.max_token_len_per_gpu is not None
-        assert batch.batch is not None
-        lengths = batch.batch["attention_mask"].view(units, -1).sum(-1).tolist()
         longest = _global([max(lengths)], device, dist.ReduceOp.MAX)[0]
         budget = micro.max_token_len_per_gpu
         # Over the budget somewhere: every rank finds that out here, and none waits for the others.
         parts = micro_batches_by_tokens(lengths if longest <= budget else [longest], budget)
-        count = _global([len(parts)], device, dist.ReduceOp.MAX)[0]
-        parts = micro_batches_by_tokens(lengths, budget, min_count=count)
-    else:
-        count = _global([len(parts)], device, dist.ReduceOp.MAX)[0]
+    parts = cut(parts, lengths, limit)
+    count = _global([len(parts)], device, dist.ReduceOp.MAX)[0]
+    if micro.use_dynamic_bsz and limit is None:
+        assert micro.max_token_len_per_gpu is not None
+        parts = micro_batches_by_tokens(lengths, micro.max_token_len_per_gpu, min_count=count)
     for part in parts:
         rows = [unit * rows_per_unit + row for unit in part for row in range(rows_per_unit)]
-        yield MicroBatch(rows, batch.select_idxs(rows), is_filler=False)
+        yield MicroBatch(rows, batch.select_idxs(rows), is_filler=False, rows_per_unit=rows_per_unit)
     for _ in range(count - len(parts)):
-        yield MicroBatch([], _filler(batch, rows_per_unit), is_filler=True)
+        yield MicroBatch([], _filler(batch, rows_per_unit), is_filler=True, rows_per_unit=rows_per_unit)
+
+
+def _unit_lengths(batch: DataProto, rows_per_unit: int) -> list[int]:
+    assert batch.batch is not None
+    return batch.batch["attention_mask"].view(len(batch) // rows_per_unit, -1).sum(-1).tolist()
 
 
 def _num_tokens(batch: DataProto) -> int:
