@@ -20,6 +20,7 @@ from verl.trainer.config.preference import DPOConfig
 from verl.trainer.controller import run_under_controller
 from verl.trainer.preference import PreferenceRunner, PreferenceTrainer, as_rows
 from verl.trainer.sft_trainer import to_batch
+from verl.trainer.supervisor import supervised
 from verl.workers.preference_losses import DirectPreferenceLoss
 
 
@@ -79,7 +80,7 @@ def main() -> None:
     """The command line; under ``torchrun`` rank 0 drives and starts the ranks through Ray."""
     if int(os.environ.get("RANK", "0")) > 0:
         return
-    hydra_entry(run_dpo, config_name="dpo_trainer", root=DPOConfig)
+    hydra_entry(supervised(run_dpo), config_name="dpo_trainer", root=DPOConfig)
 
 
 if __name__ == "__main__":

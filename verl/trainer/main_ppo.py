@@ -18,6 +18,7 @@ from verl.trainer.config.load import hydra_entry, load_config
 from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
 from verl.trainer.controller import load_controller, run_under_controller
 from verl.trainer.ppo.utils import Needs, Role
+from verl.trainer.supervisor import supervised
 from verl.utils.console import show
 from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
 
@@ -155,7 +156,7 @@ def run_ppo(config: PPOConfig, task_runner_class: type[TaskRunner] | None = None
 
 def main() -> None:
     """The command line."""
-    hydra_entry(run_ppo, config_name="ppo_trainer", root=PPOConfig)
+    hydra_entry(supervised(run_ppo), config_name="ppo_trainer", root=PPOConfig)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import ProcessLostError
 from verl.trainer.run_state import RunState
+from verl.trainer.termination import EXIT_CODE
 
 if TYPE_CHECKING:
     from verl.trainer.config.recovery import RecoveryConfig
@@ -112,13 +113,17 @@ class Recovery:
     def _go_back(self, error: ProcessLostError) -> None:
         first = error
         while True:
+            if self.run.termination.requested:
+                logger.error("%s", _told(error))
+                logger.warning("SIGTERM came before it: the run ends, and goes on from its newest checkpoint.")
+                raise SystemExit(EXIT_CODE)
             self._in_a_row += 1
+            self.run.pass_limits.learn(error)
             if self._in_a_row > self.settings.max_restarts:
                 raise self._gave_up(first, error) from error
             pause = min(LONGEST_PAUSE_S, self.settings.backoff_s * 2 ** (self._in_a_row - 1))
             logger.error("%s", _told(error))
             logger.error(
-            self.run.pass_limits.learn(error)
                 "Restart %d of at most %d in %.1f s: all workers are started anew.",
                 self._in_a_row,
                 self.settings.max_restarts,

@@ -18,6 +18,7 @@ from verl.trainer.config.load import hydra_entry, load_config
 from verl.trainer.config.preference import RMConfig
 from verl.trainer.controller import run_under_controller
 from verl.trainer.preference import PreferenceRunner, PreferenceTrainer, as_rows, last_response_token
+from verl.trainer.supervisor import supervised
 from verl.workers.preference_losses import RewardModelLoss
 
 
@@ -67,7 +68,7 @@ def main() -> None:
     """The command line; under ``torchrun`` rank 0 drives and starts the ranks through Ray."""
     if int(os.environ.get("RANK", "0")) > 0:
         return
-    hydra_entry(run_rm, config_name="rm_trainer", root=RMConfig)
+    hydra_entry(supervised(run_rm), config_name="rm_trainer", root=RMConfig)
 
 
 if __name__ == "__main__":

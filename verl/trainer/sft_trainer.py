@@ -18,6 +18,7 @@ from verl.trainer.config.load import hydra_entry, load_config
 from verl.trainer.controller import run_under_controller
 from verl.trainer.loop import Metrics
 from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer
+from verl.trainer.supervisor import supervised
 from verl.trainer.timing import stage
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def main() -> None:
     """The command line; under ``torchrun`` rank 0 drives and starts the ranks through Ray."""
     if int(os.environ.get("RANK", "0")) > 0:
         return
-    hydra_entry(run_sft, config_name="sft_trainer", root=SFTConfig)
+    hydra_entry(supervised(run_sft), config_name="sft_trainer", root=SFTConfig)
 
 
 if __name__ == "__main__":

@@ -99,12 +99,13 @@ class SupervisedTrainer(TrainingLoop):
             num_workers=min(data.num_workers, os.cpu_count() or 1),
             sampler=train_sampler,
             drop_last=True,
+            generator=self.own_draws(),
             collate_fn=collate_fn,
         )
         self.val_dataloader = None
         if val_dataset is not None:
             self.val_dataloader = StatefulDataLoader(
-                val_dataset, batch_size=data.train_batch_size, collate_fn=collate_fn
+                val_dataset, batch_size=data.train_batch_size, generator=self.own_draws(), collate_fn=collate_fn
             )
         self.total_training_steps = total_steps(config, len(train_dataset))
         self.schedule = Schedule.of(trainer, self.total_training_steps)
@@ -119,8 +120,8 @@ class SupervisedTrainer(TrainingLoop):
     def start_workers(self) -> None:
         """See :meth:`TrainingLoop.start_workers`."""
         self.workers: Any = self.ranks.start()
-        self.arithmetic = Arithmetic.of_ranks(self.workers.arithmetic())
         self.pass_limits.tell([self.workers])
+        self.arithmetic = Arithmetic.of_ranks(self.workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
 
     def end_workers(self) -> None:
@@ -162,8 +163,8 @@ class SupervisedTrainer(TrainingLoop):
         )
         dealt = batch.select_idxs([unit * i + row for i in order for row in range(unit)])
         report = self.train_on(dealt).meta_info
-        metrics = {f"train/{name.removeprefix('perf/')}": value for name, value in report["metrics"].items()}
         self.pass_limits.see("update", report["metrics"])
+        metrics = {f"train/{name.removeprefix('perf/')}": value for name, value in report["metrics"].items()}
         problems = in_batch_order(report["non_finite"], range(len(dealt)), self.workers.world_size)
         self.bad_steps.see(self.global_steps, "update", metrics, dealt, problems)
         return metrics | {

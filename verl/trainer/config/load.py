@@ -275,6 +275,6 @@ def hydra_entry(main: Callable[[ConfigT], None], config_name: str, root: type[Co
     add_search_path()
     arguments = force_overrides(sys.argv[1:])
     if not any(argument.startswith("hydra.job.name=") for argument in arguments):
-        arguments.append(f"hydra.job.name={Path(inspect.getfile(main)).stem}")
+        arguments.append(f"hydra.job.name={Path(inspect.getfile(inspect.unwrap(main))).stem}")
     sys.argv[1:] = arguments
     hydra.main(version_base=None, config_path=str(CONFIG_DIR), config_name=config_name)(entry)()

@@ -19,8 +19,8 @@ class RecoveryConfig(BaseConfig):
     """Steps between states held in memory to go on from (on Ray); 0 goes on from the newest checkpoint on disk."""
     hang_timeout_s: float | None = setting(1800.0, gt=0)
     """Longest that one call of a worker may take, in seconds; a longer one counts as hung. Null waits for ever."""
-    driver_restarts: int = setting(0, ge=0)
-    """How often the driver itself is started again when it is killed by a signal; it goes on by `resume_mode=auto`."""
+    driver_restarts: int = setting(3, ge=0)
+    """How often a driver that a signal kills is started again (on Linux, from the command line); 0 never."""
     on_damaged_checkpoint: Literal["previous", "stop"] = setting("previous")
     """Go on from the checkpoint before a damaged one, naming it, or stop."""
     on_failed_save: Literal["retry", "stop"] = setting("retry")

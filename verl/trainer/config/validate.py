@@ -222,6 +222,7 @@ _PREFERENCE: tuple[Callable[[Any], Problems], ...] = (
     preference_batches,
     run.engines,
     run.resuming,
+    run.names,
     run.trackers,
     run.controller,
 )
@@ -250,6 +251,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         code.code_rewards,
         run.schedule,
         run.resuming,
+        run.names,
         run.trackers,
         run.controller,
     ),
@@ -262,6 +264,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         sft_columns,
         run.engines,
         run.resuming,
+        run.names,
         run.trackers,
         run.controller,
     ),

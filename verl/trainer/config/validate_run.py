@@ -15,6 +15,7 @@ from verl.trainer.config.generation import GenerationConfig
 from verl.trainer.config.ppo import PPOConfig
 from verl.trainer.config.problems import Problem
 from verl.trainer.config.sft import SFTConfig
+from verl.utils.fs import name_problem
 from verl.utils.registry import suggest
 from verl.workers.config.engine import FSDPEngineConfig
 from verl.workers.config.rollout import RolloutConfig, SamplingConfig
@@ -230,6 +231,14 @@ def engines(config: PPOConfig | SFTConfig) -> Problems:
                 if engine[key] in ("fp16", "float16"):
                     wrong = "gradients underflow in fp16"
                     yield Problem(f"{name}.{key}", engine[key], wrong, "bfloat16, fp32")
+
+
+def names(config: PPOConfig | SFTConfig) -> Problems:
+    """Names of project and run, which become folders, stay below the folder they are put into."""
+    for key in ("project_name", "experiment_name"):
+        if wrong := name_problem(config.trainer[key]):
+            remedy = "set folders by trainer.default_local_dir and by the variables of the trackers"
+            yield Problem(f"trainer.{key}", config.trainer[key], wrong, "a name, or names with / between them", remedy)
 
 
 def trackers(config: PPOConfig | SFTConfig) -> Problems:

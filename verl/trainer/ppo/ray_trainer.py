@@ -150,7 +150,7 @@ class RayPPOTrainer(TrainingLoop):
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         key = "gen_batch_size" if data.gen_batch_size else "train_batch_size"
         self.train_dataloader = StatefulDataLoader(
-            train_dataset, batch_size=data[key], sampler=sampler, drop_last=True, **common
+            train_dataset, batch_size=data[key], sampler=sampler, drop_last=True, generator=self.own_draws(), **common
         )
         if len(self.train_dataloader) == 0:
             raise DataError(
@@ -165,6 +165,7 @@ class RayPPOTrainer(TrainingLoop):
                 val_dataset,
                 batch_size=data.val_batch_size or len(val_dataset),
                 shuffle=data.validation_shuffle,
+                generator=self.own_draws(),
                 **common,
             )
 
@@ -176,8 +177,8 @@ class RayPPOTrainer(TrainingLoop):
         """See :meth:`TrainingLoop.start_workers`."""
         self.role_workers.start(self.config, self.needs, self.total_training_steps)
         groups = self.role_workers.groups
-        self.actor_rollout_wg: Any = groups[Role.ActorRollout]
         self.pass_limits.tell(groups.values())
+        self.actor_rollout_wg: Any = groups[Role.ActorRollout]
         self.critic_wg: Any = groups.get(Role.Critic)
         self.ref_policy_wg: Any = groups.get(Role.RefPolicy)
         self.rm_wg: Any = groups.get(Role.RewardModel)
@@ -446,8 +447,8 @@ class RayPPOTrainer(TrainingLoop):
         """``count`` optimizer steps, one for each mini-batch; the columns that they make, if any."""
         lengths, balance = stages.sequence_lengths(batch), self.config.trainer.balance_batch
         metrics, made, problems = update_weights(workers, method, batch, columns, lengths, balance, count, **arguments)
-        self.metrics.update(metrics)
         self.pass_limits.see(method, metrics)
+        self.metrics.update(metrics)
         self.bad_steps.see(self.global_steps, method, metrics, batch, problems)
         return made
 

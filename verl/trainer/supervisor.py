@@ -1,0 +1,104 @@
+"""A process that does nothing but start the driver again when a signal kills it.
+
+::
+
+    python -m verl.trainer.main_ppo …       reads and checks the configuration, then waits
+      └─ the driver                         does the run; killed (out of memory, kill -9, a crash in C): the next one
+                                            goes on from the newest checkpoint
+
+The driver is forked before anything of the run is loaded, so it costs neither time nor, with shared pages, memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from verl.utils.checkpoint.steps import LATEST
+
+logger = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT")
+
+DEATHS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
+"""Signals after which a driver is started again; all others are somebody's wish that the run ends."""
+PR_SET_PDEATHSIG = 1
+
+
+def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
+    """``run``, in a process that is started again when a signal kills it, up to ``trainer.recovery.driver_restarts``.
+
+    On Linux only; elsewhere, and with 0 restarts, ``run`` itself. An exit of the driver is the exit of this process,
+    with the same code; one by a signal has 128 + its number.
+    """
+
+    @functools.wraps(run)
+    def start(config: Any) -> None:
+        restarts = config.trainer.recovery.driver_restarts
+        if restarts == 0 or sys.platform != "linux":
+            run(config)
+            return
+        before = _latest(config)
+        for attempt in range(restarts + 1):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            child = os.fork()
+            if child == 0:
+                _die_with_parent()
+                saved_since = _latest(config) != before
+                run(_going_on(config) if attempt and saved_since else config)
+                return
+            code = _wait_for(child)
+            if code >= 0:
+                raise SystemExit(code)
+            name = signal.Signals(-code).name
+            if -code not in DEATHS or attempt == restarts:
+                logger.error("the driver was ended by %s%s.", name, f", {attempt + 1} times" if attempt else "")
+                raise SystemExit(128 - code)
+            logger.error("the driver was killed by %s. Restart %d of at most %d.", name, attempt + 1, restarts)
+
+    return start
+
+
+def _wait_for(child: int) -> int:
+    """The exit code of ``child``, negative for a signal; SIGTERM to this process goes on to it."""
+    with _handled(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM)), _handled(signal.SIGINT, signal.SIG_IGN):
+        _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+@contextmanager
+def _handled(number: signal.Signals, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def _die_with_parent() -> None:
+    """SIGTERM when the supervisor dies, however it dies: a run that nobody waits for saves and ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _latest(config: Any) -> tuple[int, ...] | None:
+    """Tells one state of the file that names the latest checkpoint from another."""
+    try:
+        found = (Path(config.trainer.default_local_dir).expanduser() / LATEST).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _going_on(config: Any) -> Any:
+    """The same run, from what it has saved itself, whatever it was started from."""
+    return replace(config, trainer=replace(config.trainer, resume_mode="auto"))

@@ -1,0 +1,52 @@
+"""SIGTERM, by which a scheduler or a cloud takes a machine away: save, and say by the exit code that work is left."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODE = 75
+"""Of a run that saved and stopped because of SIGTERM: ``EX_TEMPFAIL`` of sysexits.h, "try again later".
+
+The same command goes on from there (``trainer.resume_mode=auto``)."""
+
+
+class Termination:
+    """Within its context the first SIGTERM only sets :attr:`requested`; the second one ends the process as usual.
+
+    Signals reach the main thread of a process; in another thread the context does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._before: Any = None
+        self._is_installed = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._note)
+            self._is_installed = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            self._is_installed = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.requested = True
+        logger.warning(
+            "SIGTERM: the run saves when this step is done, and exits with code %d; the same command goes on from "
+            "there. A second SIGTERM ends it at once.",
+            EXIT_CODE,
+        )
