@@ -19,6 +19,7 @@ import os
 from pathlib import Path
 
 from verl.errors import ConfigError
+from verl.utils.fs import below
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("", "0", "false", "no", "off")
@@ -49,7 +50,7 @@ def file_logger_path(project_name: str, experiment_name: str) -> Path:
     if path:
         return Path(path).expanduser()
     root = Path(os.environ.get("VERL_FILE_LOGGER_ROOT", ".")).expanduser()
-    return root / project_name / f"{experiment_name}.jsonl"
+    return below(root, project_name, f"{experiment_name}.jsonl")
 
 
 def tensorboard_dir() -> Path:

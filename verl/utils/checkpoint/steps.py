@@ -35,6 +35,7 @@ from verl.utils.checkpoint.files import (
     sync_folder,
     write_bytes,
 )
+from verl.utils.fs import below
 
 logger = logging.getLogger(__name__)
 
@@ -130,15 +131,17 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
     """Every file of a saved step.
 
     Raises:
-        CheckpointError: there is no manifest, or none that can be read.
+        CheckpointError: there is no manifest, none that can be read, or one that names files elsewhere.
     """
     path = folder / MANIFEST
     try:
         files = json.loads(path.read_bytes())["files"]
+        for name in files:
+            below(folder, name)
         return {str(name): FileEntry(int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()}
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 

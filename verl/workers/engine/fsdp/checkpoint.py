@@ -163,11 +163,14 @@ def saved_world_size(folder: Path) -> int:
     """
     path = folder / "fsdp_config.json"
     try:
-        return int(json.loads(path.read_text())["world_size"])
+        ranks = json.loads(path.read_text())["world_size"]
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing, so {folder} is not a whole FSDP checkpoint.") from None
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error
+    if type(ranks) is not int or ranks < 1:
+        raise CheckpointError(f"{path} is damaged: world_size={ranks!r:.80} is no number of ranks.")
+    return ranks
 
 
 def read_shards(folder: Path, kind: str, world_size: int) -> list[dict[str, Any]]:
@@ -176,7 +179,31 @@ def read_shards(folder: Path, kind: str, world_size: int) -> list[dict[str, Any]
     Raises:
         CheckpointError: a file is missing or damaged.
     """
-    return [read_state(folder / shard_file(kind, world_size, rank)) for rank in range(world_size)]
+    paths = (folder / shard_file(kind, world_size, rank) for rank in range(world_size))
+    return [_rows_state(path) for path in paths]
+
+
+def _rows_state(path: Path) -> dict[str, Any]:
+    """What :func:`_tensors_state` made. Numbers in it say how much memory is taken, so none is taken on trust."""
+    state = read_state(path)
+    parts = [part for key in ("tensors", "shapes", "first_rows") if isinstance(part := state.get(key), dict)]
+    if len(parts) < 3 or len({frozenset(part) for part in parts}) > 1:
+        raise CheckpointError(f"{path} is damaged: its tensors, shapes and rows do not belong together.")
+    for name, shape in state["shapes"].items():
+        if not _is_part(state["tensors"][name], shape, state["first_rows"][name]):
+            raise CheckpointError(f"{path} is damaged: '{name}' is no part of a tensor of shape {shape!r:.80}.")
+    return state
+
+
+def _is_part(local: Any, shape: Any, first: Any) -> bool:
+    """Whether ``local`` is a tensor that holds rows of one of ``shape``, from row ``first`` on."""
+    if not isinstance(local, Tensor) or not isinstance(shape, list) or local.dim() != len(shape):
+        return False
+    if any(type(number) is not int or number < 0 for number in (*shape, first)):
+        return False
+    if local.untyped_storage().nbytes() < local.numel() * local.element_size():  # rows that are one row, many times
+        return False
+    return not shape or (list(local.shape[1:]) == shape[1:] and first + local.shape[0] <= shape[0])
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -210,16 +237,20 @@ def assemble(shards: list[dict[str, Any]], name: str, start: int, stop: int) -> 
     shape = shards[0]["shapes"][name]
     if not shape:
         return shards[0]["tensors"][name]
-    result = torch.empty((stop - start, *shape[1:]), dtype=shards[0]["tensors"][name].dtype)
-    done = start
-    for shard in sorted(shards, key=lambda item: item["first_rows"][name]):
+    parts, done = [], start
+    for shard in sorted(shards, key=lambda item: item["first_rows"].get(name, 0)):
+        if shard["shapes"].get(name) != shape:
+            raise CheckpointError(f"the checkpoint's files disagree about the shape of '{name}'.")
         local, first = shard["tensors"][name], shard["first_rows"][name]
         begin, end = max(done, first), min(stop, first + local.shape[0])
         if begin == done and end > begin:
-            result[begin - start : end - start] = local[begin - first : end - first]
+            parts.append((begin - start, local[begin - first : end - first]))
             done = end
     if done < stop:
         raise CheckpointError(f"the checkpoint's files hold rows up to {done} of '{name}', which has {shape[0]}.")
+    result = torch.empty((stop - start, *shape[1:]), dtype=shards[0]["tensors"][name].dtype)
+    for place, rows in parts:
+        result[place : place + rows.shape[0]] = rows
     return result
 
 
