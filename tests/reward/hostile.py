@@ -17,6 +17,16 @@ def length_of(solution_str):
     return len(solution_str) / 10
 
 
+def slow_length(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(0.1)
+    return len(solution_str) / 8
+
+
+def lengths(data_sources, solution_strs, ground_truths, extra_infos):
+    time.sleep(0.5)
+    return [len(text) / 8 for text in solution_strs]
+
+
 def behave(how, value=1.0, **more):
     """Do what ``how`` says; ``ok`` returns the value."""
     return ACTS[how](value, **more) if how in ACTS else value

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +25,7 @@ from tests.rollout.conformance import (
     tokens_of,
     weights_of,
 )
+from tests.rollout.losses import check_a_lost_process
 from tests.tiny_run import make_tiny_run, overrides
 from verl.errors import ConfigError, RolloutError
 from verl.trainer.config.overrides import compose
@@ -190,3 +192,22 @@ def test_two_tensor_parallel_ranks_compute_what_one_does(tmp_path: Path) -> None
             engine.assert_of_the_model(asked, outputs, seed)
     finally:
         server.stop()
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "number", "patience"),
+    [
+        ("async", "sglang::scheduler", signal.SIGKILL, {}),
+        ("sync", "sglang::scheduler", signal.SIGKILL, {}),
+        pytest.param("async", "sglang::detokenizer", signal.SIGKILL, {}, marks=pytest.mark.slow),
+        pytest.param("async", "sglang::scheduler", signal.SIGSTOP, {"hang_timeout_s": 3}, marks=pytest.mark.slow),
+        pytest.param("sync", "sglang::scheduler", signal.SIGSTOP, {"hang_timeout_s": 3}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_replaced(
+    mode: str, name: str, number: int, patience: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same responses, by another engine that was given the weights."""
+    settings = {"mode": mode, "tensor_model_parallel_size": 1, "engine_kwargs": {"sglang": patience}}
+    rollout = check_a_lost_process(EngineUnderTest("sglang", tmp_path, settings=settings), name, number)
+    rollout._end_engine()

@@ -11,6 +11,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 import urllib.error
@@ -32,6 +33,7 @@ from tests.rollout.conformance import (
     oracle_log_probs,
     weights_of,
 )
+from tests.rollout.losses import check_a_lost_process
 from verl.errors import ConfigError, RolloutError
 from verl.workers.rollout.vllm.job import Engine
 from verl.workers.rollout.vllm.served import ServedEngine
@@ -218,3 +220,14 @@ def test_two_tensor_parallel_workers_compute_what_one_does(folder: Path) -> None
                 torch.testing.assert_close(torch.tensor(job.log_probs), expected, atol=1e-5, rtol=1e-5)
     finally:
         engine.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "patience"),
+    [(signal.SIGKILL, {}), pytest.param(signal.SIGSTOP, {"hang_timeout_s": 3}, marks=pytest.mark.slow)],
+)
+def test_a_core_that_dies_or_hangs_is_replaced(number: int, patience: dict[str, Any], folder: Path) -> None:
+    """The process that computes, below the server: the same responses, by another server that was given the weights."""
+    settings = under_test(folder, "async").settings | {"engine_kwargs": {"vllm": KWARGS | patience}}
+    rollout = check_a_lost_process(EngineUnderTest("vllm", folder, settings=settings), "EngineCore", number)
+    rollout._end_engine()

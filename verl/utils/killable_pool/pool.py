@@ -446,7 +446,6 @@ class _Engine:
     def _killed(self, job: Job, verdict: Outcome, is_suspect: bool) -> None:
         """A process was killed under a job, from outside or by the job's own hand: only another attempt can tell."""
         job.kills += 1
-        job.spent_s = 0.0
         if job.kills > self.budget.kill_retries:
             job.done(Outcome("killed", message=f"{verdict.message}, in each of {job.kills} attempts"))
         elif is_suspect:

@@ -241,7 +241,10 @@ class _Run:
     def _clear_away(self) -> None:
         """End whatever is left, and wait until the kernel has ended every process of the pid namespace."""
         self.process.kill()
-        self.process.wait()
+        try:
+            self.process.wait(LAST_BREATH_S)
+        except subprocess.TimeoutExpired:
+            raise SandboxError(f"bubblewrap still runs {LAST_BREATH_S} s after it was killed.") from None
         if self.init_fd is None:
             return
         try:

@@ -58,6 +58,8 @@ class NaiveRewardManager(AbstractRewardManager):
         memory_limit_mb: memory for the score of one sample, beyond what loading the function took; None
             is no limit.
         batch_timeout_s: time for a call that scores a whole batch; None is ten times ``timeout_s``.
+        kill_retries: how often a sample is scored again whose process was killed from outside; its status then is
+            ``killed``. What the sample itself does, or takes too much of, is not tried again.
         scorer_kwargs: further arguments of the reward function.
 
     Raises:
@@ -79,6 +81,7 @@ class NaiveRewardManager(AbstractRewardManager):
         timeout_s: float = 30.0,
         memory_limit_mb: int | None = 4096,
         batch_timeout_s: float | None = None,
+        kill_retries: int = Budget.kill_retries,
         **scorer_kwargs: Any,
     ) -> None:
         self.tokenizer = tokenizer
@@ -93,7 +96,7 @@ class NaiveRewardManager(AbstractRewardManager):
             scorer_kwargs,
             max_concurrent=max_concurrent,
             num_workers=num_workers,
-            budget=Budget(timeout_s, memory_limit_mb),
+            budget=Budget(timeout_s, memory_limit_mb, kill_retries=kill_retries),
             batch_timeout_s=batch_timeout_s,
             limits=self.limits(),
         )

@@ -44,6 +44,7 @@ import psutil
 
 from verl.errors import EngineLostError, RolloutError
 from verl.utils.marked_processes import VARIABLE, kill_marked, new_mark
+from verl.utils.redact import redacted
 from verl.workers.rollout import server_guard
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ _SHOWN_LOG_LINES = 40
 _SHOWN_LOG_BYTES = 2**20
 _SHOWN_ERRORS = 8
 _ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
-_KILLED_CHILD = re.compile(r"(Failed core proc\(s\): .*|exit ?code[:=]? ?)-(9|15)\b")
+KILLED_CHILD = re.compile(r"(Failed core proc\(s\): .*|exit ?code[:=]? ?)-(9|15)\b")
 """How engines say that one of their processes was killed by a signal."""
 _CONTROL_CONNECTIONS = 8
 _KEEPALIVE_S = 5.0
@@ -203,7 +204,7 @@ class EngineServer:
         """Whether the server ended by a signal that others send."""
         ended = re.search(rf"ended with status -({signal.SIGKILL:d}|{signal.SIGTERM:d})\.", self.log_tail())
         unseen = server_guard.ENDED not in self.log_tail(lines=None)  # the guard was killed itself
-        return bool(unseen or ended or _KILLED_CHILD.search(self.log_tail(lines=None)))
+        return bool(unseen or ended or KILLED_CHILD.search(self.log_tail(lines=None)))
 
     def _stopped_processes(self) -> list[psutil.Process]:
         """Processes of the server that somebody has stopped (SIGSTOP)."""
@@ -225,12 +226,13 @@ class EngineServer:
         return self.folder / "server.log"
 
     def log_tail(self, lines: int | None = _SHOWN_LOG_LINES) -> str:
-        """The last lines of the log; None: of the last megabyte all."""
+        """The last lines of the log, without secrets; None: of the last megabyte all."""
         if not self.log_path.is_file():
             return "(no log)"
         with self.log_path.open("rb") as log:
             log.seek(max(0, self.log_path.stat().st_size - _SHOWN_LOG_BYTES))
-            found = log.read().decode(errors="replace").splitlines()
+            text = log.read().decode(errors="replace")
+        found = redacted(text, [self.token]).splitlines()  # engines like to write down how they were started
         return "\n".join(f"    {line}" for line in found[-(lines or 0) :]) or "(empty log)"
 
     def stop(self) -> None:

@@ -113,7 +113,7 @@ class SGLangRollout(RestartingRollout):
     def _start(self) -> Backend:
         environment = process_environment(self.config, self.device)
         if self._in_process:
-            return InProcess(self._arguments, environment)
+            return InProcess(self._arguments, environment, patience(self.config))
         if self._devices is not None:
             environment["CUDA_VISIBLE_DEVICES"] = self._devices
         return Server(self._arguments, environment, self._python, self._start_timeout_s, patience(self.config))
@@ -274,17 +274,15 @@ class _Aborter:
         self._thread.start()
 
     def _watch(self) -> None:
-        self._aborted.wait()
-        while not self._finished.is_set():
+        while not self._finished.wait(_ABORT_AGAIN_S):
             try:
-                self._backend.abort(self._finished)
+                if self._aborted.is_set():
+                    self._backend.abort(self._finished)
             except RolloutError:  # SGLang is gone; the thread in `generate` says so
                 return
-            self._finished.wait(_ABORT_AGAIN_S)
 
     def __exit__(self, *error: object) -> None:
         self._finished.set()
-        self._aborted.set()
         self._thread.join()
 
 

@@ -13,6 +13,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,9 +24,10 @@ import psutil
 import torch
 from torch import Tensor
 
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, EngineLostError, RolloutError
+from verl.utils.marked_processes import VARIABLE, kill_marked, new_mark
 from verl.workers.rollout.checksum import checksum
-from verl.workers.rollout.server import EngineServer, Patience, new_token
+from verl.workers.rollout.server import KILLED_CHILD, EngineServer, Patience, new_token
 from verl.workers.rollout.sglang.settings import ENGINE_SIDE
 from verl.workers.rollout.weights import write_weight_files
 
@@ -34,6 +36,7 @@ _ORDER = "verl.order"
 _SERVER = "verl_sglang_server.py"
 _TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
 _END_S = 60
+_LOOK_EVERY_S = 0.5
 
 
 class Backend(ABC):
@@ -120,14 +123,18 @@ def _compare(sent: Mapping[str, str], path: Path, rank: int) -> None:
 class InProcess(Backend):
     """``sglang.Engine``: SGLang's scheduler is a child of this process, tensors go there through shared memory.
 
-    An error inside SGLang ends this process too (SIGQUIT, by SGLang's own design); a server's error raises here.
+    An error inside SGLang ends this process too (SIGQUIT, by SGLang's own design); a server's error raises here. A
+    child that is killed, or stopped for longer than ``patience`` allows, is an error of the call.
 
     Raises:
         ConfigError: SGLang is not installed here, or does not know an argument.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], environment: Mapping[str, str], patience: Patience | None = None
+    ) -> None:
         super().__init__(arguments)
+        patience = patience or Patience()
         for name, value in environment.items():
             os.environ.setdefault(name, value)
         if str(ENGINE_SIDE) not in sys.path:  # SGLang's children get the module path of this process
@@ -152,16 +159,25 @@ class InProcess(Backend):
         class ContractEngine(Engine):
             run_scheduler_process_func = staticmethod(verl_sglang.run_scheduler_process)
 
+        self._patience = patience
         self._reports = Path(tempfile.mkdtemp(prefix="verl-sglang-"))
-        self._engine = ContractEngine(**arguments)
-        self._end = weakref.finalize(self, _end_engine, self._engine, self._reports)
+        with _marked_children() as mark:
+            self._engine = ContractEngine(**arguments)
+        self._end = weakref.finalize(self, _end_engine, self._engine, mark, self._reports)
+        watchdog = self._engine.tokenizer_manager._subprocess_watchdog
+        if watchdog is not None:
+            watchdog.stop()  # it ends this process when a child has died; _Supervised raises an error instead
 
     def generate(self, body: dict[str, Any]) -> list[dict[str, Any]]:
         """See :meth:`Backend.generate`."""
         try:
-            return self._engine.generate(**body)
+            with self._supervised():
+                return self._engine.generate(**body)
         except ValueError as error:
             raise RolloutError(f"SGLang refused a request: {error}") from error
+
+    def _supervised(self) -> _Supervised:
+        return _Supervised(self._engine, self._patience)
 
     def abort(self, finished: threading.Event) -> None:
         """See :meth:`Backend.abort`."""
@@ -173,11 +189,13 @@ class InProcess(Backend):
 
     def release_memory(self, tags: list[str]) -> None:
         """See :meth:`Backend.release_memory`."""
-        self._engine.release_memory_occupation(tags=tags)
+        with self._supervised():
+            self._engine.release_memory_occupation(tags=tags)
 
     def resume_memory(self, tags: list[str]) -> None:
         """See :meth:`Backend.resume_memory`."""
-        self._engine.resume_memory_occupation(tags=tags)
+        with self._supervised():
+            self._engine.resume_memory_occupation(tags=tags)
 
     def stop(self) -> None:
         """See :meth:`Backend.stop`."""
@@ -188,28 +206,104 @@ class InProcess(Backend):
         self._end()
 
     def _session(self, action: str) -> None:
-        _check(action, getattr(self._engine, action)())
+        with self._supervised():
+            _check(action, getattr(self._engine, action)())
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> Iterator[tuple[str, dict[str, str]]]:
         for number, part in enumerate(_buckets(weights, bucket_bytes)):
             path = str(self._reports / f"part-{number}")
             order = torch.tensor(list(_order(path, [])), dtype=torch.uint8)
             tensors = [(_ORDER, order), *part.items()]
-            answer = self._engine.update_weights_from_tensor(tensors, load_format=_LOADER, flush_cache=True)
+            with self._supervised():
+                answer = self._engine.update_weights_from_tensor(tensors, load_format=_LOADER, flush_cache=True)
             _check("update_weights_from_tensor", answer)
             yield path, _checksums(part)
 
 
-def _end_engine(engine: Any, folder: Path) -> None:
+class _Supervised:
+    """Around one call of SGLang in this process: ends the call when a child of SGLang has died or hangs.
+
+    SGLang would wait for ever: its answers come through queues that a dead child leaves open.
+
+    Raises:
+        EngineLostError: in place of the cancelled call.
+    """
+
+    def __init__(self, engine: Any, patience: Patience) -> None:
+        self._engine, self._patience = engine, patience
+        self._problem: str | None = None
+        self._finished = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="sglang-watch", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def _watch(self) -> None:
+        began = well_at = time.monotonic()
+        while True:
+            now = time.monotonic()
+            states = {pid: _state_of(pid) for pid in self._engine.get_all_child_pids()}
+            dead = [pid for pid, state in states.items() if state in (None, psutil.STATUS_ZOMBIE)]
+            stopped = [pid for pid, state in states.items() if state == psutil.STATUS_STOPPED]
+            well_at = well_at if stopped else now
+            if dead:
+                self._problem = f"process {dead[0]} of SGLang ended"
+            elif now - well_at > self._patience.hang_s:
+                self._problem = f"process {stopped[0]} of SGLang was stopped (SIGSTOP) for {self._patience.hang_s:g} s"
+            elif now - began > self._patience.answer_s:
+                self._problem = f"SGLang gave no answer for {self._patience.answer_s:g} s"
+            if self._problem is not None:  # again and again: the call may not have come to its waiting yet
+                self._engine.loop.call_soon_threadsafe(self._cancel)
+            if self._finished.wait(_LOOK_EVERY_S):
+                return
+
+    def _cancel(self) -> None:
+        if not self._finished.is_set():
+            for task in asyncio.all_tasks(self._engine.loop):
+                task.cancel()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._finished.set()
+        self._thread.join()
+        if error is not None and self._problem is not None:
+            raise EngineLostError(f"the sglang engine in this process was lost: {self._problem}.") from error
+
+
+def _state_of(pid: int) -> str | None:
+    """The state of a process, as psutil has it; None if there is no such process."""
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return None
+
+
+@contextlib.contextmanager
+def _marked_children() -> Iterator[str]:
+    """What is started inside bears a mark; it is ended if the start fails.
+
+    Raises:
+        EngineLostError: the start failed because a child was killed by a signal.
+    """
+    mark, before = new_mark(), os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = mark
+    try:
+        yield mark
+    except (RuntimeError, EOFError, OSError) as error:
+        kill_marked(mark)
+        if KILLED_CHILD.search(str(error)):
+            raise EngineLostError(f"a process of the sglang engine was killed while it started: {error}") from error
+        raise
+    finally:
+        del os.environ[VARIABLE]
+        if before is not None:
+            os.environ[VARIABLE] = before
+
+
+def _end_engine(engine: Any, mark: str, folder: Path) -> None:
     """End what SGLang started; its own ``shutdown`` would end every child of this process."""
     atexit.unregister(engine.shutdown)
-    watchdog = engine.tokenizer_manager._subprocess_watchdog
-    if watchdog is not None:
-        watchdog.stop()  # it takes the end of a child for a crash, and ends this process too
     children = [psutil.Process(pid) for pid in engine.get_all_child_pids() if psutil.pid_exists(pid)]
-    for process in [*(p for child in children for p in child.children(recursive=True)), *children]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    kill_marked(mark)
     psutil.wait_procs(children, timeout=_END_S)
     shutil.rmtree(folder, ignore_errors=True)
 
