@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,9 @@ import pytest
 from tests.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.overrides import compose
 from verl.trainer.main_ppo import run_ppo
+from verl.utils.import_utils import prepare_process
 
+ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref__actor"
 
 
@@ -26,6 +31,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {reward}\n"
         )
         settings = {"custom_reward_function__path": tmp_path / "reward.py", "trainer__total_training_steps": 1}
+        log.unlink(missing_ok=True)
         run_ppo(compose(overrides(paths, tmp_path, **settings | changes)))
         return {r["step"]: r["data"] for r in map(json.loads, log.read_text().splitlines())}
 
@@ -61,3 +67,79 @@ def test_a_batch_of_one_sequence(train, estimator):
     # One token has no variance, so there is nothing to correlate or to explain.
     needs_two = ["training/rollout_actor_probs_pearson_corr", *["critic/vf_explained_var"] * (estimator == "gae")]
     assert sorted(not_finite(metrics)) == sorted(needs_two)
+
+
+HUNGRY = '''
+import os
+import torch
+from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
+
+@register_policy_loss("hungry")
+def hungry(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, **_):
+    """The usual loss on a machine with room for two sequences, if this is the rank of which the test says so."""
+    if len(response_mask) > 2 and os.environ.get("RANK", "0") == os.environ.get("HUNGRY_RANK", "none"):
+        torch.empty(2**50, dtype=torch.uint8)
+    rest = {"loss_agg_mode": loss_agg_mode, "config": config, "rollout_is_weights": None}
+    return get_policy_loss_fn("vanilla")(old_log_prob, log_prob, advantages, response_mask, **rest)
+'''
+
+
+@pytest.fixture
+def hungry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Settings of a run with that loss."""
+    (tmp_path / "hungry_loss.py").write_text(HUNGRY)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "hungry_loss")
+    prepare_process()
+    return {f"{ACTOR}__policy_loss__loss_mode": "hungry", "trainer__total_training_steps": 2}
+
+
+def losses(steps: dict[int, dict[str, float]]) -> list[list[float]]:
+    names = ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "response_length/mean")
+    return [[metrics[name] for name in names] for metrics in steps.values()]
+
+
+def assert_undisturbed(found: dict[int, dict[str, float]], expected: dict[int, dict[str, float]]) -> None:
+    for some, others in zip(losses(found), losses(expected), strict=True):
+        assert some == pytest.approx(others, rel=1e-4, abs=1e-6)
+
+
+def test_a_run_goes_on_with_smaller_passes(train, hungry, monkeypatch, tmp_path):
+    monkeypatch.setenv("HUNGRY_RANK", "0")
+    steps = train(**hungry)
+    assert [steps[n]["recovery/micro_batch_splits"] for n in (1, 2)] == [1, 1]  # 4 sequences, then 2, for the whole run
+    monkeypatch.delenv("HUNGRY_RANK")
+    undisturbed = train(**hungry)
+    assert_undisturbed(steps, undisturbed)
+    assert "recovery/micro_batch_splits" not in undisturbed[1]
+
+
+@pytest.mark.slow
+def test_a_rank_that_others_wait_for_is_started_again_with_them_and_smaller_passes(train, hungry, tmp_path):
+    undisturbed = train(**hungry)
+    arguments = overrides(
+        make_tiny_run(tmp_path),
+        tmp_path,
+        **hungry,
+        custom_reward_function__path=tmp_path / "reward.py",
+        trainer__controller="ray",
+        trainer__n_gpus_per_node=2,
+        trainer__recovery__backoff_s=0,
+        ray_kwargs__ray_init__num_cpus=2,
+    )
+    log = tmp_path / "ray.jsonl"
+    done = subprocess.run(
+        [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
+        env=os.environ
+        | {"HUNGRY_RANK": "1", "VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    records = {r["step"]: r["data"] for r in map(json.loads, log.read_text().splitlines())}
+    assert_undisturbed(records, undisturbed)
+    assert [records[n]["recovery/micro_batch_splits"] for n in (1, 2)] == [1, 1]
+    assert [records[n]["recovery/restarts"] for n in (1, 2)] == [1, 1]
+    assert "Other ranks wait for this one" in done.stdout + done.stderr
