@@ -1,0 +1,185 @@
+"""A run that is killed and started again ends as if nothing had happened: weights, metrics and samples, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import tiny_model_dir
+from tests.tiny_run import make_tiny_run, overrides, write_jsonl
+from verl.trainer.config.overrides import compose
+
+STEPS = 8
+"""Two epochs of four steps: 16 rows in batches of 4."""
+CLOCKS = ("timing", "perf/", "global_seqlen/", "train/time", "train/mfu", "train/cpu_memory")
+RUNS = multiprocessing.get_context("forkserver")
+RUNS.set_forkserver_preload(["verl.trainer.main_ppo", "verl.trainer.sft_trainer", "verl.workers.fsdp_workers"])
+
+PPO = {
+    "trainer.save_freq": 1,
+    "trainer.test_freq": 3,
+    "trainer.total_training_steps": STEPS,
+    "actor_rollout_ref.actor.optim.lr_scheduler_type": "cosine",
+    "actor_rollout_ref.actor.shuffle": "true",
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "grpo": PPO | {"actor_rollout_ref.actor.checkpoint.async_save": "true", "data.dataloader_num_workers": 2},
+    "ppo": PPO | {"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": "true",
+                  "algorithm.kl_ctrl.type": "adaptive", "trainer.max_actor_ckpt_to_keep": 2,
+                  "trainer.max_critic_ckpt_to_keep": 1},
+    "sft": {},
+}  # fmt: skip
+
+
+def main(algorithm: str, arguments: list[str], log: str) -> None:
+    """One process of a run."""
+    os.environ["VERL_FILE_LOGGER_PATH"] = log
+    if algorithm == "sft":
+        from verl.trainer.sft_trainer import run_sft
+
+        run_sft(compose(arguments, "sft_trainer"))
+    else:
+        from verl.trainer.main_ppo import run_ppo
+
+        run_ppo(compose(arguments))
+
+
+class Runs:
+    """Runs of one algorithm over the same model and data."""
+
+    def __init__(self, algorithm: str, folder: Path) -> None:
+        self.algorithm = algorithm
+        self.folder = folder
+        if algorithm == "sft":
+            rows = [
+                {
+                    "messages": [
+                        {"role": "user", "content": f"say {i}"},
+                        {"role": "assistant", "content": "7" * (1 + i % 5)},
+                    ]
+                }
+                for i in range(16)
+            ]
+            files, model = write_jsonl(folder / "sft.jsonl", rows), tiny_model_dir(folder / "model")
+            settings = {
+                "data.train_files": files, "data.val_files": files, "data.train_batch_size": 4, "data.num_workers": 0,
+                "data.max_length": 32, "model.path": model, "engine.dtype": "float32", "optim.lr": 1e-2,
+                "trainer.total_training_steps": STEPS, "trainer.save_freq": 1, "trainer.test_freq": 3,
+                "trainer.controller": "local", "trainer.device": "cpu", "trainer.logger": "[file]",
+                "trainer.progress": "off", "trainer.max_ckpt_to_keep": 2,
+            }  # fmt: skip
+            self.arguments = [f"{key}={value}" for key, value in settings.items()]
+        else:
+            paths = make_tiny_run(folder)
+            # A random policy never solves countdown: a reward that it can earn makes gradients.
+            (folder / "reward.py").write_text(
+                "def compute_score(solution_str, **_):\n    return sum(c.isdigit() for c in solution_str) / 8\n"
+            )
+            settings = SETTINGS[algorithm] | {"custom_reward_function.path": folder / "reward.py"}
+            self.arguments = overrides(paths, folder, **{key.replace(".", "__"): v for key, v in settings.items()})
+
+    def start(self, name: str) -> Any:
+        """A process that runs, or goes on with, the run called ``name``."""
+        root = self.folder / name
+        root.mkdir(exist_ok=True)
+        arguments = [*self.arguments, f"trainer.default_local_dir={root}/checkpoints"]
+        if self.algorithm != "sft":
+            arguments += [f"trainer.{kind}_data_dir={root}/{kind}" for kind in ("rollout", "validation")]
+        process = RUNS.Process(target=main, args=(self.algorithm, arguments, str(root / "metrics.jsonl")))
+        process.start()
+        return process
+
+    def finish(self, name: str) -> None:
+        process = self.start(name)
+        process.join()
+        assert process.exitcode == 0
+
+    def kill_after(self, name: str, step: int, delay_s: float) -> None:
+        """Start it, and kill it soon after it has reported ``step``: while it is committed, or in the next one.
+
+        Not before there is any checkpoint: such a run starts anew, and writes its log behind what is there.
+        """
+        log = self.folder / name / "metrics.jsonl"
+        first = self.folder / name / "checkpoints" / "latest_checkpointed_iteration.txt"
+        process = self.start(name)
+        while process.is_alive() and (reported(log) < step or not first.exists()):
+            time.sleep(0.002)
+        time.sleep(delay_s)
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL, f"it ended with {process.exitcode} before step {step}"
+
+    def result(self, name: str) -> dict[str, Any]:
+        """All that a run leaves, without its times."""
+        root = self.folder / name
+        found: dict[str, Any] = {}
+        for path in sorted(root.rglob("*.jsonl")):
+            records = [json.loads(line) for line in path.read_text().splitlines()]
+            for record in records:
+                if "data" in record:
+                    record["data"] = {k: v for k, v in record["data"].items() if not k.startswith(CLOCKS)}
+            # As text: two NaNs are the same there.
+            found[str(path.relative_to(root))] = [json.dumps(record) for record in records]
+        last = root / "checkpoints" / f"global_step_{STEPS}"
+        for path in sorted(last.rglob("*.pt")):
+            found[str(path.relative_to(last))] = flat(torch.load(path, weights_only=True))
+        return found
+
+
+def flat(state: Any, name: str = "") -> dict[str, Any]:
+    """Nested state by dotted name; tensors as lists of their numbers."""
+    if isinstance(state, dict):
+        return {k: v for key, value in state.items() for k, v in flat(value, f"{name}.{key}").items()}
+    return {name: state.tolist() if isinstance(state, torch.Tensor) else state}
+
+
+def reported(log: Path) -> int:
+    lines = log.read_bytes().splitlines() if log.exists() else []
+    return max((json.loads(line)["step"] for line in lines if line.endswith(b"}")), default=0)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found.keys() == expected.keys()
+    for part, value in expected.items():
+        assert found[part] == value, part
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Runs, dict[str, Any]]]:
+    """For each algorithm its runs, and what the undisturbed one leaves."""
+    known: dict[str, tuple[Runs, dict[str, Any]]] = {}
+
+    def get(algorithm: str) -> tuple[Runs, dict[str, Any]]:
+        if algorithm not in known:
+            made = Runs(algorithm, tmp_path_factory.mktemp(algorithm))
+            made.finish("straight")
+            known[algorithm] = made, made.result("straight")
+        return known[algorithm]
+
+    return get
+
+
+def each_step(fast: dict[str, int]) -> list[Any]:
+    """Every algorithm killed after every step; only some of them in the fast suite."""
+    return [
+        pytest.param(name, step, marks=[] if step == fast[name] else [pytest.mark.slow])
+        for name in fast
+        for step in range(1, STEPS)
+    ]
+
+
+@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 4, "sft": 5}))
+def test_a_killed_run_ends_as_the_undisturbed_one(runs, algorithm, step):
+    made, straight = runs(algorithm)
+    made.kill_after(f"killed_{step}", step, delay_s=0.004 * step)
+    made.finish(f"killed_{step}")
+    assert_same(made.result(f"killed_{step}"), straight)
