@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.load import hydra_entry, load_config
@@ -21,6 +21,9 @@ from verl.trainer.ppo.utils import Needs, Role
 from verl.trainer.supervisor import supervised
 from verl.utils.console import show
 from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 __all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
 
@@ -72,6 +75,12 @@ class TaskRunner:
             pools["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
         return controller.pool_manager(pools, self.mapping, resolve_device(config))
 
+    def trainer_class(self) -> type[RayPPOTrainer]:
+        """The trainer; imported here, so that the command line answers before torch is loaded."""
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+        return RayPPOTrainer
+
     def run(self, config: PPOConfig) -> None:
         """Load what the driver needs, start the workers, train.
 
@@ -79,7 +88,6 @@ class TaskRunner:
             DataError: a data file or the tokenizer is unusable.
             ResourceError: there are fewer processes or devices than asked for.
         """
-        from verl.trainer.ppo.ray_trainer import RayPPOTrainer
         from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
         from verl.utils import hf_processor, hf_tokenizer
         from verl.utils.model import check_tokenizer_fits, hf_config_of
@@ -120,7 +128,7 @@ class TaskRunner:
 
         controller = load_controller(config.trainer.controller)
         pools = self.init_resource_pool_mgr(config, controller)
-        trainer = RayPPOTrainer(
+        trainer = self.trainer_class()(
             config=config,
             tokenizer=tokenizer,
             processor=processor,

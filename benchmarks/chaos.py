@@ -1,0 +1,298 @@
+"""Breaks a run on purpose, and compares what comes out with the run that nothing happened to.
+
+The work is that of the quickstart (Countdown, its tiny model with random weights) as PPO with a critic and a
+reference, on Ray with two ranks, so that every stage exists. Each round starts it anew and breaks one thing, at a
+stage and a moment that the seed draws; a run that ended by SIGTERM is started again as a scheduler would. Survived
+means: all steps done, and weights, optimizer, metrics and sampled responses the same to the last bit. ::
+
+    python benchmarks/chaos.py [--rounds 6] [--seed 1] [--write]     the campaign; --write: into docs/reliability.md
+    python benchmarks/chaos.py --overhead [--repeats 3]              what the protection costs when nothing breaks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+from examples.quickstart.settings import Settings, rl_settings
+from verl.trainer.termination import EXIT_CODE
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "reliability.md"
+STEPS = 5
+HANG_S = 20
+LIMIT_S = 300
+STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "testing")
+SAVING = "save_checkpoint"
+FAULTS = {
+    "rank killed": (*STAGES, SAVING),
+    "reward process killed": ("gen", "reward"),
+    "driver killed": (*STAGES, SAVING),
+    "rank frozen": ("gen", "update_actor"),
+    "checkpoint damaged, driver killed": ("gen", "update_actor"),
+    "SIGTERM": STAGES,
+    "raylet killed": ("gen", "update_actor"),
+}
+"""What breaks, and in which stages it makes a difference."""
+NOT_COMPARED = ("timing", "perf", "recovery", "training/epoch_time")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round did to the run, and what came of it."""
+
+    fault: str
+    step: int
+    stage: str
+    did: str
+    starts: int
+    seconds: float
+    redone: int
+    problems: tuple[str, ...]
+
+
+def settings(task: Path, output: Path, changes: Settings) -> Settings:
+    """The quickstart's PPO run, small, on two ranks."""
+    chosen = rl_settings("ppo", task, task / "model", output, seed=1)
+    return chosen | {
+        "data.train_batch_size": 64,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 32,
+        "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra]",
+        "actor_rollout_ref.actor.checkpoint.async_save": True,
+        "critic.checkpoint.save_contents": "[model,optimizer,extra]",
+        "critic.checkpoint.async_save": True,
+        "critic.ppo_mini_batch_size": 32,
+        "algorithm.use_kl_in_reward": True,
+        "actor_rollout_ref.ref.fsdp_config.dtype": "float32",
+        "data.val_max_samples": 16,
+        "trainer.controller": "ray",
+        "trainer.n_gpus_per_node": 2,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": 2,
+        "trainer.save_freq": 2,
+        "trainer.total_training_steps": STEPS,
+        "trainer.resume_mode": "auto",
+        "trainer.rollout_data_dir": output / "rollouts",
+        "trainer.recovery.hang_timeout_s": HANG_S,
+        "ray_kwargs.ray_init.num_cpus": 2,
+        "hydra.run.dir": output / "hydra",
+    } | changes  # fmt: skip
+
+
+def make_task(folder: Path) -> Path:
+    """Data and model of the quickstart."""
+    script = ROOT / "examples" / "quickstart" / "make_task.py"
+    subprocess.run([sys.executable, script, f"--output_dir={folder}", "--seed=1"], check=True, capture_output=True)
+    return folder
+
+
+def start(task: Path, output: Path, plan: dict[str, Any] | None, changes: Settings | None = None) -> tuple[int, float]:
+    """Run to the end, starting it again where SIGTERM ended it; how often it was started, and the seconds."""
+    output.mkdir(parents=True)
+    (output / "plan.json").write_text(json.dumps(plan))
+    overrides = [f"{key}={value}" for key, value in settings(task, output, changes or {}).items()]
+    command = [sys.executable, str(ROOT / "benchmarks" / "chaos_run.py"), str(output / "plan.json"), *overrides]
+    env = os.environ | {
+        "VERL_FILE_LOGGER_PATH": str(output / "metrics.jsonl"),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    began, starts, code = time.monotonic(), 0, EXIT_CODE
+    with (output / "log.txt").open("w") as log:
+        while code == EXIT_CODE and starts < 3:
+            starts += 1
+            code = subprocess.run(command, stdout=log, stderr=log, env=env, timeout=LIMIT_S, check=False).returncode
+    if code:
+        raise RuntimeError(f"the run ended with code {code}; its log: {output / 'log.txt'}")
+    return starts, time.monotonic() - began
+
+
+def metrics_of(output: Path) -> dict[int, dict[str, Any]]:
+    """The metrics of each step; two records of one step are an error."""
+    found: dict[int, dict[str, Any]] = {}
+    for line in (output / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "data" not in record:
+            continue
+        assert record["step"] not in found, f"step {record['step']} was logged twice"
+        found[record["step"]] = record["data"]
+    return found
+
+
+def differences(output: Path, undisturbed: Path) -> Iterator[str]:
+    """What is not the same in two runs."""
+    ours, theirs = metrics_of(output), metrics_of(undisturbed)
+    if ours.keys() != theirs.keys():
+        yield f"steps {sorted(ours)} instead of {sorted(theirs)}"
+    for step in ours.keys() & theirs.keys():
+        names = [n for n in ours[step].keys() | theirs[step].keys() if not n.startswith(NOT_COMPARED)]
+        changed = [name for name in sorted(names) if not same(ours[step].get(name), theirs[step].get(name))]
+        if changed:
+            yield f"step {step}: {', '.join(changed[:3])}"
+    for kind in ("rollouts", "validation"):
+        texts = [{path.name: path.read_text() for path in (run / kind).glob("*")} for run in (output, undisturbed)]
+        if texts[0] != texts[1]:
+            yield f"{kind} differ"
+    last = [run / "checkpoints" / f"global_step_{STEPS}" for run in (output, undisturbed)]
+    for path in sorted(last[1].rglob("*.pt")):
+        name = path.relative_to(last[1])
+        if not same(*(torch.load(folder / name, weights_only=True) for folder in last)):
+            yield f"{name} differs"
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the last bit, NaN equal to NaN."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return isinstance(b, list | tuple) and len(a) == len(b) and all(map(same, a, b))
+    return a == b or (a != a and b != b)
+
+
+def draw_plans(seed: int, rounds: int) -> list[dict[str, Any]]:
+    """One fault a round: every kind by turns, its stage, step and moment drawn."""
+    draw = random.Random(seed)
+    plans = []
+    for number in range(rounds):
+        fault = list(FAULTS)[number % len(FAULTS)]
+        stage = draw.choice(FAULTS[fault])
+        steps = [2, 4] if stage in ("testing", SAVING) else range(1, STEPS + 1)
+        if "damaged" in fault:
+            steps = [step for step in steps if step >= 4]  # two steps have been saved
+        after = draw.choice([0.0, 0.02, 0.1, 0.3])
+        plans.append({"fault": fault, "step": draw.choice(list(steps)), "stage": stage, "after_s": after})
+        plans[-1]["which"] = draw.randrange(2)
+    return plans
+
+
+def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usual_s: float) -> Round:
+    """One round."""
+    starts, seconds, problems = 0, float("nan"), ()
+    try:
+        starts, seconds = start(task, output, plan)
+        problems = tuple(differences(output, undisturbed))
+    except (RuntimeError, subprocess.TimeoutExpired, AssertionError, OSError) as error:
+        problems = (str(error),)
+    noted = output / "fault.json"
+    note = json.loads(noted.read_text()) if noted.exists() else {}
+    if not note:
+        problems = (*problems, "the fault never happened")
+    restored = metrics_of(output) if not problems else {}
+    redone = int(max((step.get("recovery/redone_steps", 0) for step in restored.values()), default=0))
+    return Round(
+        plan["fault"], plan["step"], note.get("stage", plan["stage"]), note.get("did", "killed by it"), starts,
+        seconds - usual_s, redone, problems,
+    )  # fmt: skip
+
+
+def campaign(folder: Path, rounds: int, seed: int) -> list[Round]:
+    """All rounds, told as they end."""
+    task = make_task(folder / "task")
+    _, usual_s = start(task, folder / "undisturbed", None)
+    print(f"undisturbed: {STEPS} steps in {usual_s:.0f} s")
+    played = []
+    for number, plan in enumerate(draw_plans(seed, rounds), 1):
+        played.append(play(task, folder / f"round_{number}", plan, folder / "undisturbed", usual_s))
+        print(row(number, played[-1]), flush=True)
+    return played
+
+
+def row(number: int, done: Round) -> str:
+    """A line of the table."""
+    outcome = "; ".join(done.problems) or "yes"
+    where = f"step {done.step}, {done.stage}"
+    return f"| {number} | {done.fault} | {where} | {outcome} | {done.redone} | {done.seconds:.0f} |"
+
+
+def table(played: Sequence[Round], seed: int) -> str:
+    """The table of the page."""
+    survived = sum(not done.problems for done in played)
+    lines = [
+        f"`python benchmarks/chaos.py --rounds {len(played)} --seed {seed} --write`: {len(played)} faults, {survived} "
+        f"survived, steps lost: {0 if survived == len(played) else 'see the table'}.",
+        "",
+        "| round | fault | where | the same to the last bit | finished steps redone | seconds lost |",
+        "|---|---|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *(row(number, done) for number, done in enumerate(played, 1))])
+
+
+def overhead(folder: Path, repeats: int) -> str:
+    """Seconds of a step with and without protection, in runs by turns."""
+    task = make_task(folder / "task")
+    bare = {"trainer.recovery.snapshot_freq": 0, "trainer.recovery.hang_timeout_s": "null",
+            "trainer.recovery.driver_restarts": 0, "trainer.save_freq": -1}  # fmt: skip
+    kinds: dict[str, Settings] = {"bare": bare, "protected": {"trainer.save_freq": -1}}
+    steps: dict[str, list[float]] = {kind: [] for kind in kinds}
+    for turn in range(repeats):
+        for kind, changes in kinds.items():
+            output = folder / f"{kind}_{turn}"
+            start(task, output, None, changes | {"trainer.test_freq": -1, "trainer.total_training_steps": 12})
+            found = metrics_of(output)
+            # From one step's end to the next is more than timing_s/step: the state is held between two steps.
+            steps[kind] += [
+                found[step]["timing_s/step"] + found[step].get("timing_s/hold", 0.0) for step in range(3, 13)
+            ]
+    least = {kind: min(values) for kind, values in steps.items()}
+    median = {kind: statistics.median(values) for kind, values in steps.items()}
+    return (
+        f"`python benchmarks/chaos.py --overhead --repeats {repeats}`: a step takes "
+        f"{median['protected'] / median['bare']:.3f} x as long with the protection as without (medians "
+        f"{median['protected']:.3f} s : {median['bare']:.3f} s; least {least['protected'] / least['bare']:.3f} x)."
+    )
+
+
+def put(name: str, text: str) -> None:
+    """Replace a marked part of the page."""
+    page = PAGE.read_text()
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    head, rest = page.split(begin)
+    _, tail = rest.split(end)
+    PAGE.write_text(f"{head}{begin}\n{text}\n{end}{tail}")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=len(FAULTS))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each kind, with --overhead")
+    parser.add_argument("--overhead", action="store_true")
+    parser.add_argument("--write", action="store_true", help="into docs/reliability.md")
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/chaos"))
+    args = parser.parse_args()
+    folder = args.output_dir.absolute()
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if args.overhead:
+        text = overhead(folder, args.repeats)
+        print(text)
+        if args.write:
+            put("overhead", text)
+        return
+    played = campaign(folder, args.rounds, args.seed)
+    if args.write:
+        put("campaign", table(played, args.seed))
+    if any(done.problems for done in played):
+        raise SystemExit("not every fault was survived; the logs are below " + str(folder))
+
+
+if __name__ == "__main__":
+    main()

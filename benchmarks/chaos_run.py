@@ -1,0 +1,162 @@
+"""One run of ``main_ppo`` in which something breaks at a given stage; started by chaos.py. ::
+
+    python benchmarks/chaos_run.py PLAN.json <overrides of verl.trainer.main_ppo>
+
+The plan says what breaks, in which step and stage, and how many seconds into it; null breaks nothing. It happens
+once, whatever is started again: a file beside the plan says that it did, and where the run was at that moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from verl.trainer.config import PPOConfig
+from verl.trainer.config.load import hydra_entry
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.supervisor import supervised
+from verl.trainer.timing import Stopwatch
+
+Kill = Callable[[], str]
+
+
+def ranks() -> list[psutil.Process]:
+    """The processes of the ranks, in the order in which they were started."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.name().startswith("ray::WorkerHost")]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def reward_processes() -> list[psutil.Process]:
+    """Processes that score responses."""
+    return [p for p in psutil.Process().children(recursive=True) if "killable_pool" in " ".join(p.cmdline())]
+
+
+def processes_of_ray(name: str) -> list[psutil.Process]:
+    """The raylet, or the server of Ray's global state."""
+    return [p for p in psutil.Process().children(recursive=True) if p.name() == name]
+
+
+def send(number: signal.Signals, found: list[psutil.Process], which: int = 0) -> str:
+    """Signal one of the processes, or say that there is none."""
+    if not found:
+        return "nothing to kill"
+    found[which % len(found)].send_signal(number)
+    return f"{number.name} to {found[which % len(found)].name()}"
+
+
+def damage_newest_checkpoint(folder: Path) -> str:
+    """Flip a byte in the middle of a weights file of the newest step; "nothing to damage" before the first."""
+    files = sorted(folder.glob("global_step_*/actor/model_*.pt"), key=lambda path: path.stat().st_mtime)
+    if not files:
+        return "nothing to damage"
+    data = bytearray(files[-1].read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    files[-1].write_bytes(data)
+    return f"a byte of {files[-1].parent.parent.name} flipped"
+
+
+class Fault:
+    """What the plan says, once.
+
+    Args:
+        plan: path of the plan.
+        checkpoints: folder of the run's checkpoints.
+    """
+
+    def __init__(self, plan: Path, checkpoints: Path) -> None:
+        self.plan = json.loads(plan.read_text())
+        self.done = plan.with_name("fault.json")
+        self.checkpoints = checkpoints
+        self.stage = ""
+
+    def enter(self, step: int, stage: str) -> None:
+        """The run enters a stage."""
+        self.stage = stage
+        if self.plan and (step, stage) == (self.plan["step"], self.plan["stage"]) and not self.done.exists():
+            self.done.write_text("{}")
+            threading.Timer(self.plan["after_s"], self.strike).start()
+
+    def strike(self) -> None:
+        """Break it; note what was broken, and in which stage that was."""
+        note = {"stage": self.stage, "at": time.time()}
+        self.done.write_text(json.dumps(note))
+        kind, which = self.plan["fault"], self.plan["which"]
+        said = self.faults()[kind](which)
+        self.done.write_text(json.dumps(note | {"did": said}))
+
+    def faults(self) -> dict[str, Callable[[int], str]]:
+        """What can be broken, by name; each takes the number of the process."""
+        driver = psutil.Process()
+        return {
+            "rank killed": lambda which: send(signal.SIGKILL, ranks(), which),
+            "rank frozen": lambda which: send(signal.SIGSTOP, ranks(), which),
+            "reward process killed": lambda which: send(signal.SIGKILL, reward_processes(), which),
+            "raylet killed": lambda _: send(signal.SIGKILL, processes_of_ray("raylet")),
+            "driver killed": lambda _: send(signal.SIGKILL, [driver]),
+            "checkpoint damaged, driver killed": lambda _: (
+                damage_newest_checkpoint(self.checkpoints) + ", " + send(signal.SIGKILL, [driver])
+            ),
+            "SIGTERM": lambda _: send(signal.SIGTERM, [driver]),
+        }
+
+
+class WatchedStopwatch(Stopwatch):
+    """Tells a fault which stage begins."""
+
+    def __init__(self, enter: Callable[[str], None]) -> None:
+        super().__init__()
+        self.enter = enter
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """See :class:`Stopwatch`."""
+        self.enter(name)
+        with super().__call__(name):
+            yield
+
+
+class ChaosTrainer(RayPPOTrainer):
+    """A trainer to whom something happens."""
+
+    fault: Fault
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Of the step."""
+        return self._stopwatch
+
+    @stopwatch.setter
+    def stopwatch(self, _: Stopwatch) -> None:
+        self._stopwatch = WatchedStopwatch(lambda stage: self.fault.enter(self.global_steps, stage))
+
+
+class ChaosRunner(TaskRunner):
+    """A run with that trainer."""
+
+    def trainer_class(self) -> type[RayPPOTrainer]:
+        """See :class:`TaskRunner`."""
+        return ChaosTrainer
+
+
+def run(config: PPOConfig) -> Any:
+    """The run, with the fault of the plan."""
+    ChaosTrainer.fault = Fault(Path(os.environ["CHAOS_PLAN"]), Path(config.trainer.default_local_dir))
+    run_ppo(config, ChaosRunner)
+
+
+if __name__ == "__main__":
+    os.environ["CHAOS_PLAN"] = os.path.abspath(sys.argv.pop(1))
+    hydra_entry(supervised(run), config_name="ppo_trainer", root=PPOConfig)
