@@ -25,11 +25,11 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
     present = {str(path.relative_to(ROOT)) for path in (ROOT / "verl").rglob("*") if path.suffix in SUFFIXES}
-    assert {f"verl/workers/rollout/{path}" for path in RUN_BY_PATH} | {"verl/utils/cpu_kernels/kernels.c"} <= present
+    assert {f"verl/workers/rollout/{path}" for path in RUN_BY_PATH} | {"verl/utils/cpu_kernels/decoding.c"} <= present
     assert present <= packed, f"not in the wheel: {sorted(present - packed)}"
 
 
-SUFFIXES = (".py", ".c", ".yaml", ".typed")
+SUFFIXES = (".py", ".c", ".h", ".yaml", ".typed")
 RUN_BY_PATH = (
     "checksum.py",
     "sampling.py",

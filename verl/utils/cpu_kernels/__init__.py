@@ -22,16 +22,31 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
+from verl.utils.cpu_kernels.decoding import (
+    AttentionStruct,
+    Decoder,
+    DecoderLayer,
+    DecoderStruct,
+    Linear,
+    MemoryStruct,
+    Norm,
+    RowsOfMemory,
+    address,
+    decoder_struct,
+    memory_struct,
+)
+
+__all__ = ["CPUKernels", "Decoder", "DecoderLayer", "DecoderPass", "Linear", "Norm", "RowsOfMemory", "cpu_kernels"]
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = Path(__file__).with_name("kernels.c")
+_FOLDER = Path(__file__).parent
 # Sums may be taken in any order, or no loop could use SIMD; infinities and NaN keep their meaning.
 _FLAGS = [
     "-O3",
@@ -47,27 +62,6 @@ _FEW_ELEMENTS = 1 << 16
 _FLOAT, _INT, _INT64, _POINTER = ctypes.c_float, ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
 
 
-class Norm(NamedTuple):
-    """An RMS norm: the factor is ``offset + weight``."""
-
-    weight: Tensor
-    eps: float
-    offset: float = 0.0
-
-
-class RowsOfMemory(NamedTuple):
-    """Where each row of a batch keeps keys and values; (rows,) int64 each."""
-
-    slots: Tensor
-    """Place among the responses."""
-    lengths: Tensor
-    """Tokens there."""
-    prompts: Tensor
-    """Place among the prompts."""
-    prompt_lengths: Tensor
-    """Tokens there."""
-
-
 class CPUKernels:
     """The compiled functions, with tensors as arguments.
 
@@ -78,13 +72,21 @@ class CPUKernels:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self._decode_attention = library.decode_attention
-        self._decode_attention.argtypes = [_POINTER] * 16 + [_INT64] * 7 + [_FLOAT] * 3 + [_INT]
+        attention = ctypes.POINTER(AttentionStruct), ctypes.POINTER(MemoryStruct)
+        self._decode_attention.argtypes = [*attention, *[_POINTER] * 4, _INT]
+        self._decode = library.decode
+        decoder = ctypes.POINTER(DecoderStruct)
+        self._decode.argtypes = [decoder, ctypes.POINTER(MemoryStruct), *[_POINTER] * 3, _INT]
+        self._decode.restype = None
+        self._decode_space = library.decode_space
+        self._decode_space.argtypes = [decoder, _INT64, _INT64, _INT]
+        self._decode_space.restype = _INT64
         self._attention_forward = library.attention_forward
         self._attention_forward.argtypes = [_POINTER] * 6 + [_INT64] * 5 + [_FLOAT, _INT]
         self._attention_backward = library.attention_backward
         self._attention_backward.argtypes = [_POINTER] * 10 + [_INT64] * 5 + [_FLOAT, _INT]
         self._rms_norm = library.rms_norm
-        self._rms_norm.argtypes = [_POINTER] * 4 + [_INT64] * 2 + [_FLOAT] * 2 + [_INT]
+        self._rms_norm.argtypes = [_POINTER] * 3 + [_INT64] * 2 + [_FLOAT] * 2 + [_INT]
         self._rms_norm.restype = None
         self._silu_mul = library.silu_mul
         self._silu_mul.argtypes = [_POINTER] * 3 + [_INT64, _INT]
@@ -144,21 +146,15 @@ class CPUKernels:
         window: int | None,
     ) -> None:
         sizes = len(starts) - 1, query.shape[1], key.shape[1], query.shape[2], window or 0
-        if function(*map(_address, tensors), *sizes, scale, torch.get_num_threads()):
+        if function(*map(address, tensors), *sizes, scale, torch.get_num_threads()):
             raise MemoryError(f"attention of {len(query)} tokens; use shorter sequences or fewer tokens in a pass")
 
-    def rms_norm(self, x: Tensor, norm: Norm, added: Tensor | None = None) -> Tensor:
-        """(offset + weight) · x / sqrt(mean(x²) + eps) over the last dimension.
-
-        Args:
-            x: contiguous.
-            norm: weight, eps and offset.
-            added: contiguous, first added to ``x``, which changes.
-        """
+    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+        """(offset + weight) · x / sqrt(mean(x²) + eps) over the last dimension of ``x``, which is contiguous."""
         out = torch.empty_like(x)
         width = x.shape[-1]
         sizes = x.numel() // width, width, norm.eps, norm.offset, _threads(x.numel())
-        self._rms_norm(out.data_ptr(), x.data_ptr(), _address(added), norm.weight.data_ptr(), *sizes)
+        self._rms_norm(out.data_ptr(), x.data_ptr(), norm.weight.data_ptr(), *sizes)
         return out
 
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -176,8 +172,6 @@ class CPUKernels:
         rows: RowsOfMemory,
         scale: float,
         window: int | None = None,
-        head_norms: tuple[Norm, Norm] | None = None,
-        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """One new token of each row: keep its key and value, then attend to the row's prompt and all its own tokens.
 
@@ -190,9 +184,6 @@ class CPUKernels:
             rows: where each row finds its own.
             scale: of the scores.
             window: tokens that a token sees, itself included; None is all.
-            head_norms: of each head of queries and of keys, if they are not normed yet; of one eps and offset.
-            rotation: cosines and sines of the rows' positions, (rows, head_dim) contiguous, if queries and keys are
-                not rotated yet: the halves (a, b) of a head become (a·cos - b·sin, b·cos + a·sin).
 
         Returns:
             (rows, heads, head_dim)
@@ -202,17 +193,57 @@ class CPUKernels:
         """
         out = torch.empty_like(query)
         count, heads, head_dim = query.shape
-        norms = (None, None) if head_norms is None else (head_norms[0].weight, head_norms[1].weight)
-        tensors = (out, query, key, value, *norms, *(rotation or (None, None)), *own, *shared, *rows)
-        sizes = count, heads, key.shape[1], head_dim, own[0].shape[2], shared[0].shape[2], window or 0
-        numbers = (scale, 0.0, 0.0) if head_norms is None else (scale, head_norms[0].eps, head_norms[0].offset)
-        if self._decode_attention(*map(_address, tensors), *sizes, *numbers, torch.get_num_threads()):
+        attention = AttentionStruct(heads, key.shape[1], head_dim, window or 0, scale)
+        tensors = (out, query, key, value)
+        memory = memory_struct(own, shared, rows)
+        if self._decode_attention(attention, memory, *map(address, tensors), torch.get_num_threads()):
             raise RolloutError(f"no memory for the attention scores of {count} rows; lower rollout.max_num_seqs.")
         return out
 
+    def decoder_pass(self, decoder: Decoder) -> DecoderPass:
+        """What computes one token more of each row with ``decoder``."""
+        return DecoderPass(self._decode, self._decode_space, decoder)
 
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+
+class DecoderPass:
+    """A whole decoder in one call; each row's logits are the same bits whatever other rows there are.
+
+    Args:
+        function: ``decode`` of the library.
+        space: ``decode_space`` of the library.
+        decoder: whose tensors are read in place at every call.
+    """
+
+    def __init__(self, function: Any, space: Any, decoder: Decoder) -> None:
+        self._function, self._space_of = function, space
+        self.decoder, self._struct = decoder, decoder_struct(decoder)
+        self._space = torch.empty(0)
+        self._space_for: tuple[int, ...] = (0, 0, 0)  # rows, tokens, threads
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Have room for so many rows, the longest of which has so many tokens."""
+        wanted = rows, tokens, torch.get_num_threads()
+        if any(new > old for new, old in zip(wanted, self._space_for, strict=True)):
+            self._space_for = wanted
+            self._space = torch.empty(self._space_of(self._struct, *wanted), dtype=torch.float32)
+
+    def __call__(
+        self, embeddings: Tensor, own: tuple[Tensor, Tensor], shared: tuple[Tensor, Tensor], rows: RowsOfMemory
+    ) -> Tensor:
+        """(rows, vocab) logits after the newest tokens, whose keys and values are kept.
+
+        Args:
+            embeddings: (rows, hidden) of the newest tokens, contiguous.
+            own: keys and values of responses, (layers, slots, kv_heads, room, head_dim).
+            shared: keys and values of prompts, (layers, prompts, kv_heads, room, head_dim).
+            rows: where each row finds its own.
+        """
+        self.reserve(len(embeddings), own[0].shape[3] + shared[0].shape[3])
+        logits = embeddings.new_empty(len(embeddings), len(self.decoder.head.weight))
+        memory = memory_struct(own, shared, rows)
+        tensors = (logits, embeddings, self._space)
+        self._function(self._struct, memory, *map(address, tensors), torch.get_num_threads())
+        return logits
 
 
 def _threads(elements: int) -> int:
@@ -251,7 +282,8 @@ def _compiler() -> list[str] | None:
 def _compiled(compiler: list[str]) -> Path:
     """The library for this source, compiler and processor; made if it is not there yet."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    parts = [_SOURCE.read_text(), version, _processor(), *compiler, *_FLAGS]
+    sources = [path.read_text() for path in sorted(_FOLDER.glob("*.[ch]"))]
+    parts = [*sources, version, _processor(), *compiler, *_FLAGS]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -280,7 +312,7 @@ def _check_private(path: Path) -> None:
 
 
 def _compile(compiler: list[str], target: Path) -> None:
-    command = [*compiler, *_FLAGS, "-shared", str(_SOURCE), "-o", str(target), "-lm"]
+    command = [*compiler, *_FLAGS, "-shared", *map(str, sorted(_FOLDER.glob("*.c"))), "-o", str(target), "-lm"]
     with_threads = subprocess.run([*command, "-fopenmp"], capture_output=True, text=True, timeout=300)
     if with_threads.returncode:  # no OpenMP (Apple's clang): one thread
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)

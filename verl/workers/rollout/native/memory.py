@@ -12,14 +12,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from verl.utils.allocator import LentPages
-from verl.utils.cpu_kernels import CPUKernels, Norm, RowsOfMemory
+from verl.utils.cpu_kernels import CPUKernels, RowsOfMemory
 
 
 @dataclass(frozen=True)
@@ -61,19 +60,6 @@ class AttentionRule:
     """Tokens that a token sees, itself included; None is all."""
     softcap: float | None = None
     """c in scores → c · tanh(scores / c)."""
-
-
-class HeadRule(NamedTuple):
-    """What is still to be done to the heads of queries and keys."""
-
-    norms: tuple[Norm, Norm] | None
-    """Of queries and of keys."""
-    rotation: tuple[Tensor, Tensor] | None
-    """Cosines and sines, (rows, head_dim)."""
-
-
-READY_HEADS = HeadRule(None, None)
-"""Nothing."""
 
 
 class KeyValueMemory(ABC):
@@ -157,16 +143,18 @@ class SharedPromptMemory(KeyValueMemory):
     def __init__(self, kernels: CPUKernels, shape: Shape, room: int, prompt_room: int, own_room: int) -> None:
         super().__init__(shape, room, prompt_room, own_room)
         self._kernels = kernels
-        self._shared = shape.allocate(room, prompt_room)
-        self._own = shape.allocate(room, max(1, own_room))
-        self._shared_of, self._own_of = (list(zip(*memory, strict=True)) for memory in (self._shared, self._own))
+        self.shared = shape.allocate(room, prompt_room)
+        """Keys and values of prompts, (layers, prompts, kv_heads, room, head_dim) each."""
+        self.own = shape.allocate(room, max(1, own_room))
+        """Of responses."""
+        self._shared_of, self._own_of = (list(zip(*memory, strict=True)) for memory in (self.shared, self.own))
         self._slots, self._prompts = self.lengths, self.lengths
         self._newest: list[int] = []
 
     @property
     def nbytes(self) -> int:
         """Reserved; the operating system gives pages as they are written."""
-        return sum(part.nbytes for part in (*self._shared, *self._own))
+        return sum(part.nbytes for part in (*self.shared, *self.own))
 
     def admit(self, prompt_lengths: Sequence[int], counts: Sequence[int]) -> None:
         """See :meth:`KeyValueMemory.admit`."""
@@ -185,29 +173,25 @@ class SharedPromptMemory(KeyValueMemory):
     def store(self, layer: int, prompts: Sequence[tuple[Tensor, Tensor]]) -> None:
         """See :meth:`KeyValueMemory.store`."""
         for slot, states in zip(self._newest, prompts, strict=True):
-            for memory, state in zip(self._shared, states, strict=True):
+            for memory, state in zip(self.shared, states, strict=True):
                 memory[layer, slot, :, : state.shape[1]] = state
 
-    def decode(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        rule: AttentionRule,
-        heads: HeadRule = READY_HEADS,
-    ) -> Tensor:
-        """See :meth:`KeyValueMemory.decode`; ``heads`` is done on the way."""
+    @property
+    def places(self) -> RowsOfMemory:
+        """Where the rows find their keys and values."""
+        return RowsOfMemory(self._slots, self.lengths, self._prompts, self.prompt_lengths)
+
+    def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """See :meth:`KeyValueMemory.decode`."""
         return self._kernels.decode_attention(
             query.contiguous(),
             key.contiguous(),
             value.contiguous(),
             self._own_of[layer],
             self._shared_of[layer],
-            RowsOfMemory(self._slots, self.lengths, self._prompts, self.prompt_lengths),
+            self.places,
             rule.scale,
             rule.window,
-            *heads,
         )
 
 

@@ -17,6 +17,7 @@ from verl.workers.engine.fsdp.attention import Packing
 from verl.workers.rollout.native.fast_layers import use_fast_forward
 from verl.workers.rollout.native.memory import CopiedPromptMemory, KeyValueMemory, Shape, SharedPromptMemory
 from verl.workers.rollout.native.passes import NATIVE_ATTENTION, DecodePass, Pass, PrefillPass
+from verl.workers.rollout.native.step import compiled_step
 
 OTHER_ENGINES = "vllm, sglang, hf"
 
@@ -46,6 +47,7 @@ class NativeModel:
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
         self._standard_attention = self.module.config._attn_implementation
         self._places = _places_of_parameters(self.module)
+        self._step = compiled_step(self.kernels, self.module)
         if device.type == "cpu":
             for layer in self.module.modules():
                 use_fast_forward(layer, self.kernels)
@@ -55,6 +57,7 @@ class NativeModel:
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Take the tensors themselves where device and format fit, copies elsewhere; what was wrong with them."""
+        self._forget()
         problems, loaded = [], set()
         buffers = dict(self.module.named_buffers())
         for name, tensor in weights:
@@ -74,8 +77,13 @@ class NativeModel:
 
     def drop(self) -> None:
         """Keep no tensor alive."""
+        self._forget()
         for place in self._places.values():
             place.drop()
+
+    def _forget(self) -> None:
+        if self._step is not None:
+            self._step.forget()
 
     @property
     def nbytes(self) -> int:
@@ -114,7 +122,10 @@ class NativeModel:
 
     def decode(self, memory: KeyValueMemory, tokens: Tensor) -> Tensor:
         """Append a token to each running row; (rows, vocab) logits of the one after it."""
-        logits = self._logits(tokens, memory.positions, 0, DecodePass(memory))
+        if self._step is not None and isinstance(memory, SharedPromptMemory):
+            logits = self._step(memory, tokens)
+        else:
+            logits = self._logits(tokens, memory.positions, 0, DecodePass(memory))
         memory.advance()
         return logits
 
