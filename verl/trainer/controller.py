@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from verl.trainer.config.trainer import BaseTrainerConfig
+from verl.utils.checkpoint import seed_everything
 from verl.utils.import_utils import prepare_process
 from verl.utils.lock import FolderLock
 
