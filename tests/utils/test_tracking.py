@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import verl.utils.tracking
 from verl.errors import ConfigError
 from verl.utils.redact import without_secrets
 from verl.utils.tracking import TRACKERS, Tracker, Tracking, ValidationGenerationsLogger, require_trackers
@@ -107,6 +112,105 @@ def test_a_tracker_that_cannot_start_stops_the_run():
     with pytest.raises(OSError, match="no login") as caught:
         Tracking("p", "e", "recorder", {})
     assert "tracker 'recorder' started" in "".join(caught.value.__notes__)
+
+
+class Server:
+    """An HTTP service on loopback, and a tracker that sends to it."""
+
+    def __init__(self) -> None:
+        self.got: list[dict] = []
+        got = self.got
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, format: str, *arguments: object) -> None:
+                pass
+
+        self._handler, self.port = Handler, 0
+        self.start()
+        url = f"http://127.0.0.1:{self.port}"
+
+        @TRACKERS.register("service")
+        class Service(Tracker):
+            def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+                self.log({"hello": 0}, step=0)
+
+            def log(self, metrics: Mapping[str, float], step: int) -> None:
+                body = json.dumps({"step": step, **metrics}).encode()
+                try:
+                    urllib.request.urlopen(urllib.request.Request(url, data=body), timeout=30).close()
+                except urllib.error.URLError as error:
+                    raise RuntimeError("the service did not take it") from error  # as clients do
+
+    def start(self) -> None:
+        self._server = ThreadingHTTPServer(("127.0.0.1", self.port), self._handler)
+        self.port = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def test_a_server_that_goes_and_comes_back(caplog: pytest.LogCaptureFixture):
+    server = Server()
+    with Tracking("p", "e", ["service", "file"], {}) as tracking:
+        for step in (1, 2, 3, 4):
+            if step == 2:
+                server.stop()
+            if step == 4:
+                server.start()
+            tracking.log({"x": step}, step=step)
+        server.stop()
+    assert server.got == [{"step": 0, "hello": 0}, {"step": 1, "x": 1}, {"step": 4, "x": 4}]
+    assert [line["data"]["x"] for line in lines(Path("p/e.jsonl"))] == [1, 2, 3, 4]
+    assert caplog.text.count("tracker 'service' failed; training goes on") == 1
+    assert "tracker 'service' failed in 2 of 5 calls; its record has gaps" in caplog.text
+
+
+def test_a_server_that_is_not_there_at_the_start_is_tried_again(caplog: pytest.LogCaptureFixture):
+    server = Server()
+    server.stop()
+    with Tracking("p", "e", ["service", "file"], {}) as tracking:
+        tracking.log({"x": 1}, step=1)
+        server.start()
+        tracking.log({"x": 2}, step=2)
+        tracking.log_table("t", ["a"], [["b"]], step=2)
+    server.stop()
+    assert server.got == [{"step": 0, "hello": 0}, {"step": 2, "x": 2}]
+    assert caplog.text.count("training goes on") == 1
+    assert "Connection refused" in caplog.text
+    with pytest.raises(RuntimeError, match="did not take it"):  # nothing would be left of the run's numbers
+        Tracking("p", "e", "service", {})
+
+
+def test_a_client_that_takes_long_to_fail_rests(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(verl.utils.tracking, "SLOW_S", -1.0)  # whatever fails took longer than that
+    cls = recorder(fail=(1, 2, 3, 5))
+    tracking = Tracking("p", "e", "recorder", {})
+    tracker = tracking.trackers["recorder"]
+    assert isinstance(tracker, cls)
+    for step in range(1, 20):
+        tracking.log({"x": 1}, step=step)
+    # Fails at 1, rests for 1; at 3, rests for 3; at 7, rests for 7; works at 15; fails at 16, rests for 1 again.
+    assert [step for step, _ in tracker.calls] == [1, 3, 7, 15, 16, 18, 19]
+
+
+def test_a_full_disk_costs_lines_and_no_run(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", "/dev/full")
+    cls = recorder()
+    with Tracking("p", "e", ["file", "recorder"], {}) as tracking:
+        kept = tracking.trackers["recorder"]
+        for step in (1, 2):
+            tracking.log({"x": step}, step=step)
+    assert isinstance(kept, cls)
+    assert [step for step, _ in kept.calls] == [1, 2]
+    assert "No space left on device" in caplog.text
+    assert "tracker 'file' failed in 3 of 3 calls" in caplog.text
 
 
 def test_finish_is_called_once_and_at_the_end_of_a_with_block():

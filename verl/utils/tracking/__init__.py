@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from verl.errors import VerlError
 from verl.utils.redact import redacted, secrets_in, without_secrets
 from verl.utils.tracking import local, services  # noqa: F401 (they file their trackers)
 from verl.utils.tracking.base import TRACKERS, Tracker
@@ -21,15 +26,26 @@ __all__ = ["TRACKERS", "Tracker", "Tracking", "ValidationGenerationsLogger", "re
 
 logger = logging.getLogger(__name__)
 
+SLOW_S = 1.0
+"""A call that fails after longer lets its tracker rest."""
+LONGEST_REST = 63
+"""Calls that a tracker rests at most: of those in a row that fail late, the n-th is followed by 2^n - 1."""
+
+_NO_ANSWER = re.compile(
+    r"connection (refused|reset|aborted|error)|timed? ?out|max retries|unreachable|name resolution|failed to connect",
+    re.IGNORECASE,
+)
+
 Names = str | Iterable[str]
 
 
 class Tracking:
     """Sends what a run logs to its trackers.
 
-    A tracker that cannot start stops the run: that is the time to repair it. One that fails later
-    does not: its first error is logged with its traceback, and ``finish`` says how many calls
-    failed.
+    A tracker that cannot start stops the run: that is the time to repair it. One whose server cannot be reached does
+    not, if there is another tracker: it is tried again with later calls. One that fails later does not either: its
+    first error is logged with its traceback, it rests for a while if its calls take long to fail, and ``finish`` says
+    how many calls failed.
 
     Example:
         >>> with Tracking("gsm8k", "grpo-1", ["console", "file"], {"lr": 1e-6}) as tracking:
@@ -48,6 +64,7 @@ class Tracking:
 
     Raises:
         ConfigError: a name is unknown, or the package of a tracker is not installed.
+        Exception: what the client of a tracker raised when it started.
     """
 
     supported_backend: ClassVar[list[str]] = TRACKERS.names()
@@ -66,15 +83,28 @@ class Tracking:
         settings = without_secrets(config or {})
         known = secrets_in(config or {})
         self.trackers: dict[str, Tracker] = {}
-        self._failures: dict[str, list[int]] = {}
+        self._health: dict[str, _Health] = {}
         self._ignored: set[str] = set()
-        for name in names:
+
+        def start(name: str) -> None:
             with _masked_command_line(known), _going_on(name, (run_ids or {}).get(name)):
-                self.trackers[name] = _start(name, project_name, experiment_name, settings)
-            self._failures[name] = [0, 0]
+                tracker = _start(name, project_name, experiment_name, settings)
+            self.trackers[name] = tracker
             if resumed_after:
                 with self._guard(name):
-                    self.trackers[name].go_on_after(resumed_after)
+                    tracker.go_on_after(resumed_after)
+
+        self._start = start
+        for name in names:
+            self._health[name] = _Health(name)
+            began = time.monotonic()
+            try:
+                start(name)
+            except Exception as error:
+                if len(names) == 1 or not _is_unreachable(error):
+                    raise
+                self._health[name].calls += 1
+                self._health[name].has_failed(error, time.monotonic() - began)
 
     @property
     def run_ids(self) -> dict[str, str]:
@@ -99,26 +129,26 @@ class Tracking:
                 self._ignored.add(name)
                 logger.warning("metric '%s' is a %s, not a number; it is not logged.", name, type(value).__name__)
         for name in self._chosen(backend):
-            with self._guard(name):
-                self.trackers[name].log(metrics, step)
+            self._call(name, lambda tracker: tracker.log(metrics, step))
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int, backend: Names | None = None
     ) -> None:
         """Record a table, in the trackers that can show one; arguments as in :meth:`log`."""
-        for tracker in self._chosen(backend):
-            with self._guard(tracker):
-                self.trackers[tracker].log_table(name, columns, rows, step)
+        for chosen in self._chosen(backend):
+            self._call(chosen, lambda tracker: tracker.log_table(name, columns, rows, step))
 
     def finish(self) -> None:
         """Let every tracker write the rest; say what failed. Later calls do nothing."""
-        for name, tracker in self.trackers.items():
-            with self._guard(name):
-                tracker.finish()
-            failed, calls = self._failures[name]
-            if failed:
-                logger.warning("tracker '%s' failed in %d of %d calls; its record has gaps.", name, failed, calls)
-        self.trackers = {}
+        for name, health in self._health.items():
+            if name in self.trackers:
+                with self._guard(name):
+                    self.trackers[name].finish()
+            if health.failed:
+                logger.warning(
+                    "tracker '%s' failed in %d of %d calls; its record has gaps.", name, health.failed, health.calls
+                )
+        self.trackers, self._health = {}, {}
 
     def __enter__(self) -> Tracking:
         return self
@@ -127,10 +157,52 @@ class Tracking:
         self.finish()
 
     def _chosen(self, backend: Names | None) -> list[str]:
-        return list(self.trackers) if backend is None else [name for name in _names(backend) if name in self.trackers]
+        return list(self._health) if backend is None else [name for name in _names(backend) if name in self._health]
+
+    def _call(self, name: str, task: Callable[[Tracker], None]) -> None:
+        """Do ``task`` with a tracker, which is started first if it could not be before, unless it rests."""
+        if self._health[name].rests():
+            return
+        with self._guard(name):
+            if name not in self.trackers:
+                self._start(name)
+            task(self.trackers[name])
 
     def _guard(self, name: str) -> _Guard:
-        return _Guard(name, self._failures[name])
+        return _Guard(self._health[name])
+
+
+@dataclass
+class _Health:
+    """How a tracker does."""
+
+    name: str
+    calls: int = 0
+    failed: int = 0
+    _in_a_row: int = 0
+    _resting: int = 0
+
+    def rests(self) -> bool:
+        """Whether this call is left out, which counts as one that failed."""
+        if self._resting == 0:
+            return False
+        self._resting -= 1
+        self.calls += 1
+        self.failed += 1
+        return True
+
+    def has_failed(self, error: Exception, seconds: float) -> None:
+        """Count a call that failed. A client that tries for minutes before it gives up would hold each step up so."""
+        self.failed += 1
+        if self.failed == 1:
+            logger.error("tracker '%s' failed; training goes on.", self.name, exc_info=error)
+        if seconds > SLOW_S:
+            self._in_a_row += 1
+            self._resting = min(2**self._in_a_row - 1, LONGEST_REST)
+
+    def has_worked(self) -> None:
+        """A call that did not fail."""
+        self._in_a_row = 0
 
 
 class _Guard:
@@ -139,22 +211,21 @@ class _Guard:
     The boundary to other people's clients, which may raise anything; an interrupt passes.
     """
 
-    def __init__(self, name: str, count: list[int]) -> None:
-        self.name = name
-        self.count = count
+    def __init__(self, health: _Health) -> None:
+        self.health = health
 
     def __enter__(self) -> None:
-        self.count[1] += 1
+        self.health.calls += 1
+        self._started = time.monotonic()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        self.count[0] += 1
-        if self.count[0] == 1:
-            logger.error("tracker '%s' failed; training goes on.", self.name, exc_info=error)
-        return True
+        if error is None:
+            self.health.has_worked()
+        elif isinstance(error, Exception):
+            self.health.has_failed(error, time.monotonic() - self._started)
+        return isinstance(error, Exception)
 
 
 class ValidationGenerationsLogger:
@@ -241,6 +312,15 @@ def _names(backends: Names) -> list[str]:
     """Tracker names in order, each once; ``tracking`` is an older name of wandb."""
     names = [backends] if isinstance(backends, str) else list(backends)
     return list(dict.fromkeys("wandb" if name == "tracking" else name for name in names))
+
+
+def _is_unreachable(error: BaseException | None) -> bool:
+    """Whether a client failed because its server did not answer; clients wrap that in errors of their own."""
+    while error is not None:
+        if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)) or _NO_ANSWER.search(str(error)):
+            return not isinstance(error, VerlError)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _start(name: str, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> Tracker:
