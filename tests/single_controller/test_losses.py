@@ -25,12 +25,12 @@ def places(pool):
 
 
 @contextmanager
-def group_of(places, worker=Mortal, *args, guarded=None, hang_timeout_s=None, **kwargs):
+def group_of(places, *args, guarded=False):
     from verl.single_controller.ray import RayWorkerGroup
 
-    group = RayWorkerGroup(places, RayWorkerGroup.describe(worker, *args, **kwargs), device_name="cpu")
+    group = RayWorkerGroup(places, RayWorkerGroup.describe(Mortal, *args), device_name="cpu")
     if guarded:
-        group.guard(hang_timeout_s)
+        group.guard()
     try:
         yield group
     finally:
@@ -90,7 +90,7 @@ def test_a_rank_killed_in_its_constructor_is_not_waited_for(places):
     start = time.monotonic()
     with (
         pytest.raises(ProcessLostError, match=r"^rank 1 of 2 died in Mortal.__init__ .*SYSTEM_ERROR"),
-        group_of(places, Mortal, 1),
+        group_of(places, 1),
     ):
         pass
     assert time.monotonic() - start < 60, "rank 0 waits for rank 1 for 5 minutes"
@@ -130,8 +130,9 @@ def test_what_arrived_outlives_who_sent_it(places):
     ],
 )
 def test_a_hang_names_who_keeps_the_others_waiting(places, rank, what, why):
-    with group_of(places, guarded=True, hang_timeout_s=3) as group:
+    with group_of(places) as group:
         pids = group.execute_all_sync("pid")
+        group.guard(hang_timeout_s=3)
         with pytest.raises(ProcessLostError) as caught:
             group.execute_all_sync("all_reduce", rank, what)
         first, second, *ranks, last = str(caught.value).splitlines()

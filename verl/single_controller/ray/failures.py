@@ -11,8 +11,11 @@ from typing import Any
 import ray
 from ray.exceptions import (
     ActorPlacementGroupRemoved,
+    ActorUnavailableError,
     NodeDiedError,
     ObjectLostError,
+    ObjectStoreFullError,
+    OutOfDiskError,
     OutOfMemoryError,
     RayActorError,
     RayError,
@@ -28,6 +31,8 @@ GRACE_S = 0.5
 """How long the other ranks of a failed call may take to fail as well, before the caller is told."""
 DEATH_GRACE_S = 5.0
 """How long Ray may take to notice that the other end of a broken connection is dead."""
+NODE_GRACE_S = 30.0
+"""How long it may take to notice that a node is dead whose workers do not answer."""
 
 LOSSES = (
     WorkerCrashedError,
@@ -45,6 +50,14 @@ BROKEN_CONNECTION = re.compile(
     r"|DistBackendError|DistNetworkError|DistStoreError|NCCL error|ncclRemoteError|ncclSystemError|unhandled system"
     r"|gloo[/\w]*\.(cc|h):\d+|recvValue failed|failed to recv|timed out waiting|wait timeout",
     re.IGNORECASE,
+)
+
+
+STORE_IS_FULL = (
+    "what is passed between processes found no room: Ray's object store is full, and so is (to 95%) the disk that "
+    "takes what does not fit. Free space where Ray keeps its files (/tmp/ray, see df), move them "
+    "(+ray_kwargs.ray_init._temp_dir=...), or give the store more memory "
+    "(+ray_kwargs.ray_init.object_store_memory=..., in bytes; /dev/shm must have as much)."
 )
 
 
@@ -82,10 +95,11 @@ def explain(error: RayError, calls: Mapping[int, Any], asked: Asked) -> WorkerEr
     failures |= {rank: later for rank, later in _failures(calls, GRACE_S).items() if rank not in failures}
     first = next(iter(failures.values()), error)
     if any(is_loss(failure) for failure in [*failures.values(), error]):
-        dead = _deaths(asked.workers, wait=not _says_so(first))
+        unreachable = any(isinstance(failure, ActorUnavailableError) for failure in failures.values())
+        dead = _deaths(asked.workers, NODE_GRACE_S if unreachable else 0 if _says_so(first) else DEATH_GRACE_S)
         return ProcessLostError(_lost(dead, failures, error, asked))
     if BROKEN_CONNECTION.search(str(first)):
-        dead = _deaths(asked.workers, wait=True)
+        dead = _deaths(asked.workers, DEATH_GRACE_S)
         if dead:
             return ProcessLostError(_lost(dead, failures, error, asked))
     return WorkerError(_failed(failures, error, asked))
@@ -108,8 +122,8 @@ def _says_so(error: BaseException) -> bool:
     return isinstance(error, RayTaskError) and isinstance(error.cause, ProcessLostError)
 
 
-def _deaths(workers: Sequence[Any], wait: bool) -> list[Process]:
-    deadline = time.monotonic() + (DEATH_GRACE_S if wait else 0)
+def _deaths(workers: Sequence[Any], timeout_s: float) -> list[Process]:
+    deadline = time.monotonic() + timeout_s
     while True:
         dead = first_to_die(processes(workers))
         if dead or time.monotonic() >= deadline:
@@ -125,10 +139,7 @@ def death_of(process: Process, ranks: int, stage: str) -> str:
         ranks: how many there are.
         stage: what was being done, e.g. ``"in Actor.update_policy"``.
     """
-    return (
-        f"rank {process.rank} of {ranks} died {stage} ({process.place}): {process.how} What it wrote last is in "
-        f"{process.log}."
-    )
+    return f"rank {process.rank} of {ranks} died {stage} ({process.place}): {process.death}"
 
 
 def _lost(dead: Sequence[Process], failures: Mapping[int, RayError], error: RayError, asked: Asked) -> str:
@@ -185,6 +196,9 @@ def _failed_at(error: RayError) -> float:
 
 
 def _what(error: RayError) -> str:
+    full = error.cause if isinstance(error, RayTaskError) else error
+    if isinstance(full, OutOfDiskError | ObjectStoreFullError):
+        return f"{type(full).__name__}: {STORE_IS_FULL}"
     if isinstance(error, RayTaskError):
         return f"{type(error.cause).__name__}: {error.cause}"
     if isinstance(error, RayActorError) and error.actor_init_failed:

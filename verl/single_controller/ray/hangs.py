@@ -9,6 +9,7 @@ from typing import Any
 
 import ray
 
+from verl.errors import ProcessLostError, WorkerError
 from verl.single_controller.ray.failures import Asked
 from verl.single_controller.ray.processes import Process, logs_folder, on_nodes, processes
 from verl.utils.stacks import Snapshot, culprits, read_stacks
@@ -19,8 +20,8 @@ def stacks_folder() -> Path:
     return logs_folder() / "stacks"
 
 
-def hang(calls: Mapping[int, Any], asked: Asked, timeout_s: float) -> str:
-    """The message for a call that takes too long: who does not answer, where each rank stands, and who is the cause.
+def hang(calls: Mapping[int, Any], asked: Asked, timeout_s: float) -> ProcessLostError:
+    """The error for a call that takes too long: who does not answer, where each rank stands, and who is the cause.
 
     Args:
         calls: reference of the result, by rank.
@@ -31,17 +32,41 @@ def hang(calls: Mapping[int, Any], asked: Asked, timeout_s: float) -> str:
     ranks = processes(asked.workers)
     snapshots = snapshots_of(ranks)
     guilty, why = culprits(snapshots, waiting)
-    folder = _write(snapshots, asked.stage)
     if guilty:
         first = ranks[guilty[0]]
         lines = [f"rank {first.rank} of {len(ranks)} hangs in {asked.stage} ({first.place}): {why}."]
     else:
         lines = [f"{asked.stage} hangs: {why}."]
     lines += [f"No answer within hang_timeout_s={timeout_s:g} s from {len(waiting)} of {len(calls)} ranks:"]
-    lines += [f"  rank {rank} ({ranks[rank].place}): {snapshots[rank].place}" for rank in waiting]
-    answered = [rank for rank in snapshots if rank not in waiting]
-    lines += [f"  rank {rank} was not asked or has answered: {snapshots[rank].place}" for rank in answered]
-    return "\n".join([*lines, f"The stacks of all threads of all ranks are in {folder}."])
+    lines += _places(ranks, snapshots, waiting)
+    others = [rank for rank in snapshots if rank not in waiting]
+    lines += ["The others have answered, or were not asked:", *_places(ranks, snapshots, others)] if others else []
+    return ProcessLostError("\n".join([*lines, _written(snapshots, asked.stage)]))
+
+
+def late_start(calls: Mapping[int, Any], asked: Asked, timeout_s: float) -> WorkerError:
+    """The error for constructors that take too long; a ProcessLostError if one has begun and does not end.
+
+    Args:
+        calls: reference of what tells that a rank has started, by rank.
+        asked: the workers.
+        timeout_s: how long they may take.
+    """
+    waiting = _unanswered(calls)
+    ranks = processes(asked.workers)
+    begun = [rank for rank in waiting if ranks[rank].pid]
+    said = f"{len(waiting)} of {len(ranks)} ranks of {asked.title} did not start within {timeout_s:g} s. "
+    if not begun:
+        return WorkerError(
+            f"{said}No process was found for them: other actors hold the processors, or the node of their pool is gone."
+        )
+    snapshots = snapshots_of(ranks)
+    said += "If their constructor takes that long, raise start_timeout_s."
+    return ProcessLostError("\n".join([said, *_places(ranks, snapshots, begun), _written(snapshots, asked.stage)]))
+
+
+def _places(ranks: Sequence[Process], snapshots: Mapping[int, Snapshot], some: Sequence[int]) -> list[str]:
+    return [f"  rank {rank} ({ranks[rank].place}): {snapshots[rank].place}" for rank in some]
 
 
 def snapshots_of(ranks: Sequence[Process]) -> dict[int, Snapshot]:
@@ -60,9 +85,9 @@ def _unanswered(calls: Mapping[int, Any]) -> list[int]:
     return [rank for rank, reference in calls.items() if reference not in answered]
 
 
-def _write(snapshots: Mapping[int, Snapshot], stage: str) -> Path:
+def _written(snapshots: Mapping[int, Snapshot], stage: str) -> str:
     folder = stacks_folder() / f"{stage}_{time.strftime('%Y%m%d_%H%M%S')}"
     folder.mkdir(parents=True, exist_ok=True)
     for rank, snapshot in snapshots.items():
         (folder / f"rank_{rank}.txt").write_text(snapshot.text or f"{snapshot.trouble}\n")
-    return folder
+    return f"The stacks of all threads of all ranks are in {folder}."

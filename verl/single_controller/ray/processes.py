@@ -58,12 +58,28 @@ class Process:
         return f"{self.name}, {process}" if self.name else process
 
     @property
+    def death(self) -> str:
+        """How it died and where to read more, in sentences."""
+        return f"{self.how.rstrip('. ')}. {_last_words(self.log)}What it wrote last is in {self.log}."
+
+    @property
     def log(self) -> str:
         """Where Ray keeps what the process wrote to stderr; a pattern if the file is on another node."""
         pattern = f"worker-*-{self.pid}.err"
         folder = logs_folder()
         here = sorted(folder.glob(pattern))
         return str(here[0]) if here else f"{folder / pattern} on node {self.address}"
+
+
+def _last_words(log: str) -> str:
+    """The signal that ended a process, if it could still write about it."""
+    file = Path(log)
+    tail = file.read_bytes()[-(1 << 16) :].decode(errors="replace") if file.is_file() else ""
+    signals = re.findall(r"\*\*\* (SIG[A-Z]+) received", tail)
+    if not signals:
+        return ""
+    hint = " (a write to shared memory found no room: /dev/shm is full, see df)" if signals[0] == "SIGBUS" else ""
+    return f"It got the signal {signals[0]}{hint}. "
 
 
 def logs_folder() -> Path:
@@ -105,6 +121,16 @@ def end(workers: Sequence[Any]) -> None:
             logger.warning("processes %s on node %s do not end, even when killed: the kernel holds them", pids, node)
 
 
+def dead_nodes() -> dict[str, str]:
+    """The nodes that this Ray has lost: address and cause, by identifier."""
+    dead = [node for node in ray.nodes() if not node["Alive"]]
+    return {node["NodeID"]: f"{node['NodeManagerAddress']} ({_why_dead(node)})" for node in dead}
+
+
+def _why_dead(node: Mapping[str, Any]) -> str:
+    return brief(str(node.get("DeathReasonMessage") or "")) or "Ray names no cause"
+
+
 def on_nodes(function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Call a function on several nodes at once; what each returned.
 
@@ -134,9 +160,9 @@ def on_nodes(function: Callable[..., Any], arguments: Mapping[str, Sequence[Any]
 
 
 def _process(rank: int, row: dict[str, Any]) -> Process:
-    # Ray forgets actors that have been dead for long, and then has no row for them.
+    # Empty for an actor that was made just now.
     address = row.get("Address", {})
-    is_dead = row.get("State", "DEAD") == "DEAD"
+    is_dead = row.get("State") == "DEAD"
     return Process(
         rank=rank,
         name=row.get("Name", ""),
@@ -145,7 +171,7 @@ def _process(rank: int, row: dict[str, Any]) -> Process:
         address=address.get("IPAddress", ""),
         is_dead=is_dead,
         died_at_ms=row.get("EndTime", 0),
-        how=_cause(row["DeathCause"]) if is_dead and row else "Ray does not know it any more." if is_dead else "",
+        how=_cause(row["DeathCause"]) if is_dead else "",
     )
 
 

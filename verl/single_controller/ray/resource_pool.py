@@ -14,9 +14,12 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 
 from verl.errors import ResourceError
 from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
+from verl.single_controller.ray.processes import dead_nodes
 
-START_TIMEOUT_S = 10
-"""How long a pool may wait for processors that finished workers are just giving back."""
+START_TIMEOUT_S = 30
+"""How long a pool may wait for places: finished workers are just giving them back, or a node died unnoticed."""
+REPLACEMENT_TIMEOUT_S = 60
+"""How long pools that had their places before, and lost a node, may wait for another one to join."""
 
 
 @dataclass(eq=False)
@@ -116,12 +119,14 @@ class RayResourcePool(ResourcePool):
             return
         for group in groups:
             remove_placement_group(group)
+        # A node may have died since it was counted.
+        check_fits([(self.store, self.use_gpu)])
         free = ray.available_resources()
         raise ResourceError(
             f"{self.world_size} ranks are asked for (on nodes: {self.store}, each with {self._bundle()}), and the "
             f"cluster is large enough, but others use it: free are {free.get('GPU', 0):g} GPUs and "
             f"{free.get('CPU', 0):g} CPUs. Stop the other program, or ask for fewer: "
-            "trainer.n_gpus_per_node=..., trainer.nnodes=..."
+            f"trainer.n_gpus_per_node=..., trainer.nnodes=...{_losses()}"
         )
 
     def bundles(self, strategy: str = "STRICT_PACK") -> list[Bundle]:
@@ -235,8 +240,19 @@ class ResourcePoolManager(PoolManager):
     pool_cls = RayResourcePool
 
     def check_resources(self) -> None:
-        """Raise a ResourceError unless all pools fit the cluster at the same time."""
-        check_fits([(counts, self.device_name != "cpu") for counts in self.resource_pool_spec.values()])
+        """Raise a ResourceError unless all pools fit the cluster at the same time.
+
+        Pools that were made before, and do not fit any more because a node died, wait for another one to join.
+        """
+        asked = [(counts, self.device_name != "cpu") for counts in self.resource_pool_spec.values()]
+        deadline = time.monotonic() + (REPLACEMENT_TIMEOUT_S if self.resource_pool_dict and dead_nodes() else 0)
+        while True:
+            try:
+                return check_fits(asked)
+            except ResourceError:
+                if time.monotonic() >= deadline:
+                    raise
+            time.sleep(0.5)
 
     def _make_pool(self, name: str, process_on_nodes: list[int]) -> RayResourcePool:
         return RayResourcePool(process_on_nodes, use_gpu=self.device_name != "cpu", name_prefix=name)
@@ -276,8 +292,13 @@ def _too_many(resource: str, counts: list[int], has: list[int]) -> str:
     return (
         f"more ranks than {resource}s: asked for {sum(counts)} ranks with one {resource} each (ranks on nodes: "
         f"{counts}); the cluster has {sum(has)} {resource}s ({resource}s of its nodes: {has}). Set {remedy}, or add "
-        f"nodes.{more}"
+        f"nodes.{more}{_losses()}"
     )
+
+
+def _losses() -> str:
+    dead = dead_nodes().values()
+    return f" Nodes that died: {'; '.join(dead)}." if dead else ""
 
 
 def _bundles_of(groups: Sequence[PlacementGroup]) -> list[Bundle]:

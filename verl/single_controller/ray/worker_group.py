@@ -21,10 +21,14 @@ from verl.single_controller.base.dispatch import Share, is_batch
 from verl.single_controller.base.worker import STACKS_FOLDER_ENV, free_port
 from verl.single_controller.base.worker_group import Call, WorkerGroup
 from verl.single_controller.ray.failures import Asked, explain
-from verl.single_controller.ray.hangs import hang, stacks_folder
-from verl.single_controller.ray.processes import end
+from verl.single_controller.ray.hangs import hang, late_start, stacks_folder
+from verl.single_controller.ray.processes import brief, dead_nodes, end
 from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
 from verl.single_controller.ray.watch import Watch
+
+MEETING_TIMEOUT_S = 60.0
+"""How long the node of rank 0 may take to name a port."""
+LOST_NODE = "Places on a node that died do not come back: release() the pool, and make it anew."
 
 # What is worth a place in the object store where several ranks get the same one.
 _LARGE = (Share, torch.Tensor, np.ndarray)
@@ -82,8 +86,8 @@ class RayWorkerGroup(WorkerGroup):
 
     Raises:
         ResourceError: the pool does not fit the cluster, holds as many groups as it may, or ends before them.
-        ProcessLostError: a process died in its constructor.
-        WorkerError: a constructor raised, or did not end in time.
+        ProcessLostError: a process died or hangs in its constructor, or a node of the pool is gone.
+        WorkerError: a constructor raised, or there was no room for its process in time.
     """
 
     class_with_args = RayClassWithInitArgs
@@ -173,6 +177,9 @@ class RayWorkerGroup(WorkerGroup):
             raise ResourceError(
                 "detached workers would die with their places when this program ends. Make the pool with detached=True."
             )
+        lost = {bundle.node_id for bundle in bundles} & dead_nodes().keys()
+        if lost:
+            raise ProcessLostError(f"the pool has places on nodes that died ({', '.join(sorted(lost))}). {LOST_NODE}")
         self._rendezvous = _rendezvous(bundles[0])
         self._bundles.extend(bundles)
         for bundle in bundles:
@@ -212,19 +219,14 @@ class RayWorkerGroup(WorkerGroup):
         }
 
     def _wait_for_constructors(self, timeout_s: float) -> None:
-        references = [worker.__ray_ready__.remote() for worker in self._workers]
+        ready = {rank: worker.__ray_ready__.remote() for rank, worker in enumerate(self._workers)}
+        asked = self._asked("__init__")
         try:
             # Raises as soon as one of them fails: the others may be waiting for it.
-            ray.get(references, timeout=timeout_s)
-        except GetTimeoutError as error:
-            late = len(ray.wait(references, num_returns=len(references), timeout=0)[1])
-            self.shutdown()
-            raise WorkerError(
-                f"{late} of {len(references)} ranks of {self._title()} did not start within {timeout_s:g} s. "
-                "Either a constructor takes longer (raise start_timeout_s), or other actors hold the processors."
-            ) from error
+            ray.get(list(ready.values()), timeout=timeout_s)
         except RayError as error:
-            explained = explain(error, dict(enumerate(references)), self._asked("__init__"))
+            late = isinstance(error, GetTimeoutError)
+            explained = late_start(ready, asked, timeout_s) if late else explain(error, ready, asked)
             self.shutdown()
             raise explained from error
 
@@ -283,9 +285,9 @@ class RayWorkerGroup(WorkerGroup):
         except GetTimeoutError as error:
             asked = self._asked(method)
             self._watch.raise_if_lost(asked.stage)
-            message = hang(dict(zip(ranks, references, strict=True)), asked, limit_s or 0)
-            self._watch.end(message)
-            raise ProcessLostError(message) from error
+            hung = hang(dict(zip(ranks, references, strict=True)), asked, limit_s or 0)
+            self._watch.end(str(hung))
+            raise hung from error
         except RayError as error:
             raise self._explained(error, dict(zip(ranks, references, strict=True)), method) from error
 
@@ -390,7 +392,12 @@ def _rendezvous(bundle: Bundle) -> tuple[str, str]:
     there = ray.remote(num_cpus=0)(_address_and_port).options(
         scheduling_strategy=PlacementGroupSchedulingStrategy(bundle.group, bundle.index)
     )
-    return ray.get(there.remote())
+    try:
+        return ray.get(there.remote(), timeout=MEETING_TIMEOUT_S)
+    except RayError as error:
+        raise ProcessLostError(
+            f"node {bundle.node_id}, where rank 0 was to start, does not answer: {brief(str(error))} {LOST_NODE}"
+        ) from error
 
 
 def _address_and_port() -> tuple[str, str]:
