@@ -35,7 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "grpo": PPO | {"actor_rollout_ref.actor.checkpoint.async_save": "true", "data.dataloader_num_workers": 2},
     "ppo": PPO | {"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": "true",
                   "algorithm.kl_ctrl.type": "adaptive", "trainer.max_actor_ckpt_to_keep": 2,
-                  "trainer.max_critic_ckpt_to_keep": 1},
+                  "trainer.max_critic_ckpt_to_keep": 1, "trainer.val_before_train": "true",
+                  "data.validation_shuffle": "true"},
     "sft": {},
 }  # fmt: skip
 
@@ -119,14 +120,17 @@ class Runs:
         assert process.exitcode == -signal.SIGKILL, f"it ended with {process.exitcode} before step {step}"
 
     def result(self, name: str) -> dict[str, Any]:
-        """All that a run leaves, without its times."""
+        """All that a run leaves, without its times, and without the validation that it begins with."""
         root = self.folder / name
         found: dict[str, Any] = {}
         for path in sorted(root.rglob("*.jsonl")):
             records = [json.loads(line) for line in path.read_text().splitlines()]
+            if path.parent.name == "validation" and path.stem not in ("3", "6", str(STEPS)):
+                continue
             for record in records:
                 if "data" in record:
                     record["data"] = {k: v for k, v in record["data"].items() if not k.startswith(CLOCKS)}
+            records = [record for record in records if "training/epoch" in record.get("data", {"training/epoch": 0})]
             # As text: two NaNs are the same there.
             found[str(path.relative_to(root))] = [json.dumps(record) for record in records]
         last = root / "checkpoints" / f"global_step_{STEPS}"

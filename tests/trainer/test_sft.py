@@ -81,6 +81,22 @@ def test_a_resumed_run_continues_where_it_stopped(train):
                 assert metrics[key] == straight[step][key], (stop, step, key)
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_more_ranks_and_with_fewer(train, tmp_path, ray_cluster):
+    two = {"trainer.controller": "ray", "trainer.n_gpus_per_node": 2}
+    straight = train("straight", 6)
+    found = train("run", 2) | train("run", 4, **two) | train("run", 6)
+    files = json.loads((tmp_path / "run" / "global_step_4" / "manifest.json").read_text())["files"]
+    assert {
+        "model_world_size_2_rank_1.pt",
+        "optim_world_size_2_rank_0.pt",
+        "huggingface/model.safetensors",
+    } <= files.keys()
+    for step, metrics in straight.items():
+        for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens"):
+            assert found[step][key] == pytest.approx(metrics[key], rel=1e-4), (step, key)
+
+
 def test_two_ranks_on_ray_give_the_numbers_of_one_local_rank(train, ray_cluster):
     local = train("local", 3)
     changes = {"trainer.controller": "ray", "trainer.n_gpus_per_node": 2, "data.balance_dp_token": "true"}

@@ -54,14 +54,16 @@ from verl.trainer.ppo.metrics import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.old_log_probs import OldLogProbs
+from verl.trainer.ppo.records import RecordFolder
 from verl.trainer.ppo.reward import RewardRecord, compute_reward, leave_out_failed, start_reward
 from verl.trainer.ppo.role_workers import RoleWorkers, compute_columns, update_weights
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.stages import apply_kl_penalty, compute_advantage, compute_response_mask
 from verl.trainer.ppo.utils import Needs, Role, need_critic, need_reference_policy, need_reward_model
-from verl.trainer.ppo.validation import Validator, dump_generations
+from verl.trainer.ppo.validation import Validator, generation_records
 from verl.trainer.schedule import Schedule
 from verl.trainer.timing import Stopwatch, stage
+from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.flops_counter import Arithmetic
@@ -137,6 +139,7 @@ class RayPPOTrainer(TrainingLoop):
         self.metrics: Metrics = {}
         self.flops: dict[str, float | None] = {}
         self.record = RewardRecord()
+        self.dump = RecordFolder(self.config.trainer.rollout_data_dir)
         self.train_sampler = train_sampler
         self.checkpoint = TrainerCheckpoint(CheckpointPlan.of_ppo(self.config.trainer), {})
         self._validated_before = False
@@ -475,13 +478,21 @@ class RayPPOTrainer(TrainingLoop):
             **compute_throughout_metrics(batch, timing, n_gpus=world_size),
             **compute_mfu_metrics(self.flops, self.arithmetic, timing),
             **self.bad_steps.metrics(),
+            **self._dump_metrics(),
         }
+
+    def _dump_metrics(self) -> Metrics:
+        """``recovery/failed_dumps``: files with samples that the disk did not take, once there are any."""
+        failed = self.dump.failed + (self.validator.dump.failed if self.validator else 0)
+        return {"recovery/failed_dumps": float(failed)} if failed else {}
 
     @stage("testing")
     def _validate(self) -> Metrics:
         """Metrics ``val-core/...`` and ``val-aux/...`` of the held-out prompts."""
         assert self.validator is not None, "validation needs val_dataset and val_reward_fn"
+        before = rng_state()  # the steps after it are the same with one validation more, as a resumed run has
         metrics = self.validator.run(self.global_steps)
+        set_rng_state(before)
         shown = self.validator.samples[: self.config.trainer.log_val_generations]
         if shown:
             self._track_generations([(s["input"], s["output"], s["score"]) for s in shown], self.global_steps)
@@ -489,7 +500,6 @@ class RayPPOTrainer(TrainingLoop):
 
     @stage("dump_rollout_generations")
     def _dump_rollouts(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> None:
-        folder = self.config.trainer.rollout_data_dir
-        if folder:
-            is_first = not self.record.batches
-            dump_generations(folder, self.global_steps, self.tokenizer, batch, scores, extra, append=not is_first)
+        if self.dump.folder is not None:
+            records = generation_records(self.global_steps, self.tokenizer, batch, scores, extra)
+            self.dump.write(self.global_steps, records, append=bool(self.record.batches))
