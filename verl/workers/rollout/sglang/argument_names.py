@@ -12,6 +12,7 @@ from verl.utils.registry import suggest
 from verl.workers.rollout.sglang.settings import ENGINE_SIDE
 
 _SCRIPT = "verl_sglang_arguments.py"
+_ATTEMPTS = 3
 
 
 def check_names(names: Iterable[str], python: str, environment: Mapping[str, str], timeout_s: float) -> None:
@@ -42,9 +43,12 @@ def check_names(names: Iterable[str], python: str, environment: Mapping[str, str
 def _known_names(python: str, environment: Mapping[str, str], timeout_s: float) -> list[str]:
     command = [python, str(ENGINE_SIDE / _SCRIPT)]
     try:
-        asked = subprocess.run(
-            command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        for _ in range(_ATTEMPTS):
+            asked = subprocess.run(
+                command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+            if asked.returncode >= 0:  # else somebody killed it
+                break
     except subprocess.TimeoutExpired:
         raise ConfigError(
             f"rollout.name=sglang: {python} did not import SGLang within {timeout_s:g} s. If its disk is only slow, "

@@ -17,6 +17,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,7 @@ def _marked_children() -> Iterator[str]:
     Raises:
         EngineLostError: the start failed because a child was killed by a signal.
     """
+    resource_tracker.ensure_running()  # serves this process beyond the engine's life, so it must not bear the mark
     mark, before = new_mark(), os.environ.get(VARIABLE)
     os.environ[VARIABLE] = mark
     try:
@@ -353,7 +355,7 @@ class Server(Backend):
         environment: Mapping[str, str],
         python: str,
         start_timeout_s: float,
-        patience: Patience,
+        patience: Patience | None = None,
     ) -> None:
         super().__init__(arguments)
         token = new_token()
