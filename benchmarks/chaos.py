@@ -175,7 +175,7 @@ def draw_plans(seed: int, rounds: int) -> list[dict[str, Any]]:
         stage = draw.choice(FAULTS[fault])
         steps = [2, 4] if stage in ("testing", SAVING) else range(1, STEPS + 1)
         if "damaged" in fault:
-            steps = [step for step in steps if step >= 4]  # two steps have been saved
+            steps = [STEPS]  # two steps have been saved
         after = draw.choice([0.0, 0.02, 0.1, 0.3])
         plans.append({"fault": fault, "step": draw.choice(list(steps)), "stage": stage, "after_s": after})
         plans[-1]["which"] = draw.randrange(2)

@@ -38,7 +38,8 @@ def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
     """``run``, in a process that is started again when a signal kills it, up to ``trainer.recovery.driver_restarts``.
 
     On Linux only; elsewhere, and with 0 restarts, ``run`` itself. An exit of the driver is the exit of this process,
-    with the same code; one by a signal has 128 + its number.
+    with the same code; one by a signal has 128 + its number. A driver that ends from within a C library, as Ray's
+    ends it when the node's own process of Ray has died, counts as killed: ``run`` never came to its end.
     """
 
     @functools.wraps(run)
@@ -51,20 +52,27 @@ def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
         for attempt in range(restarts + 1):
             sys.stdout.flush()
             sys.stderr.flush()
+            reader, writer = os.pipe()
             child = os.fork()
             if child == 0:
+                os.close(reader)
                 _die_with_parent()
                 saved_since = _latest(config) != before
-                run(_going_on(config) if attempt and saved_since else config)
+                try:
+                    run(_going_on(config) if attempt and saved_since else config)
+                finally:
+                    os.write(writer, b".")
                 return
-            code = _wait_for(child)
-            if code >= 0:
+            os.close(writer)
+            code, has_returned = _wait_for(child), bool(os.read(reader, 1))
+            os.close(reader)
+            if has_returned and code >= 0:
                 raise SystemExit(code)
-            name = signal.Signals(-code).name
-            if -code not in DEATHS or attempt == restarts:
-                logger.error("the driver was ended by %s%s.", name, f", {attempt + 1} times" if attempt else "")
-                raise SystemExit(128 - code)
-            logger.error("the driver was killed by %s. Restart %d of at most %d.", name, attempt + 1, restarts)
+            how = signal.Signals(-code).name if code < 0 else f"an exit with code {code} from outside of Python"
+            if (code < 0 and -code not in DEATHS) or attempt == restarts:
+                logger.error("the driver was ended by %s%s.", how, f", {attempt + 1} times" if attempt else "")
+                raise SystemExit(128 - code if code < 0 else code or 1)
+            logger.error("the driver was killed by %s. Restart %d of at most %d.", how, attempt + 1, restarts)
 
     return start
 
