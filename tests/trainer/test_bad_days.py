@@ -143,3 +143,32 @@ def test_a_rank_that_others_wait_for_is_started_again_with_them_and_smaller_pass
     assert [records[n]["recovery/micro_batch_splits"] for n in (1, 2)] == [1, 1]
     assert [records[n]["recovery/restarts"] for n in (1, 2)] == [1, 1]
     assert "Other ranks wait for this one" in done.stdout + done.stderr
+
+
+def test_full_disks_behind_logs_samples_and_output_do_not_end_a_run(tmp_path):
+    for dump in ("rollouts/1.jsonl", "validation/0.jsonl"):
+        (tmp_path / dump).mkdir(parents=True)  # a folder where the file should be
+    arguments = overrides(
+        make_tiny_run(tmp_path),
+        tmp_path,
+        trainer__total_training_steps=1,
+        trainer__logger="[console,file]",
+        trainer__rollout_data_dir=tmp_path / "rollouts",
+        trainer__validation_data_dir=tmp_path / "validation",
+        trainer__val_before_train="true",
+    )
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
+            env=os.environ | {"VERL_FILE_LOGGER_PATH": "/dev/full", "PYTHONPATH": str(ROOT)},
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    said = done.stderr + next((tmp_path / "outputs").rglob("main_ppo.log")).read_text()
+    assert done.returncode == 0, said
+    assert "standard output cannot be written" in said
+    assert "samples cannot be written" in said
+    assert "tracker 'file' failed in 3 of 3 calls" in said

@@ -5,10 +5,15 @@ This is the only module that writes to standard output.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import math
+import os
+import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from rich.console import Console, Group, RenderableType
@@ -16,6 +21,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+logger = logging.getLogger(__name__)
 
 LOG_WIDTH = 120
 """Columns of a table in a log file."""
@@ -36,23 +43,60 @@ SHOWN = (
 _live: Progress | None = None
 
 
+class _Output(Console):
+    """Standard output of a run, which outlives whoever reads it."""
+
+    def on_broken_pipe(self) -> None:
+        """The reader has gone (``... | head``). Rich would end the process."""
+        self.quiet = True
+        error = sys.exc_info()[1]
+        if error is not None:
+            raise error
+
+
 def console() -> Console:
     """Standard output as it is now: a terminal with its width, or a log of ``LOG_WIDTH`` columns."""
-    plain = Console()
-    return plain if plain.is_terminal else Console(width=LOG_WIDTH)
+    plain = _Output()
+    return plain if plain.is_terminal else _Output(width=LOG_WIDTH)
+
+
+_is_lost = False
+
+
+@contextmanager
+def _spared() -> Iterator[None]:
+    """Nothing that is shown is worth a run: a full disk behind the output, or a reader that has gone, is said once."""
+    global _is_lost
+    try:
+        yield
+    except OSError as error:
+        if not _is_lost:
+            _is_lost = True
+            logger.warning("standard output cannot be written (%s); the run goes on without what it would show.", error)
+            atexit.register(_let_go)
+
+
+def _let_go() -> None:
+    """Python flushes the output when it ends, and would make a failure the exit status of the run."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show(content: RenderableType) -> None:
     """Write a table or a text, above the live display if there is one."""
     if isinstance(content, str):
         content = Text(content)
-    (_live.console if _live else console()).print(content, soft_wrap=isinstance(content, Text))
+    with _spared():
+        (_live.console if _live else console()).print(content, soft_wrap=isinstance(content, Text))
 
 
 def write_line(text: str) -> None:
     """Write one line of a log, unwrapped; nothing while a live display shows the run instead."""
     if _live is None:
-        console().out(text, highlight=False)
+        with _spared():
+            console().out(text, highlight=False)
 
 
 def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
@@ -91,7 +135,7 @@ class Progress:
         self.total_steps = total_steps
         self.step = first_step
         wanted = {True: "on", False: "off"}.get(enabled, enabled) if isinstance(enabled, bool) else enabled
-        self.console = console or Console(force_terminal=True if wanted == "on" else None)
+        self.console = console or _Output(force_terminal=True if wanted == "on" else None)
         self.is_shown = wanted == "on" or (wanted == "auto" and self.console.is_terminal)
         self._started = time.monotonic()
         self._finished_at: deque[float] = deque([self._started], maxlen=RECENT_STEPS + 1)
@@ -104,7 +148,8 @@ class Progress:
         self._finished_at.clear()
         self._finished_at.append(self._started)
         if self.is_shown:
-            self._live.start()
+            with _spared():
+                self._live.start()
             _live = self
         return self
 
@@ -112,7 +157,8 @@ class Progress:
         global _live
         if self.is_shown:
             _live = None
-            self._live.stop()
+            with _spared():
+                self._live.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is done."""
@@ -122,14 +168,16 @@ class Progress:
         self._finished_at.append(now)
         self._validation = _validation_text(metrics) or self._validation
         if self.is_shown:
-            self.console.print(_step_text(step, metrics, seconds), soft_wrap=True)
+            with _spared():
+                self.console.print(_step_text(step, metrics, seconds), soft_wrap=True)
 
     def message(self, text: str) -> None:
         """A line for the person, above the bar; on a log, just a line."""
-        if self.is_shown:
-            self.console.print(Text(text), soft_wrap=True)
-        else:
-            console().out(text, highlight=False)
+        with _spared():
+            if self.is_shown:
+                self.console.print(Text(text), soft_wrap=True)
+            else:
+                console().out(text, highlight=False)
 
     def seconds_left(self) -> float:
         """Time to the last step at the pace of the recent ones; NaN before the first is done."""

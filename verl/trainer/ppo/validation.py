@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl.errors import CheckpointError
 from verl.protocol import DataProto
 from verl.trainer.config import PPOConfig
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.metrics import process_validation_metrics
+from verl.trainer.ppo.records import RecordFolder
 
 
 class Validator:
@@ -45,6 +43,7 @@ class Validator:
         self.score = score
         self.reward_fn = reward_fn
         self.dataloader = dataloader
+        self.dump = RecordFolder(config.trainer.validation_data_dir)
         self.samples: list[dict[str, Any]] = []
         """The last validation's samples: input, output, gts, score (for tables and reports)."""
 
@@ -70,9 +69,7 @@ class Validator:
                 values += [None] * (len(columns["uid"]) - len(values))
             samples += generation_records(step, self.tokenizer, batch, scores, extra)
         self.samples = samples
-        folder = self.config.trainer.validation_data_dir
-        if folder:
-            write_records(folder, step, samples)
+        self.dump.write(step, samples)
         sources, uids = columns.pop("data_source"), columns.pop("uid")
         return validation_metrics(sources, uids, columns)
 
@@ -125,22 +122,6 @@ def _is_core(name: str, largest: int) -> bool:
     return name.startswith(("mean@", "maj@", "best@")) and _responses(name) == largest and not name.endswith("/std")
 
 
-def dump_generations(
-    folder: str,
-    step: int,
-    tokenizer: Any,
-    batch: DataProto,
-    scores: torch.Tensor,
-    extra: dict[str, list],
-    append: bool = False,
-) -> None:
-    """Write ``{folder}/{step}.jsonl``: one line per sample with input, output, gts, score, step and extras.
-
-    With ``append`` behind what the file has: dynamic sampling scores several batches in a step.
-    """
-    write_records(folder, step, generation_records(step, tokenizer, batch, scores, extra), append)
-
-
 def generation_records(
     step: int, tokenizer: Any, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]
 ) -> list[dict[str, Any]]:
@@ -162,21 +143,6 @@ def generation_records(
         }
         for n, (i, o, g, s) in enumerate(rows)
     ]
-
-
-def write_records(folder: str, step: int, records: list[dict[str, Any]], append: bool = False) -> None:
-    """Write records as ``{folder}/{step}.jsonl``; a full or read-only disk is a named error."""
-    path = Path(folder).expanduser() / f"{step}.jsonl"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a" if append else "w", encoding="utf-8") as file:
-            for record in records:
-                file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write generations to {path}: {error}. Free space or set another folder: "
-            "trainer.rollout_data_dir, trainer.validation_data_dir."
-        ) from error
 
 
 def _data_sources(batch: DataProto) -> list[str]:
