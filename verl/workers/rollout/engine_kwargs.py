@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
+from verl.utils.redact import is_secret
 from verl.workers.rollout.server import Patience
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, 
         decided: arguments that other settings decide.
 
     Raises:
-        ConfigError: one of ``decided`` is given.
+        ConfigError: one of ``decided`` is given, or a secret.
     """
     extra = {name: value for name, value in _given(config).items() if name not in _OWN and value is not None}
     doubled = sorted(extra.keys() & set(decided))
@@ -40,6 +41,12 @@ def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, 
         raise ConfigError(
             f"rollout.engine_kwargs.{config.name} sets {', '.join(doubled)}, which other settings decide: see the "
             f"table of docs/rollout_engines.md. Take it out of engine_kwargs.{config.name}."
+        )
+    if found := [name for name, value in extra.items() if is_secret(name, value)]:
+        raise ConfigError(
+            f"rollout.engine_kwargs.{config.name}.{found[0]} is a secret, and would stand on the command line of the "
+            "server, which everybody on the machine can read. Set it in the environment where the run starts "
+            "(HF_TOKEN for the Hugging Face hub); the server has a token of its own."
         )
     return extra
 
