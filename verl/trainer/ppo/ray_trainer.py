@@ -163,12 +163,13 @@ class RayPPOTrainer(TrainingLoop):
         self.total_training_steps = derived_sizes(self.config, len(train_dataset)).total_steps
         self.schedule = Schedule.of(self.config.trainer, self.total_training_steps)
         self.val_dataloader = None
+        self.validation_order = self.own_draws()
         if val_dataset is not None:
             self.val_dataloader = StatefulDataLoader(
                 val_dataset,
                 batch_size=data.val_batch_size or len(val_dataset),
                 shuffle=data.validation_shuffle,
-                generator=self.own_draws(),
+                generator=self.validation_order,
                 **common,
             )
 
@@ -490,7 +491,9 @@ class RayPPOTrainer(TrainingLoop):
     def _validate(self) -> Metrics:
         """Metrics ``val-core/...`` and ``val-aux/...`` of the held-out prompts."""
         assert self.validator is not None, "validation needs val_dataset and val_reward_fn"
-        before = rng_state()  # the steps after it are the same with one validation more, as a resumed run has
+        # The steps after it, and the validations, are the same with one validation more, as a resumed run has.
+        before = rng_state()
+        self.validation_order.manual_seed(self.config.trainer.seed)
         metrics = self.validator.run(self.global_steps)
         set_rng_state(before)
         shown = self.validator.samples[: self.config.trainer.log_val_generations]
