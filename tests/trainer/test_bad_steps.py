@@ -143,7 +143,8 @@ def test_the_folder_is_bounded_and_null_never_stops(tmp_path):
     for step in range(1, 4 * KEPT, 2):
         see(counter, step)
         counter.stop_if_too_many(step)
-    assert len(list((tmp_path / "bad").iterdir())) == KEPT
+    kept = sorted(int(file.stem.split("_")[1]) for file in (tmp_path / "bad").iterdir())
+    assert kept == list(range(4 * KEPT - 1, 2 * KEPT, -2))[::-1]  # the newest
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):

@@ -117,12 +117,18 @@ class BadSteps:
         about = {"global_steps": step, "non_finite": list(self._texts), "metrics": dict(metrics)}
         try:
             _write(replace(batch, meta_info=about), path)
-            for old in sorted(self.folder.glob("step_*.dataproto"), key=lambda file: file.stat().st_mtime)[:-KEPT]:
+            for old in sorted(self.folder.glob("step_*.dataproto"), key=_step_of)[:-KEPT]:
                 old.unlink(missing_ok=True)
         except OSError as error:
             logger.warning("the batch of step %d cannot be kept in %s: %s", step, path, error)
             return None
         return path
+
+
+def _step_of(path: Path) -> int:
+    """By the name: the clock of a machine may be set back."""
+    number = path.stem.split("_")[1]
+    return int(number) if number.isdecimal() else 0
 
 
 def _write(batch: DataProto, path: Path) -> None:
