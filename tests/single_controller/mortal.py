@@ -10,23 +10,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from verl.errors import ProcessLostError
 from verl.single_controller.base import Worker
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-
-ALL = Dispatch.ONE_TO_ALL
+from verl.single_controller.base.decorator import make_nd_compute_dataproto_dispatch_fn, register
 
 
 class Mortal(Worker):
     """Ranks of one gloo group.
 
     Args:
-        killed_in_constructor: this rank ends there, while the others wait for it.
+        rank: this one does something else in its constructor, while the others wait for it.
+        what: it does.
     """
 
-    def __init__(self, killed_in_constructor: int | None = None) -> None:
+    def __init__(self, rank: int | None = None, what: str = "die") -> None:
         super().__init__()
-        if self.rank == killed_in_constructor:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if self.rank == rank:
+            getattr(self, f"_{what}")()
         dist.init_process_group("gloo")
         self._register_dispatch_collect_info("train", self.rank, True)
 
@@ -67,6 +67,12 @@ class Mortal(Worker):
 
     def _answer(self):
         return 0.0
+
+    def _bus_error(self):
+        os.kill(os.getpid(), signal.SIGBUS)
+
+    def _lose_a_helper(self):
+        raise ProcessLostError("the engine's server died, and cannot be started again")
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
     def train(self, batch):

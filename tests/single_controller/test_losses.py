@@ -6,13 +6,14 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from tests.single_controller.mortal import Mortal
-from tests.single_controller.workers import batch_of
+from tests.single_controller.workers import Echo, batch_of
 from verl.errors import ProcessLostError, WorkerError
 
 
@@ -93,7 +94,18 @@ def test_a_rank_killed_in_its_constructor_is_not_waited_for(places):
         group_of(places, 1),
     ):
         pass
-    assert time.monotonic() - start < 60, "rank 0 waits for rank 1 for 5 minutes"
+    assert time.monotonic() - start < 200, "rank 0 waits for rank 1 for 5 minutes"
+
+
+@pytest.mark.slow
+def test_a_constructor_that_hangs_says_where(places):
+    from verl.single_controller.ray import RayWorkerGroup
+
+    worker = RayWorkerGroup.describe(Mortal, 1, "spin")
+    with pytest.raises(ProcessLostError, match=r"^2 of 2 ranks of Mortal did not start within 10 s") as caught:
+        RayWorkerGroup(places, worker, device_name="cpu", start_timeout_s=10)
+    assert re.search(r"rank 0 .*: in .*, called by __init__ \(.*mortal.py", str(caught.value))
+    assert re.search(r"rank 1 .*: in _spin \(.*mortal.py", str(caught.value))
 
 
 def test_a_future_whose_rank_died_says_so(places):
@@ -109,6 +121,19 @@ def test_an_exception_is_no_loss(places, guarded):
         with pytest.raises(WorkerError, match=r"^Mortal.all_reduce on rank 0 of 2: ValueError: a row") as caught:
             group.execute_all_sync("all_reduce", 0, "raise")
         assert not isinstance(caught.value, ProcessLostError)
+
+
+def test_a_helper_that_a_worker_lost_is_a_loss(places):
+    with group_of(places) as group:
+        expected = r"(?s)^Mortal.all_reduce on rank 0 of 2: ProcessLostError: the engine's server died"
+        with pytest.raises(ProcessLostError, match=expected):
+            group.execute_all_sync("all_reduce", 0, "lose_a_helper")
+
+
+def test_the_signal_that_a_process_got_is_found_in_its_log(places):
+    expected = r"^rank 1 of 2 died .*signal SIGBUS .*/dev/shm is full"
+    with group_of(places) as group, pytest.raises(ProcessLostError, match=expected):
+        group.execute_all_sync("all_reduce", 1, "bus_error")
 
 
 def test_what_arrived_outlives_who_sent_it(places):
@@ -153,3 +178,52 @@ def test_a_hang_names_who_keeps_the_others_waiting(places, rank, what, why):
         with pytest.raises(ProcessLostError, match=rf"^rank {rank} of 2 hangs"):
             group.execute_all_sync("pid")
     assert all(map(gone, pids))
+
+
+# ---- without Ray ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone():
+    from verl.single_controller.local import LocalWorkerGroup
+
+    group = LocalWorkerGroup(None, LocalWorkerGroup.describe(Echo))
+    yield group
+    group.shutdown()
+
+
+@pytest.mark.parametrize("what", ["sleep", "spin"])
+def test_a_call_that_hangs_in_this_process_is_interrupted(alone, what, capfd):
+    alone.guard(hang_timeout_s=0.5)
+    before = signal.getsignal(signal.SIGUSR2)
+    hangs = {"sleep": time.sleep, "spin": spin}[what]
+    with pytest.raises(
+        ProcessLostError, match=r"^Echo.execute_func_rank_zero has not answered within hang_timeout_s=0.5 s"
+    ):
+        alone.execute_func_rank_zero(hangs, 60)
+    assert "test_losses.py" in capfd.readouterr().err, "the stacks are not on stderr"
+    assert alone.execute_func_rank_zero(abs, -3) == 3
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def spin(seconds):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+def test_a_call_in_time_is_left_alone_and_so_is_what_follows_it(alone, capfd):
+    alone.guard(hang_timeout_s=0.3)
+    assert alone.execute_func_rank_zero(abs, -3) == 3
+    time.sleep(0.6)
+    with pytest.raises(ValueError, match="bad row"):
+        alone.boom(0)
+    time.sleep(0.6)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_call_from_another_thread_cannot_be_interrupted_but_is_written_down(alone, capfd):
+    alone.guard(hang_timeout_s=0.2)
+    with ThreadPoolExecutor() as threads:
+        threads.submit(alone.execute_func_rank_zero, time.sleep, 0.6).result()
+    assert "Timeout (0:00:00.200000)!" in capfd.readouterr().err

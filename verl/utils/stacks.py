@@ -63,6 +63,8 @@ class Snapshot:
     """Of the kernel, see :func:`~verl.utils.processes.state_of`."""
     text: str
     """Stacks of all threads, as ``faulthandler`` writes them; empty if the process did not."""
+    is_prepared: bool = True
+    """Whether the process had called :func:`write_stacks_on_signal`."""
 
     def threads(self) -> list[list[Frame]]:
         """The frames of each thread, the innermost first."""
@@ -91,6 +93,8 @@ class Snapshot:
             return "its process is stopped, by a signal or a debugger"
         if self.text:
             return ""
+        if not self.is_prepared:
+            return "its process is still starting"
         held = " (the kernel holds it: a disk, a network file system, a driver)" if self.state == "D" else ""
         return f"its process does not even write its stack{held}"
 
@@ -126,17 +130,19 @@ def read_stacks(folder: str | os.PathLike[str], pids: Sequence[int], timeout_s: 
     files = {pid: _file_of(folder, pid) for pid in pids}
     before = {pid: _size(file) for pid, file in files.items()}
     states = {pid: state_of(pid) for pid in pids}
-    for pid in pids:
-        if states[pid] and files[pid].exists():
+    prepared = {pid for pid, file in files.items() if file.exists()}
+    for pid in prepared:
+        if states[pid]:
             os.kill(pid, SIGNAL)
     deadline = time.monotonic() + timeout_s
     sizes: Mapping[int, int] = {}
     while time.monotonic() < deadline:
         sizes, earlier = {pid: _size(file) for pid, file in files.items()}, sizes
-        if sizes == earlier and all(size > before[pid] or states[pid] in STOPPED for pid, size in sizes.items()):
+        writing = [pid for pid in prepared if states[pid] and states[pid] not in STOPPED]
+        if sizes == earlier and all(sizes[pid] > before[pid] for pid in writing):
             break
         time.sleep(0.1)
-    return {pid: Snapshot(states[pid], _text(files[pid], before[pid])) for pid in pids}
+    return {pid: Snapshot(states[pid], _text(files[pid], before[pid]), pid in prepared) for pid in pids}
 
 
 def _size(file: Path) -> int:

@@ -73,9 +73,11 @@ def snapshots_of(ranks: Sequence[Process]) -> dict[int, Snapshot]:
     """What each rank is doing, by rank; those on other nodes are asked there."""
     by_node: dict[str, list[int]] = {}
     for process in ranks:
-        by_node.setdefault(process.node_id, []).append(process.pid)
+        if process.pid and not process.is_dead:
+            by_node.setdefault(process.node_id, []).append(process.pid)
     found = on_nodes(read_stacks, {node: (str(stacks_folder()), pids) for node, pids in by_node.items()})
-    unreachable = Snapshot("?", "")
+    # Dead, or on a node that does not answer.
+    unreachable = Snapshot("", "")
     return {process.rank: found.get(process.node_id, {}).get(process.pid, unreachable) for process in ranks}
 
 
