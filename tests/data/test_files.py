@@ -155,3 +155,40 @@ def test_choose_rows(tmp_path):
     assert set(chosen) <= set(everything)
     assert chosen == choose_rows(files, 3, shuffle=True, seed=5)
     assert len({tuple(choose_rows(files, 3, shuffle=True, seed=seed)) for seed in range(8)}) > 1
+
+
+def test_a_damaged_parquet_file_names_column_and_rows(tmp_path):
+    path = tmp_path / "train.parquet"
+    rows = {"prompt": [f"question {n} " * 20 for n in range(40)], "answer": [str(n) * 30 for n in range(40)]}
+    kind = {"write_page_checksum": True, "use_dictionary": False, "compression": "none"}  # the checksum alone can tell
+    pq.write_table(pa.table(rows), path, row_group_size=10, **kind)
+    assert len(DataFile(path)) == 40
+    meta = pq.ParquetFile(path).metadata.row_group(2).column(1)  # rows 20 to 29
+    data = bytearray(path.read_bytes())
+    data[meta.data_page_offset + meta.total_compressed_size - 5] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=r"train\.parquet is damaged in column 'answer' of rows 20 to 29: .*again"):
+        DataFile(path)
+    path.write_bytes(data[: len(data) // 2])  # a copy that broke off
+    with pytest.raises(DataError, match=r"train\.parquet cannot be read as parquet"):
+        DataFile(path)
+
+
+def test_a_text_that_is_not_utf8_names_its_row(tmp_path):
+    path = tmp_path / "train.parquet"
+    texts = pa.array([b"fine", b"half \xc3", b"fine"], type=pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"n": [1, 2, 3], "prompt": texts}), path)
+    file = DataFile(path)
+    assert list(file.column("n")) == [1, 2, 3]
+    assert file.row(2) == {"n": 3, "prompt": "fine"}
+    with pytest.raises(DataError, match=r"train\.parquet, row 1, column 'prompt': a text is not UTF-8"):
+        list(file.column("prompt"))
+    with pytest.raises(DataError, match=r"train\.parquet, row 1: a text is not UTF-8"):
+        file.row(1)
+
+
+def test_a_line_that_was_cut_off_is_named(tmp_path):
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"prompt": "a"}\n\n{"prompt": "b')
+    with pytest.raises(DataError, match=r"train\.jsonl, line 3: not valid JSON"):
+        DataFile(path)

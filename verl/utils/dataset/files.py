@@ -54,13 +54,30 @@ class DataFile:
         """Row ``number`` (from 0) as a new dict."""
         if self._table is None:
             return dict(self._rows[number])
-        return self._table.slice(number, 1).to_pylist()[0]
+        try:
+            return self._table.slice(number, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            raise _not_text(self.path, number, error) from error
 
     def column(self, name: str) -> Iterator[Any]:
         """All values of one column, in order; None where a json row lacks it."""
         if self._table is None:
             return (row.get(name) for row in self._rows)
-        return (value for batch in self._table.column(name).chunks for value in batch.to_pylist())
+        return self._parquet_column(name)
+
+    def _parquet_column(self, name: str) -> Iterator[Any]:
+        first = 0
+        for chunk in self._table.column(name).chunks:
+            try:
+                yield from chunk.to_pylist()
+            except UnicodeDecodeError:  # somewhere in the chunk
+                for place, value in enumerate(chunk):
+                    try:
+                        value.as_py()
+                    except UnicodeDecodeError as error:
+                        raise _not_text(self.path, first + place, error, name) from error
+                raise
+            first += len(chunk)
 
 
 def open_files(paths: str | Sequence[str], setting: str) -> list[DataFile]:
@@ -150,9 +167,38 @@ def _read_parquet(path: Path) -> Any:
     import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(path).read()
+        file = pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}. Make or copy the file again.") from error
+    with file:
+        try:
+            return file.read()
+        except (pa.ArrowException, OSError) as error:
+            where = _damaged_rows(file)
+            raise DataError(
+                f"{path} is damaged{where}: {error}. Copy the file again, or make it again from its source."
+            ) from error
+
+
+def _damaged_rows(file: Any) -> str:
+    """Which rows are in the first row group that cannot be read, and which column."""
+    import pyarrow as pa
+
+    first = 0
+    for group in range(file.num_row_groups):
+        size = file.metadata.row_group(group).num_rows
+        for column in file.schema_arrow.names:
+            try:
+                file.read_row_group(group, columns=[column])
+            except (pa.ArrowException, OSError):
+                return f" in column '{column}' of rows {first} to {first + size - 1}"
+        first += size
+    return ""
+
+
+def _not_text(path: Path, row: int, error: UnicodeDecodeError, column: str | None = None) -> DataError:
+    place = f"{path}, row {row}" + ("" if column is None else f", column '{column}'")
+    return DataError(f"{place}: a text is not UTF-8 ({error}). Write the row again, or take it out.")
 
 
 def _read_json(path: Path) -> list[Row]:
@@ -163,7 +209,7 @@ def _read_json(path: Path) -> list[Row]:
     if text.lstrip().startswith("["):
         try:
             rows = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
             raise DataError(f"{path} is not valid JSON: {error}.") from error
         places = [f"element {number}" for number in range(len(rows))]
     else:
@@ -180,7 +226,7 @@ def _read_json(path: Path) -> list[Row]:
 def _parse_line(line: str, path: Path, place: str) -> Any:
     try:
         return json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: also a number of thousands of digits
         raise DataError(
             f"{path}, {place}: not valid JSON ({error}): {line!r:.80}. "
             "Expected one object per line, or one list of objects."
