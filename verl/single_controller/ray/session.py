@@ -9,6 +9,8 @@ from typing import Any
 
 import ray
 
+from verl.single_controller.ray.access import prepare_token
+from verl.single_controller.ray.address import with_address
 from verl.utils.allocator import keep_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -35,13 +37,19 @@ def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
         config: the configuration, for ``run``.
         ray_kwargs: ``ray_init`` are the arguments of ``ray.init``, None meaning not given; into
             ``timeline_json_file`` goes Ray's timeline, if it is set.
+
+    Raises:
+        ResourceError: the cluster that is asked for does not answer.
     """
     keep_freed_memory()
     ours = not ray.is_initialized()
     if ours:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        ray.init(**_init_arguments(ray_kwargs.ray_init))
+        arguments = _init_arguments(ray_kwargs.ray_init)
+        if not os.environ.get("RAY_ADDRESS") and arguments.get("address", "local") == "local":
+            prepare_token()
+        ray.init(**arguments)
     try:
         runner_class().run(config)
     finally:
@@ -52,7 +60,4 @@ def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
 
 
 def _init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = {str(name): value for name, value in given.items() if value is not None}
-    if arguments.keys() & {"num_cpus", "num_gpus", "resources"} and not os.environ.get("RAY_ADDRESS"):
-        arguments.setdefault("address", "local")  # a cluster that runs has its size, and Ray refuses another one
-    return arguments
+    return with_address({str(name): value for name, value in given.items() if value is not None})
