@@ -67,6 +67,8 @@ def test_a_gap_between_rollout_and_trainer_can_stop_the_run():
     stages.check_rollout_gap({"training/rollout_probs_diff_max": 0.1}, 0.2)
     with pytest.raises(RolloutError, match=r"differs by 0.3 .*max_rollout_actor_probs_diff=0.2"):
         stages.check_rollout_gap({"training/rollout_probs_diff_max": 0.3}, 0.2)
+    with pytest.raises(RolloutError, match="differs by nan"):
+        stages.check_rollout_gap({"training/rollout_probs_diff_max": float("nan")}, 0.2)
 
 
 def test_a_column_of_the_data_does_not_stand_in_for_a_tensor():

@@ -9,6 +9,7 @@ from torch.testing import assert_close
 
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
+from verl.utils.metric import extreme
 from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.workers.engine import BatchTotals, MicroBatchConfig, Share
 from verl.workers.engine.non_finite import NonFinite
@@ -228,6 +229,13 @@ def test_skipped_steps_are_counted_and_leave_the_mean():
     assert [str(one) for one in engine.problems] == ["the model's log_probs is nan in sample 3, response token 3"]
     assert metrics["actor/grad_norm"] == 2.0  # of 1 and 3
     assert math.isnan(run(Recorder(skip=(0, 1, 2)))["actor/grad_norm"])
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0, 2.0], [2.0, 1.0, math.nan]])
+def test_an_extreme_does_not_hide_what_is_not_a_number(values):
+    assert math.isnan(extreme("x_max", values))
+    assert math.isnan(extreme("x_min", values))
+    assert (extreme("x_max", [2.0, 1.0]), extreme("x_min", [2.0, 1.0])) == (2.0, 1.0)
 
 
 def test_shuffling_moves_whole_mini_batches_and_is_seeded():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,6 +43,17 @@ def distribution(values: Sequence[float] | torch.Tensor, prefix: str) -> dict[st
         f"{prefix}/max": numbers.max().item(),
         f"{prefix}/min": numbers.min().item(),
     }
+
+
+def extreme(name: str, values: Sequence[float]) -> float:
+    """The largest of ``values`` for a name that ends in ``_max``, else the smallest; NaN if one is, wherever it is.
+
+    >>> extreme("x_max", [1.0, 2.0]), extreme("x_max", [2.0, float("nan")])
+    (2.0, nan)
+    """
+    if any(math.isnan(value) for value in values):
+        return math.nan
+    return max(values) if name.endswith("_max") else min(values)
 
 
 def memory_metrics() -> dict[str, float]:

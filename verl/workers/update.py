@@ -10,6 +10,7 @@ import torch
 
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+from verl.utils.metric import extreme
 from verl.workers.engine.base import BaseEngine, LossFn, MicroBatchConfig
 from verl.workers.engine.non_finite import NonFinite
 
@@ -100,6 +101,4 @@ def _mini_batches(batch: DataProto, plan: UpdatePlan, step: int) -> Iterator[lis
 
 def _over_steps(name: str, steps: list[dict[str, float]]) -> float:
     values = [step[name] for step in steps if name in step]
-    if name.endswith("_max"):
-        return max(values)
-    return min(values) if name.endswith("_min") else sum(values) / len(values)
+    return extreme(name, values) if name.endswith(("_max", "_min")) else sum(values) / len(values)

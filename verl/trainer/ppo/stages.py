@@ -228,7 +228,7 @@ def check_rollout_gap(metrics: Metrics, limit: float | None) -> None:
         RolloutError: they do; what was sampled is then not what would be trained on.
     """
     gap = metrics.get("training/rollout_probs_diff_max", 0.0)
-    if limit is not None and gap > limit:
+    if limit is not None and not gap <= limit:  # nor is NaN
         raise RolloutError(
             f"the probability of a token differs by {gap:.2g} between rollout engine and trainer, more than "
             f"trainer.max_rollout_actor_probs_diff={limit}. Compute both in one precision (rollout.dtype, "

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from verl.errors import SchemaError
 from verl.protocol import DataProto
+from verl.utils.metric import extreme
 from verl.utils.seqlen_balancing import micro_batches_by_tokens
 from verl.workers.engine.base import BatchTotals, Metrics, MicroBatchConfig, Share
 from verl.workers.engine.non_finite import NonFinite
@@ -158,6 +159,4 @@ def _extreme(name: str) -> bool:
 
 
 def _combine(name: str, values: list[float]) -> float:
-    if not _extreme(name):
-        return sum(values)
-    return max(values) if name.endswith("_max") else min(values)
+    return extreme(name, values) if _extreme(name) else sum(values)
