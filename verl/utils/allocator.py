@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import mmap
@@ -18,6 +19,9 @@ KEEP_BYTES = 1 << 30
 """How much freed memory a process keeps at the end of its heap."""
 LARGEST_KEPT_BLOCK = 32 << 20
 """Larger blocks go back to the kernel when they are freed; glibc allows no higher bound."""
+
+LARGEST_HUGE_BLOCK = 256 << 20
+"""Larger blocks come in small pages: one byte that is written in a huge page takes all of its 2 MiB."""
 
 ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 """Where users set the same; see mallopt(3). ``GLIBC_TUNABLES`` may too."""
@@ -78,9 +82,13 @@ class LentPages:
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, nbytes)
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, nbytes)
+    block = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and nbytes <= LARGEST_HUGE_BLOCK:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            block.madvise(mmap.MADV_HUGEPAGE)
+    return block
 
 
 def _is_set_by_user() -> bool:

@@ -26,14 +26,20 @@ typedef struct {
 
 // ---- attention -------------------------------------------------------------------------------------------------------
 
-// Tokens whose keys (or values) one query head after the other reads while they are in the first-level cache.
-enum { TILE = 64 };
+// TILE: tokens whose keys (or values) one query head after the other reads while they are in the first-level cache.
+enum { TILE = 16, CACHE_LINE = 16 };
 
-// s[h][j] = q[h] . k[j] for g query heads and n tokens; rows of s are ld apart.
+// What is read next is on its way to the cache while what is there is worked on: n rows of d numbers.
+INLINE void fetch(const float *next, int64_t n, int d) {
+    for (int64_t i = 0; i < n * d; i += CACHE_LINE) __builtin_prefetch(next + i);
+}
+
+// s[h][j] = q[h] . k[j] for g query heads and n tokens; rows of s are ld apart. next: the like of k that is read next, or NULL.
 INLINE void scores_of(float *restrict s, int64_t ld, const float *restrict q, const float *restrict k, int64_t n, int g,
-                      int d) {
+                      int d, const float *next) {
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t end = start + TILE < n ? start + TILE : n;
+        if (next) fetch(next + start * d, end - start, d);
         for (int h = 0; h < g; ++h)
             for (int64_t j = start; j < end; ++j) {
                 float sum = 0;
@@ -43,11 +49,12 @@ INLINE void scores_of(float *restrict s, int64_t ld, const float *restrict q, co
     }
 }
 
-// out[h] += sum_j p[h][j] v[j]
+// out[h] += sum_j p[h][j] v[j]; next: as in scores_of.
 INLINE void add_values(float *restrict out, const float *restrict p, int64_t ld, const float *restrict v, int64_t n,
-                       int g, int d) {
+                       int g, int d, const float *next) {
     for (int64_t start = 0; start < n; start += TILE) {
         const int64_t end = start + TILE < n ? start + TILE : n;
+        if (next) fetch(next + start * d, end - start, d);
         for (int h = 0; h < g; ++h) {
             float sum[d];  // stays in registers where d is known to the compiler
             memcpy(sum, out + h * d, sizeof(float) * d);
@@ -71,14 +78,15 @@ INLINE void softmax(float *p, int64_t n, float scale) {
 
 // One row and one key/value head: g query heads over n_shared tokens of the prompt and n_own of the response.
 INLINE void attend(float *out, float *s, const float *q, const float *shared_k, const float *shared_v, int64_t n_shared,
-                   const float *own_k, const float *own_v, int64_t n_own, float scale, int g, int d) {
+                   const float *own_k, const float *own_v, int64_t n_own, float scale, int g, int d,
+                   const float *next) {
     const int64_t n = n_shared + n_own;
-    scores_of(s, n, q, shared_k, n_shared, g, d);
-    scores_of(s + n_shared, n, q, own_k, n_own, g, d);
+    scores_of(s, n, q, shared_k, n_shared, g, d, NULL);
+    scores_of(s + n_shared, n, q, own_k, n_own, g, d, own_v);
     for (int h = 0; h < g; ++h) softmax(s + h * n, n, scale);
     memset(out, 0, sizeof(float) * g * d);
-    add_values(out, s, n, shared_v, n_shared, g, d);
-    add_values(out, s + n_shared, n, own_v, n_own, g, d);
+    add_values(out, s, n, shared_v, n_shared, g, d, NULL);
+    add_values(out, s + n_shared, n, own_v, n_own, g, d, next);
 }
 
 // What happens to a head of a query or key before attention; weight: of an RMS norm over the head, or NULL.
@@ -120,6 +128,11 @@ static int64_t first_task(const Memory *m, int64_t kv, int thread, int threads) 
 // Floats that one thread needs: the queries ready for use, what comes out, and scores.
 static int64_t attention_space(const Attention *a, int64_t longest) { return (longest + 2 * a->d) * (a->heads / a->kv); }
 
+// Where the keys and values of a task's row begin.
+static int64_t own_place(const Attention *a, const Memory *m, int64_t layer, int64_t task) {
+    return layer * m->own_apart + (m->slots[task % m->rows] * a->kv + task / m->rows) * m->own_room * a->d;
+}
+
 // One thread's share of a layer. q, new_k and new_v begin with the first row; the rows are so far apart as q_apart and
 // kv_apart say. out (heads * d, rows) comes in panels of so many rows as width says; rows of their own if it is 1.
 static void attend_share(const Attention *a, const Memory *m, int64_t layer, const float *q, int64_t q_apart,
@@ -131,7 +144,8 @@ static void attend_share(const Attention *a, const Memory *m, int64_t layer, con
     for (int64_t task = first; task < last; ++task) {
         const int64_t h = task / m->rows, r = task % m->rows, position = tokens_of(m, r) - 1;
         const int64_t n_prompt = m->shared_lengths[r], n_before = m->own_lengths[r];
-        const int64_t own = layer * m->own_apart + (m->slots[r] * a->kv + h) * m->own_room * d;
+        const int64_t own = own_place(a, m, layer, task);
+        const float *next = m->own_k + own_place(a, m, layer, at_most(task + 1, last - 1));
         float *k = m->own_k + own, *v = m->own_v + own;
         prepare_head(k + n_before * d, new_k + r * kv_apart + h * d, a->k_norm, a, position);
         memcpy(v + n_before * d, new_v + r * kv_apart + h * d, sizeof(float) * d);
@@ -144,9 +158,9 @@ static void attend_share(const Attention *a, const Memory *m, int64_t layer, con
         const int64_t n_shared = n_prompt - skip, n_own = n_before + 1 - skip_own;
         const float *pk = m->shared_k + prompt, *pv = m->shared_v + prompt;
         k += skip_own * d, v += skip_own * d;
-        if (d == 64) attend(sums, scores, ready, pk, pv, n_shared, k, v, n_own, a->scale, g, 64);
-        else if (d == 128) attend(sums, scores, ready, pk, pv, n_shared, k, v, n_own, a->scale, g, 128);
-        else attend(sums, scores, ready, pk, pv, n_shared, k, v, n_own, a->scale, g, d);
+        if (d == 64) attend(sums, scores, ready, pk, pv, n_shared, k, v, n_own, a->scale, g, 64, next);
+        else if (d == 128) attend(sums, scores, ready, pk, pv, n_shared, k, v, n_own, a->scale, g, 128, next);
+        else attend(sums, scores, ready, pk, pv, n_shared, k, v, n_own, a->scale, g, d, next);
         float *o = out + r / width * width * features + r % width + h * g * d * width;
         for (int64_t i = 0; i < g * d; ++i) o[i * width] = sums[i];
     }
@@ -182,7 +196,7 @@ enum { LANES = 8, VECTORS = 2, SUMS = 12 };  // of 16
 #else
 enum { LANES = 4, VECTORS = 2, SUMS = 12 };
 #endif
-enum { PANEL = LANES * VECTORS, CHUNK = 48, DEPTH = 1024, CACHE_LINE = 16 };
+enum { PANEL = LANES * VECTORS, CHUNK = 48, DEPTH = 1024 };
 
 typedef float Lanes __attribute__((vector_size(sizeof(float) * LANES), aligned(sizeof(float)), may_alias));
 
@@ -282,16 +296,25 @@ INLINE float activated(float x, int is_gelu) {
 // Features first to last of one panel, whose rows begin at `row`.
 static void use_chunk(const Product *p, const float *c, const float *up, const Tiling *t, int64_t row, int64_t rows,
                       int64_t width) {
-    const int64_t lanes = padded(rows, LANES);
-    for (int64_t i = t->first; i < t->last; ++i) {
-        const float *x = c + row_of(t, i) * width, bias = bias_of(p->linear, i);
-        float *panel = p->out + row * p->linear->n + i * width;  // unless it goes into rows
-        if (p->use == INTO_ROWS) {
-            for (int64_t r = 0; r < rows; ++r) p->out[(row + r) * p->apart + i] = x[r] + bias;
-        } else if (p->use == ADDED) {
+    const int64_t lanes = padded(rows, LANES), count = t->last - t->first;
+    int64_t at[CHUNK];
+    for (int64_t i = 0; i < count; ++i) at[i] = row_of(t, t->first + i) * width;
+    if (p->use == INTO_ROWS) {  // row by row: what is a line of the cache there is written at once
+        for (int64_t r = 0; r < rows; ++r) {
+            float *out = p->out + (row + r) * p->apart + t->first;
+            for (int64_t i = 0; i < count; ++i) out[i] = c[at[i] + r];
+            if (p->linear->bias)
+                for (int64_t i = 0; i < count; ++i) out[i] += p->linear->bias[t->first + i];
+        }
+        return;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+        const float *x = c + at[i], *y = up + at[i], bias = bias_of(p->linear, t->first + i);
+        float *panel = p->out + row * p->linear->n + (t->first + i) * width;
+        if (p->use == ADDED) {
             for (int64_t r = 0; r < lanes; ++r) panel[r] += x[r] + bias;
         } else {
-            const float *y = up + row_of(t, i) * width, up_bias = bias_of(p->up, i);
+            const float up_bias = bias_of(p->up, t->first + i);
             for (int64_t r = 0; r < lanes; ++r) panel[r] = activated(x[r] + bias, p->is_gelu) * (y[r] + up_bias);
         }
     }
