@@ -19,16 +19,20 @@ import numpy as np
 FOLDER, TOKEN = Path(os.environ["SMALL_ENGINE_FOLDER"]), f"Bearer {os.environ['VERL_ENGINE_TOKEN']}"
 PLAN = json.loads((FOLDER / "plan.json").read_text())
 ROW = 4096
-lock, aborted = threading.Lock(), threading.Event()
+lock, aborted, broken = threading.Lock(), threading.Event(), threading.Event()
 weights, answered = "", 0
+
+
+class EngineDeadError(Exception):
+    """The core has died."""
 
 
 def moment(name):
     with lock:
         (FOLDER / f"{name}-{os.getpid()}").touch()
         waits = len(list(FOLDER.glob(f"{name}-*"))) <= PLAN.get(name, 0)
-    if waits:
-        time.sleep(600)
+    if waits and broken.wait(600):
+        raise EngineDeadError
 
 
 def checksum(data):
@@ -82,17 +86,23 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-    def reply(self, body):
+    def reply(self, body, status=200):
         data = json.dumps(body).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
     def do_GET(self):
-        self.reply({})
+        self.reply({}, 503 if broken.is_set() else 200)
 
     def do_POST(self):
+        try:
+            self.answer()
+        except EngineDeadError:
+            self.reply({"error": {"message": "EngineDeadError"}}, 500)
+
+    def answer(self):
         assert self.headers["Authorization"] == TOKEN
         length = int(self.headers["Content-Length"] or 0)
         body = json.loads(self.rfile.read(length) or b"null")
@@ -152,6 +162,9 @@ class Handler(BaseHTTPRequestHandler):
 def watch(core):
     core.wait()
     print("EngineDeadError: the core of the engine died", flush=True)
+    if "lingers_s" in PLAN:  # and answers everything with an error
+        broken.set()
+        time.sleep(PLAN["lingers_s"])
     os._exit(1)
 
 

@@ -226,6 +226,17 @@ def test_only_what_was_not_answered_is_asked_again(
     assert kept.parent.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("lingers_s", [0.5, 600])
+def test_a_server_that_outlives_its_core_and_answers_with_errors(
+    lingers_s: float, model: str, tmp_path: Path, undisturbed: Any
+) -> None:
+    """Status 500 is an error of the server's own where it is well, and a loss where it ends or says that it is not."""
+    with killer(tmp_path, "generate", "core", most=1) as killed:
+        engine = rollout(model, tmp_path, {"generate": 1, "lingers_s": lingers_s})
+        assert generated(engine) == undisturbed
+    assert (len(killed), engine.restarts) == (1, 1)
+
+
 def test_killed_while_idle(model: str, tmp_path: Path, undisturbed: Any) -> None:
     """Between two uses that have the same weights: the engine that takes its place is given them."""
     engine = rollout(model, tmp_path, {})
