@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -400,6 +401,26 @@ def test_a_failed_save_stops_where_asked(tmp_path, background):
 
     with pytest.raises(CheckpointError, match=r"step 1 could not be written: .*No space left"):
         save()
+
+
+@pytest.mark.parametrize("limit", [10, 400, 1500])
+def test_a_disk_that_is_full_in_the_middle_of_a_file_is_a_failed_save(tmp_path, limit, caplog):
+    """The largest size of a file stands for the space that is left: the system refuses what goes beyond."""
+    run = Run(tmp_path, background=True)
+    run.save(1)
+    run.checkpoint.finish()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        run.checkpoint.save(run.state(3))
+        run.checkpoint.rescue()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "could not be written: " in caplog.text
+    assert "File too large" in caplog.text
+    assert run.checkpoint.owed
+    run.checkpoint.finish()
+    assert Run(tmp_path).resume() == 3
 
 
 def test_an_unwritable_folder_is_a_failed_save(tmp_path):

@@ -281,6 +281,8 @@ class TrainerCheckpoint:
     def _folder_to_resume(self) -> Path | None:
         mode = self.plan.resume_mode
         if mode == "disable":
+            if others := list(saved_steps(self.root).values()):
+                logger.warning("starting anew in a folder where another run saved: %s", ", ".join(map(str, others)))
             return None
         if mode == "resume_path":
             folder = Path(str(self.plan.resume_from_path)).expanduser().absolute()

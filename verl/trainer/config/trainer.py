@@ -79,7 +79,7 @@ class TrainerConfig(BaseTrainerConfig):
     max_critic_ckpt_to_keep: int | None = setting(None, ge=1)
     """Critic checkpoints to keep; null keeps all."""
     del_local_ckpt_after_load: bool = setting(False)
-    """Delete a checkpoint once it has been resumed from."""
+    """Delete the checkpoint that was resumed from, once the next one is whole."""
     esi_redundant_time: int = setting(
         0, ge=0, refuse="saving before an instance expires is not in this version; use trainer.save_freq"
     )

@@ -38,6 +38,8 @@ class DurableFile(io.RawIOBase):
         self._file = path.open("wb")
         self._sum = hashlib.sha256()
         self._size = 0
+        self.problem: OSError | None = None
+        """The first error of a write, which a library that writes into this file may hide behind one of its own."""
 
     def writable(self) -> bool:
         """Yes."""
@@ -46,7 +48,11 @@ class DurableFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """All of ``data``; its length."""
         view = memoryview(data).cast("B")
-        self._file.write(view)
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self.problem = self.problem or error
+            raise
         self._sum.update(view)
         self._size += view.nbytes
         return view.nbytes
@@ -75,9 +81,16 @@ def write_bytes(path: Path, data: bytes) -> FileEntry:
 
 
 def write_state(path: Path, state: Any) -> FileEntry:
-    """Tensors, numbers and strings as a ``.pt`` file, synced."""
+    """Tensors, numbers and strings as a ``.pt`` file, synced.
+
+    Raises:
+        OSError: the disk is full or cannot be written.
+    """
     with DurableFile(path) as file:
-        torch.save(state, cast("IO[bytes]", file))
+        try:
+            torch.save(state, cast("IO[bytes]", file))
+        except RuntimeError as error:
+            raise file.problem or error from error
     return file.entry
 
 
