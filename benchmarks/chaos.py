@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "reliability.md"
 STEPS = 5
 HANG_S = 20
-LIMIT_S = 300
+LIMIT_S = 400
 STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "testing")
 SAVING = "save_checkpoint"
 FAULTS = {
@@ -47,6 +47,7 @@ FAULTS = {
     "checkpoint damaged, driver killed": ("gen", "update_actor"),
     "SIGTERM": STAGES,
     "raylet killed": ("gen", "update_actor"),
+    "Ray's state server killed": ("gen", "update_actor"),
 }
 """What breaks, and in which stages it makes a difference."""
 NOT_COMPARED = ("timing", "perf", "recovery", "training/epoch_time")

@@ -105,6 +105,7 @@ class Fault:
             "rank frozen": lambda which: send(signal.SIGSTOP, ranks(), which),
             "reward process killed": lambda which: send(signal.SIGKILL, reward_processes(), which),
             "raylet killed": lambda _: send(signal.SIGKILL, processes_of_ray("raylet")),
+            "Ray's state server killed": lambda _: send(signal.SIGKILL, processes_of_ray("gcs_server")),
             "driver killed": lambda _: send(signal.SIGKILL, [driver]),
             "checkpoint damaged, driver killed": lambda _: (
                 damage_newest_checkpoint(self.checkpoints) + ", " + send(signal.SIGKILL, [driver])

@@ -61,6 +61,7 @@ class Recovery:
         self.redone_steps = 0
         """Finished steps that had to be done again."""
         self._in_a_row = 0
+        self._furthest = -1
         self._begin: RunState | None = None
         self._held: list[HeldState] = []
         self._held_at = time.monotonic()
@@ -69,7 +70,7 @@ class Recovery:
         """Do ``task``, which drives the run from whatever step it is at; after a loss go back and do it again.
 
         Raises:
-            ProcessLostError: more losses without a finished step between them than ``max_restarts``.
+            ProcessLostError: more losses than ``max_restarts`` without a step that was not done before.
         """
         while True:
             try:

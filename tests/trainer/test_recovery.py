@@ -1,0 +1,150 @@
+"""Runs on Ray whose ranks die: they go on by themselves, and nothing in them shows it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from tests.tiny_run import make_tiny_run, overrides
+from verl.errors import ProcessLostError
+from verl.trainer.config.overrides import compose
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+STEPS = 3
+NOT_COMPARED = ("timing", "perf/", "recovery/")
+
+
+class FragileTrainer(RayPPOTrainer):
+    """Kills a rank when it enters a stage; ``deaths`` says which rank, in which step and stage."""
+
+    deaths: list[tuple[int, str, int]]
+
+    def _strike(self, stage: str) -> None:
+        for death in [d for d in self.deaths if d[:2] == (self.global_steps, stage)][:1]:
+            self.deaths.remove(death)
+            kill_rank(self.actor_rollout_wg, death[2])
+
+    def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        self._strike("gen")
+        return super().rollout(*args, **kwargs)
+
+    def update_actor(self, *args: Any, **kwargs: Any) -> Any:
+        self._strike("update_actor")
+        return super().update_actor(*args, **kwargs)
+
+    def _validate(self) -> Any:
+        self._strike("testing")
+        return super()._validate()
+
+    def _save_checkpoint(self) -> None:
+        self._strike("save_checkpoint")
+        super()._save_checkpoint()
+
+
+def kill_rank(group: Any, rank: int) -> None:
+    pid = ray.get(group.workers[rank].__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+
+
+class FragileRunner(TaskRunner):
+    def trainer_class(self) -> type[RayPPOTrainer]:
+        return FragileTrainer
+
+
+Run = Callable[..., tuple[dict[int, dict], dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> Run:
+    """Train on two ranks while ranks die; the metrics of every step, and what the last checkpoint holds."""
+    paths = make_tiny_run(tmp_path)
+
+    def train(name: str, deaths: list[tuple[int, str, int]], **changes: object) -> tuple[dict[int, dict], dict]:
+        folder, log = tmp_path / name, tmp_path / f"{name}.jsonl"
+        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+        FragileTrainer.deaths = list(deaths)
+        settings = {
+            "trainer__controller": "ray",
+            "trainer__n_gpus_per_node": 2,
+            "trainer__total_training_steps": STEPS,
+            "trainer__save_freq": STEPS,
+            "trainer__recovery__backoff_s": 0,
+            "actor_rollout_ref__rollout__name": "native",
+        } | changes
+        run_ppo(compose(overrides(paths, folder, **settings)), FragileRunner)
+        assert not FragileTrainer.deaths, "a rank was to die and did not"
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+        last = folder / "checkpoints" / f"global_step_{STEPS}"
+        files = {str(p.relative_to(last)): torch.load(p, weights_only=True) for p in sorted(last.rglob("*.pt"))}
+        return {record["step"]: record["data"] for record in records}, files
+
+    return train
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b or (a != a and b != b)
+
+
+def assert_same_run(disturbed: tuple[dict[int, dict], dict], undisturbed: tuple[dict[int, dict], dict]) -> None:
+    for step, expected in undisturbed[0].items():
+        found = disturbed[0][step]
+        names = {name for name in found.keys() | expected.keys() if not name.startswith(NOT_COMPARED)}
+        assert [n for n in sorted(names) if not same(found.get(n), expected.get(n))] == [], f"step {step}"
+    assert disturbed[1].keys() == undisturbed[1].keys()
+    for name, state in undisturbed[1].items():
+        assert same(disturbed[1][name], state), name
+
+
+def test_ranks_that_die_leave_no_trace_in_the_run(run: Run) -> None:
+    """Rank 1 in the first rollout, rank 0 in the second update, rank 1 in the validation after it."""
+    changes = {"trainer__test_freq": 2}
+    undisturbed = run("undisturbed", [], **changes)
+    assert "recovery/restarts" not in undisturbed[0][STEPS]
+    deaths = [(1, "gen", 1), (2, "update_actor", 0), (2, "testing", 1)]
+    disturbed = run("disturbed", deaths, **changes)
+    assert_same_run(disturbed, undisturbed)
+    assert [disturbed[0][step]["recovery/restarts"] for step in (1, 2, 3)] == [1, 3, 3]
+    assert disturbed[0][3]["recovery/redone_steps"] == 0  # the state of every step is held in memory
+    assert disturbed[0][3]["recovery/lost_s"] > 0
+
+
+def test_without_states_in_memory_the_run_goes_back_to_its_newest_checkpoint_or_the_beginning(run: Run) -> None:
+    """A death in step 2, before anything is saved, redoes step 1; one in step 3 goes back to the save of step 2."""
+    undisturbed = run("undisturbed", [], trainer__save_freq=2)
+    changes = {"trainer__save_freq": 2, "trainer__recovery__snapshot_freq": 0}
+    disturbed = run("disturbed", [(2, "gen", 0), (3, "update_actor", 1)], **changes)
+    assert_same_run(disturbed, undisturbed)
+    assert disturbed[0][3]["recovery/restarts"] == 2
+    assert disturbed[0][3]["recovery/redone_steps"] == 1
+
+
+def test_too_many_losses_stop_the_run_with_the_first_of_them_first(run: Run) -> None:
+    deaths = [(2, "gen", 1), (2, "gen", 0), (2, "update_actor", 0)]
+    with pytest.raises(ProcessLostError) as raised:
+        run("hopeless", deaths, trainer__recovery__max_restarts=2)
+    first, *rest = str(raised.value).splitlines()
+    assert first.startswith("rank 1 of 2 died")
+    assert any("restarted 2 times without finishing a step" in line for line in rest)
+    assert any(line.startswith("The last loss: rank 0 of 2 died") for line in rest)
+
+
+def test_a_loss_while_saving_is_survived(run: Run) -> None:
+    undisturbed = run("undisturbed", [], trainer__save_freq=1)
+    disturbed = run("disturbed", [(2, "save_checkpoint", 1)], trainer__save_freq=1)
+    assert_same_run(disturbed, undisturbed)

@@ -1,0 +1,142 @@
+"""A driver that is killed is started again, and goes on; real processes, real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl.trainer.termination import EXIT_CODE
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the supervisor forks on Linux only")
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from dataclasses import dataclass
+from verl.trainer.supervisor import supervised
+
+@dataclass
+class Recovery:
+    driver_restarts: int
+
+@dataclass
+class Trainer:
+    recovery: Recovery
+    default_local_dir: str
+    resume_mode: str = "disable"
+
+@dataclass
+class Config:
+    trainer: Trainer
+
+folder = Path(sys.argv[1])
+
+def starts():
+    return len(list(folder.glob("start_*")))
+
+@supervised
+def run(config):
+    (folder / f"start_{starts()}").write_text(f"{os.getpid()} {config.trainer.resume_mode}")
+    exec(sys.argv[2])
+
+run(Config(Trainer(Recovery(int(sys.argv[3])), str(folder))))
+"""
+
+
+def start(folder: Path, body: str, restarts: int = 2) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PROGRAM, str(folder), body, str(restarts)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    _, errors = process.communicate(timeout=60)
+    return process.returncode, errors
+
+
+def modes(folder: Path) -> list[str]:
+    return [path.read_text().split()[1] for path in sorted(folder.glob("start_*"))]
+
+
+def wait_for(path: Path) -> None:
+    while not (path.exists() and path.read_text()):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "death",
+    ["os.kill(os.getpid(), signal.SIGKILL)", "os.abort()", "os._exit(1)", "os._exit(0)"],
+    ids=["killed", "crash in C", "exit in C", "exit in C as if all was well"],
+)
+def test_a_driver_that_is_killed_is_started_again(tmp_path: Path, death: str) -> None:
+    code, _ = finish(start(tmp_path, f"if starts() == 1: {death}"))
+    assert code == 0
+    assert modes(tmp_path) == ["disable", "disable"]  # nothing was saved, so it begins anew as the user asked
+
+
+def test_it_goes_on_from_what_it_has_saved(tmp_path: Path) -> None:
+    save = "(folder / 'latest_checkpointed_iteration.txt').write_text('1')"
+    code, _ = finish(start(tmp_path, f"if starts() == 1: {save}; os.kill(os.getpid(), signal.SIGKILL)"))
+    assert code == 0
+    assert modes(tmp_path) == ["disable", "auto"]
+
+
+def test_what_an_earlier_run_saved_is_not_its_own(tmp_path: Path) -> None:
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    finish(start(tmp_path, "if starts() == 1: os.kill(os.getpid(), signal.SIGKILL)"))
+    assert modes(tmp_path) == ["disable", "disable"]
+
+
+def test_the_limit_holds_and_the_code_tells_the_signal(tmp_path: Path) -> None:
+    code, errors = finish(start(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
+    assert code == 128 + signal.SIGKILL
+    assert len(modes(tmp_path)) == 3
+    assert "ended by SIGKILL, 3 times" in errors
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [("sys.exit(7)", 7), ("raise ValueError('wrong')", 1), ("os.kill(os.getpid(), signal.SIGHUP)", 128 + 1)],
+    ids=["exit", "error", "a signal that asks to end"],
+)
+def test_an_end_that_is_no_accident_is_the_end(tmp_path: Path, body: str, expected: int) -> None:
+    code, _ = finish(start(tmp_path, body))
+    assert code == expected
+    assert len(modes(tmp_path)) == 1
+
+
+def test_without_restarts_there_is_no_second_process(tmp_path: Path) -> None:
+    process = start(tmp_path, "pass", restarts=0)
+    finish(process)
+    assert (tmp_path / "start_0").read_text().split()[0] == str(process.pid)
+
+
+HANDLES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); (folder / 'ready').write_text('1'); time.sleep(60)"
+
+
+def test_sigterm_reaches_the_driver_whose_code_is_the_answer(tmp_path: Path) -> None:
+    process = start(tmp_path, HANDLES)
+    wait_for(tmp_path / "ready")
+    process.terminate()
+    assert finish(process)[0] == EXIT_CODE
+    assert len(modes(tmp_path)) == 1
+
+
+def test_a_driver_whose_supervisor_is_killed_gets_sigterm(tmp_path: Path) -> None:
+    said = HANDLES.replace("sys.exit(75)", "((folder / 'told').write_text('1'), sys.exit(75))")
+    process = start(tmp_path, said)
+    wait_for(tmp_path / "ready")
+    driver = int((tmp_path / "start_0").read_text().split()[0])
+    process.kill()
+    finish(process)
+    wait_for(tmp_path / "told")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and os.path.exists(f"/proc/{driver}"):
+        time.sleep(0.02)
+    assert not os.path.exists(f"/proc/{driver}")

@@ -1,0 +1,57 @@
+"""SIGTERM: a run saves, exits with its own code, and the same command goes on from there to the same end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny_run import make_tiny_run, overrides
+from tests.trainer.test_recovery import assert_same_run
+from verl.trainer.termination import EXIT_CODE
+
+STEPS = 6
+
+
+def start(paths: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
+    """Of the command line, with nothing saved before the end; every step takes long enough to be hit."""
+    changes = {"trainer.total_training_steps": STEPS, "trainer.save_freq": STEPS, "trainer.total_epochs": 4}
+    given = overrides(paths, folder) + [f"{key}={value}" for key, value in changes.items()]
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *given, f"hydra.run.dir={folder / 'hydra'}"]
+    env = os.environ | {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
+    folder.mkdir(exist_ok=True)
+    with (folder / "log.txt").open("ab") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=env)
+
+
+def outcome(folder: Path) -> tuple[dict[int, dict], dict[str, Any]]:
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    last = folder / "checkpoints" / f"global_step_{STEPS}"
+    files = {str(p.relative_to(last)): torch.load(p, weights_only=True) for p in sorted(last.rglob("*.pt"))}
+    return {record["step"]: record["data"] for record in records}, files
+
+
+def test_it_saves_exits_with_its_code_and_goes_on_to_the_same_end(tmp_path: Path) -> None:
+    paths = make_tiny_run(tmp_path)
+    assert start(paths, tmp_path / "straight").wait(timeout=120) == 0
+    process = start(paths, tmp_path / "taken_away")
+    log = tmp_path / "taken_away" / "metrics.jsonl"
+    while not (log.exists() and log.read_text().count("\n") >= 1):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == EXIT_CODE
+    done = len(log.read_text().splitlines())
+    assert 1 <= done < STEPS
+    latest = tmp_path / "taken_away" / "checkpoints" / "latest_checkpointed_iteration.txt"
+    assert latest.read_text() == str(done)
+    assert start(paths, tmp_path / "taken_away").wait(timeout=120) == 0
+    assert_same_run(outcome(tmp_path / "taken_away"), outcome(tmp_path / "straight"))
