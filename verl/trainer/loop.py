@@ -19,6 +19,7 @@ from verl.trainer.termination import EXIT_CODE, Termination
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
+from verl.utils.dataset.loading import batches
 from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class TrainingLoop:
         Begins where the loader was resumed, maybe with an empty rest of an epoch.
         """
         while True:
-            yield from self.train_dataloader
+            yield from batches(self.train_dataloader)
             self.epochs.epoch += 1
 
     def _train(self, trainer: BaseTrainerConfig, description: dict[str, Any]) -> None:

@@ -18,6 +18,7 @@ from verl.protocol import DataProto
 from verl.trainer.loop import Metrics
 from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer
 from verl.trainer.timing import stage
+from verl.utils.dataset.loading import batches
 from verl.workers.engine.base import BatchTotals, LossFn, Share
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class PreferenceTrainer(SupervisedTrainer):
         assert self.val_dataloader is not None
         sums: dict[str, float] = {}
         pairs = 0
-        for rows in self.val_dataloader:
+        for rows in batches(self.val_dataloader):
             batch = self.with_reference(self.to_batch(rows))
             columns = self.outputs(batch).batch
             totals = BatchTotals(dp_size=1, batch_num_tokens=1, global_batch_size=len(batch))

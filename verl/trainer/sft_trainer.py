@@ -20,6 +20,7 @@ from verl.trainer.loop import Metrics
 from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer
 from verl.trainer.supervisor import supervised
 from verl.trainer.timing import stage
+from verl.utils.dataset.loading import batches
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -42,7 +43,7 @@ class SFTTrainer(SupervisedTrainer):
         """``val/loss``: mean loss per masked token over the whole validation set."""
         assert self.val_dataloader is not None
         loss, tokens = 0.0, 0
-        for rows in self.val_dataloader:
+        for rows in batches(self.val_dataloader):
             batch = to_batch(rows)
             log_probs = self.workers.compute_log_prob(batch).batch["log_probs"]
             mask = batch.batch["response_mask"]

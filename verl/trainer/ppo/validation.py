@@ -14,6 +14,7 @@ from verl.trainer.config import PPOConfig
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.metrics import process_validation_metrics
 from verl.trainer.ppo.records import RecordFolder
+from verl.utils.dataset.loading import batches
 
 
 class Validator:
@@ -56,7 +57,7 @@ class Validator:
         """
         columns: dict[str, list] = defaultdict(list)
         samples: list[dict[str, Any]] = []
-        for number, rows in enumerate(self.dataloader):
+        for number, rows in enumerate(batches(self.dataloader)):
             batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, number)
             before = len(columns["uid"])
             columns["uid"] += batch.non_tensor_batch["uid"].tolist()

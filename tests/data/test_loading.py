@@ -1,0 +1,81 @@
+"""Processes of a data loader that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import psutil
+import pytest
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from verl.utils.dataset.loading import MAX_LOSSES, batches
+from verl.utils.dataset.sampler import InOrder, SeededShuffle
+
+
+class Numbers(Dataset):
+    def __init__(self, broken: int | None = None, deadly: int | None = None) -> None:
+        self.broken, self.deadly = broken, deadly
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, item: int) -> int:
+        if item == self.broken:
+            raise ConnectionError("row 7 is broken: its server is gone")
+        if item == self.deadly:
+            os.kill(os.getpid(), signal.SIGBUS)  # what a write to a full /dev/shm is answered with
+        return item
+
+
+def loader(workers: int = 2, **rows: int) -> StatefulDataLoader:
+    data = Numbers(**rows)
+    order = InOrder(data) if rows else SeededShuffle(data, seed=3)
+    return StatefulDataLoader(data, batch_size=2, num_workers=workers, sampler=order)
+
+
+def readers() -> list[psutil.Process]:
+    return psutil.Process().children()
+
+
+@pytest.mark.parametrize("at", [0, 1, 5, 18])
+def test_every_row_comes_once_and_in_the_same_order(at):
+    expected = [batch.tolist() for batch in loader(workers=0)]
+    found = []
+    before = {process.pid for process in readers()}
+    for number, batch in enumerate(batches(loader())):
+        found.append(batch.tolist())
+        if number == at:
+            victim = next(process for process in readers() if process.pid not in before)
+            victim.kill()
+    assert found == expected
+
+
+def test_a_state_that_was_loaded_is_gone_on_from():
+    expected = [batch.tolist() for batch in loader(workers=0)]
+    first, second = loader(), loader()
+    rows = batches(first)
+    seen = [next(rows).tolist() for _ in range(6)]
+    second.load_state_dict(first.state_dict())
+    before = {process.pid for process in readers()}
+    for number, batch in enumerate(batches(second)):
+        seen.append(batch.tolist())
+        if number == 3:
+            next(process for process in readers() if process.pid not in before).kill()
+    assert seen == expected
+    rows.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_data_set_is_raised_as_it_is(workers, caplog):
+    with pytest.raises(ConnectionError, match="row 7 is broken"):
+        list(batches(loader(workers, broken=7)))
+    assert "was lost" not in caplog.text
+
+
+def test_processes_that_always_die_end_the_run_with_advice(caplog):
+    with pytest.raises(RuntimeError, match="DataLoader worker") as error:
+        list(batches(loader(deadly=7)))
+    assert "df /dev/shm" in error.value.__notes__[0]
+    assert caplog.text.count("was lost") >= MAX_LOSSES  # more, where batches came between

@@ -1,0 +1,69 @@
+"""Batches from a data loader whose processes may be lost."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 3
+"""Losses without a batch between them, before the run is told."""
+
+
+def batches(loader: Any) -> Iterator[Any]:
+    """One pass over ``loader``, in its order; if a process that reads is lost, with new ones, from the same place.
+
+    A process is lost when it is killed from outside, by the kernel when memory is short, or by a bus error when
+    /dev/shm is full, through which batches come.
+
+    Args:
+        loader: a ``StatefulDataLoader``, at its beginning or where its state was loaded.
+
+    Raises:
+        Exception: of the loader, with a note on what to do, after ``MAX_LOSSES`` losses in a row.
+    """
+    losses = 0
+    while True:
+        try:
+            for batch in _iterator(loader):
+                losses = 0
+                yield batch
+        except (RuntimeError, ConnectionError, EOFError) as error:
+            if not _is_loss(error, loader):
+                raise
+            losses += 1
+            if losses > MAX_LOSSES:
+                error.add_note(
+                    "Processes that read rows were lost again and again. If /dev/shm is full (df /dev/shm) or memory "
+                    "is short, free some; or let the driver read: data.dataloader_num_workers=0 (data.num_workers=0)."
+                )
+                raise
+            logger.warning("a process that reads rows was lost, others go on from the same place: %s", error)
+            loader.load_state_dict(loader.state_dict())
+        else:
+            return
+
+
+def _is_loss(error: Exception, loader: Any) -> bool:
+    """Whether a process was lost; an error of the data set in such a process comes with a text that says so."""
+    if loader.num_workers == 0 or str(error).startswith("Caught "):
+        return False
+    return not isinstance(error, RuntimeError) or "DataLoader worker (pid" in str(error)
+
+
+def _iterator(loader: Any) -> Iterator[Any]:
+    """Of one pass; a loss shows when a batch is asked for.
+
+    PyTorch sets a handler that raises as soon as a process ends, in the middle of whatever the driver does then.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return iter(loader)
+    before = signal.getsignal(signal.SIGCHLD)
+    try:
+        return iter(loader)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
