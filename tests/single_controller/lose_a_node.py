@@ -1,6 +1,7 @@
 """A cluster of three nodes on this machine, of which one dies, and whose disks are full; what was seen, as JSON.
 
-A program of its own, because the tests' process has its Ray already: ``python -m tests.single_controller.lose_a_node``.
+A program of its own, because the tests' process has its Ray already: ``python -m tests.single_controller.lose_a_node``,
+and with ``own`` the death of the one node of a Ray that the run started itself.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ import json
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import ClassVar
 
 import ray
 import torch
+from ray._private import worker as ray_worker
 from ray.cluster_utils import Cluster
 
 from tests.single_controller.mortal import Mortal
 from tests.single_controller.workers import batch_of
 from verl.errors import VerlError
 from verl.protocol import DataProto
-from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager, resource_pool
+from verl.single_controller.ray import RayWorkerGroup, ResourcePoolManager, resource_pool, run_task
 
 SYSTEM = {
     # A dead node is noticed after a second, instead of a quarter of a minute.
@@ -101,5 +105,36 @@ def main() -> dict[str, object]:
     return seen
 
 
+class LosesItsRay:
+    """A run under a Ray of its own, whose process on this node is killed."""
+
+    seen: ClassVar[dict[str, object]] = {}
+
+    def run(self, config: None) -> None:
+        pools = ResourcePoolManager({"global": [2]}, {"actor": "global"}, "cpu")
+        pools.create_resource_pool()
+        group = new_group(pools)
+        group.guard()
+        held = group.execute_all_async("pid")
+        self.seen["arrived"] = [group.wait_for(held) is not None and group.outputs_arrived(held)]
+        pending = group.execute_all_async("all_reduce", 0, "sleep")
+        time.sleep(0.5)
+        ray_worker._global_node.all_processes["raylet"][0].process.kill()
+        self.seen["ray"] = said_by(group.wait_for, pending)
+        group.shutdown()
+        pools.release()
+        pools.create_resource_pool()
+        group = new_group(pools)
+        self.seen["sum"] = group.execute_all_sync("all_reduce", None, "")
+        self.seen["arrived"] += [group.outputs_arrived(held)]
+        group.shutdown()
+
+
+def lose_own_ray() -> dict[str, object]:
+    ray_init = {"num_cpus": 2, "log_to_driver": False, "include_dashboard": False, "_system_config": SYSTEM}
+    run_task(LosesItsRay, None, SimpleNamespace(ray_init=ray_init, timeline_json_file=None))
+    return LosesItsRay.seen
+
+
 if __name__ == "__main__":
-    sys.stdout.write(f"\n{json.dumps(main())}\n")
+    sys.stdout.write(f"\n{json.dumps(lose_own_ray() if 'own' in sys.argv else main())}\n")

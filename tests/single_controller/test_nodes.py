@@ -11,14 +11,18 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="module")
-def seen():
+def seen_by(*arguments):
     run = subprocess.run(
-        [sys.executable, "-m", "tests.single_controller.lose_a_node"],
+        [sys.executable, "-m", "tests.single_controller.lose_a_node", *arguments],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr[-5000:]
     return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return seen_by()
 
 
 pytestmark = pytest.mark.slow
@@ -66,3 +70,10 @@ def test_a_full_object_store_is_no_hang_and_says_what_to_do(seen):
     assert "object store is full" in said
     assert "object_store_memory" in said
     assert seen["after"] == [1.0, 2.0]
+
+
+def test_a_ray_of_the_run_itself_that_died_is_started_anew():
+    seen = seen_by("own")
+    assert seen["ray"][0] == "ProcessLostError"
+    assert seen["sum"] == [2.0, 2.0]
+    assert seen["arrived"] == [True, False], "what the old Ray held is not there any more"

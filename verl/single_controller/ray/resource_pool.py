@@ -15,6 +15,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from verl.errors import ResourceError
 from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
 from verl.single_controller.ray.processes import dead_nodes
+from verl.single_controller.ray.session import restart_if_lost
 
 START_TIMEOUT_S = 30
 """How long a pool may wait for places: finished workers are just giving them back, or a node died unnoticed."""
@@ -242,8 +243,10 @@ class ResourcePoolManager(PoolManager):
     def check_resources(self) -> None:
         """Raise a ResourceError unless all pools fit the cluster at the same time.
 
-        Pools that were made before, and do not fit any more because a node died, wait for another one to join.
+        Pools that were made before, and do not fit any more because a node died, wait for another one to join. A Ray
+        that this program started itself, and that died on this node, is started anew.
         """
+        restart_if_lost()
         asked = [(counts, self.device_name != "cpu") for counts in self.resource_pool_spec.values()]
         deadline = time.monotonic() + (REPLACEMENT_TIMEOUT_S if self.resource_pool_dict and dead_nodes() else 0)
         while True:
@@ -280,9 +283,9 @@ def check_fits(pools: Sequence[tuple[Sequence[int], bool]]) -> None:
 
 
 def _too_many(resource: str, counts: list[int], has: list[int]) -> str:
-    if max(has) == 0:
+    if resource == "GPU" and not any(has):
         remedy = "trainer.device=cpu"
-    elif max(counts) > max(has):
+    elif any(has) and max(counts) > max(has):
         remedy = f"trainer.n_gpus_per_node={max(has)}"
     else:
         remedy = (

@@ -8,9 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray._private import worker as ray_worker
 
 from verl.single_controller.ray.access import prepare_token
 from verl.single_controller.ray.address import with_address
+from verl.single_controller.ray.processes import dead_nodes
 from verl.utils.allocator import keep_freed_memory
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,7 @@ SETTINGS = {
     "RAY_free_objects_period_milliseconds": "10",
 }
 """Environment of a Ray that is started here; what the user has set stays."""
+_started: list[dict[str, Any]] = []  # what the Ray of this process was started with, if it was started here
 
 
 def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
@@ -49,14 +52,34 @@ def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
         arguments = _init_arguments(ray_kwargs.ray_init)
         if not os.environ.get("RAY_ADDRESS") and arguments.get("address", "local") == "local":
             prepare_token()
-        ray.init(**arguments)
+        _start(arguments)
     try:
         runner_class().run(config)
     finally:
+        _started.clear()
         if ray_kwargs.timeline_json_file:
             ray.timeline(filename=ray_kwargs.timeline_json_file)
         if ours:
             ray.shutdown()
+
+
+def restart_if_lost() -> None:
+    """Start Ray anew where it was started by :func:`run_task` and its process on this node has died.
+
+    All workers, and all that its object store held, are gone then. A Ray that others started is theirs to mend.
+    """
+    if not _started or ray.get_runtime_context().get_node_id() not in dead_nodes():
+        return
+    logger.warning("the process of Ray on this node died; Ray is started anew, and what it held is lost")
+    arguments = _started.pop()
+    ray.shutdown()
+    _start(arguments)
+
+
+def _start(arguments: dict[str, Any]) -> None:
+    ray.init(**arguments)
+    if ray_worker._global_node is not None and ray_worker._global_node.is_head():
+        _started.append({**arguments, "address": "local"})
 
 
 def _init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -306,14 +306,14 @@ class RayWorkerGroup(WorkerGroup):
     def outputs_arrived(self, outputs: Sequence[Any]) -> bool:
         """See :meth:`WorkerGroup.outputs_arrived`."""
         references = list(outputs)
-        _, late = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
-        if late:
-            return False
         try:
-            ray.get(references)
-        except RayError:
+            _, late = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
+            if not late:
+                ray.get(references)
+        except (RayError, ValueError):
+            # ValueError: of a Ray that has been started anew since.
             return False
-        return True
+        return not late
 
     def _title(self) -> str:
         members = self.ray_cls_with_init.members
