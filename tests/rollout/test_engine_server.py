@@ -23,7 +23,7 @@ from verl.errors import RolloutError
 from verl.workers.rollout.server import LOOPBACK, EngineServer, new_token
 
 ENGINE = r"""
-import json, os, subprocess, sys, threading, time
+import json, os, signal, subprocess, sys, threading, time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 TOKEN, lock = "Bearer " + os.environ["ENGINE_TOKEN"], threading.Lock()
@@ -106,7 +106,14 @@ class Handler(BaseHTTPRequestHandler):
                     streams -= 1
 
 
+def leave(number, frame):
+    open(os.environ["ENGINE_WAS_ASKED"], "w").close()
+    os._exit(0)
+
+
 PORT, MODE = int(sys.argv[1]), sys.argv[2]
+if "ENGINE_WAS_ASKED" in os.environ:
+    signal.signal(signal.SIGTERM, leave)
 print("\n".join(f"line {i}" for i in range(100)), flush=True)
 if MODE == "dies":
     sys.exit("RuntimeError: no room for the weights")
@@ -406,10 +413,15 @@ def test_cancelled_streams_are_closed(server: EngineServer) -> None:
 
 
 @pytest.mark.parametrize("how", ["killed", "ends"])
-def test_the_server_does_not_outlive_its_owner(how: str, script: Path) -> None:
-    """Killed by SIGKILL, or at its end without ``stop``: no process, no folder, no port is left."""
+def test_the_server_does_not_outlive_its_owner(how: str, script: Path, tmp_path: Path) -> None:
+    """Killed by SIGKILL, or at its end without ``stop``: no process, no folder, no port is left.
+
+    Only an owner that still lives leaves it time to end in good order.
+    """
+    asked = tmp_path / "asked"
     command = [sys.executable, "-c", OWNER, sys.executable, str(script), how]
-    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environment = os.environ | {"ENGINE_WAS_ASKED": str(asked)}
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     assert owner.stdout is not None
     port, child, *folders = owner.stdout.readline().split()
     assert len(folders) == 2
@@ -422,3 +434,4 @@ def test_the_server_does_not_outlive_its_owner(how: str, script: Path) -> None:
     eventually(lambda: not any(Path(folder).exists() for folder in folders), "the end of its folders")
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection((LOOPBACK, int(port)), timeout=5)
+    assert asked.exists() == (how == "ends")

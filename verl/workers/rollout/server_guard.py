@@ -22,8 +22,6 @@ from types import FrameType
 POLL_S = 0.5
 GRACE_S = 10.0
 """Time to end in good order before everything in the group is killed."""
-END_S = 10.0
-"""Time for the kernel to clear away what was killed."""
 ENDED = " ended with status "
 """Stands in the log of every server that ended by itself, after its command."""
 _PR_SET_PDEATHSIG = 1
@@ -34,7 +32,11 @@ def _die_with_the_guard() -> None:
 
 
 def main(owner: int, folders: list[str], command: list[str]) -> None:
-    """Run ``command`` until it ends, the owner is gone, or SIGTERM comes; then kill the whole group, this too."""
+    """Run ``command`` until it ends, the owner is gone, or SIGTERM comes; then kill the whole group, this too.
+
+    SIGTERM leaves the command time to end by itself. Where the owner is gone nobody needs that, and whoever takes the
+    owner's place needs the memory.
+    """
     asked_to_stop = False
 
     def stop(signum: int, frame: FrameType | None) -> None:
@@ -50,16 +52,12 @@ def main(owner: int, folders: list[str], command: list[str]) -> None:
             process.wait(POLL_S)
         except subprocess.TimeoutExpired:
             continue
-    if process.poll() is None:
+    if process.poll() is None and asked_to_stop:
         process.terminate()
         process.send_signal(signal.SIGCONT)  # one that somebody has stopped ends only if it goes on
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(GRACE_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
-    elif not asked_to_stop:
+    elif process.poll() is not None:
         sys.stdout.write(f"\n{command[0]}{ENDED}{process.returncode}.\n")
         sys.stdout.flush()
     if os.getppid() != owner:
