@@ -72,7 +72,7 @@ def batch() -> DataProto:
 def saves(repeats: int) -> dict[str, float]:
     """A save in place against one in the background."""
     found: dict[str, float] = {}
-    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR", ".")) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
         model.save_pretrained(folder)
