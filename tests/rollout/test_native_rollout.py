@@ -19,9 +19,11 @@ from tests.models import tiny_model, tiny_tokenizer
 from tests.rollout.conformance import EngineUnderTest, greedy, oracle, oracle_greedy, request, tokens_of, weights_of
 from verl.errors import RolloutError
 from verl.utils import hf_tokenizer
+from verl.utils.cpu_kernels import cpu_kernels
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.native.memory import CopiedPromptMemory, KeyValueMemory, SharedPromptMemory
 from verl.workers.rollout.native.model import NativeModel
+from verl.workers.rollout.native.step import compiled_step
 from verl.workers.rollout.native_rollout import NativeRollout
 
 SMALL = {
@@ -399,3 +401,46 @@ def test_a_default_format_of_the_users_own_changes_nothing(tmp_path: Path) -> No
     finally:
         torch.set_default_dtype(torch.float32)
     assert outputs == engine.generate([request([10, 20, 30], temperature=0.7)])
+
+
+# ---- which models decode in one call
+
+
+def compiled(model: transformers.PreTrainedModel) -> bool:
+    kernels = cpu_kernels()
+    assert kernels is not None
+    return compiled_step(kernels, model.eval()) is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral", "gemma", "gemma2"])
+def test_the_families_that_the_c_code_knows(family: str) -> None:
+    assert compiled(tiny_model(family)) == (family != "gemma2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("rope_type", ["default", "llama3", "yarn", "dynamic"])
+def test_angles_that_depend_on_the_longest_text_are_left_to_the_model(rope_type: str) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if rope_type == "llama3" else {}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, rope_parameters=rope))
+    assert compiled(model) == (rope_type != "dynamic")
+
+
+def test_another_activation_is_left_to_the_model() -> None:
+    config = transformers.LlamaConfig(**SMALL, hidden_act="relu")
+    assert not compiled(transformers.LlamaForCausalLM(config))
+
+
+def test_biases_and_longer_rotations_agree_with_a_full_forward_pass(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
+    config = transformers.LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, rope_parameters=rope)
+    model = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    engine = loaded(model, tmp_path)
+    asked = request([10, 20, 30], max_tokens=20, ignore_eos=True)
+    output = engine.generate([asked])[0]
+    expected = full_forward(model, asked.prompt_ids, output.token_ids)
+    torch.testing.assert_close(torch.tensor(output.log_probs), expected, atol=1e-5, rtol=1e-5)

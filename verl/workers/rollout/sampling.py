@@ -129,6 +129,8 @@ class TokenSampler:
         """
         size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
         steps = step if isinstance(step, Tensor) else torch.full_like(rows, step)
+        if len(rows) <= size:
+            return self._draw(logits, rows, steps)
         parts = [self._draw(*p) for p in zip(logits.split(size), rows.split(size), steps.split(size), strict=True)]
         tokens, log_probs = zip(*parts, strict=True)
         return torch.cat(tokens), torch.cat(log_probs)

@@ -117,9 +117,11 @@ class Generation:
     def _draw(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Draw a token for each row; the rows that go on, and their newest tokens."""
         step = self.drawn[rows]
-        self.tokens[rows, step], self.log_probs[rows, step] = self._sampler(logits, rows, step)
-        self.drawn[rows] += 1
+        newest, log_probs = self._sampler(logits, rows, step)
+        self.tokens[rows, step], self.log_probs[rows, step] = newest, log_probs
+        self.drawn[rows] = step + 1
         places = self._stop.going_on(self.tokens, rows, step)
         if len(places) < len(rows):
-            rows = rows[self._memory.keep(places)]
-        return rows, self.tokens[rows, self.drawn[rows] - 1]
+            places = self._memory.keep(places)
+            rows, newest = rows[places], newest[places]
+        return rows, newest
