@@ -145,7 +145,7 @@ def test_sglang_has_its_token_in_the_environment(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["hf_token", "api_key", "admin_api_key", "ssl_key_password"])
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_secret_for_an_engine_is_not_put_on_its_command_line(engine: str, name: str):
+def test_a_secret_for_an_engine_is_not_put_on_its_command_line(engine: Any, name: str):
     config = RolloutConfig(name=engine, engine_kwargs={engine: {name: "s3cret-Marked"}})
     with pytest.raises(ConfigError, match=rf"engine_kwargs\.{engine}\.{name} is a secret.*environment") as caught:
         extra_arguments(config, decided=())

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.utils.fs import name_problem
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
@@ -56,7 +58,8 @@ def force_overrides(arguments: Sequence[str]) -> list[str]:
 
 def _forced(override: str, folders: Sequence[Path]) -> str:
     key = override.partition("=")[0].lstrip("+")
-    is_group = "@" in key or "/" in key or ("." not in key and any((folder / key).is_dir() for folder in folders))
+    is_name = "." not in key and name_problem(key) is None
+    is_group = "@" in key or "/" in key or (is_name and any((folder / key).is_dir() for folder in folders))
     if "=" not in override or override.startswith("~") or is_group or key.split(".")[0] == "hydra":
         return override
     return "++" + override.lstrip("+")

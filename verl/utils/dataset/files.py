@@ -168,12 +168,12 @@ def _read_parquet(path: Path) -> Any:
 
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}. Make or copy the file again.") from error
     with file:
         try:
             return file.read()
-        except (pa.ArrowException, OSError) as error:
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
             where = _damaged_rows(file)
             raise DataError(
                 f"{path} is damaged{where}: {error}. Copy the file again, or make it again from its source."
@@ -190,7 +190,7 @@ def _damaged_rows(file: Any) -> str:
         for column in file.schema_arrow.names:
             try:
                 file.read_row_group(group, columns=[column])
-            except (pa.ArrowException, OSError):
+            except (pa.ArrowException, OSError, UnicodeDecodeError):
                 return f" in column '{column}' of rows {first} to {first + size - 1}"
         first += size
     return ""

@@ -26,7 +26,7 @@ _SCIENTIFIC = re.compile(r"(-?\d{1,20}(?:\.\d{1,20})?)[eE]([+-]?\d{1,3})")
 _NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _WITH_WORDS = re.compile(rf"({_NUMBER.pattern})\s+([A-Za-z]{{2,}}(?:\s+[A-Za-z]{{2,}})*)")
 _WORDS = re.compile(r"[A-Za-z]{3,}(?: [A-Za-z]+)*")
-_BASE = re.compile(r"[0-9A-Za-z]+_(?:\{(\d+)\}|(\d+))")
+_BASE = re.compile(r"[0-9A-Za-z]+_(?:\{(\d{1,9})\}|(\d{1,9}))")
 _NO_UNITS = {"thousand", "million", "billion", "trillion", "hundred", "dozen", "half", "pi", "or", "and", "in", "mod"}
 """Words behind a number that say how large it is, or go on: they are no unit."""
 

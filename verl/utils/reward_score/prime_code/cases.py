@@ -125,7 +125,7 @@ def _as_dict(ground_truth: Any) -> Mapping[str, Any]:
     if isinstance(ground_truth, (str, bytes)):
         try:
             ground_truth = json.loads(ground_truth)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RewardError(f"the ground truth of a programming task is no JSON: {error}") from error
     if not isinstance(ground_truth, Mapping):
         raise RewardError(
@@ -148,7 +148,7 @@ def _arguments(value: Any) -> list[Any]:
         return value if isinstance(value, list) else [value]
     try:
         return [json.loads(line) for line in value.splitlines() if line.strip()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RewardError(
             f"the arguments {value!r:.200} of a function are not one JSON value per line: {error}"
         ) from error
@@ -159,7 +159,7 @@ def _value(value: Any) -> Any:
         return plain(value)
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value  # a result that is text
 
 
@@ -171,7 +171,7 @@ def _assertion(text: str) -> ValueCase:
         expression, expected = _sides(statement.test)
         if any(isinstance(node, DECIDES) or _compares(node) for node in ast.walk(expression)):
             raise ValueError("the program would decide it")
-    except (SyntaxError, ValueError, TypeError) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
         raise RewardError(
             f"the test {text!r:.300} cannot be used ({error}). What is right must be decided outside the program: "
             "expected `assert EXPRESSION == LITERAL`, several of these with `and`, or `assert f(...)` and "
