@@ -260,7 +260,11 @@ class TrainerCheckpoint:
         folders = [folder for folder in own if folder.is_dir()]
         if self._loaded_from is not None:
             folders.append(self._loaded_from)
-        return self._read(self._first_whole(folders, [])) if folders else None
+        if not folders:
+            return None
+        state = self._read(self._first_whole(folders, []))
+        self._own_steps = [step for step in self._own_steps if step <= state.global_step]  # damaged ones come again
+        return state
 
     def _read(self, folder: Path) -> RunState:
         state = _read_file(folder / STATE, lambda path: json.loads(path.read_text()))
