@@ -15,9 +15,11 @@ from verl.protocol import DataProto
 from verl.trainer.config.load import load_config
 from verl.trainer.config.overrides import compose
 from verl.trainer.main_ppo import run_ppo
+from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss
 from verl.trainer.ppo.old_log_probs import OldLogProbs
 from verl.trainer.ppo.role_workers import update_weights
+from verl.workers.engine.non_finite import NonFinite
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
@@ -157,16 +159,19 @@ class TwoRanks:
 
     def update(self, batch: DataProto) -> DataProto:
         columns = DataProto.from_dict(tensors={"old_log_probs": batch.batch["attention_mask"].cumsum(-1)})
-        return columns | DataProto(meta_info={"metrics": {"actor/lr": 0.5}})
+        last = NonFinite(kind="output", name="log_probs", value="nan", rank=1, row=2)
+        return columns | DataProto(meta_info={"metrics": {"actor/lr": 0.5}, "non_finite": [last]})
 
 
 def test_what_the_update_returns_is_in_the_order_of_the_batch():
     lengths = [7, 1, 2, 6, 3, 5]
     batch = DataProto.from_dict(tensors={"attention_mask": (torch.arange(8) < torch.tensor(lengths)[:, None]).long()})
-    metrics, made = update_weights(TwoRanks(), "update", batch, ["attention_mask"], lengths, True, num_mini_batches=1)
+    metrics, made, problems = update_weights(TwoRanks(), "update", batch, ["attention_mask"], lengths, True, 1)
     assert made.batch["old_log_probs"][:, -1].tolist() == lengths
     assert metrics["actor/lr"] == 0.5
     assert made.meta_info == {}
+    order, _ = layout_for_ranks(lengths, dp_size=2, num_mini_batches=1, balance=True)
+    assert [one.row for one in problems] == [order[5]]  # the third row of the second rank
 
 
 # ---- when

@@ -88,20 +88,40 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
         FolderLock(tmp_path / "file" / "run").acquire()
 
 
-def test_one_process_cannot_hold_it_twice(tmp_path):
-    with FolderLock(tmp_path), pytest.raises(CheckpointError, match=f"process {os.getpid()} "):
-        FolderLock(tmp_path).acquire(wait_s=0)
+def test_objects_of_one_process_share_it(tmp_path):
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path / "." / "x" / "..")
+    with first:
+        second.acquire(wait_s=0)
+        assert is_refused(tmp_path)
+    assert is_refused(tmp_path)  # the second has it still
+    second.release()
+    second.release()
+    assert not is_refused(tmp_path)
+
+
+def is_refused(folder: Path) -> bool:
+    """Whether another process cannot have it."""
+    code = "import sys; from verl.utils.lock import FolderLock; FolderLock(sys.argv[1]).acquire(wait_s=0)"
+    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 or f"process {os.getpid()} on" in done.stderr
+    return done.returncode != 0
 
 
 def test_a_run_that_saves_takes_it_before_anything_else_and_one_that_does_not_leaves_it(tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
     arguments = overrides(make_tiny_run(tmp_path), tmp_path, trainer__total_training_steps=1, trainer__save_freq=1)
     settings = compose(arguments)
-    with FolderLock(tmp_path / "checkpoints"):
+    holder = start(tmp_path / "checkpoints")
+    try:
+        assert line(holder) == "held"
         with pytest.raises(CheckpointError, match="another run writes into"):
             run_ppo(settings)
         assert not (tmp_path / "metrics.jsonl").exists()
         run_ppo(compose([*arguments, "trainer.save_freq=-1"]))
         assert not list((tmp_path / "checkpoints").glob("global_step_*"))
+    finally:
+        holder.kill()
+        holder.wait()
     run_ppo(settings)
+    assert not is_refused(tmp_path / "checkpoints")
     assert list((tmp_path / "checkpoints").glob("global_step_*"))

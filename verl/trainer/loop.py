@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from verl.trainer.timing import Stopwatch, stage
 from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
 from verl.utils.dataset.loading import batches
+from verl.utils.lock import FolderLock
 from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class TrainingLoop:
         }
         """What changes from step to step, by name: each has ``state_dict`` (as JSON has it) and ``load_state_dict``."""
         self.recovery = Recovery(trainer.recovery, self)
+        self.lock = FolderLock(trainer.default_local_dir)
         self.pass_limits = PassLimits(trainer.recovery.split_on_out_of_memory)
         self.stopwatch = Stopwatch()
         self.rows = self._epochs()
@@ -119,6 +122,7 @@ class TrainingLoop:
         same = trainer.resume_mode == "auto"
         done, ids = (self.global_steps, self.tracker_runs.ids) if same else (0, {})
         with (
+            closing(self.lock),
             self.termination,
             Tracking(trainer.project_name, trainer.experiment_name, trainer.logger, description, done, ids) as tracking,
             Progress(self.total_training_steps, self.global_steps, trainer.progress) as progress,
@@ -211,6 +215,7 @@ class TrainingLoop:
 
     @stage("save_checkpoint")
     def _save_checkpoint(self) -> None:
+        self.lock.acquire()  # a run that was not to save may have to, at SIGTERM
         self.checkpoint.save(self.state())
 
     def _save_if_due(self) -> None:

@@ -19,21 +19,25 @@ logger = logging.getLogger(__name__)
 
 NAME = "run.lock"
 
-_held: set[int] = set()
+_held: dict[Path, tuple[int, int]] = {}
+"""Of this process: the descriptor of each lock, and how many hold it."""
 
 
 def _forget() -> None:
     """In a forked child: its copy of the descriptor would keep the lock when the run is long dead."""
     while _held:
+        _, (descriptor, _) = _held.popitem()
         with contextlib.suppress(OSError):
-            os.close(_held.pop())
+            os.close(descriptor)
 
 
 os.register_at_fork(after_in_child=_forget)
 
 
 class FolderLock:
-    """Keeps other runs from writing into a folder, from ``acquire`` to ``release`` or the end of this process.
+    """Keeps other processes from writing into a folder, from ``acquire`` to ``release`` or the end of this one.
+
+    Several objects of one process share the lock of a folder; it is given back with the last of them.
 
     The lock is ``flock(2)`` on the file ``run.lock``, so there is none that is stale: what the file says of its
     holder is for people. On NFS it holds between machines where the mount has locks (NFSv4; not with ``nolock``
@@ -44,8 +48,8 @@ class FolderLock:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.path = Path(folder).expanduser().absolute() / NAME
-        self._descriptor: int | None = None
+        self.path = Path(folder).expanduser().resolve() / NAME
+        self._is_held = False
 
     def acquire(self, wait_s: float = 5.0) -> None:
         """Take the lock; nothing to do if this object holds it.
@@ -56,8 +60,13 @@ class FolderLock:
         Raises:
             CheckpointError: another run holds it, named in the message, or the folder cannot be written.
         """
-        if self._descriptor is not None:
+        if self._is_held:
             return
+        descriptor, holders = _held.get(self.path) or (self._open(wait_s), 0)
+        _held[self.path] = descriptor, holders + 1
+        self._is_held = True
+
+    def _open(self, wait_s: float) -> int:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -74,12 +83,11 @@ class FolderLock:
                 "other's checkpoints. Give this one another trainer.default_local_dir (or trainer.experiment_name), "
                 "or end the other one first."
             )
-        self._descriptor = descriptor
-        _held.add(descriptor)
         about = {"pid": os.getpid(), "host": socket.gethostname(), "since": _now()}
         with contextlib.suppress(OSError):  # a full disk: the lock holds all the same
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(about).encode(), 0)
+        return descriptor
 
     def _flock(self, descriptor: int, wait_s: float) -> bool:
         until = time.monotonic() + wait_s
@@ -100,10 +108,16 @@ class FolderLock:
 
     def release(self) -> None:
         """Let others in; later calls do nothing. The file stays: to remove it could let two runs in."""
-        if self._descriptor is not None:
-            _held.discard(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = None
+        if self._is_held and self.path in _held:  # a forked child has forgotten it
+            descriptor, holders = _held.pop(self.path)
+            if holders > 1:
+                _held[self.path] = descriptor, holders - 1
+            else:
+                os.close(descriptor)
+        self._is_held = False
+
+    close = release
+    """For ``contextlib.closing``: to give back, at the end of a block, what was taken somewhere in it."""
 
     def __enter__(self) -> FolderLock:
         self.acquire()
