@@ -61,6 +61,7 @@ class Recovery:
         self.redone_steps = 0
         """Finished steps that had to be done again."""
         self._in_a_row = 0
+        self._first: ProcessLostError | None = None
         self._furthest = -1
         self._begin: RunState | None = None
         self._held: list[HeldState] = []
@@ -82,14 +83,14 @@ class Recovery:
         """Remember the run as it is now, between two steps. Workers copy their state before their next call."""
         state = self.run.state()
         self._begin = self._begin or state
-        self._in_a_row, self._held_at = 0, time.monotonic()
-        frequency = self.settings.snapshot_freq
-        groups = self.run.trained_groups
-        if (
-            not frequency
-            or state.global_step % frequency
-            or not all(group.outlived_by_outputs for group in groups.values())
-        ):
+        if state.global_step > self._furthest:
+            self._furthest, self._first, self._in_a_row = state.global_step, None, 0
+        if self._held and self._held[-1].driver.global_step == state.global_step:
+            return
+        self._held_at = time.monotonic()
+        frequency, groups = self.settings.snapshot_freq, self.run.trained_groups
+        survive = all(group.outlived_by_outputs for group in groups.values())
+        if not survive or not frequency or state.global_step % frequency:
             return
         if self._held and not self._is_whole(self._held[-1]):
             logger.warning("the state after step %d could not be held in memory", self._held.pop().driver.global_step)
@@ -112,8 +113,8 @@ class Recovery:
         return all(groups[name].outputs_arrived(references) for name, references in held.workers.items())
 
     def _go_back(self, error: ProcessLostError) -> None:
-        first = error
         while True:
+            self._first = self._first or error
             if self.run.termination.requested:
                 logger.error("%s", _told(error))
                 logger.warning("SIGTERM came before it: the run ends, and goes on from its newest checkpoint.")
@@ -121,7 +122,7 @@ class Recovery:
             self._in_a_row += 1
             self.run.pass_limits.learn(error)
             if self._in_a_row > self.settings.max_restarts:
-                raise self._gave_up(first, error) from error
+                raise self._gave_up(self._first, error) from error
             pause = min(LONGEST_PAUSE_S, self.settings.backoff_s * 2 ** (self._in_a_row - 1))
             logger.error("%s", _told(error))
             logger.error(
@@ -164,8 +165,6 @@ class Recovery:
         return "the beginning" if saved is None else "the newest checkpoint"
 
     def _gave_up(self, first: ProcessLostError, last: ProcessLostError) -> ProcessLostError:
-        if self.settings.max_restarts == 0:
-            return first
         said = [
             _told(first),
             f"The run was restarted {self.settings.max_restarts} times without finishing a step, and stops "
