@@ -71,6 +71,9 @@ class Mortal(Worker):
     def _bus_error(self):
         os.kill(os.getpid(), signal.SIGBUS)
 
+    def _break_connection(self):
+        raise RuntimeError("Connection closed by peer")
+
     def _lose_a_helper(self):
         raise ProcessLostError("the engine's server died, and cannot be started again")
 

@@ -68,6 +68,7 @@ def test_a_rank_killed_in_a_collective_is_named_though_others_fail_first(places,
             f"rank {rank} of 2 died in Mortal.all_reduce ({group.worker_names[rank]}, pid {pids[rank]} on node "
         )
         assert "connection error code 2" in said
+        assert "It was killed (kill -9, or the kernel's out-of-memory killer" in said
         assert f"-{pids[rank]}.err." in said
         assert f"  rank {1 - rank}: " in said.split("Failed after it:\n")[1]
         with pytest.raises(ProcessLostError, match=rf"^rank {rank} of 2 died in Mortal.*pid {pids[rank]} "):
@@ -95,6 +96,22 @@ def test_a_rank_killed_in_its_constructor_is_not_waited_for(places):
     ):
         pass
     assert time.monotonic() - start < 200, "rank 0 waits for rank 1 for 5 minutes"
+
+
+def test_a_death_that_only_the_broken_connection_of_another_tells_is_found(places, monkeypatch):
+    from verl.single_controller.ray import failures
+
+    with group_of(places) as group:
+        pending = group.execute_all_async("all_reduce", 1, "die")
+        with pytest.raises(
+            ProcessLostError, match=r"(?s)^rank 1 of 2 died in Mortal.all_reduce .*rank 0: RuntimeError"
+        ):
+            group._wait(pending[:1], "all_reduce", [0])  # nobody asks for the answer of rank 1
+    monkeypatch.setattr(failures, "DEATH_GRACE_S", 0.1)
+    with group_of(places) as group:
+        with pytest.raises(WorkerError, match=r"^Mortal.all_reduce on rank 0 of 2: RuntimeError: Connection") as caught:
+            group.execute_all_sync("all_reduce", 0, "break_connection")
+        assert not isinstance(caught.value, ProcessLostError), "nobody died"
 
 
 @pytest.mark.slow

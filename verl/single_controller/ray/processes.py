@@ -26,6 +26,7 @@ NODE_TIMEOUT_S = 30.0
 
 ENDED_ON_PURPOSE = "killed by `ray.kill`"
 """What Ray says of an actor that was ended on purpose."""
+SILENT = "It was killed (kill -9, or the kernel's out-of-memory killer: see dmesg), or ended itself without a word. "
 CONSTRUCTOR_RAISED = "its constructor raised"
 
 
@@ -60,7 +61,8 @@ class Process:
     @property
     def death(self) -> str:
         """How it died and where to read more, in sentences."""
-        return f"{self.how.rstrip('. ')}. {_last_words(self.log)}What it wrote last is in {self.log}."
+        words = _last_words(self.log) or (SILENT if "End of file" in self.how else "")
+        return f"{self.how.rstrip('. ')}. {words}What it wrote last is in {self.log}."
 
     @property
     def log(self) -> str:

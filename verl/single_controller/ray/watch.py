@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from verl.errors import ProcessLostError
 from verl.single_controller.ray.failures import death_of
@@ -70,10 +71,12 @@ class Watch:
         workers = list(self._workers)
         names = [process.name for process in processes(workers)]
         while not self._stopped.wait(every_n_seconds) and ray.is_initialized():
-            alive = set(ray.util.list_named_actors())
-            if all(name in alive for name in names):
+            try:
+                alive = set(ray.util.list_named_actors())
+                dead = [] if all(name in alive for name in names) else first_to_die(processes(workers))
+            except RayError as error:
+                logger.warning("Ray does not say which ranks live: %s", error)
                 continue
-            dead = first_to_die(processes(workers))
             if dead:
                 self.end(death_of(dead[0], len(workers), "unexpectedly"))
                 return
