@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 OUT ?= outputs/quickstart
 SEED ?= 1
+ROUNDS ?= 8
 
 RUN := $(VENV)/.run-ready
 DEV := $(VENV)/.dev-ready
@@ -18,7 +19,7 @@ SGLANG := $(SGLANG_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-gpu quickstart quickstart-ppo quickstart-study test test-slow test-vllm test-vllm-slow test-sglang proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-gpu chaos quickstart quickstart-ppo quickstart-study test test-slow test-vllm test-vllm-slow test-sglang proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -92,6 +93,9 @@ proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL 
 
 bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md
 	$(BIN)/python benchmarks/performance.py --write --vllm_python $(VLLM_PYTHON)
+
+chaos: $(RUN) ## break a run on purpose, and compare with the undisturbed one; ROUNDS=16 for longer, WRITE=--write for docs/reliability.md
+	$(BIN)/python benchmarks/chaos.py --rounds $(ROUNDS) --seed $(SEED) $(WRITE)
 
 bench-gpu: $(RUN) ## training, rollout and agreement on one GPU, into outputs/gpu.json
 	mkdir -p outputs
