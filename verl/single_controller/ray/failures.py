@@ -29,7 +29,7 @@ from verl.single_controller.ray.processes import Process, brief, first_to_die, p
 
 GRACE_S = 0.5
 """How long the other ranks of a failed call may take to fail as well, before the caller is told."""
-DEATH_GRACE_S = 5.0
+DEATH_GRACE_S = 15.0
 """How long Ray may take to notice that the other end of a broken connection is dead."""
 NODE_GRACE_S = 30.0
 """How long it may take to notice that a node is dead whose workers do not answer."""
