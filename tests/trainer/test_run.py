@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,27 @@ def test_a_damaged_checkpoint_stops_the_run(train, tmp_path):
     model.write_bytes(model.read_bytes()[: model.stat().st_size // 2])
     with pytest.raises(CheckpointError, match=r"model_world_size_1_rank_0\.pt"):
         train(trainer__total_training_steps=2)
+
+
+def test_a_save_that_fails_is_made_up_for_and_the_last_one_must_succeed(train, tmp_path, monkeypatch):
+    failing = {"global_step_2.partial"}
+    make = os.mkdir
+
+    def full_disk(path, *args, **kwargs):
+        if Path(path).name in failing:
+            raise OSError(28, "No space left on device", str(path))
+        make(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "mkdir", full_disk)
+    steps = train(trainer__total_training_steps=4, trainer__save_freq=2)
+    root = tmp_path / "checkpoints"
+    assert sorted(path.name for path in root.glob("global_step_*")) == ["global_step_3", "global_step_4"]
+    assert [step.get("recovery/failed_saves") for step in steps.values()] == [None, 1.0, 1.0, 1.0]
+    failing.add("global_step_5.partial")
+    with pytest.raises(CheckpointError, match=r"last checkpoint could not be written .*global_step_4"):
+        train(trainer__total_training_steps=5, trainer__save_freq=2)
+    failing.clear()
+    assert list(train(trainer__total_training_steps=5, trainer__save_freq=2)) == [5]
 
 
 def test_a_failing_sample_leaves_training_and_is_counted(train, tmp_path):
