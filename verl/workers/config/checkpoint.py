@@ -26,4 +26,4 @@ class CheckpointConfig(BaseConfig):
     )
     """What to read back on resume; by default all that was saved."""
     async_save: bool = setting(False)
-    """Copy the state and write it while training goes on, with memory for the copy; else the step waits for the disk."""
+    """Copy the state and write it while training goes on, with memory for the copy; else a step waits for the disk."""
