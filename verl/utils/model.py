@@ -240,7 +240,8 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Pretrain
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows}
     if not beyond:
         return
-    added, template = set(tokenizer.get_added_vocab()), str(tokenizer.chat_template or "")
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    template = str(tokenizer.chat_template or "")
     used = {str(token) for token in (tokenizer.pad_token, tokenizer.eos_token, tokenizer.bos_token) if token}
     needed = {token for token in beyond if token not in added or token in used or token in template}
     token, largest = max(beyond.items(), key=lambda item: item[1])
