@@ -29,6 +29,7 @@ from verl.trainer.config import load_config
 from verl.trainer.config.overrides import compose
 from verl.utils.dataset.files import open_files
 from verl.utils.killable_pool.process import Reply
+from verl.utils.sandbox import Sandbox, SandboxUnavailableError
 from verl.utils.sandbox.fusion import outcome_of
 from verl.utils.sandbox.types import Limits
 from verl.workers.engine.fsdp.checkpoint import read_state
@@ -311,6 +312,16 @@ def test_what_a_child_says_is_never_unpickled(tmp_path: Path, mark: Path):
 def test_a_code_service_that_lies_is_an_error(answer: dict[str, Any]):
     with pytest.raises(VerlError):
         outcome_of(answer, Limits())
+
+
+def test_a_program_in_the_sandbox_has_nothing_of_ours_in_hand():
+    """The stream on which the walls report how it ended, for one: whoever wrote there could name any process."""
+    try:
+        sandbox = Sandbox()
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+    outcome = sandbox.run("import os\nfor n in range(256):\n  try: os.fstat(n), print(n)\n  except OSError: pass")
+    assert outcome.stdout.split() == ["0", "1", "2"]
 
 
 # ---- the user's own code -------------------------------------------------------------------------

@@ -255,6 +255,17 @@ def test_a_link_in_the_place_of_the_token_is_not_followed(home: Path):
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
 
 
+def test_secrets_are_handed_to_ray_in_the_environment(home: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("WANDB_API_KEY", "")
+    variables = {"WANDB_API_KEY": "s3cret", "NCCL_DEBUG": "INFO"}
+    given = {"num_cpus": 1, "runtime_env": {"env_vars": variables, "pip": ["x"]}}
+    left = access.secrets_to_environment(given)
+    assert left == {"num_cpus": 1, "runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}, "pip": ["x"]}}
+    assert os.environ["WANDB_API_KEY"] == "s3cret"
+    assert given["runtime_env"]["env_vars"] == variables
+    assert access.secrets_to_environment({"num_cpus": 1}) == {"num_cpus": 1}
+
+
 RUN = """
 import os, subprocess, sys
 import psutil

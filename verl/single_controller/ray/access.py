@@ -5,7 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from verl.utils.redact import is_secret
 
 logger = logging.getLogger(__name__)
 
@@ -32,3 +36,17 @@ def prepare_token() -> None:
     except OSError as error:
         logger.warning("Ray's token cannot be kept in %s (%s): this run has one of its own.", path, error)
         os.environ[TOKEN] = secrets.token_hex(32)
+
+
+def secrets_to_environment(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of ``ray.init`` without the secrets of ``runtime_env.env_vars``, which Ray would write into its logs.
+
+    They go into this process's environment, which the processes of a Ray that is started here inherit.
+    """
+    runtime = arguments.get("runtime_env")
+    if not isinstance(runtime, Mapping) or not isinstance(variables := runtime.get("env_vars"), Mapping):
+        return dict(arguments)
+    hidden = {name: str(value) for name, value in variables.items() if is_secret(name, value)}
+    os.environ.update(hidden)
+    shown = {name: value for name, value in variables.items() if name not in hidden}
+    return {**arguments, "runtime_env": {**runtime, "env_vars": shown}}

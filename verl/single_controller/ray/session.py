@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray._private import worker as ray_worker
 
-from verl.single_controller.ray.access import prepare_token
+from verl.single_controller.ray.access import prepare_token, secrets_to_environment
 from verl.single_controller.ray.address import with_address
 from verl.single_controller.ray.processes import dead_nodes
 from verl.utils.allocator import keep_freed_memory
@@ -52,6 +52,7 @@ def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
         arguments = _init_arguments(ray_kwargs.ray_init)
         if not os.environ.get("RAY_ADDRESS") and arguments.get("address", "local") == "local":
             prepare_token()
+            arguments = secrets_to_environment(arguments)
         _start(arguments)
     try:
         runner_class().run(config)
