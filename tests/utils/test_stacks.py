@@ -124,6 +124,10 @@ def test_a_stopped_process_is_not_waited_for(tmp_path):
         start = time.monotonic()
         assert read_stacks(tmp_path, [child.pid], timeout_s=30)[child.pid] == Snapshot("T", "")
         assert time.monotonic() - start < 20
+    with process("pass", str(tmp_path)) as child:
+        child.wait()
+        assert read_stacks(tmp_path, [child.pid], timeout_s=30)[child.pid].trouble == "its process is gone"
+        assert time.monotonic() - start < 25
 
 
 def test_processes_that_do_not_end_are_killed():

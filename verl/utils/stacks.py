@@ -14,6 +14,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -132,7 +133,7 @@ def read_stacks(folder: str | os.PathLike[str], pids: Sequence[int], timeout_s: 
     states = {pid: state_of(pid) for pid in pids}
     prepared = {pid for pid, file in files.items() if file.exists()}
     for pid in prepared:
-        if states[pid]:
+        with suppress(ProcessLookupError):  # it has ended
             os.kill(pid, SIGNAL)
     deadline = time.monotonic() + timeout_s
     sizes: Mapping[int, int] = {}
