@@ -79,7 +79,8 @@ def _interrupted(timeout_s: float, stage: str) -> Iterator[None]:
         timer.cancel()
         with changing:
             running.clear()
-        signal.signal(INTERRUPT, before)
+        if before is not None:  # None: set from C, and not known to Python
+            signal.signal(INTERRUPT, before)
 
 
 def _place(frame: FrameType | None) -> str:
