@@ -21,7 +21,7 @@ import json
 import logging
 import pickle
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -31,7 +31,8 @@ import torch
 from verl.errors import CheckpointError, VerlError
 from verl.trainer.run_state import RunState
 from verl.utils.checkpoint import steps
-from verl.utils.checkpoint.files import FileEntry, write_bytes
+from verl.utils.checkpoint.arrays import from_arrays
+from verl.utils.checkpoint.files import FileEntry, sync_folder, write_bytes, write_states
 from verl.utils.checkpoint.steps import LATEST, MANIFEST, saved_steps, step_folder
 from verl.utils.checkpoint.writing import SaveReport
 
@@ -164,6 +165,41 @@ class TrainerCheckpoint:
                 "and start the run again: it goes on from there."
             )
 
+    def save_held(
+        self,
+        state: RunState,
+        ranks: Mapping[str, Sequence[Mapping[str, Any]]],
+        documents: Mapping[str, Mapping[str, bytes]],
+    ) -> None:
+        """Write a run as it was, without its workers: from what they have handed over.
+
+        Args:
+            state: of the driver.
+            ranks: the ``snapshot`` of every rank, by the sub-folder of its group.
+            documents: what ``documents`` gave, likewise. The model in another format (``hf_model``) is not written.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self.forget_writing()
+        if state.global_step in self._own_steps[-1:]:
+            return
+        try:
+            partial = steps.begin(self.root, state.global_step)
+            files = _write_driver(partial, state)
+            for name, snapshots in ranks.items():
+                files |= _write_group(partial, name, snapshots, documents[name])
+            steps.commit(self.root, state.global_step, files)
+        except OSError as error:
+            raise CheckpointError(f"cannot write the checkpoint: {error}. {self._whole_before()}") from error
+        self._own_steps.append(state.global_step)
+
+    def forget_writing(self) -> None:
+        """Give up what the workers are writing, because they have ended."""
+        if self._writing is not None:
+            steps.discard(self.root, self._writing.global_step)
+            self._writing, self.owed = None, True
+
     def rescue(self) -> None:
         """Commit what is still being written before the run ends by an error, which is worse than any of this."""
         try:
@@ -174,9 +210,7 @@ class TrainerCheckpoint:
     def workers_replaced(self, groups: dict[str, Any]) -> None:
         """Go on with new workers; what the old ones were writing is lost, and owed."""
         self.groups = groups
-        if self._writing is not None:
-            steps.discard(self.root, self._writing.global_step)
-            self._writing, self.owed = None, True
+        self.forget_writing()
 
     def metrics(self) -> dict[str, float]:
         """``recovery/failed_saves`` since the run was started, if there are any."""
@@ -374,6 +408,20 @@ def _write_driver(folder: Path, state: RunState) -> dict[str, FileEntry]:
         RNG: write_bytes(folder / RNG, _loadable(state.rng)),
         STATE: write_bytes(folder / STATE, json.dumps(described).encode()),
     }
+
+
+def _write_group(
+    folder: Path, name: str, snapshots: Sequence[Mapping[str, Any]], documents: Mapping[str, bytes]
+) -> dict[str, FileEntry]:
+    own, files = folder / name, {}
+    for path, content in documents.items():
+        (own / path).parent.mkdir(parents=True, exist_ok=True)
+        files[path] = write_bytes(own / path, content)
+    for snapshot in snapshots:
+        files |= write_states(own, from_arrays(dict(snapshot)))
+    for inner in [own, *(path for path in own.rglob("*") if path.is_dir())]:
+        sync_folder(inner)
+    return {(Path(name) / path).as_posix(): entry for path, entry in files.items()}
 
 
 def _loadable(state: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from verl.trainer.pass_limits import PassLimits
 from verl.trainer.recovery import Recovery
 from verl.trainer.run_state import RunState
 from verl.trainer.schedule import Schedule
-from verl.trainer.termination import EXIT_CODE, Termination
+from verl.trainer.termination import EXIT_CODE, StepInterrupted, Termination
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
@@ -130,6 +130,10 @@ class TrainingLoop:
             self.tracker_runs.ids = tracking.run_ids
             try:
                 self.recovery.protect(lambda: self._to_the_last_step(tracking, progress))
+            except StepInterrupted:
+                self.end_workers()
+                self.recovery.save()
+                raise SystemExit(EXIT_CODE) from None
             except Exception:
                 self.checkpoint.rescue()
                 raise
@@ -160,7 +164,8 @@ class TrainingLoop:
             self._stop_if_terminated()
             rows = next(self.rows)
             self.global_steps += 1
-            metrics = self._one_step(rows)
+            with self.termination.interrupting(self.recovery.can_save):
+                metrics = self._one_step(rows)
             self._report(
                 metrics | self.checkpoint.metrics() | self.recovery.metrics() | self.pass_limits.metrics(),
                 tracking,

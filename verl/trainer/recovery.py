@@ -65,6 +65,7 @@ class Recovery:
         self._furthest = -1
         self._begin: RunState | None = None
         self._held: list[HeldState] = []
+        self._documents: dict[str, dict[str, bytes]] = {}
         self._held_at = time.monotonic()
 
     def protect(self, task: Callable[[], T]) -> T:
@@ -94,9 +95,28 @@ class Recovery:
             return
         if self._held and not self._is_whole(self._held[-1]):
             logger.warning("the state after step %d could not be held in memory", self._held.pop().driver.global_step)
+        if not self._documents:
+            self._documents = {name: group.documents()[0] for name, group in groups.items()}
         snapshots = {name: group.execute_all_async("snapshot", state.global_step) for name, group in groups.items()}
         # The one before stays until this one is whole, which it is when the workers have answered once more.
         self._held = [*self._held[-1:], HeldState(state, snapshots)]
+
+    @property
+    def can_save(self) -> bool:
+        """Whether a state is held that :meth:`save` can write without the workers."""
+        return len(self._held) > 1 or bool(self._held and self._is_whole(self._held[-1]))
+
+    def save(self) -> None:
+        """Write the newest whole state that is held as a checkpoint; the workers may be gone.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        held = next(held for held in reversed(self._held) if self._is_whole(held))
+        groups = self.run.trained_groups
+        ranks = {name: groups[name].wait_for(references) for name, references in held.workers.items()}
+        self.run.checkpoint.save_held(held.driver, ranks, self._documents)
+        logger.warning("Saved step %d of %d.", held.driver.global_step, self.run.total_training_steps)
 
     def metrics(self) -> dict[str, float]:
         """``recovery/restarts``, ``recovery/redone_steps`` and ``recovery/lost_s`` so far, if anything was lost."""

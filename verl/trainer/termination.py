@@ -6,6 +6,8 @@ import logging
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Self
 
@@ -17,14 +19,20 @@ EXIT_CODE = 75
 The same command goes on from there (``trainer.resume_mode=auto``)."""
 
 
-class Termination:
-    """Within its context the first SIGTERM only sets :attr:`requested`; the second one ends the process as usual.
+class StepInterrupted(BaseException):
+    """SIGTERM came within a step that need not be finished."""
 
-    Signals reach the main thread of a process; in another thread the context does nothing.
+
+class Termination:
+    """Within its context the first SIGTERM sets :attr:`requested`; the second one ends the process as usual.
+
+    Within :meth:`interrupting` the first one raises StepInterrupted too. Signals reach the main thread of a process;
+    in another thread the context does nothing.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        self._interrupts = False
         self._before: Any = None
         self._is_installed = False
 
@@ -39,6 +47,15 @@ class Termination:
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
             self._is_installed = False
 
+    @contextmanager
+    def interrupting(self, allowed: bool) -> Iterator[None]:
+        """If ``allowed``, the block is left by StepInterrupted as soon as SIGTERM comes."""
+        self._interrupts = allowed
+        try:
+            yield
+        finally:
+            self._interrupts = False
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -46,7 +63,11 @@ class Termination:
             return
         self.requested = True
         logger.warning(
-            "SIGTERM: the run saves when this step is done, and exits with code %d; the same command goes on from "
-            "there. A second SIGTERM ends it at once.",
+            "SIGTERM: the run saves %s, and exits with code %d; the same command goes on from there. A second SIGTERM "
+            "ends it at once.",
+            "the state before this step" if self._interrupts else "when this step is done",
             EXIT_CODE,
         )
+        if self._interrupts:
+            self._interrupts = False
+            raise StepInterrupted

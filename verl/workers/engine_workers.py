@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,6 +208,15 @@ class EngineWorker(Worker):
             file name to state, as a checkpoint on disk has them, with arrays in the place of tensors.
         """
         return to_arrays(self.trained.state(global_step).states)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def documents(self) -> dict[str, bytes]:
+        """On rank 0 the files of a checkpoint that tell of the model, by path; they are the same in every step."""
+        state = self.trained.state(contents=[])
+        with tempfile.TemporaryDirectory() as folder:
+            state.write(Path(folder))
+            found = [path for path in Path(folder).rglob("*") if path.is_file()]
+            return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def restore(self, snapshot: dict[str, Any]) -> None:
