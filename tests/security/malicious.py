@@ -24,7 +24,7 @@ class Bomb:
 def pickle_bomb(file: Path, mark: Path) -> Path:
     """A plain pickle."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(pickle.dumps({"x": Bomb(mark)}))
+    file.write_bytes(pickle.dumps({"x": Bomb(mark)}, protocol=2))
     return file
 
 

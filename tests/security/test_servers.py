@@ -303,6 +303,7 @@ run_task(Runner, None, SimpleNamespace(ray_init={"num_cpus": 1, "log_to_driver":
 """
 
 
+@pytest.mark.slow  # Ray tries for a while before it gives up
 def test_a_stranger_is_not_let_into_the_ray_of_a_run(tmp_path: Path):
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     variables |= {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
