@@ -35,7 +35,8 @@ def run_under_controller(runner_class: type[Runner], config: Any) -> None:
         CheckpointError: the run saves, and another one saves into the same folder.
     """
     prepare_process()
-    seed_everything(config.trainer.seed)  # for user code that draws in the driver; sampling has seeds of its own
+    if isinstance(config.trainer, BaseTrainerConfig):
+        seed_everything(config.trainer.seed)  # for user code that draws in the driver; sampling has seeds of its own
     # Before anything starts, and until all of it has ended.
     with _lock(config.trainer):
         if config.trainer.controller == "local":

@@ -22,6 +22,8 @@ class BaseTrainerConfig(BaseConfig):
     """Passes over the training rows."""
     total_training_steps: int | None = setting(None, ge=1)
     """Steps of the run; null takes `total_epochs`."""
+    seed: int = setting(1, ge=0)
+    """Seed of the run: sampling and the order of the data follow it, whatever the number of ranks."""
     save_freq: int = setting(-1, ge=-1)
     """Save every this many steps and at the end; -1 or 0 never."""
     test_freq: int = setting(-1, ge=-1)
@@ -58,8 +60,6 @@ class BaseTrainerConfig(BaseConfig):
 class TrainerConfig(BaseTrainerConfig):
     """A reinforcement-learning run."""
 
-    seed: int = setting(1, ge=0)
-    """Seed of sampling: the same seed gives the same responses, whatever the number of ranks."""
     balance_batch: bool = setting(True)
     """Order samples so that ranks get nearly equal numbers of tokens."""
     critic_warmup: int = setting(0, ge=0)
@@ -116,7 +116,5 @@ class SFTTrainerConfig(BaseTrainerConfig):
     """Nodes; under torchrun, those that it started."""
     n_gpus_per_node: int = setting(1, ge=1, interpolation="${oc.env:LOCAL_WORLD_SIZE,1}")
     """Ranks per node; under torchrun, those that it started."""
-    seed: int = setting(1, ge=0)
-    """Seed of the run: the order of the data follows it."""
     max_ckpt_to_keep: int | None = setting(None, ge=1)
     """Checkpoints to keep; null keeps all."""
