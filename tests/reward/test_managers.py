@@ -82,6 +82,7 @@ def test_eight_bad_samples_of_sixty_four_cost_nobody_else_a_score():
         "reward/status/crashed": 2 / 64,
         "reward/status/out_of_memory": 1 / 64,
         "reward/status/error": 1 / 64,
+        "reward/status/killed": 0.0,
     }
 
 
