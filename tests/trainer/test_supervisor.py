@@ -31,6 +31,9 @@ class Trainer:
     recovery: Recovery
     default_local_dir: str
     resume_mode: str = "disable"
+    project_name: str = "p"
+    experiment_name: str = "e"
+    logger: tuple = ("file",)
 
 @dataclass
 class Config:
@@ -85,6 +88,20 @@ def test_it_goes_on_from_what_it_has_saved(tmp_path: Path) -> None:
     code, _ = finish(start(tmp_path, f"if starts() == 1: {save}; os.kill(os.getpid(), signal.SIGKILL)"))
     assert code == 0
     assert modes(tmp_path) == ["disable", "auto"]
+
+
+LOG = "log = Path(os.environ['VERL_FILE_LOGGER_PATH']).open('a'); log.write('step 1\\n'); log.flush()"
+
+
+def test_beginning_anew_it_logs_behind_what_was_there_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.write_text("of an earlier run\n")
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+    finish(start(tmp_path, f"{LOG}\nif starts() < 3: os.kill(os.getpid(), signal.SIGKILL)"))
+    assert len(modes(tmp_path)) == 3
+    assert log.read_text() == "of an earlier run\nstep 1\n"
 
 
 def test_what_an_earlier_run_saved_is_not_its_own(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl.utils import env
 from verl.utils.checkpoint.steps import LATEST
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
         if restarts == 0 or sys.platform != "linux":
             run(config)
             return
-        before = _latest(config)
+        before, log = _latest(config), _FileLog(config.trainer)
         for attempt in range(restarts + 1):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -57,9 +58,12 @@ def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
             if child == 0:
                 os.close(reader)
                 _die_with_parent()
-                saved_since = _latest(config) != before
+                if attempt and _latest(config) != before:
+                    config = _going_on(config)
+                elif attempt:
+                    log.cut()
                 try:
-                    run(_going_on(config) if attempt and saved_since else config)
+                    run(config)
                 finally:
                     os.write(writer, b".")
                 return
@@ -75,6 +79,20 @@ def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
             logger.error("the driver was killed by %s. Restart %d of at most %d.", how, attempt + 1, restarts)
 
     return start
+
+
+class _FileLog:
+    """The file of the tracker ``file``, as it was before the run: a driver that begins anew logs all steps again."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._path = env.file_logger_path(trainer.project_name, trainer.experiment_name)
+        self._is_used = "file" in trainer.logger
+        self._size = self._path.stat().st_size if self._path.exists() else 0
+
+    def cut(self) -> None:
+        """Take off what was written since."""
+        if self._is_used and self._path.exists():
+            os.truncate(self._path, self._size)
 
 
 def _wait_for(child: int) -> int:
