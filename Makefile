@@ -80,13 +80,16 @@ $(VLLM): requirements/vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 
-VLLM_TESTS := OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest tests/rollout/test_vllm.py tests/rollout/test_vllm_run.py
+# A process of its own for each file: an engine of vLLM that ends in a process takes the groups of a later one with it.
+VLLM_TESTS := OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest
 
 test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU
-	$(VLLM_TESTS)
+	$(VLLM_TESTS) tests/rollout/test_vllm.py
+	$(VLLM_TESTS) tests/rollout/test_vllm_run.py
 
 test-vllm-slow: $(VLLM) ## the checks of its server that test-vllm leaves out, and runs on several ranks
-	$(VLLM_TESTS) -m slow
+	$(VLLM_TESTS) -m slow tests/rollout/test_vllm.py
+	$(VLLM_TESTS) -m slow tests/rollout/test_vllm_run.py
 
 proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes docs/algorithms.md
 	$(BIN)/python benchmarks/proofs.py --write
