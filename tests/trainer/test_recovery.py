@@ -144,6 +144,7 @@ def test_too_many_losses_stop_the_run_with_the_first_of_them_first(run: Run) -> 
     assert any(line.startswith("The last loss: rank 0 of 2 died") for line in rest)
 
 
+@pytest.mark.slow
 def test_a_loss_while_saving_is_survived(run: Run) -> None:
     undisturbed = run("undisturbed", [], trainer__save_freq=1)
     disturbed = run("disturbed", [(2, "save_checkpoint", 1)], trainer__save_freq=1)

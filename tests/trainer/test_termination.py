@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.tiny_run import make_tiny_run, overrides
@@ -69,6 +70,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+@pytest.mark.slow
 def test_on_ray_a_step_that_does_not_end_is_not_waited_for(tmp_path: Path) -> None:
     """A step scores 16 responses, and the third step's scores do not come: the state after the second is saved."""
     paths = make_tiny_run(tmp_path)
