@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import psutil
 import pytest
@@ -79,3 +81,33 @@ def test_processes_that_always_die_end_the_run_with_advice(caplog):
         list(batches(loader(deadly=7)))
     assert "df /dev/shm" in error.value.__notes__[0]
     assert caplog.text.count("was lost") >= MAX_LOSSES  # more, where batches came between
+
+
+ORPHANS = """
+import sys, time
+from torchdata.stateful_dataloader import StatefulDataLoader
+from verl.utils.dataset.loading import batches, end_with_driver
+
+class Rows:
+    def __len__(self):
+        return 1000
+    def __getitem__(self, row):
+        return "x" * 100_000  # the pipe to the driver is full at once
+
+loader = StatefulDataLoader(Rows(), batch_size=8, num_workers=2, worker_init_fn=end_with_driver)
+rows = batches(loader)
+next(rows)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_readers_do_not_outlive_a_driver_that_is_killed():
+    driver = subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True)
+    assert driver.stdout.readline() == "ready\n"
+    readers = psutil.Process(driver.pid).children(recursive=True)
+    assert len(readers) >= 2
+    driver.kill()
+    driver.wait()
+    _, left = psutil.wait_procs(readers, timeout=20)
+    assert left == []

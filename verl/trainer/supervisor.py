@@ -11,7 +11,6 @@ The driver is forked before anything of the run is loaded, so it costs neither t
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import logging
 import os
@@ -25,6 +24,7 @@ from typing import Any, TypeVar
 
 from verl.utils import env
 from verl.utils.checkpoint.steps import LATEST
+from verl.utils.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,6 @@ ConfigT = TypeVar("ConfigT")
 
 DEATHS = frozenset({signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE})
 """Signals after which a driver is started again; all others are somebody's wish that the run ends."""
-PR_SET_PDEATHSIG = 1
 
 
 def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
@@ -57,7 +56,7 @@ def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
             child = os.fork()
             if child == 0:
                 os.close(reader)
-                _die_with_parent()
+                die_with_parent(signal.SIGTERM)  # a run that nobody waits for saves and ends
                 if attempt and _latest(config) != before:
                     config = _going_on(config)
                 elif attempt:
@@ -109,11 +108,6 @@ def _handled(number: signal.Signals, handler: Any) -> Iterator[None]:
         yield
     finally:
         signal.signal(number, before)
-
-
-def _die_with_parent() -> None:
-    """SIGTERM when the supervisor dies, however it dies: a run that nobody waits for saves and ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _latest(config: Any) -> tuple[int, ...] | None:

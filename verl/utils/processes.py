@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 STOPPED = "tT"
 """States of a process that a signal or a debugger holds."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(number: signal.Signals) -> None:
+    """Send this process a signal when the one that started it has died, however it died; on Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def state_of(pid: int) -> str:

@@ -65,6 +65,7 @@ from verl.trainer.schedule import Schedule
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
+from verl.utils.dataset.loading import end_with_driver
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
@@ -149,7 +150,11 @@ class RayPPOTrainer(TrainingLoop):
 
     def _create_dataloaders(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, sampler: Any) -> None:
         data = self.config.data
-        common = {"collate_fn": collate_fn, "num_workers": min(data.dataloader_num_workers, os.cpu_count() or 1)}
+        common: dict[str, Any] = {
+            "collate_fn": collate_fn,
+            "num_workers": min(data.dataloader_num_workers, os.cpu_count() or 1),
+            "worker_init_fn": end_with_driver,
+        }
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         key = "gen_batch_size" if data.gen_batch_size else "train_batch_size"
         self.train_dataloader = StatefulDataLoader(

@@ -8,10 +8,20 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from verl.utils.processes import die_with_parent
+
 logger = logging.getLogger(__name__)
 
 MAX_LOSSES = 3
 """Losses without a batch between them, before the run is told."""
+
+
+def end_with_driver(_: int) -> None:
+    """For ``worker_init_fn``: a process that reads rows does not outlive a driver that is killed.
+
+    PyTorch's own watch ends such processes only where nothing else keeps them, as a full pipe does.
+    """
+    die_with_parent(signal.SIGKILL)
 
 
 def batches(loader: Any) -> Iterator[Any]:
