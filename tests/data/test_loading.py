@@ -86,28 +86,36 @@ def test_processes_that_always_die_end_the_run_with_advice(caplog):
 ORPHANS = """
 import sys, time
 from torchdata.stateful_dataloader import StatefulDataLoader
-from verl.utils.dataset.loading import batches, end_with_driver
+from verl.utils.dataset.loading import batches, ending_with_driver
 
 class Rows:
     def __len__(self):
         return 1000
+
     def __getitem__(self, row):
         return "x" * 100_000  # the pipe to the driver is full at once
 
-loader = StatefulDataLoader(Rows(), batch_size=8, num_workers=2, worker_init_fn=end_with_driver)
-rows = batches(loader)
-next(rows)
-print("ready", flush=True)
-time.sleep(60)
+if __name__ == "__main__":  # a fork server imports this file for the class alone
+    ends = ending_with_driver()
+    loader = StatefulDataLoader(
+        Rows(), batch_size=8, num_workers=2, multiprocessing_context=sys.argv[1], worker_init_fn=ends
+    )
+    rows = batches(loader)
+    next(rows)
+    print("ready", flush=True)
+    time.sleep(60)
 """
 
 
-def test_readers_do_not_outlive_a_driver_that_is_killed():
-    driver = subprocess.Popen([sys.executable, "-c", ORPHANS], stdout=subprocess.PIPE, text=True)
+@pytest.mark.parametrize("how", ["fork", "forkserver"])
+def test_readers_do_not_outlive_a_driver_that_is_killed(how, tmp_path):
+    program = tmp_path / "driver.py"
+    program.write_text(ORPHANS)
+    driver = subprocess.Popen([sys.executable, str(program), how], stdout=subprocess.PIPE, text=True)
     assert driver.stdout.readline() == "ready\n"
-    readers = psutil.Process(driver.pid).children(recursive=True)
-    assert len(readers) >= 2
+    below = psutil.Process(driver.pid).children(recursive=True)
+    assert len(below) >= 2
     driver.kill()
     driver.wait()
-    _, left = psutil.wait_procs(readers, timeout=20)
+    _, left = psutil.wait_procs(below, timeout=20)
     assert left == []

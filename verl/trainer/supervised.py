@@ -22,7 +22,7 @@ from verl.trainer.loop import Metrics, TrainingLoop
 from verl.trainer.ppo.balance import layout_for_ranks
 from verl.trainer.schedule import Schedule, with_total_steps
 from verl.trainer.timing import Stopwatch, stage
-from verl.utils.dataset.loading import end_with_driver
+from verl.utils.dataset.loading import ending_with_driver
 from verl.utils.flops_counter import Arithmetic
 from verl.workers.engine.non_finite import in_batch_order
 
@@ -101,7 +101,7 @@ class SupervisedTrainer(TrainingLoop):
             sampler=train_sampler,
             drop_last=True,
             generator=self.own_draws(),
-            worker_init_fn=end_with_driver,
+            worker_init_fn=ending_with_driver(),
             collate_fn=collate_fn,
         )
         self.val_dataloader = None

@@ -65,7 +65,7 @@ from verl.trainer.schedule import Schedule
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
-from verl.utils.dataset.loading import end_with_driver
+from verl.utils.dataset.loading import ending_with_driver
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
 from verl.utils.flops_counter import Arithmetic
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
@@ -153,7 +153,7 @@ class RayPPOTrainer(TrainingLoop):
         common: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": min(data.dataloader_num_workers, os.cpu_count() or 1),
-            "worker_init_fn": end_with_driver,
+            "worker_init_fn": ending_with_driver(),
         }
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         key = "gen_batch_size" if data.gen_batch_size else "train_batch_size"

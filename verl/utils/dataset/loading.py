@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import select
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
-
-from verl.utils.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -16,12 +17,26 @@ MAX_LOSSES = 3
 """Losses without a batch between them, before the run is told."""
 
 
-def end_with_driver(_: int) -> None:
-    """For ``worker_init_fn``: a process that reads rows does not outlive a driver that is killed.
+def ending_with_driver() -> Callable[[int], None]:
+    """For ``worker_init_fn``: processes that read rows do not outlive this one, however it ends (on Linux).
 
-    PyTorch's own watch ends such processes only where nothing else keeps them, as a full pipe does.
+    PyTorch's own watch ends them only where nothing else keeps them, as a full pipe does, and where this process is
+    their parent, which it is not if they come from a fork server.
     """
-    die_with_parent(signal.SIGKILL)
+    return partial(_end_with, os.getpid())
+
+
+def _end_with(driver: int, _: int) -> None:
+    if hasattr(os, "pidfd_open"):
+        threading.Thread(target=_wait_and_end, args=(driver,), name="end with driver", daemon=True).start()
+
+
+def _wait_and_end(driver: int) -> None:
+    try:
+        select.select([os.pidfd_open(driver)], [], [])
+    except ProcessLookupError:
+        logger.debug("the driver ended before this process had begun")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def batches(loader: Any) -> Iterator[Any]:
