@@ -50,6 +50,8 @@ FAULTS = {
     "Ray's state server killed": ("gen", "update_actor"),
 }
 """What breaks, and in which stages it makes a difference."""
+ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in name or "server" in name}
+"""What the driver does not outlive: the next one redoes the steps since the newest whole checkpoint."""
 NOT_COMPARED = ("timing", "perf", "recovery", "training/epoch_time")
 
 
@@ -197,6 +199,8 @@ def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usua
         problems = (*problems, "the fault never happened")
     restored = metrics_of(output) if not problems else {}
     redone = int(max((step.get("recovery/redone_steps", 0) for step in restored.values()), default=0))
+    if plan["fault"] in ENDS_THE_DRIVER and note:
+        redone += note["finished"] - note["saved"]
     return Round(
         plan["fault"], plan["step"], note.get("stage", plan["stage"]), note.get("did", "killed by it"), starts,
         seconds - usual_s, redone, problems,

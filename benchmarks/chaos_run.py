@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,18 +79,20 @@ class Fault:
         self.plan = json.loads(plan.read_text())
         self.done = plan.with_name("fault.json")
         self.checkpoints = checkpoints
-        self.stage = ""
+        self.step, self.stage = 0, ""
 
     def enter(self, step: int, stage: str) -> None:
         """The run enters a stage."""
-        self.stage = stage
+        self.step, self.stage = step, stage
         if self.plan and (step, stage) == (self.plan["step"], self.plan["stage"]) and not self.done.exists():
             self.done.write_text("{}")
             threading.Timer(self.plan["after_s"], self.strike).start()
 
     def strike(self) -> None:
         """Break it; note what was broken, and in which stage that was."""
-        note = {"stage": self.stage, "at": time.time()}
+        steps = sorted(int(path.name.rpartition("_")[2]) for path in self.checkpoints.glob("global_step_*[0-9]"))
+        whole = steps[:-1] if "damaged" in self.plan["fault"] else steps
+        note = {"stage": self.stage, "finished": self.step - 1, "saved": whole[-1] if whole else 0}
         self.done.write_text(json.dumps(note))
         kind, which = self.plan["fault"], self.plan["which"]
         said = self.faults()[kind](which)
