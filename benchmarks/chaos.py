@@ -52,7 +52,7 @@ FAULTS = {
 """What breaks, and in which stages it makes a difference."""
 ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in name or "server" in name}
 """What the driver does not outlive: the next one redoes the steps since the newest whole checkpoint."""
-NOT_COMPARED = ("timing", "perf", "recovery", "training/epoch_time")
+NOT_COMPARED = ("timing", "perf", "recovery")
 
 
 @dataclass(frozen=True)

@@ -142,6 +142,9 @@ def test_too_many_losses_stop_the_run_with_the_first_of_them_first(run: Run) -> 
     assert first.startswith("rank 1 of 2 died")
     assert any("restarted 2 times without finishing a step" in line for line in rest)
     assert any(line.startswith("The last loss: rank 0 of 2 died") for line in rest)
+    with pytest.raises(ProcessLostError, match=r"^rank 1 of 2 died") as raised:
+        run("not at all", [(1, "gen", 1)], trainer__recovery__max_restarts=0)
+    assert "restarted" not in str(raised.value)
 
 
 @pytest.mark.slow

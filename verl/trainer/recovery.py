@@ -139,6 +139,8 @@ class Recovery:
                 logger.error("%s", _told(error))
                 logger.warning("SIGTERM came before it: the run ends, and goes on from its newest checkpoint.")
                 raise SystemExit(EXIT_CODE)
+            if self.settings.max_restarts == 0:
+                raise error
             self._in_a_row += 1
             self.run.pass_limits.learn(error)
             if self._in_a_row > self.settings.max_restarts:
