@@ -22,8 +22,10 @@ from verl.utils.lock import FolderLock
 lock = FolderLock(sys.argv[1])
 lock.acquire()
 child = os.fork() if len(sys.argv) > 2 else None  # as a worker of a data loader: lives on when its parent is killed
-if child != 0:
-    print("held" if child is None else child, flush=True)
+if child is None:
+    print("held", flush=True)
+elif child == 0:
+    print(os.getpid(), flush=True)  # by the child: only now is it sure to have let go
 time.sleep(60)
 """
 
