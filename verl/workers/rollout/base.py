@@ -154,6 +154,10 @@ class BaseRollout(ABC):
         """This rank generates; another of its engine only takes part in ``load_weights``."""
         self._abort_lock = threading.Lock()
         self._running: set[threading.Event] = set()
+        self.set_up()
+
+    def set_up(self) -> None:  # noqa: B027 - a hook that may stay empty
+        """For engines: what the constructor does of their own; all attributes above are there."""
 
     @abstractmethod
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:

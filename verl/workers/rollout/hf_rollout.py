@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Iterable
 from threading import Event
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,11 +30,6 @@ from verl.workers.rollout.decoding import DecodingBatch
 from verl.workers.rollout.sampling import TokenSampler
 from verl.workers.rollout.stopping import StopRules
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.workers.config import HFModelConfig, RolloutConfig
-
 logger = logging.getLogger(__name__)
 
 _COMPACT_BELOW = 0.75
@@ -51,15 +45,9 @@ class HFRollout(BaseRollout):
         RolloutError: the model keeps a state that is not keys and values (Mamba, linear attention).
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_config: HFModelConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(config, model_config, tokenizer, device)
-        self._dtype = torch_dtype(config.dtype)
+    def set_up(self) -> None:
+        """See :meth:`BaseRollout.set_up`."""
+        self._dtype = torch_dtype(self.config.dtype)
         self._module: PreTrainedModel | None = None
         other = set(getattr(self.hf_config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYERS
         if other:

@@ -28,9 +28,7 @@ from verl.workers.rollout.sampling import TokenSampler
 from verl.workers.rollout.stopping import StopRules
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-    from verl.workers.config import HFModelConfig, RolloutConfig
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,16 +41,10 @@ class NativeRollout(BaseRollout):
         RolloutError: the architecture cannot be served; the message names the engines that may.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_config: HFModelConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(config, model_config, tokenizer, device)
-        dtype = torch_dtype(config.dtype)
-        self._model = NativeModel(self.hf_config, dtype, self.device, model_config.trust_remote_code)
+    def set_up(self) -> None:
+        """See :meth:`BaseRollout.set_up`."""
+        dtype = torch_dtype(self.config.dtype)
+        self._model = NativeModel(self.hf_config, dtype, self.device, self.model_config.trust_remote_code)
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
         self._sized_for: tuple[int, ...] = (0, 0, 0)  # rows, prompt, response: what the memory was asked to hold

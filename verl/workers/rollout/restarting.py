@@ -27,10 +27,7 @@ from verl.errors import EngineLostError, ProcessLostError, RolloutError
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRequest
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from verl.protocol import DataProto
-    from verl.workers.config import HFModelConfig, RolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +56,8 @@ class RestartingRollout(BaseRollout):
     :class:`~verl.errors.EngineLostError`.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_config: HFModelConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(config, model_config, tokenizer, device)
+    def set_up(self) -> None:
+        """See :meth:`BaseRollout.set_up`."""
         self.restarts = 0
         """How often an engine was started in place of a lost one."""
         self._losses: list[str] = []

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,11 +42,6 @@ from verl.workers.rollout.sglang.settings import engine_arguments, process_envir
 from verl.workers.rollout.stopping import StopRules
 from verl.workers.rollout.weights import ExpectedWeights
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.workers.config import HFModelConfig, RolloutConfig
-
 logger = logging.getLogger(__name__)
 
 _START_TIMEOUT_S = 900.0
@@ -67,14 +62,10 @@ class SGLangRollout(RestartingRollout):
             ``engine_kwargs.sglang`` has a name that SGLang does not know.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_config: HFModelConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(config, model_config, tokenizer, device)
+    def set_up(self) -> None:
+        """See :meth:`BaseRollout.set_up`."""
+        super().set_up()
+        config, model_config = self.config, self.model_config
         self._arguments = engine_arguments(config, model_config, self.hf_config, self.max_model_len, self.device)
         self.ranks_per_engine = config.tensor_model_parallel_size
         self._in_process = config.mode == "sync" and self.ranks_per_engine == 1

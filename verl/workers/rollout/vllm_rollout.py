@@ -15,7 +15,6 @@ from pathlib import Path
 from threading import Event
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from verl.errors import EngineLostError, RolloutError
@@ -30,9 +29,7 @@ from verl.workers.rollout.vllm.settings import engine_arguments
 from verl.workers.rollout.weights import ExpectedWeights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from verl.workers.config import HFModelConfig, RolloutConfig
+    from verl.workers.config import RolloutConfig
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +50,10 @@ class VLLMRollout(RestartingRollout):
         RolloutError: the engine does not start.
     """
 
-    def __init__(
-        self,
-        config: RolloutConfig,
-        model_config: HFModelConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        device: torch.device | str,
-    ) -> None:
-        super().__init__(config, model_config, tokenizer, device)
+    def set_up(self) -> None:
+        """See :meth:`BaseRollout.set_up`."""
+        super().set_up()
+        config, model_config = self.config, self.model_config
         self.ranks_per_engine = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
         rank, self.leads = engine_group(self.ranks_per_engine, _setting(config))
         self._expected = ExpectedWeights(self.hf_config, torch_dtype(config.dtype), model_config.trust_remote_code)
