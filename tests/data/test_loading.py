@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils import signal_handling
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.utils.dataset.loading import MAX_LOSSES, batches
@@ -52,6 +54,30 @@ def test_every_row_comes_once_and_in_the_same_order(at):
             victim = next(process for process in readers() if process.pid not in before)
             victim.kill()
     assert found == expected
+
+
+@pytest.fixture
+def handler_of_another_loader():
+    """PyTorch's, which it sets with the first loader of a process."""
+    before = signal.getsignal(signal.SIGCHLD)
+    signal_handling._SIGCHLD_handler_set = False
+    next(iter(DataLoader(Numbers(), num_workers=1)))
+    assert signal.getsignal(signal.SIGCHLD) is not before
+    yield
+    signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_loss_is_no_error_in_the_middle_of_other_work(handler_of_another_loader):
+    before = {process.pid for process in readers()}
+    found = []
+    for number, batch in enumerate(batches(loader())):
+        found += batch.tolist()
+        if number == 0:
+            victim = next(process for process in readers() if process.pid not in before)
+            victim.kill()
+            while victim.status() != psutil.STATUS_ZOMBIE:  # the signal of its end is on its way
+                time.sleep(0.01)
+    assert sorted(found) == list(range(40))
 
 
 def test_a_state_that_was_loaded_is_gone_on_from():

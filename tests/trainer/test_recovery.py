@@ -18,6 +18,7 @@ from verl.errors import ProcessLostError
 from verl.trainer.config.overrides import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.termination import EXIT_CODE
 
 STEPS = 3
 NOT_COMPARED = ("timing", "perf/", "recovery/")
@@ -68,7 +69,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> R
     """Train on two ranks while ranks die; the metrics of every step, and what the last checkpoint holds."""
     paths = make_tiny_run(tmp_path)
 
-    def train(name: str, deaths: list[tuple[int, str, int]], **changes: object) -> tuple[dict[int, dict], dict]:
+    def train(
+        name: str, deaths: list[tuple[int, str, int]], runner: type[TaskRunner] = FragileRunner, **changes: object
+    ) -> tuple[dict[int, dict], dict]:
         folder, log = tmp_path / name, tmp_path / f"{name}.jsonl"
         monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
         FragileTrainer.deaths = list(deaths)
@@ -80,7 +83,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> R
             "trainer__recovery__backoff_s": 0,
             "actor_rollout_ref__rollout__name": "native",
         } | changes
-        run_ppo(compose(overrides(paths, folder, **settings)), FragileRunner)
+        run_ppo(compose(overrides(paths, folder, **settings)), runner)
         assert not FragileTrainer.deaths, "a rank was to die and did not"
         records = [json.loads(line) for line in log.read_text().splitlines()]
         assert [record["step"] for record in records] == list(range(1, STEPS + 1))
@@ -152,3 +155,27 @@ def test_a_loss_while_saving_is_survived(run: Run) -> None:
     undisturbed = run("undisturbed", [], trainer__save_freq=1)
     disturbed = run("disturbed", [(2, "save_checkpoint", 1)], trainer__save_freq=1)
     assert_same_run(disturbed, undisturbed)
+
+
+class PreemptedTrainer(FragileTrainer):
+    """Gets SIGTERM after its second step, and loses a rank while it saves because of that."""
+
+    def _report(self, *args: Any) -> None:
+        super()._report(*args)
+        if self.deaths and self.global_steps == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class PreemptedRunner(TaskRunner):
+    def trainer_class(self) -> type[RayPPOTrainer]:
+        return PreemptedTrainer
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_taken_away_rank_by_rank_leaves_the_state_in_memory_on_disk(run: Run, tmp_path: Path) -> None:
+    undisturbed = run("undisturbed", [])
+    with pytest.raises(SystemExit) as ended:
+        run("taken_away", [(2, "save_checkpoint", 1)], runner=PreemptedRunner)
+    assert ended.value.code == EXIT_CODE
+    assert (tmp_path / "taken_away" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() in "12"
+    assert_same_run(run("taken_away", []), undisturbed)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import ProcessLostError
 from verl.trainer.run_state import RunState
-from verl.trainer.termination import EXIT_CODE
+from verl.trainer.termination import EXIT_CODE, StepInterrupted
 
 if TYPE_CHECKING:
     from verl.trainer.config.recovery import RecoveryConfig
@@ -73,6 +73,8 @@ class Recovery:
 
         Raises:
             ProcessLostError: more losses than ``max_restarts`` without a step that was not done before.
+            StepInterrupted: a loss and SIGTERM, and there is a state that :meth:`save` can write.
+            SystemExit: a loss and SIGTERM, and there is none.
         """
         while True:
             try:
@@ -135,10 +137,7 @@ class Recovery:
     def _go_back(self, error: ProcessLostError) -> None:
         while True:
             self._first = self._first or error
-            if self.run.termination.requested:
-                logger.error("%s", _told(error))
-                logger.warning("SIGTERM came before it: the run ends, and goes on from its newest checkpoint.")
-                raise SystemExit(EXIT_CODE)
+            self._end_if_terminated(error)
             if self.settings.max_restarts == 0:
                 raise error
             self._in_a_row += 1
@@ -154,6 +153,7 @@ class Recovery:
                 pause,
             )
             time.sleep(pause)
+            self._end_if_terminated(error)  # a machine that is taken away ends its processes in any order
             self.restarts += 1
             reached = self.run.global_steps
             try:
@@ -167,6 +167,16 @@ class Recovery:
             self._held_at = time.monotonic()
             logger.warning("Going on after step %d, from %s.", self.run.global_steps, source)
             return
+
+    def _end_if_terminated(self, error: ProcessLostError) -> None:
+        """After SIGTERM no workers are started again: what is held in memory is saved, if there is anything."""
+        if not self.run.termination.requested:
+            return
+        logger.error("%s", _told(error))
+        if self.can_save:
+            raise StepInterrupted from error
+        logger.warning("No state is held in memory: the run ends, and goes on from its newest checkpoint.")
+        raise SystemExit(EXIT_CODE)
 
     def _restore(self) -> str:
         """Put workers and driver back to the newest state there is; where it was found."""

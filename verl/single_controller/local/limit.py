@@ -9,11 +9,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from verl.errors import ProcessLostError
 
 INTERRUPT = signal.SIGUSR2
+
+_GRACE_S = 1.0
+"""After which code that keeps the interpreter's lock, so that nothing of Python can run, is taken to hang in C."""
 
 
 class CallLimit:
@@ -40,7 +43,7 @@ class CallLimit:
         if self.hang_timeout_s is None:
             yield
             return
-        faulthandler.dump_traceback_later(self.hang_timeout_s, file=sys.__stderr__ or sys.stderr)
+        faulthandler.dump_traceback_later(self.hang_timeout_s + _GRACE_S, file=_stderr())
         try:
             with _interrupted(self.hang_timeout_s, stage):
                 yield
@@ -59,6 +62,8 @@ def _interrupted(timeout_s: float, stage: str) -> Iterator[None]:
         with changing:
             # Once the call is over, nobody expects the signal any more.
             if running:
+                faulthandler.cancel_dump_traceback_later()
+                faulthandler.dump_traceback(_stderr())
                 signal.pthread_kill(caller, INTERRUPT)
 
     def on_signal(number: int, frame: FrameType | None) -> None:
@@ -81,6 +86,10 @@ def _interrupted(timeout_s: float, stage: str) -> Iterator[None]:
             running.clear()
         if before is not None:  # None: set from C, and not known to Python
             signal.signal(INTERRUPT, before)
+
+
+def _stderr() -> TextIO:
+    return sys.__stderr__ or sys.stderr  # the real one has a descriptor, which faulthandler needs
 
 
 def _place(frame: FrameType | None) -> str:

@@ -83,7 +83,8 @@ def _is_loss(error: Exception, loader: Any) -> bool:
 def _iterator(loader: Any) -> Iterator[Any]:
     """Of one pass; a loss shows when a batch is asked for.
 
-    PyTorch sets a handler that raises as soon as a process ends, in the middle of whatever the driver does then.
+    PyTorch sets a handler that raises as soon as a process ends, in the middle of whatever the driver does then. It
+    sets it once: with the first loader of this process, which may be somebody else's.
     """
     if threading.current_thread() is not threading.main_thread():
         return iter(loader)
@@ -91,4 +92,5 @@ def _iterator(loader: Any) -> Iterator[Any]:
     try:
         return iter(loader)
     finally:
-        signal.signal(signal.SIGCHLD, before)
+        is_of_torch = getattr(before, "__module__", "") == "torch.utils.data._utils.signal_handling"
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL if is_of_torch else before)
