@@ -2,9 +2,6 @@
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +9,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.data.templates import QWEN, tokenizer_with
+from tests.forks import run
 from tests.models import tiny_tokenizer
 from verl.trainer.config import DataConfig, PreferenceDataConfig, SFTDataConfig
 from verl.trainer.inspect_data import KINDS, _sample_text
@@ -180,15 +178,7 @@ def tokenizer_folder(tmp_path_factory):
 
 
 def command(tmp_path, *arguments):
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.getcwd()}
-    return subprocess.run(
-        [sys.executable, "-m", "verl.trainer.inspect_data", *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run(["-m", "verl.trainer.inspect_data", *arguments], tmp_path, CUDA_VISIBLE_DEVICES="")
 
 
 def test_prompts_of_a_run(tmp_path, tokenizer_folder):

@@ -10,6 +10,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.forks import run
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "preference"
 
@@ -20,7 +22,7 @@ def has_vowel(text: str) -> bool:
 
 def test_the_better_response_has_a_vowel(tmp_path):
     arguments = [f"--output_dir={tmp_path}", "--pairs=50"]
-    subprocess.run([sys.executable, FOLDER / "make_task.py", *arguments], check=True, capture_output=True)
+    run([FOLDER / "make_task.py", *arguments]).check_returncode()
     pairs = pd.read_parquet(tmp_path / "pairs_train.parquet")
     assert len(pairs) == 50
     assert pairs.chosen.map(has_vowel).all()
@@ -31,8 +33,8 @@ def test_the_better_response_has_a_vowel(tmp_path):
 @pytest.mark.slow
 def test_from_preferences_to_a_policy(tmp_path):
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
+    done = subprocess.run(
         ["bash", FOLDER / "run.sh", tmp_path], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-2000:]
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert (tmp_path / "dpo" / "global_step_64" / "huggingface" / "model.safetensors").exists()

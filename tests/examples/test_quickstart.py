@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -7,6 +5,7 @@ import pytest
 
 from examples.quickstart.quickstart import Outcome
 from examples.quickstart.settings import command, rl_settings, sft_settings
+from tests.forks import run
 from verl.trainer.config import PPOConfig, SFTConfig
 from verl.trainer.config.load import load_config
 from verl.trainer.config.overrides import compose
@@ -20,7 +19,7 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("task")
     sizes = ["--sft_size=40", "--train_size=40", "--test_size=20"]
     script = ROOT / "examples" / "quickstart" / "make_task.py"
-    subprocess.run([sys.executable, script, f"--output_dir={folder}", *sizes], check=True, capture_output=True)
+    run([script, f"--output_dir={folder}", *sizes]).check_returncode()
     return folder
 
 

@@ -1,14 +1,10 @@
 """From the configuration to a reward manager."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.data.test_rl_dataset import jsonl
+from tests.forks import run
 from tests.reward.batches import LENGTH, TOKENIZER, batch_of
 from verl.errors import ConfigError, DataError, RewardError
 from verl.trainer.config import DataConfig, PPOConfig
@@ -17,7 +13,6 @@ from verl.utils.dataset import RLHFDataset
 from verl.utils.reward_score import UnknownDataSourceError
 from verl.workers.reward_manager import NaiveRewardManager
 
-ROOT = Path(__file__).parents[2]
 PER_SAMPLE = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
     return {"score": float(solution_str == ground_truth) + bonus, "acc": solution_str == ground_truth}
@@ -218,10 +213,7 @@ def test_code_is_refused_before_the_run_where_nothing_can_run_it(tmp_path):
     # In a process of its own: a sandbox that was proven once is not looked for again.
     row = {"prompt": "a", "data_source": "taco", "reward_model": {"ground_truth": {"inputs": ["1"], "outputs": ["1"]}}}
     file = str(jsonl(tmp_path / "x.jsonl", [row]))
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_SANDBOX, file],
-        capture_output=True, text=True, timeout=120, cwd=ROOT, env={**os.environ, "PATH": str(tmp_path)},
-    )  # fmt: skip
+    done = run(["-c", WITHOUT_SANDBOX, file], PATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     refused, accepted = done.stdout.strip().rsplit("\n", 1)
     assert refused.startswith("refused")

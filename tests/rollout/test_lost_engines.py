@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -59,11 +60,11 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 def family() -> list[psutil.Process]:
-    """All processes below this one, but for a helper of multiprocessing that stays until the end."""
+    """All processes below this one, but for the helpers of multiprocessing that stay until the end."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
-            if "resource_tracker" not in " ".join(process.cmdline()):
+            if not re.search("resource_tracker|forkserver", " ".join(process.cmdline())):
                 found.append(process)
     return found
 

@@ -7,13 +7,12 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Program, run
 from tests.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.overrides import compose
 from verl.trainer.main_ppo import run_ppo
@@ -131,15 +130,9 @@ def test_a_rank_that_others_wait_for_is_started_again_with_them_and_smaller_pass
         ray_kwargs__ray_init__num_cpus=2,
     )
     log = tmp_path / "ray.jsonl"
-    done = subprocess.run(
-        [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
-        env=os.environ
-        | {"HUNGRY_RANK": "1", "VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    places = f"{ROOT}{os.pathsep}{tmp_path}"
+    environment = {"HUNGRY_RANK": "1", "VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": places}
+    done = run(["-m", "verl.trainer.main_ppo", *arguments], tmp_path, **environment)
     assert done.returncode == 0, done.stderr[-3000:]
     records = {r["step"]: r["data"] for r in map(json.loads, log.read_text().splitlines())}
     assert_undisturbed(records, undisturbed)
@@ -160,18 +153,13 @@ def test_full_disks_behind_logs_samples_and_output_do_not_end_a_run(tmp_path):
         trainer__validation_data_dir=tmp_path / "validation",
         trainer__val_before_train="true",
     )
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "verl.trainer.main_ppo", *arguments],
-            env=os.environ | {"VERL_FILE_LOGGER_PATH": "/dev/full", "PYTHONPATH": str(ROOT)},
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    said = done.stderr + next((tmp_path / "outputs").rglob("main_ppo.log")).read_text()
-    assert done.returncode == 0, said
+    full, errors = Path("/dev/full"), tmp_path / "errors.txt"
+    process = Program(
+        ["-m", "verl.trainer.main_ppo", *arguments], full, errors, tmp_path, VERL_FILE_LOGGER_PATH=str(full)
+    )
+    code = process.wait(timeout=120)
+    said = errors.read_text() + next((tmp_path / "outputs").rglob("main_ppo.log")).read_text()
+    assert code == 0, said
     assert "standard output cannot be written" in said
     assert "samples cannot be written" in said
     assert "tracker 'file' failed in 3 of 3 calls" in said

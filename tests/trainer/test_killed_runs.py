@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forks import FORKS
 from tests.models import tiny_model_dir
 from tests.tiny_run import make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.overrides import compose
@@ -21,8 +21,6 @@ from verl.trainer.config.overrides import compose
 ROWS, STEPS = 12, 6
 """Two epochs of three steps: 12 rows in batches of 4."""
 CLOCKS = ("timing", "perf/", "global_seqlen/", "train/time", "train/mfu", "train/cpu_memory")
-RUNS = multiprocessing.get_context("forkserver")
-RUNS.set_forkserver_preload(["verl.trainer.main_ppo", "verl.trainer.sft_trainer", "verl.workers.fsdp_workers"])
 
 PPO = {
     "trainer.save_freq": 1,
@@ -95,7 +93,7 @@ class Runs:
         arguments = [*self.arguments, f"trainer.default_local_dir={root}/checkpoints"]
         if self.algorithm != "sft":
             arguments += [f"trainer.{kind}_data_dir={root}/{kind}" for kind in ("rollout", "validation")]
-        process = RUNS.Process(target=main, args=(self.algorithm, arguments, str(root / "metrics.jsonl")))
+        process = FORKS.Process(target=main, args=(self.algorithm, arguments, str(root / "metrics.jsonl")))
         process.start()
         return process
 

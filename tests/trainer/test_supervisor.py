@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.forks import Program
 from verl.trainer.termination import EXIT_CODE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the supervisor forks on Linux only")
@@ -53,14 +53,12 @@ run(Config(Trainer(Recovery(int(sys.argv[3])), str(folder))))
 """
 
 
-def start(folder: Path, body: str, restarts: int = 2) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", PROGRAM, str(folder), body, str(restarts)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+def start(folder: Path, body: str, restarts: int = 2) -> Program:
+    return Program(["-c", PROGRAM, folder, body, restarts], Path("/dev/null"), folder / "errors.txt")
 
 
-def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
-    _, errors = process.communicate(timeout=60)
-    return process.returncode, errors
+def finish(folder: Path, process: Program) -> tuple[int, str]:
+    return process.wait(timeout=60), (folder / "errors.txt").read_text()
 
 
 def modes(folder: Path) -> list[str]:
@@ -78,14 +76,14 @@ def wait_for(path: Path) -> None:
     ids=["killed", "crash in C", "exit in C", "exit in C as if all was well"],
 )
 def test_a_driver_that_is_killed_is_started_again(tmp_path: Path, death: str) -> None:
-    code, _ = finish(start(tmp_path, f"if starts() == 1: {death}"))
+    code, _ = finish(tmp_path, start(tmp_path, f"if starts() == 1: {death}"))
     assert code == 0
     assert modes(tmp_path) == ["disable", "disable"]  # nothing was saved, so it begins anew as the user asked
 
 
 def test_it_goes_on_from_what_it_has_saved(tmp_path: Path) -> None:
     save = "(folder / 'latest_checkpointed_iteration.txt').write_text('1')"
-    code, _ = finish(start(tmp_path, f"if starts() == 1: {save}; os.kill(os.getpid(), signal.SIGKILL)"))
+    code, _ = finish(tmp_path, start(tmp_path, f"if starts() == 1: {save}; os.kill(os.getpid(), signal.SIGKILL)"))
     assert code == 0
     assert modes(tmp_path) == ["disable", "auto"]
 
@@ -99,19 +97,19 @@ def test_beginning_anew_it_logs_behind_what_was_there_before_the_run(
     log = tmp_path / "metrics.jsonl"
     log.write_text("of an earlier run\n")
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
-    finish(start(tmp_path, f"{LOG}\nif starts() < 3: os.kill(os.getpid(), signal.SIGKILL)"))
+    finish(tmp_path, start(tmp_path, f"{LOG}\nif starts() < 3: os.kill(os.getpid(), signal.SIGKILL)"))
     assert len(modes(tmp_path)) == 3
     assert log.read_text() == "of an earlier run\nstep 1\n"
 
 
 def test_what_an_earlier_run_saved_is_not_its_own(tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
-    finish(start(tmp_path, "if starts() == 1: os.kill(os.getpid(), signal.SIGKILL)"))
+    finish(tmp_path, start(tmp_path, "if starts() == 1: os.kill(os.getpid(), signal.SIGKILL)"))
     assert modes(tmp_path) == ["disable", "disable"]
 
 
 def test_the_limit_holds_and_the_code_tells_the_signal(tmp_path: Path) -> None:
-    code, errors = finish(start(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
+    code, errors = finish(tmp_path, start(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
     assert code == 128 + signal.SIGKILL
     assert len(modes(tmp_path)) == 3
     assert "ended by SIGKILL, 3 times" in errors
@@ -123,14 +121,14 @@ def test_the_limit_holds_and_the_code_tells_the_signal(tmp_path: Path) -> None:
     ids=["exit", "error", "a signal that asks to end"],
 )
 def test_an_end_that_is_no_accident_is_the_end(tmp_path: Path, body: str, expected: int) -> None:
-    code, _ = finish(start(tmp_path, body))
+    code, _ = finish(tmp_path, start(tmp_path, body))
     assert code == expected
     assert len(modes(tmp_path)) == 1
 
 
 def test_without_restarts_there_is_no_second_process(tmp_path: Path) -> None:
     process = start(tmp_path, "pass", restarts=0)
-    finish(process)
+    finish(tmp_path, process)
     assert (tmp_path / "start_0").read_text().split()[0] == str(process.pid)
 
 
@@ -140,8 +138,8 @@ HANDLES = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); (folder / 're
 def test_sigterm_reaches_the_driver_whose_code_is_the_answer(tmp_path: Path) -> None:
     process = start(tmp_path, HANDLES)
     wait_for(tmp_path / "ready")
-    process.terminate()
-    assert finish(process)[0] == EXIT_CODE
+    os.kill(process.pid, signal.SIGTERM)
+    assert finish(tmp_path, process)[0] == EXIT_CODE
     assert len(modes(tmp_path)) == 1
 
 
@@ -150,8 +148,8 @@ def test_a_driver_whose_supervisor_is_killed_gets_sigterm(tmp_path: Path) -> Non
     process = start(tmp_path, said)
     wait_for(tmp_path / "ready")
     driver = int((tmp_path / "start_0").read_text().split()[0])
-    process.kill()
-    finish(process)
+    os.kill(process.pid, signal.SIGKILL)
+    finish(tmp_path, process)
     wait_for(tmp_path / "told")
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline and os.path.exists(f"/proc/{driver}"):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.forks import Program
 from tests.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_recovery import assert_same_run
 from verl.trainer.termination import EXIT_CODE
@@ -21,15 +20,14 @@ from verl.trainer.termination import EXIT_CODE
 STEPS = 6
 
 
-def start(paths: dict[str, str], folder: Path, **more: object) -> subprocess.Popen[bytes]:
+def start(paths: dict[str, str], folder: Path, **more: object) -> Program:
     """Of the command line, with nothing saved before the end; every step takes long enough to be hit."""
     changes = {"trainer.total_training_steps": STEPS, "trainer.save_freq": STEPS, "trainer.total_epochs": 4} | more
     given = overrides(paths, folder) + [f"{key}={value}" for key, value in changes.items()]
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *given, f"hydra.run.dir={folder / 'hydra'}"]
-    env = os.environ | {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
+    arguments = ["-m", "verl.trainer.main_ppo", *given, f"hydra.run.dir={folder / 'hydra'}"]
     folder.mkdir(exist_ok=True)
-    with (folder / "log.txt").open("ab") as log:
-        return subprocess.Popen(command, stdout=log, stderr=log, env=env)
+    log = folder / "log.txt"
+    return Program(arguments, log, log, VERL_FILE_LOGGER_PATH=str(folder / "metrics.jsonl"))
 
 
 def outcome(folder: Path) -> tuple[dict[int, dict], dict[str, Any]]:
@@ -48,7 +46,7 @@ def test_it_saves_exits_with_its_code_and_goes_on_to_the_same_end(tmp_path: Path
     while not (log.exists() and log.read_text().count("\n") >= 1):
         assert process.poll() is None
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=60) == EXIT_CODE
     done = len(log.read_text().splitlines())
     assert 1 <= done < STEPS
@@ -88,7 +86,7 @@ def test_on_ray_a_step_that_does_not_end_is_not_waited_for(tmp_path: Path) -> No
         assert process.poll() is None
         time.sleep(0.01)
     time.sleep(2)  # into the third step
-    process.send_signal(signal.SIGTERM)
+    os.kill(process.pid, signal.SIGTERM)
     assert process.wait(timeout=60) == EXIT_CODE
     saved = tmp_path / "taken_away" / "checkpoints"
     assert (saved / "latest_checkpointed_iteration.txt").read_text() == "2"

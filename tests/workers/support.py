@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from tests.forks import FORKS
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import prepare_aggregation
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -184,11 +185,14 @@ def share(batch: DataProto, rank: int, world_size: int) -> DataProto:
 
 def run_ranks(function: Callable[..., None], world_size: int, folder: Path, *args: Any) -> None:
     """``function(rank, world_size, folder, *args)`` in processes that form a gloo group."""
-    mp.spawn(_rank, (function, world_size, folder, args), world_size)
+    given = (function, world_size, folder, args, dict(os.environ))
+    mp.start_processes(_rank, given, world_size, start_method=FORKS.get_start_method())
 
 
-def _rank(rank: int, function: Callable[..., None], world_size: int, folder: Path, args: tuple) -> None:
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+def _rank(
+    rank: int, function: Callable[..., None], world_size: int, folder: Path, args: tuple, environment: dict[str, str]
+) -> None:
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
