@@ -57,12 +57,18 @@ def run(
         return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
 
 
+def as_started_by_hand() -> None:
+    """What a forked process starts is forked from it, where it would ask for a fork server of its own."""
+    multiprocessing.set_start_method("fork", force=True)
+
+
 def _program(words: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> None:
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
+    as_started_by_hand()
     try:
         if words[0] == "-c":
             sys.argv = ["-c", *words[2:]]

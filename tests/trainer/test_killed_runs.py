@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forks import FORKS
+from tests.forks import FORKS, as_started_by_hand
 from tests.models import tiny_model_dir
 from tests.tiny_run import make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.overrides import compose
@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 def main(algorithm: str, arguments: list[str], log: str) -> None:
     """One process of a run."""
+    as_started_by_hand()
     os.environ["VERL_FILE_LOGGER_PATH"] = log
     if algorithm == "sft":
         from verl.trainer.sft_trainer import run_sft
