@@ -143,6 +143,18 @@ def test_sigterm_reaches_the_driver_whose_code_is_the_answer(tmp_path: Path) -> 
     assert len(modes(tmp_path)) == 1
 
 
+def test_sigterm_that_comes_before_the_supervisor_listens_is_passed_on_too(tmp_path: Path) -> None:
+    """The driver is ready and gets it, while the supervisor has not yet come back from its fork."""
+    listening = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75)); os.kill(os.getppid(), signal.SIGTERM); "
+    slow_fork = PROGRAM.replace(
+        "import os,", "import os; os.register_at_fork(after_in_parent=lambda: wait()); import os,"
+    )
+    slow_fork = "def wait():\n    time.sleep(1)\n" + slow_fork
+    program = ["-c", slow_fork, tmp_path, listening + "time.sleep(60)", 2]
+    code, _ = finish(tmp_path, Program(program, Path("/dev/null"), tmp_path / "errors.txt"))
+    assert code == EXIT_CODE
+
+
 def test_a_driver_whose_supervisor_is_killed_gets_sigterm(tmp_path: Path) -> None:
     said = HANDLES.replace("sys.exit(75)", "((folder / 'told').write_text('1'), sys.exit(75))")
     process = start(tmp_path, said)

@@ -48,15 +48,19 @@ def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
         if restarts == 0 or sys.platform != "linux":
             run(config)
             return
-        before, log = _latest(config), _FileLog(config.trainer)
+        before, log, supervisor = _latest(config), _FileLog(config.trainer), os.getpid()
         for attempt in range(restarts + 1):
             sys.stdout.flush()
             sys.stderr.flush()
             reader, writer = os.pipe()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until it can be passed on
             child = os.fork()
             if child == 0:
                 os.close(reader)
                 die_with_parent(signal.SIGTERM)  # a run that nobody waits for saves and ends
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+                if os.getppid() != supervisor:  # it died before anybody would have been told
+                    os.kill(os.getpid(), signal.SIGTERM)
                 if attempt and _latest(config) != before:
                     config = _going_on(config)
                 elif attempt:
@@ -97,6 +101,7 @@ class _FileLog:
 def _wait_for(child: int) -> int:
     """The exit code of ``child``, negative for a signal; SIGTERM to this process goes on to it."""
     with _handled(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM)), _handled(signal.SIGINT, signal.SIG_IGN):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         _, status = os.waitpid(child, 0)
     return os.waitstatus_to_exitcode(status)
 

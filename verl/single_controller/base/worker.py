@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from verl.errors import WorkerError
@@ -161,7 +164,29 @@ class Worker:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
+    """A TCP port of this machine that nobody listens on now, and that the system gives to nobody by itself.
+
+    Between this call and the listening of rank 0 lie seconds, in which a port of the system's own range could become
+    that of somebody's connection.
+    """
+    first_given = _first_given_port()
+    draw = random.SystemRandom()  # not the generators of the run
+    for port in draw.sample(range(_FIRST_PORT, first_given), max(0, min(100, first_given - _FIRST_PORT))):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
+
+
+_FIRST_PORT = 20_000
+"""Above the ports of Ray's workers."""
+
+
+def _first_given_port() -> int:
+    """The first of the ports that the system gives to connections and to those who ask for any."""
+    try:
+        return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    except OSError:
+        return 49_152  # of IANA, which other systems follow
