@@ -11,10 +11,66 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Ray warns (and pauses) about devices that it should not hide when none are asked for.
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+# Hundreds of processes load verl: the first of them compiles it for all.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import logging
+import sys
+from collections import Counter
+from contextlib import suppress
+from typing import Any
 
 import pytest
+
+sys.dont_write_bytecode = False
+
+with suppress(ModuleNotFoundError):  # the environments of engines lack it
+    from hypothesis import HealthCheck, settings
+
+    # Other tests run beside these, so the time of one example says nothing.
+    settings.register_profile("beside others", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("beside others")
+
+LONGEST = (
+    "tests/trainer/test_recovery.py",
+    "tests/single_controller",
+    "tests/trainer/test_killed_runs.py",
+    "tests/rollout/test_lost_engines.py",
+    "tests/trainer/test_run.py",
+    "tests/trainer/test_algorithms_end_to_end.py",
+    "tests/workers/test_states_on_ray.py",
+)
+"""In parallel runs these begin first, so that none of them is left for the end, when nothing else is left to run."""
+
+
+def unit_of(nodeid: str) -> str:
+    """What one process runs in a parallel run: a file, or ``single_controller``, whose files share worker groups."""
+    file = nodeid.partition("::")[0]
+    return "tests/single_controller" if "tests/single_controller/" in file else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Units in the order in which they were collected, with ``--dist loadfile``."""
+    if config.option.dist != "loadfile":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByUnit(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return ByUnit(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a parallel run: the longest units first, then those with the most tests."""
+    if hasattr(config, "workerinput"):
+        sizes = Counter(unit_of(item.nodeid) for item in items)
+        units = sorted(sizes, key=lambda unit: (LONGEST.index(unit) if unit in LONGEST else len(LONGEST), -sizes[unit]))
+        places = {unit: place for place, unit in enumerate(units)}
+        items.sort(key=lambda item: places[unit_of(item.nodeid)])
 
 
 @pytest.fixture(autouse=True)

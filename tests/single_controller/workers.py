@@ -6,7 +6,6 @@ import os
 import time
 
 import torch
-from tensordict import TensorDict
 
 from verl.protocol import DataProto, DataProtoFuture
 from verl.single_controller.base import Worker
@@ -77,6 +76,8 @@ class Echo(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def tensordict(self, batch):
+        from tensordict import TensorDict  # takes a second of each process that loads it
+
         return TensorDict({"y": batch["x"] + self.rank}, batch_size=batch.batch_size)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)

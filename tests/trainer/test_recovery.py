@@ -61,29 +61,37 @@ class FragileRunner(TaskRunner):
         return FragileTrainer
 
 
-Run = Callable[..., tuple[dict[int, dict], dict[str, Any]]]
+Outcome = tuple[dict[int, dict], dict[str, Any]]
+Run = Callable[..., Outcome]
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> Run:
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("recovery")
+
+
+@pytest.fixture(scope="module")
+def run(root: Path, ray_cluster: None) -> Run:
     """Train on two ranks while ranks die; the metrics of every step, and what the last checkpoint holds."""
-    paths = make_tiny_run(tmp_path)
+    paths = make_tiny_run(root)
 
     def train(
         name: str, deaths: list[tuple[int, str, int]], runner: type[TaskRunner] = FragileRunner, **changes: object
-    ) -> tuple[dict[int, dict], dict]:
-        folder, log = tmp_path / name, tmp_path / f"{name}.jsonl"
-        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+    ) -> Outcome:
+        folder, log = root / name, root / f"{name}.jsonl"
         FragileTrainer.deaths = list(deaths)
         settings = {
             "trainer__controller": "ray",
             "trainer__n_gpus_per_node": 2,
             "trainer__total_training_steps": STEPS,
-            "trainer__save_freq": STEPS,
+            "trainer__save_freq": 2,
+            "trainer__test_freq": 2,
             "trainer__recovery__backoff_s": 0,
             "actor_rollout_ref__rollout__name": "native",
         } | changes
-        run_ppo(compose(overrides(paths, folder, **settings)), runner)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+            run_ppo(compose(overrides(paths, folder, **settings)), runner)
         assert not FragileTrainer.deaths, "a rank was to die and did not"
         records = [json.loads(line) for line in log.read_text().splitlines()]
         assert [record["step"] for record in records] == list(range(1, STEPS + 1))
@@ -92,6 +100,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None) -> R
         return {record["step"]: record["data"] for record in records}, files
 
     return train
+
+
+@pytest.fixture(scope="module")
+def undisturbed(run: Run) -> Outcome:
+    outcome = run("undisturbed", [])
+    assert "recovery/restarts" not in outcome[0][STEPS]
+    return outcome
 
 
 def same(a: Any, b: Any) -> bool:
@@ -104,7 +119,7 @@ def same(a: Any, b: Any) -> bool:
     return a == b or (a != a and b != b)
 
 
-def assert_same_run(disturbed: tuple[dict[int, dict], dict], undisturbed: tuple[dict[int, dict], dict]) -> None:
+def assert_same_run(disturbed: Outcome, undisturbed: Outcome) -> None:
     for step, expected in undisturbed[0].items():
         found = disturbed[0][step]
         names = {name for name in found.keys() | expected.keys() if not name.startswith(NOT_COMPARED)}
@@ -114,36 +129,31 @@ def assert_same_run(disturbed: tuple[dict[int, dict], dict], undisturbed: tuple[
         assert same(disturbed[1][name], state), name
 
 
-def test_ranks_that_die_leave_no_trace_in_the_run(run: Run) -> None:
+def test_ranks_that_die_leave_no_trace_in_the_run(run: Run, undisturbed: Outcome) -> None:
     """Rank 1 in the first rollout, rank 0 in the second update, rank 1 in the validation after it."""
-    changes = {"trainer__test_freq": 2}
-    undisturbed = run("undisturbed", [], **changes)
-    assert "recovery/restarts" not in undisturbed[0][STEPS]
-    deaths = [(1, "gen", 1), (2, "update_actor", 0), (2, "testing", 1)]
-    disturbed = run("disturbed", deaths, **changes)
+    disturbed = run("disturbed", [(1, "gen", 1), (2, "update_actor", 0), (2, "testing", 1)])
     assert_same_run(disturbed, undisturbed)
     assert [disturbed[0][step]["recovery/restarts"] for step in (1, 2, 3)] == [1, 3, 3]
     assert disturbed[0][3]["recovery/redone_steps"] == 0  # the state of every step is held in memory
     assert disturbed[0][3]["recovery/lost_s"] > 0
 
 
-def test_without_states_in_memory_the_run_goes_back_to_its_newest_checkpoint_or_the_beginning(run: Run) -> None:
+def test_without_states_in_memory_the_run_goes_back_to_its_newest_checkpoint_or_the_beginning(
+    run: Run, undisturbed: Outcome
+) -> None:
     """A death in step 2, before anything is saved, redoes step 1; one in step 3 goes back to the save of step 2."""
-    undisturbed = run("undisturbed", [], trainer__save_freq=2)
-    changes = {"trainer__save_freq": 2, "trainer__recovery__snapshot_freq": 0}
-    disturbed = run("disturbed", [(2, "gen", 0), (3, "update_actor", 1)], **changes)
+    disturbed = run("without states", [(2, "gen", 0), (3, "update_actor", 1)], trainer__recovery__snapshot_freq=0)
     assert_same_run(disturbed, undisturbed)
     assert disturbed[0][3]["recovery/restarts"] == 2
     assert disturbed[0][3]["recovery/redone_steps"] == 1
 
 
 def test_too_many_losses_stop_the_run_with_the_first_of_them_first(run: Run) -> None:
-    deaths = [(2, "gen", 1), (2, "gen", 0), (2, "update_actor", 0)]
     with pytest.raises(ProcessLostError) as raised:
-        run("hopeless", deaths, trainer__recovery__max_restarts=2)
+        run("hopeless", [(2, "gen", 1), (2, "update_actor", 0)], trainer__recovery__max_restarts=1)
     first, *rest = str(raised.value).splitlines()
     assert first.startswith("rank 1 of 2 died")
-    assert any("restarted 2 times without finishing a step" in line for line in rest)
+    assert any("restarted 1 times without finishing a step" in line for line in rest)
     assert any(line.startswith("The last loss: rank 0 of 2 died") for line in rest)
     with pytest.raises(ProcessLostError, match=r"^rank 1 of 2 died") as raised:
         run("not at all", [(1, "gen", 1)], trainer__recovery__max_restarts=0)
@@ -151,10 +161,8 @@ def test_too_many_losses_stop_the_run_with_the_first_of_them_first(run: Run) -> 
 
 
 @pytest.mark.slow
-def test_a_loss_while_saving_is_survived(run: Run) -> None:
-    undisturbed = run("undisturbed", [], trainer__save_freq=1)
-    disturbed = run("disturbed", [(2, "save_checkpoint", 1)], trainer__save_freq=1)
-    assert_same_run(disturbed, undisturbed)
+def test_a_loss_while_saving_is_survived(run: Run, undisturbed: Outcome) -> None:
+    assert_same_run(run("saving", [(2, "save_checkpoint", 1)]), undisturbed)
 
 
 class PreemptedTrainer(FragileTrainer):
@@ -172,10 +180,11 @@ class PreemptedRunner(TaskRunner):
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_taken_away_rank_by_rank_leaves_the_state_in_memory_on_disk(run: Run, tmp_path: Path) -> None:
-    undisturbed = run("undisturbed", [])
+def test_a_machine_that_is_taken_away_rank_by_rank_leaves_the_state_in_memory_on_disk(
+    run: Run, undisturbed: Outcome, root: Path
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        run("taken_away", [(2, "save_checkpoint", 1)], runner=PreemptedRunner)
+        run("taken_away", [(2, "save_checkpoint", 1)], runner=PreemptedRunner, trainer__save_freq=STEPS)
     assert ended.value.code == EXIT_CODE
-    assert (tmp_path / "taken_away" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() in "12"
+    assert (root / "taken_away" / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() in "12"
     assert_same_run(run("taken_away", []), undisturbed)
