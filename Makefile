@@ -81,15 +81,24 @@ $(VLLM): requirements/vllm.txt
 	@touch $@
 
 # A process of its own for each file: an engine of vLLM that ends in a process takes the groups of a later one with it.
-VLLM_TESTS := OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest
+# Two at a time: an engine starts on one core, in a minute or less.
+VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5
+VLLM_SERVED := tests/rollout/test_vllm_server.py tests/rollout/test_vllm_run.py
+VLLM_FILES := $(VLLM_SERVED) tests/rollout/test_vllm.py
+BY_FILE = +$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going
 
 test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU
-	$(VLLM_TESTS) tests/rollout/test_vllm.py
-	$(VLLM_TESTS) tests/rollout/test_vllm_run.py
+	$(BY_FILE) $(VLLM_FILES:%=vllm/%)
 
 test-vllm-slow: $(VLLM) ## the checks of its server that test-vllm leaves out, and runs on several ranks
-	$(VLLM_TESTS) -m slow tests/rollout/test_vllm.py
-	$(VLLM_TESTS) -m slow tests/rollout/test_vllm_run.py
+	$(BY_FILE) $(VLLM_SERVED:%=vllm-slow/%)
+
+.PHONY: $(VLLM_FILES:%=vllm/%) $(VLLM_SERVED:%=vllm-slow/%)
+$(VLLM_FILES:%=vllm/%): vllm/%:
+	$(VLLM_TESTS) $*
+
+$(VLLM_SERVED:%=vllm-slow/%): vllm-slow/%:
+	$(VLLM_TESTS) -m slow $*
 
 proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes docs/algorithms.md
 	$(BIN)/python benchmarks/proofs.py --write

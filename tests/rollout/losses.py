@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -16,23 +14,47 @@ from verl.workers.rollout.base import RolloutRequest, SamplingParams
 from verl.workers.rollout.restarting import RestartingRollout
 
 _MAX_TOKENS = 300
+_WORK_S = 0.2
+"""What the processes of an engine compute before one of them is struck: a fraction of what the requests take."""
+_LOOK_EVERY_S = 0.01
+
+
+def _family() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _computed_s(processes: set[psutil.Process]) -> float:
+    """Seconds of the processor that they had."""
+    total = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            times = process.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+def _named(name: str, processes: set[psutil.Process]) -> psutil.Process:
+    (found,) = [process for process in processes if name in " ".join([process.name(), *process.cmdline()])]
+    return found
 
 
 @contextmanager
-def _struck(engine: RestartingRollout, name: str, number: int) -> Iterator[None]:
-    """A moment after the start, the process whose command has ``name`` gets the signal."""
+def _struck(victim: psutil.Process, number: int, computed_s: Callable[[], float]) -> Iterator[None]:
+    """The victim gets the signal once the engine is at work, however long that takes."""
+    begun, over = computed_s(), threading.Event()
 
     def strike() -> None:
-        time.sleep(0.5)
-        family = psutil.Process().children(recursive=True)
-        (victim,) = [process for process in family if name in " ".join([process.name(), *process.cmdline()])]
-        os.kill(victim.pid, number)
+        while not over.wait(_LOOK_EVERY_S):
+            if computed_s() >= begun + _WORK_S:
+                break
+        victim.send_signal(number)
 
     thread = threading.Thread(target=strike)
     thread.start()
     try:
         yield
     finally:
+        over.set()
         thread.join()
 
 
@@ -42,6 +64,7 @@ def check_a_lost_process(under_test: EngineUnderTest, name: str, number: int = s
     Returns:
         the rollout, with an engine that runs.
     """
+    others = _family()
     engine = under_test.build(response_length=_MAX_TOKENS)
     assert isinstance(engine, RestartingRollout)
     requests = [
@@ -50,8 +73,14 @@ def check_a_lost_process(under_test: EngineUnderTest, name: str, number: int = s
     ]
     with engine.awake(weights_of, 0):
         undisturbed = engine.generate(requests)
-    with engine.awake(weights_of, 0), _struck(engine, name, number):
+    own = _family() - others
+    with engine.awake(weights_of, 0), _struck(_named(name, own), number, lambda: _computed_s(own)):
         outputs = engine.generate(requests)
-    assert engine.restarts == 1
     under_test.assert_same(outputs, undisturbed)
+    if (
+        engine.restarts == 0
+    ):  # on a machine that held this process up, all was answered before: the next step must see it
+        with engine.awake(weights_of, 0):
+            under_test.assert_same(engine.generate(requests), undisturbed)
+    assert engine.restarts == 1
     return engine

@@ -200,8 +200,8 @@ def test_two_tensor_parallel_ranks_compute_what_one_does(tmp_path: Path) -> None
         ("async", "sglang::scheduler", signal.SIGKILL, {}),
         ("sync", "sglang::scheduler", signal.SIGKILL, {}),
         pytest.param("async", "sglang::detokenizer", signal.SIGKILL, {}, marks=pytest.mark.slow),
-        pytest.param("async", "sglang::scheduler", signal.SIGSTOP, {"hang_timeout_s": 3}, marks=pytest.mark.slow),
-        pytest.param("sync", "sglang::scheduler", signal.SIGSTOP, {"hang_timeout_s": 3}, marks=pytest.mark.slow),
+        pytest.param("async", "sglang::scheduler", signal.SIGSTOP, {"hang_timeout_s": 10}, marks=pytest.mark.slow),
+        pytest.param("sync", "sglang::scheduler", signal.SIGSTOP, {"hang_timeout_s": 10}, marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_dies_or_hangs_is_replaced(
