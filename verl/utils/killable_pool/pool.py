@@ -316,7 +316,7 @@ class _Engine:
 
     def _staff(self, warm: bool) -> None:
         """Start workers: as many as asked for, and substitutes for those that are stuck; let others go."""
-        alive = [worker for worker in self.workers if worker.end is None and not worker.ended]
+        alive = [worker for worker in self.workers if not worker.is_leaving]
         stuck = sum(worker.stuck for worker in alive)
         waiting = len(self.queue) + len(self.fresh)
         wanted = self.num_workers + stuck if waiting else 0

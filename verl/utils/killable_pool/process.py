@@ -33,6 +33,8 @@ OVERTIME_S = 1.0
 """How much longer than its budget an async job may take to obey its cancellation."""
 UNREAD_S = 0.3
 """How long the replies of a process that has ended may take to be read."""
+CUT_OFF_S = 0.3
+"""How long a worker may live without a connection before that is its own doing."""
 REAP_S = 1.0
 """How long a keeper may take to end its worker before it is killed itself."""
 SENT_BY_OTHERS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT})
@@ -160,6 +162,8 @@ class WorkerProcess:
         self.retired = False
         """It was ended for no fault of the jobs that it has."""
         self.gone_since = 0.0
+        self.is_cut_off = False
+        """Its connection has ended; how, is being found out."""
         self.worker_pid = 0
         self.base_memory = 0
         self.page: mmap.mmap | None = None
@@ -212,7 +216,12 @@ class WorkerProcess:
     @property
     def is_free(self) -> bool:
         """Whether it can take another job now."""
-        return self.ready and not self.ended and self.end is None and not self.stuck and len(self.jobs) < self.slots
+        return self.ready and not self.is_leaving and not self.stuck and len(self.jobs) < self.slots
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it has ended or is about to, so that another one takes its place; one that starts ends first."""
+        return self.ended or self.end is not None or (self.ready and self.is_cut_off)
 
     def give(self, job: Job) -> None:
         """Send it a job."""
@@ -229,7 +238,7 @@ class WorkerProcess:
             if now - self.gone_since > UNREAD_S:  # something holds its connection open
                 self._finish()
             return
-        if self.end is not None:
+        if self.end is not None or self.is_cut_off:
             return
         if not self.jobs:
             if self.stuck:
@@ -372,13 +381,31 @@ class WorkerProcess:
         self._finish()
 
     async def _reap(self) -> None:
-        """The connection has ended; wait for the process, which says why."""
-        for _ in range(30):
-            if self.process.poll() is not None:
-                break
+        """The connection has ended; wait for the process, which says why.
+
+        The keeper ends after its worker, and how much later is a matter of how busy the machine is. So its silence
+        says nothing against a job; only a worker that lives on without its connection has given that up itself.
+        """
+        self.is_cut_off = True
+        began = time.monotonic()
+        while self.process.poll() is None:
+            waited = time.monotonic() - began
+            if waited > CUT_OFF_S and self._worker_lives():
+                reason = "the process closed its connection, or wrote on it what no reply is"
+                self.stop(Outcome("crashed", message=reason))
+                return
+            if waited > BURY_S:  # the keeper is held up, and so the exit status is lost
+                self.kill()
+                self.end = self.end or Outcome("killed", message=f"the process was held up for {BURY_S:g} s at its end")
+                return
             await asyncio.sleep(0.01)
-        else:
-            self.stop(Outcome("crashed", message="the process closed its connection, or wrote on it what no reply is"))
+
+    def _worker_lives(self) -> bool:
+        """Whether the worker has memory; when it ends, it loses that before its connection."""
+        try:
+            return bool(self.worker_pid) and psutil.Process(self.worker_pid).memory_info().vms > 0
+        except (psutil.Error, OSError):
+            return False
 
     def _finish(self) -> None:
         if self.ended:

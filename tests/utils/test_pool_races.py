@@ -1,0 +1,139 @@
+"""The killable pool where processes are held up at the wrong moment: nobody's job pays for it."""
+
+import os
+import signal
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.utils.killable_pool import Budget, KillablePool
+from verl.utils.killable_pool import process as pool_process
+from verl.utils.processes import state_of
+
+KEEP_TRYING = Budget(timeout_s=60.0, kill_retries=100)
+
+
+def eventually(holds, what, within_s=60):
+    deadline = time.monotonic() + within_s
+    while not (found := holds()):
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {within_s} s: {what}")
+        time.sleep(0.005)
+    return found
+
+
+def entries(folder, name):
+    return sorted(int(path.name.rpartition("-")[2]) for path in Path(folder).glob(f"{name}-*"))
+
+
+def enters(folder, name):
+    """Leave a file for this process, and say how many have."""
+    (Path(folder) / f"{name}-{os.getpid()}").touch()
+    return len(entries(folder, name))
+
+
+def waits_once(folder):
+    """In the first process that calls it: for ever."""
+    if enters(folder, "call") == 1:
+        time.sleep(600)
+    return os.getpid()
+
+
+class LoadsSlowly:
+    """A function that the first ``times`` processes never get loaded."""
+
+    def __init__(self, folder, times):
+        self.folder, self.times = folder, times
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if enters(self.folder, "load") <= self.times:
+            time.sleep(600)
+
+    def __call__(self):
+        return os.getpid()
+
+
+@contextmanager
+def held_up(keeper):
+    """SIGSTOP, and SIGCONT at the end."""
+    os.kill(keeper, signal.SIGSTOP)
+    eventually(lambda: state_of(keeper) == "T", "the stop of the keeper")
+    try:
+        yield
+    finally:
+        os.kill(keeper, signal.SIGCONT)
+
+
+def killed_behind_its_keeper(worker, seconds):
+    """Kill a worker whose keeper does not notice for so many seconds."""
+    with held_up(psutil.Process(worker).ppid()):
+        os.kill(worker, signal.SIGKILL)
+        time.sleep(seconds)
+
+
+def test_a_worker_is_killed_while_its_keeper_is_held_up(tmp_path):
+    """The keeper's word comes a second late, and it is 'killed' as ever: the job is tried again."""
+    pool = KillablePool(waits_once, budget=KEEP_TRYING)
+    waiting = pool.submit([{"folder": str(tmp_path)}])
+    (first,) = eventually(lambda: entries(tmp_path, "call"), "the first attempt")
+    killed_behind_its_keeper(first, 1.0)
+    (outcome,) = waiting.result(timeout=60)
+    assert (outcome.status, outcome.message) == ("ok", "")
+    assert outcome.value != first
+    pool.close()
+
+
+def test_the_time_of_a_job_is_not_up_while_the_keeper_is_held_up(tmp_path):
+    """The worker is killed before the job's time is up and the keeper says so after it."""
+    pool = KillablePool(waits_once, budget=Budget(timeout_s=2.0, kill_retries=1))
+    waiting = pool.submit([{"folder": str(tmp_path)}])
+    (first,) = eventually(lambda: entries(tmp_path, "call"), "the first attempt")
+    killed_behind_its_keeper(first, 2.5)
+    assert waiting.result(timeout=60)[0].status == "ok"
+    pool.close()
+
+
+def test_a_keeper_that_is_never_heard_of_again(tmp_path, monkeypatch):
+    """It is killed in the end, and how its worker ended is not known: the job is tried again."""
+    monkeypatch.setattr(pool_process, "BURY_S", 1.0)
+    pool = KillablePool(waits_once, budget=KEEP_TRYING)
+    waiting = pool.submit([{"folder": str(tmp_path)}])
+    (first,) = eventually(lambda: entries(tmp_path, "call"), "the first attempt")
+    keeper = psutil.Process(first).ppid()
+    os.kill(keeper, signal.SIGSTOP)
+    os.kill(first, signal.SIGKILL)
+    assert waiting.result(timeout=60)[0].status == "ok"
+    eventually(lambda: not psutil.pid_exists(keeper), "the end of the keeper")
+    pool.close()
+
+
+def test_starts_that_are_killed_while_the_keeper_is_held_up(tmp_path):
+    """Four in a row: as crashes, three of them would break the pool for good."""
+    pool = KillablePool(LoadsSlowly(str(tmp_path), 4), budget=KEEP_TRYING)
+    waiting = pool.submit([{}])
+    killed = set()
+    for _ in range(4):
+        (worker,) = eventually(lambda: set(entries(tmp_path, "load")) - killed, "the next start")
+        killed.add(worker)
+        killed_behind_its_keeper(worker, 0.5)
+    assert waiting.result(timeout=60)[0].status == "ok"
+    pool.close()
+
+
+def test_a_process_that_lost_its_worker_gets_no_jobs(tmp_path):
+    """Two jobs come while the keeper has not said yet that the idle worker is gone; another process serves them."""
+    pool = KillablePool(waits_once, budget=Budget(timeout_s=60.0, kill_retries=0))
+    (tmp_path / "call-0").touch()
+    (idle,) = pool.map([{"folder": str(tmp_path)}])
+    keeper = psutil.Process(idle.value).ppid()
+    with held_up(keeper):
+        os.kill(idle.value, signal.SIGKILL)
+        time.sleep(0.2)  # the end of the connection is noticed
+        outcomes = pool.submit([{"folder": str(tmp_path)}] * 2).result(timeout=60)
+        assert [o.status for o in outcomes] == ["ok", "ok"]
+        assert state_of(keeper) == "T"
+    pool.close()
