@@ -222,7 +222,7 @@ class _Run:
         held += data
         if name == "status" and self.watch is None and b"\n" in held:
             self._meet_init()
-        if len(held) > self.limits.max_output_bytes:
+        if name != "status" and len(held) > self.limits.max_output_bytes:
             del held[self.limits.max_output_bytes :]
             self.ended = self.ended or Status.OUTPUT_LIMIT
         return not data
@@ -240,6 +240,7 @@ class _Run:
 
     def _clear_away(self) -> None:
         """End whatever is left, and wait until the kernel has ended every process of the pid namespace."""
+        self._await_init()
         self.process.kill()
         try:
             self.process.wait(LAST_BREATH_S)
@@ -259,6 +260,15 @@ class _Run:
         finally:
             os.close(self.init_fd)
             self.init_fd = None
+
+    def _await_init(self) -> None:
+        """Let bubblewrap say who process 1 is, which only then can be ended and collected, however short the time."""
+        deadline = time.monotonic() + LAST_BREATH_S
+        while self.watch is None and self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+            self._take("status")
+        if self.watch is None:
+            self._take("status")
 
     def _outcome(self) -> Outcome:
         seconds = time.monotonic() - self.start
