@@ -7,7 +7,7 @@ Linux alone; elsewhere nothing is found.
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
 import secrets
 import signal
@@ -17,8 +17,11 @@ from pathlib import Path
 import psutil
 
 VARIABLE = "VERL_HELPER_PROCESS"
-_ROUNDS = 50
+KILL_S = 10.0
+"""How long killed processes may take to end: on a busy machine one ends when it gets a core."""
 _PAUSE_S = 0.01
+
+logger = logging.getLogger(__name__)
 
 
 def new_mark() -> str:
@@ -26,22 +29,35 @@ def new_mark() -> str:
     return secrets.token_hex(16)
 
 
-def marked(mark: str) -> list[int]:
-    """Process ids of those that bear the mark and have not ended."""
-    word = f"{VARIABLE}={mark}".encode()
-    return [pid for pid in psutil.pids() if word in _environment_of(pid)]
-
-
 def kill_marked(mark: str) -> None:
-    """Kill all of them; who is just being forked is found in a further round."""
-    for _ in range(_ROUNDS):
-        found = marked(mark)
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        if not found:
+    """Kill all of them, and wait until they have ended; who is just being forked is found in a further round.
+
+    Those that are there after ``KILL_S`` are named in the log.
+    """
+    deadline = time.monotonic() + KILL_S
+    word = f"{VARIABLE}={mark}".encode()
+    empty_rounds = 0
+    while empty_rounds < 2:  # a process that is just executing a program has no environment for a moment
+        left = [pid for pid in psutil.pids() if word in _environment_of(pid) and _kill(pid)]
+        empty_rounds = 0 if left else empty_rounds + 1
+        if left and time.monotonic() > deadline:
+            logger.warning(
+                "processes %s were killed and are still there after %g s: the kernel holds them, or they multiply. "
+                "Their memory, ports and files are not free.",
+                ", ".join(map(str, left)),
+                KILL_S,
+            )
             return
         time.sleep(_PAUSE_S)
+
+
+def _kill(pid: int) -> bool:
+    """Whether it was there."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError as error:
+        return isinstance(error, PermissionError)  # it has taken other rights
+    return True
 
 
 def _environment_of(pid: int) -> list[bytes]:
