@@ -21,6 +21,7 @@ from verl.errors import RolloutError
 from verl.utils import hf_tokenizer
 from verl.utils.cpu_kernels import cpu_kernels
 from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout.base import RolloutOutput
 from verl.workers.rollout.native.memory import CopiedPromptMemory, KeyValueMemory, SharedPromptMemory
 from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native.step import compiled_step
@@ -156,6 +157,65 @@ def test_weights_are_the_trainers_own_tensors_where_they_fit(tmp_path: Path) -> 
             parameter.mul_(0.5)
     engine.load_weights(model.named_parameters(), version=1)
     assert engine.generate([greedy([10, 20, 30])]) != before
+
+
+def test_weights_that_it_holds_already_are_not_taken_anew_and_any_other_is(tmp_path: Path) -> None:
+    prompt = [greedy([10, 20, 30])]
+    model = copy.deepcopy(oracle())
+    engine = EngineUnderTest("native", tmp_path).build()
+
+    def after(weights: dict[str, Tensor]) -> list[RolloutOutput]:
+        engine.load_weights(weights.items(), version=0)
+        return engine.generate(prompt)
+
+    def of_a_new_engine(weights: dict[str, Tensor]) -> list[RolloutOutput]:
+        new = EngineUnderTest("native", tmp_path).build()
+        new.load_weights(weights.items(), version=0)
+        return new.generate(prompt)
+
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    first = after(own)
+    held = dict(engine._model.module.named_parameters())
+    with torch.no_grad():
+        own["model.layers.0.mlp.up_proj.weight"].neg_()
+    assert after(own) == of_a_new_engine(own) != first
+    assert all(p is held[name] for name, p in engine._model.module.named_parameters())
+    # One tensor after the other is another, with other numbers: no update leaves an old one in use.
+    seen = [first]
+    for name in own:
+        own[name] = own[name] * 1.5 + 0.01
+        found = after(own)
+        assert found == of_a_new_engine(own)
+        assert found not in seen
+        seen.append(found)
+    # Rows that lie apart are copied where they are used, so that each update has to look at them.
+    name = "model.layers.1.mlp.down_proj.weight"
+    apart = own[name].t().contiguous().t()
+    own[name] = apart
+    assert after(own) == seen[-1]
+    apart.mul_(-2)
+    assert after(own) == of_a_new_engine(own) != seen[-1]
+
+
+@pytest.mark.parametrize("problem", ["shape", "unknown", "missing"])
+def test_weights_that_no_longer_fit_are_found_after_others_that_did(problem: str, tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).build()
+    own = {name: p.detach() for name, p in copy.deepcopy(oracle()).named_parameters()}
+    engine.load_weights(own.items(), version=0)
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensor = own.pop(name)
+    bad = {"shape": {name: tensor[:-1]}, "unknown": {name: tensor, "model.layers.9.weight": tensor}, "missing": {}}
+    expected = {
+        "shape": rf"{name} has shape \[{len(tensor) - 1}, ",
+        "unknown": r"model.layers.9.weight is unknown",
+        "missing": rf"{name} is missing",
+    }
+    with pytest.raises(RolloutError, match=expected[problem]):
+        engine.load_weights((own | bad[problem]).items(), version=1)
+    with pytest.raises(RolloutError, match="holds no weights"):
+        engine.generate([greedy([10, 20, 30])])
+    engine.load_weights((own | {name: tensor}).items(), version=2)
+    assert tokens_of(engine.generate([greedy([10, 20, 30])])) == [oracle_greedy([10, 20, 30], 12)]
 
 
 def test_weights_of_another_format_are_copied(tmp_path: Path) -> None:

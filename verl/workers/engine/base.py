@@ -186,7 +186,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight under its Transformers name, whole. Collective: every rank iterates to the end."""
+        """Each weight under its Transformers name, whole. Collective: every rank iterates to the end.
+
+        A tensor is lent until the next call: it may be the trainer's own, or memory that the next call fills anew.
+        """
 
     @abstractmethod
     def get_data_parallel_size(self) -> int:

@@ -39,16 +39,11 @@ from verl.workers.engine.fsdp.model import (
     build_model,
     enable_gradient_checkpointing,
 )
+from verl.workers.engine.fsdp.one_machine import use_shared_memory
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler, clip_gradients
 from verl.workers.engine.fsdp.packing_check import choose_form
-from verl.workers.engine.fsdp.sharding import (
-    full_tensor,
-    local_part,
-    make_mesh,
-    mixed_precision,
-    needs_sharding,
-    shard_model,
-)
+from verl.workers.engine.fsdp.sharding import local_part, make_mesh, mixed_precision, needs_sharding, shard_model
+from verl.workers.engine.fsdp.whole_weights import WholeWeights
 from verl.workers.engine.non_finite import LossWatch, in_gradients
 from verl.workers.engine.pass_sizes import PassSizes, is_out_of_memory
 
@@ -109,15 +104,25 @@ class FSDPEngine(BaseEngine):
         else:
             model.to(self.device)
         self.model = model.eval()
+        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        group = self._group_in_memory()
         self.compute_dtype = mixed_precision(config).param_dtype or dtype
         self.is_packed = choose_form(model, self.model_config.use_remove_padding, self.device, self.compute_dtype)
         self._reshard()  # or the optimizer would be given the gathered copies
+        self._whole = WholeWeights(model, self.device, group)
         if not config.forward_only:
             if self.optimizer_config is None:
                 raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
             self.optimizer = build_optimizer(model.parameters(), self.optimizer_config)
             self.scheduler = build_scheduler(self.optimizer, self.optimizer_config)
         self._offload()
+
+    def _group_in_memory(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the rows of each weight, if they are several and exchange through memory. Collective."""
+        group = self.mesh.get_group("shard")
+        if self.device.type != "cpu" or dist.get_world_size(group) == 1:
+            return None
+        return group if use_shared_memory(self._units, group) else None
 
     # ---- modes and memory ---------------------------------------------------------------------
 
@@ -155,9 +160,8 @@ class FSDPEngine(BaseEngine):
 
     def _reshard(self) -> None:
         """Give gathered parameters back; a forward without a backward leaves those of some units."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for unit in self._units:
+            unit.reshard()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights and optimizer state; nothing to do on a CPU, or where FSDP itself streams from the host."""
@@ -302,10 +306,9 @@ class FSDPEngine(BaseEngine):
     # ---- weights and ranks --------------------------------------------------------------------
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Each weight whole, one at a time, so that no rank ever holds the whole model twice."""
+        """See :mod:`verl.workers.engine.fsdp.whole_weights`."""
         self._reshard()
-        for name, parameter in self.model.named_parameters():
-            yield name, full_tensor(parameter, self.device)
+        return iter(self._whole)
 
     def get_data_parallel_size(self) -> int:
         """All ranks hold different rows."""

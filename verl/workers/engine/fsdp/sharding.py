@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import cast
 
@@ -17,7 +18,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 
 from verl.errors import ConfigError
 from verl.utils.model import torch_dtype
@@ -134,7 +135,14 @@ def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """The whole tensor on every rank. Collective if it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
+    if all(size == 1 or not placement.is_shard() for size, placement in _places(tensor)):
+        return cast(DTensor, tensor.detach()).to_local().to(device)
     return cast(DTensor, tensor.detach().to(device)).full_tensor()
+
+
+def _places(tensor: DTensor) -> Iterable[tuple[int, Placement]]:
+    """Ranks along each dimension of the mesh, and how ``tensor`` lies on them."""
+    return zip(tensor.device_mesh.shape, tensor.placements, strict=True)
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, int]:

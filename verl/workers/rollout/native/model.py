@@ -56,24 +56,34 @@ class NativeModel:
     # ---- weights
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Take the tensors themselves where device and format fit, copies elsewhere; what was wrong with them."""
-        self._forget()
-        problems, loaded = [], set()
-        buffers = dict(self.module.named_buffers())
+        """Take the tensors themselves where device and format fit, copies elsewhere; what was wrong with them.
+
+        Tensors that it holds already cost only the look that tells so: whatever has changed in them is seen.
+        """
+        problems, loaded, changed = [], set(), False
         for name, tensor in weights:
-            target = self._places.get(name)
-            current = buffers.get(name) if target is None else target.parameter
+            place = self._places.get(name)
+            if place is not None and place.holds(tensor):
+                loaded.add(place)
+                continue
+            changed = True
+            current = self._buffer(name) if place is None else place.parameter
             if current is None:
                 problems.append(f"{name} is unknown")
             elif current.shape != tensor.shape:
                 problems.append(f"{name} has shape {list(tensor.shape)} where {list(current.shape)} is needed")
-            elif target is None:
+            elif place is None:
                 current.copy_(tensor)
             else:
-                target.put(tensor.detach().to(self.device, self.dtype))
-                loaded.add(id(target))
-        missing = {id(place): name for name, place in reversed(self._places.items()) if id(place) not in loaded}
+                place.put(tensor.detach(), self.device, self.dtype)
+                loaded.add(place)
+        if changed:
+            self._forget()
+        missing = {place: name for name, place in reversed(self._places.items()) if place not in loaded}
         return problems + [f"{name} is missing" for name in reversed(missing.values())]
+
+    def _buffer(self, name: str) -> Tensor | None:
+        return dict(self.module.named_buffers()).get(name)
 
     def drop(self) -> None:
         """Keep no tensor alive."""
@@ -154,10 +164,17 @@ class NativeModel:
 
 
 class _Place:
-    """Where a parameter stands in the module: several places if it is tied."""
+    """Where a parameter stands in the module: several places if it is tied.
 
-    def __init__(self) -> None:
+    Args:
+        without_memory: the parameter as the module begins, on the meta device.
+    """
+
+    def __init__(self, without_memory: nn.Parameter) -> None:
         self._places: list[tuple[nn.Module, str]] = []
+        self._without_memory = without_memory
+        self._shared: Tensor | None = None
+        """The parameter, if it is the memory of a tensor that was given, and of no copy."""
 
     def add(self, module: nn.Module, name: str) -> None:
         self._places.append((module, name))
@@ -167,13 +184,24 @@ class _Place:
         module, name = self._places[0]
         return getattr(module, name)
 
-    def put(self, tensor: Tensor) -> None:
-        parameter = nn.Parameter(tensor, requires_grad=False)
-        for module, name in self._places:
-            module.register_parameter(name, parameter)
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether the parameter is this tensor: the same memory, shape and format, whatever its numbers are now."""
+        shared = self._shared
+        return shared is not None and shared.dtype is tensor.dtype and shared.is_set_to(tensor)
+
+    def put(self, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
+        used = tensor.to(device, dtype)
+        self._register(nn.Parameter(used, requires_grad=False))
+        # What is not contiguous is copied once more by whoever computes with it.
+        self._shared = used if used.is_set_to(tensor) and used.is_contiguous() else None
 
     def drop(self) -> None:
-        self.put(self.parameter.to("meta"))
+        self._shared = None
+        self._register(self._without_memory)
+
+    def _register(self, parameter: nn.Parameter) -> None:
+        for module, name in self._places:
+            module.register_parameter(name, parameter)
 
 
 def _places_of_parameters(model: nn.Module) -> dict[str, _Place]:
@@ -181,7 +209,7 @@ def _places_of_parameters(model: nn.Module) -> dict[str, _Place]:
     names = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            place = places.setdefault(id(parameter), _Place())
+            place = places.setdefault(id(parameter), _Place(parameter))
             place.add(module, name)
             names[f"{prefix}.{name}" if prefix else name] = place
     return names
