@@ -11,6 +11,7 @@ import pytest
 
 from verl.utils.killable_pool import Budget, KillablePool
 from verl.utils.killable_pool import process as pool_process
+from verl.utils.killable_pool.oom import oom_kills
 from verl.utils.processes import state_of
 
 KEEP_TRYING = Budget(timeout_s=60.0, kill_retries=100)
@@ -53,8 +54,8 @@ class LoadsSlowly:
         if enters(self.folder, "load") <= self.times:
             time.sleep(600)
 
-    def __call__(self):
-        return os.getpid()
+    def __call__(self, folder=None):
+        return waits_once(folder) if folder else os.getpid()
 
 
 @contextmanager
@@ -136,4 +137,65 @@ def test_a_process_that_lost_its_worker_gets_no_jobs(tmp_path):
         outcomes = pool.submit([{"folder": str(tmp_path)}] * 2).result(timeout=60)
         assert [o.status for o in outcomes] == ["ok", "ok"]
         assert state_of(keeper) == "T"
+    pool.close()
+
+
+# ---- the kernel's count of processes that it killed for memory -----------------------------------
+
+
+def write(file, text):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+
+
+def test_where_the_kernel_counts_its_kills(tmp_path):
+    """The own group before the machine, by its path or where the mount begins with it; 0 where nothing is known."""
+    assert oom_kills(tmp_path / "nothing") == 0
+
+    machine = tmp_path / "machine"
+    write(machine / "proc/vmstat", "nr_free_pages 17\noom_kill 3\noom_kill_other 9\n")
+    assert oom_kills(machine) == 3
+
+    second = tmp_path / "second"
+    write(second / "proc/vmstat", "oom_kill 3\n")
+    write(second / "proc/self/cgroup", "0::/job/step\n")
+    write(second / "sys/fs/cgroup/job/step/memory.events.local", "low 0\noom 4\noom_kill 1\noom_group_kill 0\n")
+    assert oom_kills(second) == 1
+
+    first = tmp_path / "first"
+    write(first / "proc/self/cgroup", "5:cpu,cpuacct:/docker/ab:c\n4:memory:/docker/ab:c\n0::/\n")
+    write(first / "sys/fs/cgroup/memory/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    assert oom_kills(first) == 2
+    write(first / "sys/fs/cgroup/memory/docker/ab:c/memory.oom_control", "oom_kill_disable 0\noom_kill 5\n")
+    assert oom_kills(first) == 5
+
+
+def test_only_a_kill_for_memory_during_the_job_is_the_jobs(tmp_path, monkeypatch):
+    """The count rises before a process has its first job: the SIGKILL is another one's, and the job is tried again.
+
+    It rises while the job runs: the SIGKILL is the kernel's, and as the process has served no other job, that is all.
+    """
+    write(tmp_path / "proc/vmstat", "oom_kill 7\n")
+    monkeypatch.setattr(pool_process, "oom_kills", lambda: oom_kills(tmp_path))
+    (starts, calls, clean) = (tmp_path / name for name in ("starts", "calls", "clean"))
+    for folder in (starts, calls, clean):
+        folder.mkdir()
+    pool = KillablePool(LoadsSlowly(str(starts), 0), budget=KEEP_TRYING)
+    pool.warm_up()
+    eventually(lambda: entries(starts, "load"), "a process")
+    write(tmp_path / "proc/vmstat", "oom_kill 8\n")
+    waiting = pool.submit([{"folder": str(calls)}])
+    (first,) = eventually(lambda: entries(calls, "call"), "the first attempt")
+    os.kill(first, signal.SIGKILL)
+    assert waiting.result(timeout=60)[0].status == "ok"
+    assert len(entries(calls, "call")) == 2
+    pool.close()
+
+    pool = KillablePool(waits_once, budget=KEEP_TRYING)
+    waiting = pool.submit([{"folder": str(clean)}])
+    (first,) = eventually(lambda: entries(clean, "call"), "the first attempt")
+    write(tmp_path / "proc/vmstat", "oom_kill 9\n")
+    os.kill(first, signal.SIGKILL)
+    assert waiting.result(timeout=60)[0].status == "out_of_memory"
+    assert entries(clean, "call") == [first]
     pool.close()

@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 
 from verl.utils.killable_pool.child import HEADER, NO_ROOM, RUNNING
+from verl.utils.killable_pool.oom import oom_kills
 from verl.utils.killable_pool.outcome import STATUSES, Budget, Outcome, Status
 from verl.utils.marked_processes import VARIABLE, kill_marked, new_mark
 
@@ -167,7 +168,8 @@ class WorkerProcess:
         self.worker_pid = 0
         self.base_memory = 0
         self.page: mmap.mmap | None = None
-        self.oom_kills = _oom_kills()
+        self.oom_kills = 0
+        """What the kernel had killed for memory when it got the first of its jobs."""
         self.mark = new_mark()
 
     def spawn(self) -> None:
@@ -225,6 +227,8 @@ class WorkerProcess:
 
     def give(self, job: Job) -> None:
         """Send it a job."""
+        if not self.jobs:
+            self.oom_kills = oom_kills()
         job.started = time.monotonic()
         self.jobs[job.number] = job
         self._write(job.number, job.body, job.left_s(job.started))
@@ -314,7 +318,7 @@ class WorkerProcess:
         if self.end is not None:
             return self.end
         code = self.process.returncode
-        if code == -signal.SIGKILL and _oom_kills() > self.oom_kills:
+        if code == -signal.SIGKILL and oom_kills() > self.oom_kills:
             return Outcome("out_of_memory", message="the process was killed by the kernel, which ran out of memory")
         if code < 0:
             status: Status = "killed" if -code in SENT_BY_OTHERS else "crashed"
@@ -414,12 +418,3 @@ class WorkerProcess:
         self.writer.close()
         jobs = list(self.jobs.values())
         self.on_end(self, jobs)
-
-
-def _oom_kills() -> int:
-    """How many processes the kernel has killed for memory since the machine started."""
-    try:
-        with open("/proc/vmstat") as file:
-            return next((int(line.split()[1]) for line in file if line.startswith("oom_kill ")), 0)
-    except OSError:  # no such file outside Linux
-        return 0
