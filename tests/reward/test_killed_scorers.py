@@ -103,19 +103,23 @@ def test_a_sample_that_is_killed_every_time_is_a_failure_and_says_so(caplog):
     manager = NaiveRewardManager(TOKENIZER, 0, slow_length, num_workers=1, kill_retries=0, max_error_rate=1.0)
     data = batch_of(["ab"], [0.0])
     compute_reward(data, manager)
-    with massacres(rounds=1, every_s=0.05):
-        statuses = []
-        while "killed" not in statuses:
+    statuses = []
+    while "killed" not in statuses:  # one that is killed between two samples has none to lose
+        with massacres(rounds=1, every_s=0.05):
             _, extra = compute_reward(data, manager)
-            statuses += extra["reward_status"]
+        statuses += extra["reward_status"]
     assert set(statuses) <= {"ok", "killed"}
     assert status_metrics(["killed", "ok"])["reward/status/killed"] == 0.5
     assert "killed:\nthe process was killed by SIGKILL, in each of 1 attempts" in caplog.text
     manager.function.close()
 
 
+def never(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(600)  # so no killer comes too late
+
+
 def test_scorers_that_nobody_lets_live_are_an_error():
-    manager = NaiveRewardManager(TOKENIZER, 0, slow_length, num_workers=1)
+    manager = NaiveRewardManager(TOKENIZER, 0, never, num_workers=1, kill_retries=10**9, timeout_s=600.0)
     lost = pytest.raises(ProcessLostError, match="cannot be kept alive")
     with massacres(rounds=1000, every_s=0.001), lost:
         compute_reward(batch_of(["ab"], [0.0]), manager)

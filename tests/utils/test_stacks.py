@@ -87,9 +87,9 @@ def test_a_process_that_cannot_run_is_the_cause_wherever_it_stands():
 
 @contextmanager
 def process(code: str, folder: str = ""):
-    """A process that is ready when it has said so."""
+    """A process that is ready when it has said so, by ``ready()``."""
     register = f"from verl.utils.stacks import write_stacks_on_signal; write_stacks_on_signal({folder!r})\n"
-    code = (register if folder else "") + "import time\nprint('ready', flush=True)\n" + code
+    code = (register if folder else "") + "import time\ndef ready(): print('ready', flush=True)\n" + code
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
         assert child.stdout
         child.stdout.readline()
@@ -100,14 +100,15 @@ def process(code: str, folder: str = ""):
 
 
 def test_processes_write_their_stacks_however_busy_they_are(tmp_path):
-    loop = "def spin():\n    while True: pass\nspin()"
-    deep = "def deep():\n    sorted(range(1 << 28), key=int.bit_length)\ndeep()"
+    loop = "def spin():\n    ready()\n    while True: pass\nspin()"
+    forever = "collections.deque(itertools.repeat(0), maxlen=0)"  # in C
+    deep = f"import collections, itertools\ndef deep():\n    ready()\n    {forever}\ndeep()"
     with (
         process(loop, str(tmp_path)) as spins,
-        process(deep, str(tmp_path)) as sorts,
-        process("time.sleep(60)") as mute,
+        process(deep, str(tmp_path)) as sinks,
+        process("ready(); time.sleep(60)") as mute,
     ):
-        pids = [spins.pid, sorts.pid, mute.pid]
+        pids = [spins.pid, sinks.pid, mute.pid]
         for _ in range(2):
             found = read_stacks(tmp_path, pids, timeout_s=1)
             assert [found[pid].main[0].function for pid in pids[:2]] == ["spin", "deep"]
@@ -117,22 +118,23 @@ def test_processes_write_their_stacks_however_busy_they_are(tmp_path):
 
 
 def test_a_stopped_process_is_not_waited_for(tmp_path):
-    with process("time.sleep(60)", str(tmp_path)) as child:
+    with process("ready(); time.sleep(60)", str(tmp_path)) as child:
         os.kill(child.pid, signal.SIGSTOP)
         while state_of(child.pid) != "T":
             time.sleep(0.01)
         start = time.monotonic()
         assert read_stacks(tmp_path, [child.pid], timeout_s=30)[child.pid] == Snapshot("T", "")
         assert time.monotonic() - start < 20
-    with process("pass", str(tmp_path)) as child:
+    with process("ready()", str(tmp_path)) as child:
         child.wait()
         assert read_stacks(tmp_path, [child.pid], timeout_s=30)[child.pid].trouble == "its process is gone"
         assert time.monotonic() - start < 25
 
 
 def test_processes_that_do_not_end_are_killed():
-    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
-    with process(ignore) as deaf, process("time.sleep(60)") as stopped, process("time.sleep(60)") as stranger:
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); ready(); time.sleep(60)"
+    sleep = "ready(); time.sleep(60)"
+    with process(ignore) as deaf, process(sleep) as stopped, process(sleep) as stranger:
         os.kill(stopped.pid, signal.SIGSTOP)
         assert "python" in title_of(deaf.pid)
         assert end_processes([deaf.pid, stopped.pid], "python", patience_s=0.2) == []
