@@ -13,9 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from tests.models import FAMILIES, tiny_model, tiny_model_dir
 from tests.workers.support import LAYOUTS, has_fast_layers, make_engine, ragged_batch
+from verl.utils.cpu_kernels import FeedForward, Heads, Linear, Norm
 from verl.workers.engine.fsdp import kernels
 from verl.workers.engine.fsdp.fast_layers import use_fast_layers
-from verl.workers.engine.fsdp.kernels import Rotation, attention_inputs, gated_mlp, interleaved, linear, rms_norm
+from verl.workers.engine.fsdp.kernels import attention_inputs, feed_forward, linear, rms_norm
 from verl.workers.engine.fsdp.sharding import full_tensor
 from verl.workers.losses import sft_loss
 
@@ -30,10 +31,12 @@ CASES = [
 ]
 
 
-@pytest.fixture
-def by_convolution(monkeypatch):
-    """Products of any size take the road of large ones, and a feed-forward layer several chunks."""
-    monkeypatch.setattr(kernels, "_LEAST_PRODUCT", 0)
+@pytest.fixture(params=["compiled", "PyTorch"])
+def each_way(request, monkeypatch):
+    """The compiled kernels, and the operations that stand in for them, with a feed-forward layer in several chunks."""
+    if request.param == "PyTorch":
+        monkeypatch.setattr(kernels, "cpu_kernels", lambda: None)
+    monkeypatch.setattr(kernels, "_FEW_ROWS", 0)
     monkeypatch.setattr(kernels, "_CHUNK_ELEMENTS", 1000)
 
 
@@ -61,7 +64,7 @@ def pair(family, dtype=torch.float32, **overrides) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(("family", "overrides"), CASES, ids=str)
-def test_equals_transformers(family, overrides, by_convolution):
+def test_equals_transformers(family, overrides, each_way):
     plain, fast = pair(family, **overrides)
     ids = torch.randint(2, 104, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = torch.arange(9) < torch.tensor([[9], [4], [7]])
@@ -73,7 +76,7 @@ def test_equals_transformers(family, overrides, by_convolution):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])
-def test_gradients_are_as_exact_as_those_of_transformers(family, by_convolution):
+def test_gradients_are_as_exact_as_those_of_transformers(family, each_way):
     """The two differ in fp32 because they sum in another order: from fp64 both are as far away."""
     plain, fast = pair(family)
     _, exact = pair(family, torch.float64)  # inside too, where Transformers' layers round to fp32
@@ -112,7 +115,7 @@ def test_every_layer_is_fast_and_can_go_back():
     names = list(model.state_dict())
     undo = use_fast_layers(model)
     kept = {name.split(".")[-1] for name, module in model.named_modules() if type(module) is before[name]}
-    assert kept == {"", "model", "embed_tokens", "layers", "0", "1", "act_fn", "rotary_emb"}
+    assert kept == {"", "model", "embed_tokens", "layers", "act_fn", "rotary_emb"}
     assert list(model.state_dict()) == names
     undo()
     assert {name: type(module) for name, module in model.named_modules()} == before
@@ -141,98 +144,125 @@ def test_generation_with_a_cache():
 # ---- the functions -------------------------------------------------------------------------------
 
 
-def test_rms_norm_by_hand():
+def test_rms_norm_by_hand(each_way):
     # mean of squares of (3, 4) = 12.5; with eps 0: (3, 4)/sqrt(12.5) = (0.848528, 1.131371); times (2, 0.5)
-    y = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([2.0, 0.5]), 0.0)
+    y = rms_norm(torch.tensor([[3.0, 4.0]]), Norm(torch.tensor([2.0, 0.5]), 0.0))
     assert_close(y, torch.tensor([[1.697056, 0.565685]]))
-    y = rms_norm(torch.tensor([[3.0, 4.0]]), torch.tensor([1.0, -0.5]), 0.0, one_plus=True)
+    y = rms_norm(torch.tensor([[3.0, 4.0]]), Norm(torch.tensor([1.0, -0.5]), 0.0, 1.0))
     assert_close(y, torch.tensor([[1.697056, 0.565685]]))
 
 
-@pytest.mark.parametrize(("kind", "one_plus"), [(LlamaRMSNorm, False), (GemmaRMSNorm, True)])
+@pytest.mark.parametrize(("kind", "offset"), [(LlamaRMSNorm, 0.0), (GemmaRMSNorm, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rms_norm_equals_transformers(kind, one_plus, dtype):
+def test_rms_norm_equals_transformers(kind, offset, dtype):
     layer = kind(16, eps=1e-5).to(dtype)
     layer.weight.data = noise(16, dtype=dtype)
     x = noise(3, 5, 16, seed=1, dtype=dtype)
     # The square of a root of a sum, against the sum: the last bit of fp32 may differ, and then one rounding to bf16.
     relative = 1e-2 if dtype == torch.bfloat16 else 1e-6
-    assert_close(rms_norm(x, layer.weight, 1e-5, one_plus), layer(x), rtol=relative, atol=relative / 10)
+    assert_close(rms_norm(x, Norm(layer.weight, 1e-5, offset)), layer(x), rtol=relative, atol=relative / 10)
 
 
-@pytest.mark.parametrize("one_plus", [False, True])
-def test_rms_norm_gradients(one_plus):
-    x, w = (noise(*shape, dtype=torch.float64).requires_grad_() for shape in ((2, 3, 6), (6,)))
-    assert gradcheck(lambda x, w: rms_norm(x, w, 1e-3, one_plus), (x, w))
-
-
-@pytest.mark.parametrize("activation", sorted(kernels.ACTIVATIONS))
-@pytest.mark.parametrize("trained", [(True,) * 4, (True, False, False, False), (False, False, True, True)])
-def test_gated_mlp_gradients(activation, trained, monkeypatch):
-    monkeypatch.setattr(kernels, "_CHUNK_ELEMENTS", 24)  # 2 rows of 2 x 6
-    shapes = (5, 4), (6, 4), (6, 4), (4, 6)
-    given = [
-        noise(*shape, seed=i, dtype=torch.float64).requires_grad_(on)
-        for i, (shape, on) in enumerate(zip(shapes, trained, strict=True))
+def leaves_of(*shapes, dtype=torch.float64, trained=None):
+    trained = trained or (True,) * len(shapes)
+    return [
+        noise(*shape, seed=seed, dtype=dtype).requires_grad_(on)
+        for seed, (shape, on) in enumerate(zip(shapes, trained, strict=True))
     ]
-    assert gradcheck(lambda *given: gated_mlp(*given, activation=activation), given)
 
 
-def test_gated_mlp_by_its_formula():
+def agree(function, leaves):
+    """In fp32, which the compiled kernels take, as in fp64, whose gradients finite differences confirm."""
+    assert gradcheck(function, leaves)
+    found = []
+    for dtype in (torch.float64, torch.float32):
+        given = [leaf.detach().to(dtype).requires_grad_(leaf.requires_grad) for leaf in leaves]
+        outputs = function(*given)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        loss = sum((output.double() * noise(*output.shape, seed=i)).sum() for i, output in enumerate(outputs))
+        assert isinstance(loss, torch.Tensor)
+        grads = torch.autograd.grad(loss, [leaf for leaf in given if leaf.requires_grad])
+        found.append([x.detach().double() for x in (*outputs, *grads)])
+    for exact, single in zip(*found, strict=True):
+        assert_close(single, exact, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_rms_norm_gradients(offset, each_way):
+    agree(lambda x, w: rms_norm(x, Norm(w, 1e-3, offset)), leaves_of((2, 3, 6), (6,)))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("trained", [(True,) * 4, (True, False, False, False), (False, False, True, True)])
+def test_feed_forward_gradients(activation, whole, trained, monkeypatch, each_way):
+    """Alone, and between a norm and what it is added to."""
+    monkeypatch.setattr(kernels, "_CHUNK_ELEMENTS", 24)  # 2 rows of 2 x 6
+
+    def layer(x, gate, up, down, weight):
+        return feed_forward(x, FeedForward(gate, up, down, Norm(weight, 1e-3) if whole else None, activation, whole))
+
+    shapes = (5, 4), (6, 4), (6, 4), (4, 6), (4,)
+    agree(layer, leaves_of(*shapes, trained=(*trained, whole)))
+
+
+def test_feed_forward_by_its_formula(each_way):
     x, g, u, w = noise(3, 4, seed=1), noise(6, 4, seed=2), noise(6, 4, seed=3), noise(4, 6, seed=4)
-    assert_close(gated_mlp(x, g, u, w), (functional.silu(x @ g.t()) * (x @ u.t())) @ w.t())
+    expected = (functional.silu(x @ g.t()) * (x @ u.t())) @ w.t()
+    assert_close(feed_forward(x, FeedForward(g, u, w)), expected)
+    assert_close(feed_forward(x, FeedForward(g, u, w, adds=True)), x + expected)
 
 
 @pytest.mark.parametrize("with_norms", [False, True])
 @pytest.mark.parametrize("with_biases", [False, True])
-def test_attention_inputs_gradients(with_norms, with_biases):
-    angle = noise(3, 4, dtype=torch.float64)
-    rotation = Rotation(*(torch.cat([part, part], -1) for part in (angle[:, :2].cos(), angle[:, :2].sin())))
+def test_attention_inputs_gradients(with_norms, with_biases, each_way):
+    angle = noise(3, 2, dtype=torch.float64)
     shapes = [(3, 5), (8, 5), (4, 5), (4, 5)]
-    shapes += [(8,), (4,), (4,)] * with_biases + [(4,), (4,)] * with_norms
-    given = [noise(*shape, seed=i, dtype=torch.float64).requires_grad_() for i, shape in enumerate(shapes)]
+    shapes += [(8,), (4,), (4,)] * with_biases + [(5,), (4,), (4,)] * with_norms
 
     def heads(x, *rest):
         biases = rest[3:6] if with_biases else (None,) * 3
-        norms = rest[-2:] if with_norms else None
-        return attention_inputs(x, rest[:3], biases, norms, 1e-3, rotation, 4)
+        norms = [Norm(weight, 1e-3) for weight in rest[-3:]] if with_norms else None
+        rotation = (angle.to(x.dtype).cos(), angle.to(x.dtype).sin())
+        projections: Any = tuple(map(Linear, rest[:3], biases))
+        own = (norms[0], (norms[1], norms[2])) if norms else (None, None)
+        return attention_inputs(x, Heads(projections, 4, *rotation, *own))
 
-    assert gradcheck(heads, given)
+    agree(heads, leaves_of(*shapes))
 
 
-def test_order_of_coordinates_and_the_rotation_by_hand():
-    assert interleaved(2, 4, torch.device("cpu")).tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    # One head of 4 at an angle of 90 degrees in both planes: Transformers turns (a b c d) into (-c -d a b).
-    quarter = Rotation(torch.zeros(1, 4), torch.ones(1, 4))
-    projection = torch.tensor([[1.0], [2.0], [3.0], [4.0]])  # q = (1 2 3 4) of x = 1
-    q, k, v = attention_inputs(torch.ones(1, 1), [projection] * 3, [None] * 3, None, 0.0, quarter, 4)
-    assert q.flatten().tolist() == [-3, 1, -4, 2]  # pairs (-c a), (-d b)
-    assert k.flatten().tolist() == [-3, 1, -4, 2]
+def test_rotation_by_hand(each_way):
+    # One head of 4 at an angle of 90 degrees in both planes: (a b c d) becomes (-c -d a b), as in Transformers.
+    projection = Linear(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))  # q = (1 2 3 4) of x = 1
+    q, k, v, x = attention_inputs(
+        torch.ones(1, 1), Heads((projection, projection, projection), 4, torch.zeros(1, 2), torch.ones(1, 2))
+    )
+    assert q.flatten().tolist() == [-3, -4, 1, 2]
+    assert k.flatten().tolist() == [-3, -4, 1, 2]
     assert v.flatten().tolist() == [1, 2, 3, 4]
+    assert x.tolist() == [[1]]
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_linear_by_convolution(bias, by_convolution):
-    x, w = noise(3, 5, 16, seed=1).requires_grad_(), noise(24, 16, seed=2).requires_grad_()
-    b = noise(24, seed=3).requires_grad_() if bias else None
-    leaves = [leaf for leaf in (x, w, b) if leaf is not None]
-    found, expected = linear(x, w, b), functional.linear(x, w, b)
-    assert_close(found, expected)
-    upstream = noise(3, 5, 24, seed=4)
-    for one, other in zip(
-        torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
-    ):
-        assert_close(one, other)
+@pytest.mark.parametrize("other", [False, True])
+def test_linear(bias, other, each_way):
+    shapes = [(3, 5, 16), (24, 16)] + [(24,)] * bias + [(3, 5, 24)] * other
+
+    def layer(x, weight, *rest):
+        return linear(x, weight, rest[0] if bias else None, rest[-1] if other else None)
+
+    leaves = leaves_of(*shapes)
+    agree(layer, leaves)
+    given = [*leaves[2:], 0.0]
+    expected = functional.linear(leaves[0], leaves[1], leaves[2] if bias else None) + given[-2 if other else -1]
+    assert_close(layer(*leaves), expected)
 
 
-def test_convolution_is_what_large_fp32_products_take(by_convolution):
-    y = linear(noise(4, 16).requires_grad_(), noise(24, 16))
-    names = set()
-    node = y.grad_fn
-    while node is not None:
-        names.add(type(node).__name__)
-        node = node.next_functions[0][0] if node.next_functions else None
-    assert "ConvolutionBackward0" in names
+def test_fp32_is_what_the_compiled_kernels_take(each_way, request):
+    x, w = noise(3, 16).requires_grad_(), noise(16)
+    name = type(rms_norm(x, Norm(w, 1e-6)).grad_fn).__name__
+    assert ("Compiled" in name) == ("compiled" in request.node.callspec.id)
+    assert "Compiled" not in type(rms_norm(x.double(), Norm(w.double(), 1e-6)).grad_fn).__name__
 
 
 MODELS = {"language_model": "causal_lm", "value_model": "token_classification", "reward_model": "token_classification"}

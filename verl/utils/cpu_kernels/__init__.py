@@ -41,8 +41,21 @@ from verl.utils.cpu_kernels.decoding import (
     decoder_struct,
     memory_struct,
 )
+from verl.utils.cpu_kernels.training import FeedForward, Heads, TrainingKernels
 
-__all__ = ["CPUKernels", "Decoder", "DecoderLayer", "DecoderPass", "Linear", "Norm", "RowsOfMemory", "cpu_kernels"]
+__all__ = [
+    "CPUKernels",
+    "Decoder",
+    "DecoderLayer",
+    "DecoderPass",
+    "FeedForward",
+    "Heads",
+    "Linear",
+    "Norm",
+    "RowsOfMemory",
+    "TrainingKernels",
+    "cpu_kernels",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +84,7 @@ class CPUKernels:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        self.training = TrainingKernels(library)
         self._decode_attention = library.decode_attention
         attention = ctypes.POINTER(AttentionStruct), ctypes.POINTER(MemoryStruct)
         self._decode_attention.argtypes = [*attention, *[_POINTER] * 4, _INT]

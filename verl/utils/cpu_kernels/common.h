@@ -9,7 +9,29 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef _OPENMP
+#include <omp.h>
+#define THIS_THREAD omp_get_thread_num()
+#define ALL_THREADS omp_get_num_threads()
+#else
+#define THIS_THREAD 0
+#define ALL_THREADS 1
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
+
+// The sums of a matrix product that are in registers at once are SUMS registers, in rows of at most VECTORS.
+#if defined(__AVX512F__)
+enum { LANES = 16, VECTORS = 4, SUMS = 24 };  // of 32 registers
+#elif defined(__ARM_NEON)
+enum { LANES = 4, VECTORS = 4, SUMS = 24 };
+#elif defined(__AVX__)
+enum { LANES = 8, VECTORS = 2, SUMS = 12 };  // of 16
+#else
+enum { LANES = 4, VECTORS = 2, SUMS = 12 };
+#endif
+
+typedef float Lanes __attribute__((vector_size(sizeof(float) * LANES), aligned(sizeof(float)), may_alias));
 
 INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -35,6 +57,15 @@ INLINE float exp_f32(float x) {
 INLINE float times_sigmoid(float value, float x) {
     const float e = exp_f32(x < 0 ? x : -x);
     return value * (x < 0 ? e : 1.0f) / (1.0f + e);
+}
+
+// gelu by its formula with tanh is x sigmoid(GELU_SLOPE (x + GELU_CUBE x^3)), GELU_SLOPE = 2 sqrt(2 / pi).
+#define GELU_SLOPE 1.5957691216f
+#define GELU_CUBE 0.044715f
+
+// x sigmoid(x), or gelu.
+INLINE float activated(float x, int is_gelu) {
+    return times_sigmoid(x, is_gelu ? GELU_SLOPE * (x + GELU_CUBE * x * x * x) : x);
 }
 
 // 1 / sqrt(mean(x^2) + eps)

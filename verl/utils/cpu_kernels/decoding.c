@@ -3,10 +3,6 @@
 
 #include "common.h"
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 // Where the rows keep keys and values; decoding.py has the same struct.
 typedef struct {
     const int64_t *slots, *own_lengths, *prompts, *shared_lengths;  // (rows)
@@ -187,18 +183,7 @@ int decode_attention(const Attention *a, const Memory *m, float *out, const floa
 // lanes; what comes out is the next product's panel. Each number of it is one sum in the order of k, whatever the
 // batch, the panel and the thread are, so that no bit of a row depends on the other rows.
 
-#if defined(__AVX512F__)
-enum { LANES = 16, VECTORS = 4, SUMS = 24 };  // of 32 registers
-#elif defined(__ARM_NEON)
-enum { LANES = 4, VECTORS = 4, SUMS = 24 };
-#elif defined(__AVX__)
-enum { LANES = 8, VECTORS = 2, SUMS = 12 };  // of 16
-#else
-enum { LANES = 4, VECTORS = 2, SUMS = 12 };
-#endif
 enum { PANEL = LANES * VECTORS, CHUNK = 48, DEPTH = 1024 };
-
-typedef float Lanes __attribute__((vector_size(sizeof(float) * LANES), aligned(sizeof(float)), may_alias));
 
 // c (FEATURES, width) (+)= w a, with w (FEATURES, k) whose rows are ldw apart and a (k, width), for the first
 // VECTORS_WIDE registers of the width. The weights after them are on their way when this returns.
@@ -287,11 +272,6 @@ typedef struct {
 } Product;
 
 static float bias_of(const Linear *linear, int64_t feature) { return linear->bias ? linear->bias[feature] : 0.0f; }
-
-// x sigmoid(x), or gelu by its formula with tanh, which is x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)).
-INLINE float activated(float x, int is_gelu) {
-    return times_sigmoid(x, is_gelu ? 1.5957691216f * (x + 0.044715f * x * x * x) : x);
-}
 
 // Features first to last of one panel, whose rows begin at `row`.
 static void use_chunk(const Product *p, const float *c, const float *up, const Tiling *t, int64_t row, int64_t rows,
@@ -417,14 +397,6 @@ static void norm_panels(float *out, const float *in, const float *weight, int64_
             *(Lanes *)(out + at + i * width) = (offset + weight[i]) * (*(const Lanes *)(in + at + i * width) * factor);
     }
 }
-
-#ifdef _OPENMP
-#define THIS_THREAD omp_get_thread_num()
-#define ALL_THREADS omp_get_num_threads()
-#else
-#define THIS_THREAD 0
-#define ALL_THREADS 1
-#endif
 
 // embeddings (rows, hidden) of the newest tokens; logits (rows, head.n); space of decode_space floats.
 void decode(const Decoder *d, const Memory *m, float *logits, const float *embeddings, float *space, int threads) {

@@ -12,15 +12,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from verl.workers.engine.fsdp.kernels import ACTIVATIONS, Rotation, attention_inputs, gated_mlp, linear, rms_norm
+from verl.utils.cpu_kernels import FeedForward, Heads, Linear, Norm
+from verl.workers.engine.fsdp.kernels import attention_inputs, feed_forward, linear, rms_norm
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2")
-"""Prefixes of the classes that Transformers names ``...Attention``, ``...MLP`` and ``...RMSNorm``."""
+"""Prefixes of the classes that Transformers names ``...Attention``, ``...MLP``, ``...RMSNorm``, ``...DecoderLayer``."""
+
+_ENDS = ("Attention", "MLP", "RMSNorm", "DecoderLayer")
+_TRANSFORMERS = "transformers.models."
 
 _ONE_PLUS = ("Gemma", "Gemma2")
 """Families whose norms multiply by 1 + w."""
+
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
+"""Of feed-forward layers, by their names in Transformers configs."""
+
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+"""Of a decoder layer x ↦ y + mlp(norm(y)), y = x + attention(norm(x))."""
 
 
 class _FastLinear(nn.Linear):
@@ -32,9 +43,7 @@ class _FastRMSNorm(nn.Module):
     _one_plus = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        own: Any = self
-        eps = own.eps if self._one_plus else own.variance_epsilon
-        return rms_norm(hidden_states, own.weight, eps, self._one_plus)
+        return rms_norm(hidden_states, _norm_of(self))
 
 
 class _FastOnePlusRMSNorm(_FastRMSNorm):
@@ -43,8 +52,7 @@ class _FastOnePlusRMSNorm(_FastRMSNorm):
 
 class _FastMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        own: Any = self
-        return gated_mlp(x, own.gate_proj.weight, own.up_proj.weight, own.down_proj.weight, _activation(own.config))
+        return feed_forward(x, _feed_forward_of(self))
 
 
 class _FastAttention(nn.Module):
@@ -57,34 +65,66 @@ class _FastAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         own: Any = self
-        if past_key_values is not None:  # what a cache keeps must be in Transformers' order
+        if past_key_values is not None:  # the cache's own rules
             return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)
-        shape = hidden_states.shape[:-1]
-        projections = own.q_proj, own.k_proj, own.v_proj
-        norms = (own.q_norm, own.k_norm) if hasattr(own, "q_norm") else None
-        found = attention_inputs(
-            hidden_states.reshape(-1, hidden_states.shape[-1]),
-            [layer.weight for layer in projections],
-            [layer.bias for layer in projections],
-            None if norms is None else [norm.weight for norm in norms],
-            0.0 if norms is None else norms[0].variance_epsilon,
-            _rotation(*position_embeddings, shape),
-            own.head_dim,
-        )
-        heads = [x.view(*shape, -1, own.head_dim).transpose(1, 2) for x in found]
-        eager = sys.modules[type(self).__module__].eager_attention_forward
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(own.config._attn_implementation, eager)
-        output, weights = attend(
-            self,
-            *heads,
-            attention_mask,
-            dropout=own.attention_dropout if self.training else 0.0,
-            scaling=own.scaling,
-            sliding_window=_window(own),
-            softcap=getattr(own, "attn_logit_softcapping", None),
-            **kwargs,
-        )
-        return own.o_proj(output.reshape(*shape, -1)), weights
+        attended, weights, _ = _attend(own, hidden_states, position_embeddings, attention_mask, None, **kwargs)
+        return own.o_proj(attended), weights
+
+
+class _FastDecoderLayer(nn.Module):
+    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: Any) -> Tensor:
+        own: Any = self
+        parts = own.self_attn, own.mlp, own.input_layernorm, own.post_attention_layernorm
+        if past_key_values is not None or any(_is_watched(part) for part in parts):
+            return super().forward(hidden_states, past_key_values=past_key_values, **kwargs)
+        attention, mlp, *norms = parts
+        before, after = map(_norm_of, norms)
+        attended, _, x = _attend(attention, hidden_states, norm=before, **kwargs)
+        y = linear(attended, attention.o_proj.weight, attention.o_proj.bias, x)
+        return feed_forward(y, _feed_forward_of(mlp)._replace(norm=after, adds=True))
+
+
+def _attend(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    norm: Norm | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """What the heads of an attention layer find, before its last projection; its weights; and ``hidden_states``."""
+    shape = hidden_states.shape[:-1]
+    projections: Any = tuple(Linear(part.weight, part.bias) for part in (layer.q_proj, layer.k_proj, layer.v_proj))
+    head_norms = (_norm_of(layer.q_norm), _norm_of(layer.k_norm)) if hasattr(layer, "q_norm") else None
+    cos, sin = _rotation(*position_embeddings, shape)
+    part = Heads(projections, layer.head_dim, cos, sin, norm, head_norms)
+    *found, same = attention_inputs(hidden_states.reshape(-1, hidden_states.shape[-1]), part)
+    heads = [x.view(*shape, -1, layer.head_dim).transpose(1, 2) for x in found]
+    eager = sys.modules[type(layer).__module__].eager_attention_forward
+    attend = ALL_ATTENTION_FUNCTIONS.get_interface(layer.config._attn_implementation, eager)
+    output, weights = attend(
+        layer,
+        *heads,
+        attention_mask,
+        dropout=layer.attention_dropout if layer.training else 0.0,
+        scaling=layer.scaling,
+        sliding_window=_window(layer),
+        softcap=getattr(layer, "attn_logit_softcapping", None),
+        **kwargs,
+    )
+    return output.reshape(*shape, -1), weights, same.view(hidden_states.shape)
+
+
+def _norm_of(layer: Any) -> Norm:
+    """Of one of our fast norms."""
+    if layer._one_plus:
+        return Norm(layer.weight, layer.eps, 1.0)
+    return Norm(layer.weight, layer.variance_epsilon)
+
+
+def _feed_forward_of(layer: Any) -> FeedForward:
+    weights = layer.gate_proj.weight, layer.up_proj.weight, layer.down_proj.weight
+    return FeedForward(*weights, activation=_ACTIVATIONS[_activation(layer.config)])
 
 
 def _window(layer: Any) -> int | None:
@@ -94,16 +134,18 @@ def _window(layer: Any) -> int | None:
     return getattr(layer.config, "sliding_window", None) if type(layer).__name__ == "MistralAttention" else None
 
 
-def _rotation(cos: Tensor, sin: Tensor, shape: torch.Size) -> Rotation:
-    """Made once for all layers, which share ``cos``; it lives as long as that tensor.
+def _rotation(cos: Tensor, sin: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """(N, D/2) each, in fp32 or wider, of what Transformers makes with both halves of D alike.
 
-    Where all sequences of a batch have the same positions, ``cos`` has one row for all of them.
+    Made once for all layers, which share ``cos``; it lives as long as that tensor. Where all sequences of a batch have
+    the same positions, ``cos`` has one row for all of them.
     """
     made = getattr(cos, "_verl_rotation", None)
     if made is None:
-        made = Rotation(*(x.expand(*shape, -1) for x in (cos, sin)))
+        half, wide = cos.shape[-1] // 2, torch.promote_types(cos.dtype, torch.float32)
+        made = [x[..., :half].expand(*shape, -1).reshape(-1, half).to(wide).contiguous() for x in (cos, sin)]
         cos._verl_rotation = made  # pyright: ignore[reportAttributeAccessIssue]
-    return made
+    return made[0], made[1]
 
 
 def _activation(config: Any) -> str:
@@ -121,23 +163,41 @@ def _fast_class(module: nn.Module) -> type[nn.Module] | None:
     kind = type(module)
     if kind is nn.Linear:
         return _FastLinear
-    name = kind.__name__.removesuffix("Attention").removesuffix("MLP").removesuffix("RMSNorm")
-    if name not in FAMILIES or not kind.__module__.startswith("transformers.models."):
-        return None
-    if kind.__name__.endswith("RMSNorm"):
-        return _FastOnePlusRMSNorm if name in _ONE_PLUS else _FastRMSNorm
-    if not all(_is_own(child) for child in module.children()):
+    if isinstance(module, FSDPModule):  # a class made for its unit, of the same name after "FSDP"
+        kind = kind.__mro__[2]
+    family, part = next(
+        ((kind.__name__.removesuffix(end), end) for end in _ENDS if kind.__name__.endswith(end)), ("", "")
+    )
+    if family not in FAMILIES or not kind.__module__.startswith(_TRANSFORMERS):
         return None
     own: Any = module
-    if kind.__name__.endswith("Attention"):
+    if part == "DecoderLayer":
+        children = dict(own.named_children())
+        is_known = children.keys() == _PARTS and all(
+            _fast_class(child) and not _is_watched(child) for child in children.values()
+        )
+        return _FastDecoderLayer if is_known else None
+    if isinstance(module, FSDPModule):
+        return None
+    if part == "RMSNorm":
+        return _FastOnePlusRMSNorm if family in _ONE_PLUS else _FastRMSNorm
+    if not all(_is_own(child) for child in module.children()):
+        return None
+    if part == "Attention":
         return _FastAttention
-    return _FastMLP if _activation(own.config) in ACTIVATIONS and own.gate_proj.bias is None else None
+    return _FastMLP if _activation(own.config) in _ACTIVATIONS and own.gate_proj.bias is None else None
+
+
+def _is_watched(module: nn.Module) -> bool:
+    """Whether somebody waits for it to be called: a hook, or FSDP, which gathers a unit's weights then."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or isinstance(module, FSDPModule)
 
 
 def _is_own(child: nn.Module) -> bool:
     """Whether the layer above may read this one's weight itself: it is no adapter, no unit of FSDP, and has no hook."""
     if isinstance(child, nn.Linear):
-        return type(child) is nn.Linear and not (child._forward_hooks or child._forward_pre_hooks)
+        return type(child) is nn.Linear and not _is_watched(child)
     return not any(True for _ in child.children())
 
 
