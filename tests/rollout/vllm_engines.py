@@ -26,6 +26,8 @@ needs_vllm = pytest.mark.skipif(not REQUIRED and not HAS_VLLM, reason="vLLM is n
 
 NO_SLEEP_ON_A_CPU = "vLLM has no sleep on a CPU: sleep forgets the version of the weights and frees nothing"
 KWARGS = {"kv_cache_memory_bytes": 64 * 2**20}
+SERVER_SIZES = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 1024}
+"""Of every server: they take long to start, and what sizes do to vLLM's scheduler is seen inside of the process."""
 
 
 class SharedEngine:
@@ -77,8 +79,7 @@ class PooledVLLM(VLLMRollout):
 
     def _start(self, arguments: dict[str, Any], devices: str | None) -> Any:
         if self.config.mode == "async":
-            # Servers take long to start; what sizes do to vLLM's scheduler is seen in this process.
-            arguments = arguments | {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "max_model_len": 1024}
+            arguments = arguments | SERVER_SIZES
         model = (Path(arguments["model"]) / "config.json").read_text()
         key = json.dumps([self.config.mode, model, arguments | {"model": ""}], sort_keys=True)
         if key not in POOL:
