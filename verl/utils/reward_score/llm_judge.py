@@ -207,7 +207,8 @@ class Judge:
         Raises:
             RewardError: the endpoint failed, every retry included, or sent something else than a reply.
         """
-        openai, key = _library(), self.api_key()
+        openai = await asyncio.to_thread(_library)  # loading it takes long enough to hold up the other samples
+        key = self.api_key()
         wants: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         if self.read == "yes_probability":
             wants |= {"max_tokens": 1, "logprobs": True, "top_logprobs": TOP_LOGPROBS}

@@ -70,6 +70,12 @@ class RemoteScorer:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_client": None}
 
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        import httpx2  # now, in the process that scores: the first call would hold up all others  # noqa: F401
+        import tenacity  # noqa: F401
+
+        self.__dict__.update(state)
+
     async def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
     ) -> Any:
