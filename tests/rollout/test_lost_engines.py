@@ -264,7 +264,7 @@ def test_a_stopped_process_is_found(which: str, model: str, tmp_path: Path, undi
 
 def test_a_server_that_is_stopped_while_it_starts_is_found(model: str, tmp_path: Path, undisturbed: Any) -> None:
     with killer(tmp_path, "start", number=signal.SIGSTOP, most=1) as stopped:
-        kwargs = {"start_timeout_s": 3}
+        kwargs = {"start_timeout_s": 6}
         engine = rollout(model, tmp_path, {"start": 1}, kwargs=kwargs)
         assert generated(engine) == undisturbed
     assert (len(stopped), engine.restarts) == (1, 1)
@@ -273,7 +273,7 @@ def test_a_server_that_is_stopped_while_it_starts_is_found(model: str, tmp_path:
 @pytest.mark.parametrize("moment", ["generate", "load"])
 def test_a_server_that_says_nothing_is_found(moment: str, model: str, tmp_path: Path, undisturbed: Any) -> None:
     """It lives, it answers its health check, and nothing else."""
-    engine = rollout(model, tmp_path, {moment: 1}, kwargs={"answer_timeout_s": 1.5})
+    engine = rollout(model, tmp_path, {moment: 1}, kwargs={"answer_timeout_s": 4})
     assert generated(engine) == undisturbed
     assert engine.restarts == 1
 

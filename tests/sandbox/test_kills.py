@@ -14,7 +14,7 @@ from tests.sandbox.walls import needs_sandbox
 from verl.utils.sandbox import Limits, Sandbox, SandboxError
 from verl.utils.sandbox.runner import ATTEMPTS
 
-PROGRAM = "import time\nprint('begins', flush=True)\ntime.sleep(0.4)\nprint('ends')"
+PROGRAM = "import time\nprint('begins', flush=True)\ntime.sleep(1)\nprint('ends')"
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_run_that_is_killed_every_time_is_not_judged(sandbox):
 @needs_sandbox
 def test_a_stopped_program_is_run_again(sandbox):
     with striker(-1, signal.SIGSTOP, 1) as struck:
-        outcome = sandbox.run(PROGRAM, limits=Limits(wall_s=3))
+        outcome = sandbox.run(PROGRAM, limits=Limits(wall_s=4))
     assert (outcome.status, outcome.stdout) == ("ok", "begins\nends\n")
     assert len(struck) == 1
 

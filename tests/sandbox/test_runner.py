@@ -58,8 +58,8 @@ def test_memory_shared_by_a_fork_counts_once(sandbox):
     """Seven children share 100 MiB of the parent: 800 MiB if counted eight times, 100 if counted right."""
     program = (
         "import os, time\nx = bytearray(os.urandom(1)) * (100 << 20)\n"
-        "for _ in range(7):\n    if os.fork() == 0:\n        time.sleep(0.4); os._exit(0)\n"
-        "time.sleep(0.4)\nfor _ in range(7): os.wait()\nprint(len(x) >> 20)"
+        "for _ in range(7):\n    if os.fork() == 0:\n        time.sleep(1.5); os._exit(0)\n"
+        "time.sleep(1.5)\nfor _ in range(7): os.wait()\nprint(len(x) >> 20)"
     )
     outcome = sandbox.run(program, limits=Limits(memory_mb=300))
     assert outcome.stdout == "100\n", outcome
@@ -125,7 +125,7 @@ def test_runs_at_once_are_bounded_and_waiting_is_not_counted(sandbox):
     outcomes = []
     program = "import time\ntime.sleep(0.5)\nprint(1)"
     threads = [
-        threading.Thread(target=lambda: outcomes.append(sandbox.run(program, limits=Limits(wall_s=3))))
+        threading.Thread(target=lambda: outcomes.append(sandbox.run(program, limits=Limits(wall_s=30))))
         for _ in range(9)
     ]
     for thread in threads:

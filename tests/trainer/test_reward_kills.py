@@ -56,7 +56,7 @@ def test_killed_scorers_change_no_number(
         return {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
 
     undisturbed = train()
-    with massacres(rounds=6, every_s=0.25) as killed:
+    with massacres(rounds=5, every_s=0.25) as killed:
         disturbed = train()
     assert len(killed) >= 3
     assert undisturbed[1]["reward/error_rate"] == 0

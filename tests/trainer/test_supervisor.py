@@ -12,6 +12,7 @@ import pytest
 
 from tests.forks import Program
 from verl.trainer.termination import EXIT_CODE
+from verl.utils.processes import state_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the supervisor forks on Linux only")
 
@@ -164,6 +165,6 @@ def test_a_driver_whose_supervisor_is_killed_gets_sigterm(tmp_path: Path) -> Non
     finish(tmp_path, process)
     wait_for(tmp_path / "told")
     deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and os.path.exists(f"/proc/{driver}"):
+    while time.monotonic() < deadline and state_of(driver):
         time.sleep(0.02)
-    assert not os.path.exists(f"/proc/{driver}")
+    assert not state_of(driver)
