@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from verl.errors import ConfigError
-from verl.workers.engine.fsdp.attention import Packing, packed_attention_forward
+from verl.workers.packed_attention import Packing, packed_attention_forward
 
 LENGTHS = [5, 1, 7]
 

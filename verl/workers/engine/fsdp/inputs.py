@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.errors import SchemaError
+from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
-from verl.workers.engine.fsdp.attention import Packing
+from verl.workers.packed_attention import Packing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,31 @@ def check_token_ids(batch: DataProto, vocab_size: int) -> None:
             f"row {row} of the batch has the token id {int(ids[row, place])}, and the model's embedding has "
             f"{vocab_size} rows. Tokenize with the model's own tokenizer (model.tokenizer_path), take the text with "
             "that token out, or use a model whose embedding was resized."
+        )
+
+
+def check_one_rotation(batch: DataProto, threshold: int | None) -> None:
+    """Refuse a pass in which long texts would change the rotation of short ones (longrope).
+
+    Args:
+        batch: of one pass.
+        threshold: see :func:`verl.utils.model.longrope_threshold`.
+
+    Raises:
+        ConfigError: some texts are longer than ``threshold`` and some are not.
+    """
+    if threshold is None:
+        return
+    assert batch.batch is not None
+    lengths = batch.batch["attention_mask"].sum(-1)
+    is_long = lengths > threshold
+    if is_long.any() and not is_long.all():
+        raise ConfigError(
+            f"a pass has texts of {int(lengths.min())} to {int(lengths.max())} tokens, and the model's longrope "
+            f"rotates all texts of a pass in another way once one has more than {threshold}: log-probs of the short "
+            "ones would depend on their company. Set use_dynamic_bsz=false and micro-batch sizes of 1 (actor, ref "
+            "and rollout.log_prob), or keep data.max_prompt_length + data.max_response_length at or below "
+            f"{threshold}."
         )
 
 

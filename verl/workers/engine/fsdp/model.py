@@ -27,9 +27,9 @@ from verl.utils.model import empty_causal_lm, load_causal_lm, load_hf_config, re
 from verl.utils.model_code import LOADING_ERRORS, tell_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.config import HFModelConfig
-from verl.workers.engine.fsdp.attention import PACKED_ATTENTION
 from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
 from verl.workers.engine.fsdp.inputs import ModelInputs
+from verl.workers.packed_attention import PACKED_ATTENTION
 
 logger = logging.getLogger(__name__)
 

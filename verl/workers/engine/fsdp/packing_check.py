@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.workers.engine.fsdp.attention import Packing
 from verl.workers.engine.fsdp.fast_layers import use_fast_layers
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.fsdp.model import HeadedModel, use_packed_attention
+from verl.workers.packed_attention import Packing
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from verl.errors import RolloutError
 from verl.utils.allocator import LentPages
 from verl.utils.cpu_kernels import cpu_kernels
 from verl.utils.model import causal_lm_without_weights
-from verl.workers.engine.fsdp.attention import Packing
+from verl.workers.packed_attention import Packing
 from verl.workers.rollout.native.fast_layers import use_fast_forward
 from verl.workers.rollout.native.memory import CopiedPromptMemory, KeyValueMemory, Shape, SharedPromptMemory
 from verl.workers.rollout.native.passes import NATIVE_ATTENTION, DecodePass, Pass, PrefillPass

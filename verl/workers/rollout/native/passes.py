@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from verl.errors import RolloutError
-from verl.workers.engine.fsdp.attention import Packing, packed_attention_forward
+from verl.workers.packed_attention import Packing, packed_attention_forward
 from verl.workers.rollout.native.memory import AttentionRule, KeyValueMemory
 
 NATIVE_ATTENTION = "verl_native"

@@ -48,6 +48,20 @@ class Packing:
         return max(self.lengths)
 
 
+@dataclass(frozen=True)
+class AttentionRule:
+    """How tokens attend within their own sequence, to themselves and earlier ones."""
+
+    scale: float
+    """Factor of the scores."""
+    dropout: float = 0.0
+    """Of the attention weights."""
+    window: int | None = None
+    """Tokens that a token sees, itself included; None is all."""
+    softcap: float | None = None
+    """c in scores → c · tanh(scores / c); None leaves them."""
+
+
 def packed_attention_forward(
     module: torch.nn.Module,
     query: Tensor,
@@ -90,17 +104,16 @@ def packed_attention_forward(
             f"{type(module).__name__} cannot run packed (it needs {', '.join(wanted) or 'padded input'})."
         )
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
-    is_plain = softcap is None and not dropout
-    kernel = _varlen_kernel(query.device.type, query.dtype, query.shape[-1], value.shape[-1], softcap is None, is_plain)
+    rule = AttentionRule(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, window, softcap)
+    kernel = _varlen_kernel(query, value.shape[-1], rule)
     if kernel is not None:
-        rows = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]  # (tokens, heads, head_dim)
-        return kernel(*rows, packing, scaling, dropout, window, softcap).unsqueeze(0), None
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, head_dim)
+        return kernel(q, k, v, packing, rule).unsqueeze(0), None
     if len(set(packing.lengths)) == 1:  # a rectangle: one call for all
         q, k, v = (_fold(x, packing.longest) for x in (query, key, value))
-        return _attend(q, k, v, scaling, dropout, window, softcap).transpose(1, 2).flatten(0, 1).unsqueeze(0), None
+        return _attend(q, k, v, rule).transpose(1, 2).flatten(0, 1).unsqueeze(0), None
     pieces = zip(*(x.split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
-    outputs = [_attend(q, k, v, scaling, dropout, window, softcap).transpose(1, 2) for q, k, v in pieces]
-    return torch.cat(outputs, dim=1), None
+    return torch.cat([_attend(q, k, v, rule).transpose(1, 2) for q, k, v in pieces], dim=1), None
 
 
 def _fold(x: Tensor, length: int) -> Tensor:
@@ -108,60 +121,49 @@ def _fold(x: Tensor, length: int) -> Tensor:
     return x.squeeze(0).transpose(0, 1).unflatten(0, (-1, length)).transpose(1, 2)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, dropout: float, window: int | None, softcap: float | None
-) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
     """Causal attention inside sequences of one length, (sequences, heads, length, head_dim)."""
     grouped = q.shape[1] != k.shape[1]
     length = q.shape[2]
     band = None
-    if window is not None and window < length:
+    if rule.window is not None and rule.window < length:
         ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
-        band = ones.tril().triu(1 - window)
-    if softcap is None:
+        band = ones.tril().triu(1 - rule.window)
+    if rule.softcap is None:
         return functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=band, dropout_p=dropout, is_causal=band is None, scale=scaling, enable_gqa=grouped
+            q, k, v, band, rule.dropout, is_causal=band is None, scale=rule.scale, enable_gqa=grouped
         )
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
-    scores = softcap * torch.tanh(scores / softcap)
+    scores = q @ k.transpose(2, 3) * rule.scale
+    scores = rule.softcap * torch.tanh(scores / rule.softcap)
     visible = band if band is not None else torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(q.dtype)
-    return functional.dropout(weights, dropout) @ v
+    return functional.dropout(weights, rule.dropout) @ v
 
 
-VarlenKernel = Callable[..., Tensor]
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Packing, AttentionRule], Tensor]
+"""Attention of a whole packed row at once: queries, keys and values are (tokens, heads, head_dim)."""
 
 
-def _varlen_kernel(
-    device: str, dtype: torch.dtype, head_dim: int, value_dim: int, has_no_softcap: bool, is_plain: bool
-) -> VarlenKernel | None:
-    """A kernel that takes the whole packed row at once, if there is one for this case."""
+def _varlen_kernel(query: Tensor, value_dim: int, rule: AttentionRule) -> VarlenKernel | None:
+    """A kernel for this case, if there is one."""
+    head_dim, dtype = query.shape[-1], query.dtype
     if head_dim != value_dim:
         return None
-    if device == "cpu":
+    if query.device.type == "cpu":
+        is_plain = rule.softcap is None and not rule.dropout
         return _compiled if dtype is torch.float32 and is_plain and cpu_kernels() is not None else None
-    if device != "cuda" or dtype not in _HALF or head_dim > 256:
+    if query.device.type != "cuda" or dtype not in _HALF or head_dim > 256:
         return None
     if find_spec("flash_attn") is not None:
         return _flash_attn
-    return _torch_varlen() if has_no_softcap else None
+    return _torch_varlen() if rule.softcap is None else None
 
 
-def _compiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+def _compiled(q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
     rows = (x.contiguous() for x in (q, k, v))
-    return _CompiledAttention.apply(*rows, packing.cu_seqlens.long(), scale, window)  # pyright: ignore[reportReturnType]
+    return _CompiledAttention.apply(*rows, packing.cu_seqlens.long(), rule.scale, rule.window)  # pyright: ignore[reportReturnType]
 
 
 class _CompiledAttention(torch.autograd.Function):
@@ -188,16 +190,7 @@ class _CompiledAttention(torch.autograd.Function):
         return *found, None, None, None
 
 
-def _flash_attn(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    packing: Packing,
-    scaling: float | None,
-    dropout: float,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     return flash_attn_varlen_func(
@@ -208,11 +201,11 @@ def _flash_attn(
         cu_seqlens_k=packing.cu_seqlens,
         max_seqlen_q=packing.longest,
         max_seqlen_k=packing.longest,
-        dropout_p=dropout,
-        softmax_scale=scaling,
+        dropout_p=rule.dropout,
+        softmax_scale=rule.scale,
         causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
+        window_size=(-1, -1) if rule.window is None else (rule.window - 1, 0),
+        softcap=rule.softcap or 0.0,
     )
 
 
@@ -223,17 +216,8 @@ def _torch_varlen() -> VarlenKernel | None:
         return None
     from torch.nn.attention.varlen import varlen_attn
 
-    def kernel(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        packing: Packing,
-        scaling: float | None,
-        dropout: float,
-        window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        if dropout:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+        if rule.dropout:
             raise ConfigError("attention dropout needs flash-attn; install it, or set attention_dropout=0.")
         output = varlen_attn(
             q,
@@ -243,8 +227,8 @@ def _torch_varlen() -> VarlenKernel | None:
             packing.cu_seqlens,
             packing.longest,
             packing.longest,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
+            scale=rule.scale,
+            window_size=(-1 if rule.window is None else rule.window - 1, 0),
             enable_gqa=q.shape[1] != k.shape[1],
         )
         return cast(Tensor, output)
