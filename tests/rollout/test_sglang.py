@@ -76,14 +76,14 @@ class Shared:
     def __init__(self) -> None:
         self.running: dict[str, Backend] = {}
 
-    def start(self, engine: SGLangRollout, own_start: Callable[[SGLangRollout], Backend]) -> Backend:
+    def start(self, engine: SGLangRollout, own_start: Callable[[], Backend]) -> Backend:
         engine._arguments |= self._roomier(engine._arguments)
         same = {"model_path": _weights_folder(engine), "tokenizer_path": ""}
         key = json.dumps([engine.config.mode, engine._arguments | same])
         if key not in self.running:
             for other in [k for k in self.running if '"max_running_requests": 1000' not in k]:
                 self.running.pop(other).stop()
-            self.running[key] = own_start(engine)
+            self.running[key] = own_start()
         return self.running[key]
 
     @staticmethod
@@ -105,14 +105,21 @@ def _weights_folder(engine: SGLangRollout) -> str:
 @pytest.fixture(scope="module", params=["sync", "async"])
 def mode(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
     """The engine in one of its modes; the server serves one family, the model's code is the same in both."""
-    shared, own_start = Shared(), SGLangRollout._start
+    shared = Shared()
+
+    class SharedSGLang(SGLangRollout):
+        """The engine itself, but for starting an SGLang of its own where one with the same arguments runs."""
+
+        def _start(self) -> Backend:
+            return shared.start(self, super()._start)
+
+    class SharedUnderTest(EngineUnderTest):
+        def engine_class(self) -> type[SharedSGLang]:
+            return SharedSGLang
+
     settings = {"mode": request.param, "tensor_model_parallel_size": 1}
-    engine = EngineUnderTest("sglang", tmp_path_factory.mktemp(request.param), settings=settings, keeps_memory=KEEPS)
-    if request.param == "async":
-        engine = dataclasses.replace(engine, families=("qwen3",))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(SGLangRollout, "_start", lambda self: shared.start(self, own_start))
-        yield engine
+    engine = SharedUnderTest("sglang", tmp_path_factory.mktemp(request.param), settings=settings, keeps_memory=KEEPS)
+    yield dataclasses.replace(engine, families=("qwen3",)) if request.param == "async" else engine
     shared.stop()
 
 
