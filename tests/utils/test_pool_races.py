@@ -1,7 +1,11 @@
 """The killable pool where processes are held up at the wrong moment: nobody's job pays for it."""
 
+import asyncio
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -56,6 +60,23 @@ class LoadsSlowly:
 
     def __call__(self, folder=None):
         return waits_once(folder) if folder else os.getpid()
+
+
+async def side_by_side(folder, what):
+    """``lasts``, in its first attempt, until it is cancelled; ``blocks`` the loop until a file says so; ``short``."""
+    is_first = enters(folder, what) == 1
+    if what == "blocks":
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.01)
+    elif what.startswith("lasts") and is_first:
+        try:
+            await asyncio.sleep(600)
+        finally:
+            enters(folder, "cancelled")
+            if what == "lasts and clings":
+                time.sleep(600)
+    await asyncio.sleep(0)
+    return os.getpid()
 
 
 @contextmanager
@@ -137,6 +158,61 @@ def test_a_process_that_lost_its_worker_gets_no_jobs(tmp_path):
         outcomes = pool.submit([{"folder": str(tmp_path)}] * 2).result(timeout=60)
         assert [o.status for o in outcomes] == ["ok", "ok"]
         assert state_of(keeper) == "T"
+    pool.close()
+
+
+@pytest.mark.parametrize("who", ["keeper", "worker"])
+def test_a_signal_at_the_moment_of_the_fork_ends_it_as_at_any_other(who):
+    """By the signal, which says that somebody else did it, and not by an error, which would say that it crashed."""
+    child = Path(pool_process.__file__).with_name("child.py")
+    code = (
+        "import os, runpy, signal, sys\n"
+        "def strike(pid):\n"
+        f"    if (pid == 0) == {who == 'worker'}: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    return pid\n"
+        "fork = os.fork\nos.fork = lambda: strike(fork())\n"
+        f"sys.argv = ['child.py', '0', '-1', str(os.getppid())]\nrunpy.run_path({str(child)!r}, run_name='__main__')"
+    )
+    left, right = socket.socketpair()
+    with left, right:
+        ended = subprocess.run(
+            [sys.executable, "-c", code], stdin=right, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (-signal.SIGTERM, b"")
+
+
+# ---- async functions -----------------------------------------------------------------------------
+
+
+def test_jobs_behind_one_that_blocks_begin_elsewhere_and_nowhere_else(tmp_path):
+    """What another process does by now is not begun when the loop is free, and what was begun before is cancelled."""
+    pool = KillablePool(side_by_side, budget=KEEP_TRYING, max_concurrent=8)
+    names = ["lasts", "blocks", "short 1", "short 2", "short 3"]
+    waiting = [pool.submit([{"folder": str(tmp_path), "what": name}]) for name in names]
+    (blocked,) = eventually(lambda: entries(tmp_path, "blocks"), "the job that blocks")
+    others = [waiting[n].result(timeout=60)[0] for n in (0, 2, 3, 4)]
+    assert [o.status for o in others] == ["ok"] * 4
+    assert blocked not in [o.value for o in others]
+    (tmp_path / "go").touch()
+    (outcome,) = waiting[1].result(timeout=60)
+    assert (outcome.status, outcome.value) == ("ok", blocked)
+    eventually(lambda: entries(tmp_path, "cancelled") == [blocked], "the end of the first attempt")
+    # The loop has been round since then: whoever was ready to begin has had its turn.
+    assert [len(entries(tmp_path, name)) for name in names] == [2, 1, 1, 1, 1]
+    pool.close()
+
+
+def test_a_job_that_clings_to_a_process_costs_no_other(tmp_path):
+    """It was taken back and blocks the loop as it goes: no job that comes later is late for that."""
+    pool = KillablePool(side_by_side, budget=Budget(timeout_s=20.0, kill_retries=0), max_concurrent=8)
+    waiting = [pool.submit([{"folder": str(tmp_path), "what": name}]) for name in ("lasts and clings", "blocks")]
+    (blocked,) = eventually(lambda: entries(tmp_path, "blocks"), "the job that blocks")
+    assert waiting[0].result(timeout=60)[0].status == "ok"
+    (tmp_path / "go").touch()
+    eventually(lambda: entries(tmp_path, "cancelled") == [blocked], "the end of the first attempt")
+    calls = [{"folder": str(tmp_path), "what": f"short {n}"} for n in range(16)]
+    assert [o.status for o in pool.map(calls)] == ["ok"] * 16
+    assert waiting[1].result(timeout=60)[0].status == "ok"
     pool.close()
 
 

@@ -34,9 +34,14 @@ from types import TracebackType
 from typing import Any
 
 HEADER = struct.Struct("<QId")
-"""Before every message: number of the job (0 is the start), length of the body, seconds that the job has."""
+"""Before every message: number of the job, length of the body, seconds that the job has; the first one is no job."""
 RUNNING = struct.Struct("<Qd")
 """On the shared page of async workers: the job whose code runs now (0 for none), and since when."""
+TAKEN_BACK = struct.Struct("<QQ")
+"""Behind it, written by the parent: all jobs up to the second number are taken back, but for the job of the first."""
+PAGE_SIZE = RUNNING.size + TAKEN_BACK.size
+LOOK = 0
+"""The number of a message without a body that says: look at the page."""
 MAX_TEXT = 20_000
 NO_ROOM = 71
 """Exit code of a keeper that cannot start its worker: the system has no room for one more process (EX_OSERR)."""
@@ -58,6 +63,7 @@ def main() -> None:
     connection, page, parent = map(int, sys.argv[1:4])
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until each of the two can tell what it means
     signal.signal(signal.SIGTERM, _leave)
     if os.getppid() != parent:
         return
@@ -69,6 +75,7 @@ def main() -> None:
         sys.exit(NO_ROOM)
     if worker == 0:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.setsid()
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() == keeper:
@@ -91,13 +98,14 @@ def _keep(worker: int) -> int:
     """Wait for the worker, then end what is left of it; returns its wait status."""
     status = signal.SIGTERM.value
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         import psutil  # now, for there may be no time later  # noqa: F401
 
         _, status = os.waitpid(worker, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     except _LeaveError:
         with contextlib.suppress(ProcessLookupError):  # it is so young that it has no group yet
             os.killpg(worker, signal.SIGKILL)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_descendants()
     return status
 
@@ -170,7 +178,7 @@ class _Worker:
     def __init__(self, connection: int, page: int) -> None:
         self.socket = socket.socket(fileno=connection)
         self.pid = os.getpid()
-        self.page = mmap.mmap(page, RUNNING.size) if page >= 0 else None
+        self.page = mmap.mmap(page, PAGE_SIZE) if page >= 0 else None
         self.function: Callable[..., Any]
         self.fatal: tuple[type[BaseException], ...] = ()
 
@@ -245,6 +253,11 @@ class _Worker:
                 body = await reader.readexactly(length)
             except (asyncio.IncompleteReadError, ConnectionError):
                 os._exit(0)  # the parent is gone; a function that ignores its cancellation would keep us
+            if number == LOOK:
+                for task in list(tasks):
+                    if (watched := task.get_coro()) and isinstance(watched, _Watched) and watched.must_leave():
+                        task.cancel()
+                continue
             JOB.set(number)
             task = loop.create_task(self._call_async(number, body, timeout_s, writer))
             tasks.add(task)
@@ -272,16 +285,28 @@ class _Worker:
 
 
 class _Watched(Coroutine[Any, Any, Any]):
-    """A coroutine that says on the shared page when its code runs.
+    """A coroutine that says on the shared page when its code runs, and is cancelled when its job is taken back.
 
-    So the parent knows which of many jobs blocks the event loop or ends the process.
+    So the parent knows which of many jobs blocks the event loop or ends the process; and none of the others, which
+    another process does by then, goes on here when the loop is free again.
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], number: int, page: mmap.mmap) -> None:
         self.coroutine, self.number, self.page = coroutine, number, page
+        self.was_told = False
+
+    def must_leave(self) -> bool:
+        """Whether its job has been taken back; said once, as what it does on its way out is its own affair."""
+        kept, last = TAKEN_BACK.unpack_from(self.page, RUNNING.size)
+        if self.was_told or self.number > last or self.number == kept:
+            return False
+        self.was_told = True
+        return True
 
     def send(self, value: Any) -> Any:
         """Run to the next suspension."""
+        if self.must_leave():
+            return self.throw(asyncio.CancelledError())
         return self._step(self.coroutine.send, value)
 
     def throw(self, *error: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import pickle
 import threading
@@ -50,7 +49,8 @@ class KillablePool:
     A worker has one job at a time; of an async function, ``max_concurrent`` over all workers. A job
     that passes its budget is killed with its process and all that the process has started; another
     one takes its place, and no other job is lost. While a job takes longer than half a second, a
-    substitute serves those that wait, as far as ``max_concurrent`` allows. A job that ends a process
+    substitute serves those that wait, as far as ``max_concurrent`` allows. Jobs of an async function that wait
+    behind one which blocks their event loop are cancelled there, and begin again elsewhere. A job that ends a process
     which had served others runs once more in a fresh one, so that it does not pay for what they left
     behind. A job whose process is killed from outside, whatever it did at the time, is no fault of the job:
     it is tried again with its whole time, ``Budget.kill_retries`` times, and then it is ``killed``.
@@ -85,7 +85,6 @@ class KillablePool:
     ) -> None:
         self._arguments = (function, num_workers, budget, max_concurrent, limits, fatal, side_by_side)
         self.budget = budget or Budget()
-        self._numbers = itertools.count(1)
         self._engine = _Engine(
             pack(function, fatal),
             is_async(function) if side_by_side is None else side_by_side,
@@ -121,14 +120,13 @@ class KillablePool:
         batch = Batch(len(calls))
         jobs = []
         for place, arguments in enumerate(calls):
-            number = next(self._numbers)
             cost = 1.0 if tokens is None else tokens[place]
             try:
                 body = pickle.dumps(dict(arguments), protocol=5)
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 batch.done(place, Outcome("error", message=f"the arguments cannot be sent to a worker: {error}"))
                 continue
-            jobs.append(Job(number, body, cost, timeout_s or self.budget.timeout_s, batch, place))
+            jobs.append(Job(body, cost, timeout_s or self.budget.timeout_s, batch, place))
         self._engine.submit(jobs)
         return batch.future
 

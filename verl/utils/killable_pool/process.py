@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -22,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from verl.utils.killable_pool.child import HEADER, NO_ROOM, RUNNING
+from verl.utils.killable_pool.child import HEADER, LOOK, NO_ROOM, PAGE_SIZE, RUNNING, TAKEN_BACK
 from verl.utils.killable_pool.oom import oom_kills
 from verl.utils.killable_pool.outcome import STATUSES, Budget, Outcome, Status
 from verl.utils.marked_processes import VARIABLE, kill_marked, new_mark
@@ -73,7 +74,6 @@ class Batch:
 class Job:
     """A call that waits or runs."""
 
-    number: int
     body: bytes
     """Its arguments, pickled."""
     tokens: float
@@ -82,6 +82,8 @@ class Job:
     batch: Batch
     place: int
     """Where in its batch."""
+    number: int = 0
+    """Under which the process at hand knows it; another attempt has another one."""
     started: float = 0.0
     """When the process at hand got it."""
     spent_s: float = 0.0
@@ -151,6 +153,7 @@ class WorkerProcess:
         self.budget, self.slots = budget, slots
         self.on_reply, self.on_end = on_reply, on_end
         self.jobs: dict[int, Job] = {}
+        self.numbers = itertools.count(1)
         self.ready = False
         self.ended = False
         self.answered = 0
@@ -229,7 +232,7 @@ class WorkerProcess:
         """Send it a job."""
         if not self.jobs:
             self.oom_kills = oom_kills()
-        job.started = time.monotonic()
+        job.started, job.number = time.monotonic(), next(self.numbers)
         self.jobs[job.number] = job
         self._write(job.number, job.body, job.left_s(job.started))
 
@@ -250,21 +253,28 @@ class WorkerProcess:
             return
         oldest = next(iter(self.jobs.values()))
         running, since = self._running() if self.slots > 1 else (oldest, oldest.started)
-        self.stuck = running is not None and now - since > patience_s
-        overtime = OVERTIME_S if self.slots > 1 else 0.0
-        late = next((job for job in self.jobs.values() if job.left_s(now) + overtime <= 0), None)
+        self.stuck = since > 0 and now - since > patience_s
+        is_shared = self.slots > 1
+        overtime = OVERTIME_S if is_shared else 0.0
+        # The jobs behind the one that blocks the process are late through no fault of theirs, and are about to leave.
+        judged = [running] if self.stuck and is_shared else self.jobs.values()
+        late = next((job for job in judged if job is not None and job.left_s(now) + overtime <= 0), None)
         if late is not None and self.is_frozen():
             self.stop(Outcome("killed", message=f"the process was stopped (SIGSTOP) for {late.timeout_s:g} s"))
         elif late is not None:
-            guilty = running if self.stuck and running is not None else late
-            self.stop(Outcome("timeout", message=f"took longer than {guilty.timeout_s:g} s"), guilty)
+            self.stop(Outcome("timeout", message=f"took longer than {late.timeout_s:g} s"), late)
         elif self.budget.memory_mb is not None and now - oldest.started > patience_s:
             self._check_memory(running or oldest)
 
     def release(self) -> list[Job]:
-        """Take back the jobs that wait behind the one that blocks the process; it gets no more."""
+        """Take back the jobs that wait behind the one that blocks the process, which cancels them; it gets no more."""
+        assert self.page is not None
         running, _ = self._running()
         others = [job for job in self.jobs.values() if job is not running]
+        if others:
+            last = max(self.jobs)
+            TAKEN_BACK.pack_into(self.page, RUNNING.size, running.number if running is not None else 0, last)
+            self._write(LOOK, b"", 0.0)
         for job in others:
             del self.jobs[job.number]
         return others
@@ -310,8 +320,10 @@ class WorkerProcess:
         """Which of the jobs under way ended the process, where that can be told."""
         if self.guilty is not None or self.retired:
             return self.guilty
-        running, _ = self._running() if self.slots > 1 else (None, 0.0)
-        return running if running is not None else (jobs[0] if len(jobs) == 1 else None)
+        running, since = self._running() if self.slots > 1 else (None, 0.0)
+        if running is not None or since > 0:
+            return running
+        return jobs[0] if len(jobs) == 1 else None
 
     def verdict(self) -> Outcome:
         """Why the process ended."""
@@ -342,7 +354,7 @@ class WorkerProcess:
         return self.process.returncode == NO_ROOM
 
     def _running(self) -> tuple[Job | None, float]:
-        """The job whose code an async worker runs at this moment, and since when."""
+        """The job whose code an async worker runs at this moment, and since when; None if the job is done with."""
         assert self.page is not None
         number, since = RUNNING.unpack_from(self.page, 0)
         return self.jobs.get(number), since
@@ -354,8 +366,8 @@ class WorkerProcess:
             with tempfile.TemporaryFile() as file:
                 page = os.dup(file.fileno())
         try:
-            os.truncate(page, RUNNING.size)
-            self.page = mmap.mmap(page, RUNNING.size)
+            os.truncate(page, PAGE_SIZE)
+            self.page = mmap.mmap(page, PAGE_SIZE)
         except OSError:
             os.close(page)
             raise
