@@ -60,7 +60,7 @@ def _measured_peak(dtype: torch.dtype, num_threads: int, size: int = 1024, repea
     del num_threads
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     out = torch.empty_like(a)
-    image, kernel = a[None, :, None].permute(0, 3, 2, 1), b[:, :, None, None]
+    image, kernel = a[None, None].permute(0, 3, 1, 2), b[:, :, None, None]  # one line: a column takes twice the time
     ways: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
     if dtype == torch.float32 and torch.backends.mkldnn.is_available():
         ways.append(lambda: functional.conv2d(image, kernel))
