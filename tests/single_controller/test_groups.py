@@ -130,8 +130,8 @@ def test_an_error_names_rank_class_and_method(ray_pair):
     echo = ray_pair.spawn(["echo"])["echo"]
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"^Echo.boom on rank 1 of 2: ValueError: bad row on rank 1$") as caught:
-        echo.boom(1, after_s=2.5)
-    assert time.monotonic() - start < 2.4, "the rank that failed must not wait for the others"
+        echo.boom(1, after_s=5)
+    assert time.monotonic() - start < 4.5, "the rank that failed must not wait for the others"
     assert isinstance(caught.value.__cause__, ValueError)
     assert "workers.py" in str(caught.value.__cause__), "the remote traceback is lost"
     assert "raised in Echo.boom on rank 1" in str(caught.value.__cause__)
@@ -139,7 +139,7 @@ def test_an_error_names_rank_class_and_method(ray_pair):
 
 def test_the_rank_that_failed_first_comes_first(ray_pair):
     echo = ray_pair.spawn(["echo"])["echo"]
-    pending = echo.execute_all_async("boom", 1, after_s=0.2)
+    pending = echo.execute_all_async("boom", 1, after_s=1)
     echo.execute_all_sync("not_registered", 0)  # by now both have failed
     with pytest.raises(WorkerError) as caught:
         echo.wait_for(pending)

@@ -58,7 +58,10 @@ def wait_until(condition, what):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_killed_in_a_collective_is_named_though_others_fail_first(places, guarded, rank, tmp_path):
+def test_a_rank_killed_in_a_collective_is_named_though_others_fail_first(places, guarded, rank, tmp_path, monkeypatch):
+    from verl.single_controller.ray import failures
+
+    monkeypatch.setattr(failures, "GRACE_S", 10.0)
     with group_of(places, guarded=guarded) as group:
         pids = group.execute_all_sync("pid")
         with pytest.raises(ProcessLostError) as caught:

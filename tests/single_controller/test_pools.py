@@ -56,7 +56,7 @@ def asks_for(counts: dict[str, list[int]], device: str) -> str:
     start = time.monotonic()
     with pytest.raises(ResourceError) as caught:
         ResourcePoolManager(counts, {}, device).create_resource_pool()
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 20
     return str(caught.value)
 
 
