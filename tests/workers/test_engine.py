@@ -345,3 +345,23 @@ def test_a_token_without_an_embedding_is_an_error_of_ours(path, batch):
     changed.batch["input_ids"][3, P] = 104
     with pytest.raises(SchemaError, match="row 3 of the batch has the token id 104, and the model's embedding has 104"):
         make_engine(path).infer_batch(changed, {"log_probs"}, WHOLE)
+
+
+def test_texts_that_longrope_rotates_in_two_ways_do_not_share_a_pass(tmp_path):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    rope |= {"factor": 8.0, "original_max_position_embeddings": 8}
+    path = tiny_model_dir(tmp_path, "llama", head_dim=8, rope_parameters=rope)
+    engine = make_engine(path, trained=False)
+    batch = ragged_batch()
+    lengths = batch.batch["attention_mask"].sum(-1)
+    is_long = lengths > 8
+    assert {True, False} == set(is_long.tolist())  # the threshold lies between them
+    with pytest.raises(ConfigError, match=r"longrope rotates all texts .* more than 8: .*micro-batch sizes of 1"):
+        engine.infer_batch(batch, {"log_probs"}, WHOLE)
+    expected, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), batch)  # one text at a time
+    found = engine.infer_batch(batch, {"log_probs"}, MicroBatchConfig(micro_batch_size_per_gpu=1))["log_probs"]
+    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for of_one_kind in (is_long, ~is_long):
+        rows = of_one_kind.nonzero().flatten().tolist()
+        found = engine.infer_batch(batch.select_idxs(rows), {"log_probs"}, WHOLE)["log_probs"]
+        assert_close(found, expected[rows], atol=1e-5, rtol=1e-5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch.testing import assert_close
 from tests.models import tiny_model_dir
 from tests.workers.support import make_engine, run_ranks
 from verl.utils.shared_memory import shared_memory
-from verl.workers.engine.fsdp.one_machine import Exchange, SharedAllGather, SharedReduceScatter
+from verl.workers.engine.fsdp.one_machine import Exchange, SharedAllGather, SharedReduceScatter, Steadiness
 from verl.workers.engine.fsdp.whole_weights import WholeWeights
 
 
@@ -36,7 +37,8 @@ def collectives(rank: int, world_size: int, folder: Path) -> None:
     assert memory.tolist() == [0] * (2 * world_size * 64)
     dist.barrier()
     exchange = Exchange(memory, world())
-    gather, scatter = SharedAllGather(exchange), SharedReduceScatter(exchange)
+    steadiness = Steadiness(world(), is_cheap=True)
+    gather, scatter = SharedAllGather(exchange, steadiness), SharedReduceScatter(exchange)
     for count in (1, 15, 16, 17, 50, 0, 33):
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):
             mine = numbers(rank, count, torch.float32).mul(40).to(dtype)
@@ -61,12 +63,31 @@ def collectives(rank: int, world_size: int, folder: Path) -> None:
             assert torch.equal(given, parts[rank].flatten())
     with pytest.raises(ValueError, match="summed or averaged"):
         scatter(torch.zeros(1), torch.zeros(3), world(), dist.ReduceOp.MAX)
+    steady(rank, world_size, exchange)
     if os.geteuid() == 0:
         os.seteuid(65534 if rank == 1 else 0)  # rank 1 may not look into the others' files
         try:
             assert shared_memory(64, world()) is None
         finally:
             os.seteuid(0)
+
+
+def steady(rank: int, world_size: int, exchange: Exchange) -> None:
+    """What was shown in one period is read in all of it, by a rank that comes late too, and never in the next."""
+    for is_cheap in (True, False):
+        steadiness = Steadiness(world(), is_cheap)
+        gather = SharedAllGather(exchange, steadiness)
+        found = torch.zeros(world_size * 40)
+        for version in range(4):
+            expected = torch.cat([numbers(r, 40, torch.float32) + version for r in range(world_size)])
+            with steadiness():
+                for _ in range(3):
+                    gather(found.zero_(), numbers(rank, 40, torch.float32) + version, world())
+                    assert torch.equal(found, expected)
+                    if rank == version % world_size:
+                        time.sleep(0.02)
+            gather(found.zero_(), torch.full((40,), float(rank)), world())  # weights may have changed
+            assert found.tolist() == [0] * 40 + [1] * 40 + [2] * 40
 
 
 def test_collectives_through_memory_are_those_of_three_ranks(tmp_path: Path) -> None:

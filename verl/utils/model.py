@@ -199,6 +199,13 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register_parameter
 
 
+def longrope_threshold(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest text in a pass beyond which Transformers rotates all its texts in another way, or None."""
+    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    rules = [parameters, *(rule for rule in parameters.values() if isinstance(rule, dict))]  # maybe by type of layer
+    return min((r["original_max_position_embeddings"] for r in rules if r.get("rope_type") == "longrope"), default=None)
+
+
 def eos_token_ids(name_or_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a response, sorted: those of ``generation_config.json`` and the tokenizer's own.
 

@@ -11,14 +11,13 @@ import logging
 import math
 import threading
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-import psutil
 import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
-from verl.utils.model import torch_dtype
+from verl.utils.available_memory import available_memory
+from verl.utils.model import longrope_threshold, torch_dtype
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRegistry, RolloutRequest
 from verl.workers.rollout.native.generation import Generation
 from verl.workers.rollout.native.memory import KeyValueMemory
@@ -26,9 +25,6 @@ from verl.workers.rollout.native.model import NativeModel, cannot_serve
 from verl.workers.rollout.native.trial import check_model
 from verl.workers.rollout.sampling import TokenSampler
 from verl.workers.rollout.stopping import StopRules
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ class NativeRollout(BaseRollout):
         self._is_checked = False
 
     def _check_rotation(self) -> None:
-        short = _longrope_threshold(self.hf_config)
+        short = longrope_threshold(self.hf_config)
         if short is not None and self.max_model_len > short:
             reason = (
                 f"has longrope, whose rotation changes for a whole pass once a text in it is longer than {short} "
@@ -160,18 +156,8 @@ class NativeRollout(BaseRollout):
 
     def _affordable(self, room: int, tokens: int) -> int:
         """At most ``room`` rows, of so many tokens each, in the share of free memory that the engine may take."""
-        if self.device.type == "cuda":
-            free = torch.cuda.mem_get_info(self.device)[0]
-        else:
-            free = psutil.virtual_memory().available  # with the file cache, which the system gives up when asked
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
         affordable = int(free * self.config.gpu_memory_utilization) // (self._model.shape.bytes_per_token * tokens)
         if affordable < room:
             logger.warning("native engine: memory for %d rows of %d tokens at once, not %d", affordable, tokens, room)
         return max(1, min(room, affordable))
-
-
-def _longrope_threshold(config: PretrainedConfig) -> int | None:
-    """Tokens from which Transformers rotates all texts of a pass in another way; None if it never does."""
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    rules = [parameters, *(rule for rule in parameters.values() if isinstance(rule, dict))]  # maybe by type of layer
-    return min((r["original_max_position_embeddings"] for r in rules if r.get("rope_type") == "longrope"), default=None)

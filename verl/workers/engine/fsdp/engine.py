@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -16,10 +16,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+from verl.utils.allocator import KEEP_BYTES
 from verl.utils.checkpoint import seed_everything
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
-from verl.utils.model import torch_dtype
+from verl.utils.model import longrope_threshold, torch_dtype
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.base import (
     BaseEngine,
@@ -31,7 +32,7 @@ from verl.workers.engine.base import (
     RankState,
 )
 from verl.workers.engine.fsdp.checkpoint import load_engine, rank_state, restore_rank
-from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids, prepare_inputs
+from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.micro_batches import MetricSum, batch_totals, gathered, split_micro_batches
 from verl.workers.engine.fsdp.model import (
     HeadedModel,
@@ -39,7 +40,7 @@ from verl.workers.engine.fsdp.model import (
     build_model,
     enable_gradient_checkpointing,
 )
-from verl.workers.engine.fsdp.one_machine import use_shared_memory
+from verl.workers.engine.fsdp.one_machine import Steadiness, use_shared_memory
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler, clip_gradients
 from verl.workers.engine.fsdp.packing_check import choose_form
 from verl.workers.engine.fsdp.sharding import local_part, make_mesh, mixed_precision, needs_sharding, shard_model
@@ -84,6 +85,7 @@ class FSDPEngine(BaseEngine):
         self.is_packed = False
         self.pass_sizes = PassSizes()
         self._contexts = 0
+        self._steadiness: Steadiness | None = None
 
     # ---- set-up -------------------------------------------------------------------------------
 
@@ -105,7 +107,7 @@ class FSDPEngine(BaseEngine):
             model.to(self.device)
         self.model = model.eval()
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        group = self._group_in_memory()
+        group = self._exchange_in_memory()
         self.compute_dtype = mixed_precision(config).param_dtype or dtype
         self.is_packed = choose_form(model, self.model_config.use_remove_padding, self.device, self.compute_dtype)
         self._reshard()  # or the optimizer would be given the gathered copies
@@ -117,12 +119,18 @@ class FSDPEngine(BaseEngine):
             self.scheduler = build_scheduler(self.optimizer, self.optimizer_config)
         self._offload()
 
-    def _group_in_memory(self) -> dist.ProcessGroup | None:
+    def _exchange_in_memory(self) -> dist.ProcessGroup | None:
         """The ranks that hold the rows of each weight, if they are several and exchange through memory. Collective."""
         group = self.mesh.get_group("shard")
         if self.device.type != "cpu" or dist.get_world_size(group) == 1:
             return None
-        return group if use_shared_memory(self._units, group) else None
+        nbytes = sum(weight.numel() * weight.dtype.itemsize for weight in self.model.parameters())
+        self._steadiness = use_shared_memory(self._units, group, is_cheap=nbytes <= KEEP_BYTES)
+        return None if self._steadiness is None else group
+
+    def _steady_weights(self) -> AbstractContextManager[None]:
+        """Around passes between which no weight changes."""
+        return nullcontext() if self._steadiness is None else self._steadiness()
 
     # ---- modes and memory ---------------------------------------------------------------------
 
@@ -183,6 +191,7 @@ class FSDPEngine(BaseEngine):
 
     def _inputs(self, data: DataProto) -> ModelInputs:
         check_token_ids(data, self.model.hf.config.get_text_config().vocab_size)
+        check_one_rotation(data, longrope_threshold(self.model.hf.config))
         return prepare_inputs(data, self.is_packed, self.device, at_token=self.model_type == "reward_model")
 
     @torch.no_grad()
@@ -204,7 +213,8 @@ class FSDPEngine(BaseEngine):
                     columns[name][part.rows] = inputs.scatter(flat[name]).float().cpu()
             return columns
 
-        columns = self._in_passes_that_fit("infer", compute)
+        with self._steady_weights():
+            columns = self._in_passes_that_fit("infer", compute)
         self._reshard()
         return columns
 
@@ -227,7 +237,8 @@ class FSDPEngine(BaseEngine):
                     metrics.add(found, part.num_tokens)
             return metrics, watch
 
-        metrics, watch = self._in_passes_that_fit("train", compute)
+        with self._steady_weights():
+            metrics, watch = self._in_passes_that_fit("train", compute)
         reduced, self.non_finite = metrics.reduce(watch.found())
         return reduced
 

@@ -7,7 +7,8 @@ Here a rank copies its part to where the others see it, all meet, and each reads
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,11 +69,49 @@ def meet(group: dist.ProcessGroup) -> None:
     dist.barrier(group=group)
 
 
-class SharedAllGather:
-    """FSDP2's all-gather; see ``FSDPModule.set_custom_all_gather``."""
+class Steadiness:
+    """When weights stay as they are: then each rank shows its rows once, and the others read them whenever they like.
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    So ranks wait for each other in the first of several passes only, and not at each layer of each.
+
+    Args:
+        group: of the ranks.
+        is_cheap: whether the machine has room for one more copy of the weights, for all ranks together.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, is_cheap: bool) -> None:
+        self._group, self._is_cheap = group, is_cheap
+        self._count, self._is_on = 0, False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """No weight changes inside. Collective."""
+        meet(self._group)  # nobody reads what was shown before
+        self._count, self._is_on = self._count + 1, self._is_cheap
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    @property
+    def period(self) -> int | None:
+        """Number of the present period; None if weights may change."""
+        return self._count if self._is_on else None
+
+
+class SharedAllGather:
+    """All-gather of one unit of FSDP2; see ``FSDPModule.set_custom_all_gather``.
+
+    Args:
+        exchange: between its ranks.
+        steadiness: of the weights.
+    """
+
+    def __init__(self, exchange: Exchange, steadiness: Steadiness) -> None:
+        self._exchange, self._steadiness = exchange, steadiness
+        self._shown: Tensor | None = None
+        """(ranks, n) what the ranks show while weights stay as they are."""
+        self._shown_in: int | None = None
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is gathered."""
@@ -87,12 +126,27 @@ class SharedAllGather:
         own = output[exchange.rank]
         if own.data_ptr() != input_tensor.data_ptr():
             own.copy_(input_tensor)
-        places = output.split(exchange.room(output.dtype), dim=1)
-        for place in places:
-            shown = exchange.show([place[exchange.rank]])
-            for rank, (part,) in enumerate(shown):
-                if rank != exchange.rank:
-                    place[rank].copy_(part)
+        others = [rank for rank in range(exchange.ranks) if rank != exchange.rank]
+        period = self._steadiness.period
+        if period is not None and (shown := self._memory_for(output)) is not None:
+            if self._shown_in != period:
+                shown[exchange.rank].copy_(own)
+                meet(exchange.group)
+                self._shown_in = period
+            for rank in others:
+                output[rank].copy_(shown[rank])
+            return
+        for place in output.split(exchange.room(output.dtype), dim=1):
+            parts = exchange.show([place[exchange.rank]])
+            for rank in others:
+                place[rank].copy_(parts[rank][0])
+
+    def _memory_for(self, output: Tensor) -> Tensor | None:
+        """Made once: a unit has the same size and format every time. Collective then."""
+        if self._shown is None and output.nbytes:
+            memory = shared_memory(output.nbytes, self._exchange.group)
+            self._shown = None if memory is None else memory.view(output.dtype).view(output.shape)
+        return self._shown
 
 
 class SharedReduceScatter:
@@ -136,15 +190,25 @@ class SharedReduceScatter:
             output_tensor.div_(exchange.ranks)
 
 
-def use_shared_memory(units: Iterable[FSDPModule], group: dist.ProcessGroup) -> bool:
-    """Let FSDP's units exchange through shared memory; False if the ranks share no machine. Collective."""
+def use_shared_memory(units: Iterable[FSDPModule], group: dist.ProcessGroup, is_cheap: bool) -> Steadiness | None:
+    """Let FSDP's units exchange through shared memory; None if the ranks share no machine. Collective.
+
+    Args:
+        units: of a model.
+        group: that shares its rows.
+        is_cheap: as for :class:`Steadiness`.
+
+    Returns:
+        how to say when the weights stay as they are.
+    """
     exchange = Exchange.of(group)
     if exchange is None:
         logger.info("ranks share no memory: weights and gradients travel through gloo")
-        return False
-    gather: Any = SharedAllGather(exchange)
+        return None
+    steadiness = Steadiness(group, is_cheap)
     scatter: Any = SharedReduceScatter(exchange)
     for unit in units:
+        gather: Any = SharedAllGather(exchange, steadiness)
         unit.set_custom_all_gather(gather)
         unit.set_custom_reduce_scatter(scatter)
-    return True
+    return steadiness
