@@ -132,7 +132,7 @@ server = EngineServer("test", lambda port: [python, script, port, "fine"], token
 server.start()
 child = server.post("/spawn", {})["pid"]
 print(server.port, child, server.folder, server.memory_folder, flush=True)
-time.sleep(60 if how == "killed" else 0)
+time.sleep(0 if how == "ends" else 60)
 """
 
 
@@ -289,7 +289,7 @@ def test_every_request_bears_the_token_which_no_command_line_shows(server: Engin
         with pytest.raises(urllib.error.HTTPError, match="401"):
             urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=10)
     family = [p for p in psutil.Process().children(recursive=True) if str(server.port) in p.cmdline()]
-    assert len(family) == 2  # the guard and the server
+    assert len(family) == 3  # the guard, the one that waits for its end, and the server
     assert not any(server.token in word for process in family for word in process.cmdline())
     assert len({new_token() for _ in range(100)}) == 100
 
@@ -414,9 +414,9 @@ def test_cancelled_streams_are_closed(server: EngineServer) -> None:
 # ---- the end
 
 
-@pytest.mark.parametrize("how", ["killed", "ends"])
+@pytest.mark.parametrize("how", ["killed", "killed after its guard", "ends"])
 def test_the_server_does_not_outlive_its_owner(how: str, script: Path, tmp_path: Path) -> None:
-    """Killed by SIGKILL, or at its end without ``stop``: no process, no folder, no port is left.
+    """Killed by SIGKILL, as by Ray, or at its end without ``stop``: no process, no folder, no port is left.
 
     Only an owner that still lives leaves it time to end in good order.
     """
@@ -427,9 +427,12 @@ def test_the_server_does_not_outlive_its_owner(how: str, script: Path, tmp_path:
     assert owner.stdout is not None
     port, child, *folders = owner.stdout.readline().split()
     assert len(folders) == 2
-    if how == "killed":
+    if how != "ends":
         assert is_alive(int(child))
         assert all(Path(folder).is_dir() for folder in folders)
+        (guard,) = psutil.Process(owner.pid).children()
+        if how == "killed after its guard":
+            guard.kill()
         owner.send_signal(signal.SIGKILL)
     owner.wait(timeout=30)
     eventually(lambda: not is_alive(int(child)), "the end of the server's child")
