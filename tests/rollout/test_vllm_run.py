@@ -50,13 +50,16 @@ def test_grpo_with_vllm(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks_per_engine", [1, 2])
+@pytest.mark.parametrize(("mode", "ranks_per_engine"), [("sync", 1), ("async", 1), ("async", 2)])
 def test_grpo_on_two_ranks(
-    ranks_per_engine: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+    mode: str, ranks_per_engine: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
 ) -> None:
-    """Two ranks with a server each, or with one that is split over both and fed by all their weights."""
+    """Two ranks with an engine each, inside or as a server, or with one that is split over both and fed by both."""
     changes = {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2}
-    size = {"actor_rollout_ref__rollout__tensor_model_parallel_size": ranks_per_engine}
-    gaps = gaps_of_a_run(tmp_path, monkeypatch, **changes, **size)
+    engine = {
+        "actor_rollout_ref__rollout__mode": mode,
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": ranks_per_engine,
+    }
+    gaps = gaps_of_a_run(tmp_path, monkeypatch, **changes, **engine)
     assert len(gaps) == 2
     assert max(gaps) < 1e-5
