@@ -67,7 +67,9 @@ def modes(folder: Path) -> list[str]:
 
 
 def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
     while not (path.exists() and path.read_text()):
+        assert time.monotonic() < deadline, f"{path} is not written"
         time.sleep(0.02)
 
 
@@ -154,6 +156,49 @@ def test_sigterm_that_comes_before_the_supervisor_listens_is_passed_on_too(tmp_p
     program = ["-c", slow_fork, tmp_path, listening + "time.sleep(60)", 2]
     code, _ = finish(tmp_path, Program(program, Path("/dev/null"), tmp_path / "errors.txt"))
     assert code == EXIT_CODE
+
+
+def test_sigint_to_the_process_that_was_started_ends_the_driver(tmp_path: Path) -> None:
+    """As ``kill -INT`` does, and a container that is told to stop by it; nothing here has a terminal."""
+    body = "(folder / 'ready').write_text('1')\ntry: time.sleep(60)\nexcept KeyboardInterrupt: sys.exit(5)"
+    process = start(tmp_path, body)
+    wait_for(tmp_path / "ready")
+    os.kill(process.pid, signal.SIGINT)
+    assert finish(tmp_path, process)[0] == 5
+
+
+SAVES = """
+from verl.trainer.termination import EXIT_CODE, Termination
+with Termination() as notice:
+    (folder / "ready").write_text("1")
+    while not notice.requested:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    (folder / "saved").write_text("1")
+    sys.exit(EXIT_CODE)
+"""
+
+
+@pytest.mark.parametrize("round_number", range(5))
+def test_sigterm_to_all_processes_of_a_group_is_one_notice(tmp_path: Path, round_number: int) -> None:
+    """As ``timeout``, systemd and Slurm send it: to the driver, and to the supervisor, which passes it on."""
+    program = ["-c", "import os; os.setpgid(0, 0)\n" + PROGRAM, tmp_path, SAVES, 2]
+    process = Program(program, Path("/dev/null"), tmp_path / "errors.txt")
+    wait_for(tmp_path / "ready")
+    os.killpg(process.pid, signal.SIGTERM)
+    assert finish(tmp_path, process)[0] == EXIT_CODE
+    assert (tmp_path / "saved").exists()
+
+
+def test_a_later_sigterm_ends_it_at_once(tmp_path: Path) -> None:
+    body = SAVES.replace("time.sleep(0.5)", "(folder / 'noted').write_text('1'); time.sleep(60)")
+    process = start(tmp_path, "import verl.trainer.termination as t; t._SAME_NOTICE_S = 0.0" + body)
+    wait_for(tmp_path / "ready")
+    os.kill(process.pid, signal.SIGTERM)
+    wait_for(tmp_path / "noted")
+    os.kill(process.pid, signal.SIGTERM)
+    assert finish(tmp_path, process)[0] == 128 + signal.SIGTERM
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_driver_whose_supervisor_is_killed_gets_sigterm(tmp_path: Path) -> None:

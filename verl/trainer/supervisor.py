@@ -16,11 +16,12 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from types import FrameType
+from typing import Any, Self, TypeVar
 
 from verl.utils import env
 from verl.utils.checkpoint.steps import LATEST
@@ -53,14 +54,17 @@ def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
             sys.stdout.flush()
             sys.stderr.flush()
             reader, writer = os.pipe()
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until it can be passed on
-            child = os.fork()
+            with _PassedOn() as signals:
+                child = os.fork()
+                if child:
+                    signals.to(child)
+                    _, status = os.waitpid(child, 0)
             if child == 0:
                 os.close(reader)
                 die_with_parent(signal.SIGTERM)  # a run that nobody waits for saves and ends
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
                 if os.getppid() != supervisor:  # it died before anybody would have been told
                     os.kill(os.getpid(), signal.SIGTERM)
+                signals.to(os.getpid())
                 if attempt and _latest(config) != before:
                     config = _going_on(config)
                 elif attempt:
@@ -71,7 +75,7 @@ def supervised(run: Callable[[ConfigT], None]) -> Callable[[ConfigT], None]:
                     os.write(writer, b".")
                 return
             os.close(writer)
-            code, has_returned = _wait_for(child), bool(os.read(reader, 1))
+            code, has_returned = os.waitstatus_to_exitcode(status), bool(os.read(reader, 1))
             os.close(reader)
             if has_returned and code >= 0:
                 raise SystemExit(code)
@@ -98,21 +102,52 @@ class _FileLog:
             os.truncate(self._path, self._size)
 
 
-def _wait_for(child: int) -> int:
-    """The exit code of ``child``, negative for a signal; SIGTERM to this process goes on to it."""
-    with _handled(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM)), _handled(signal.SIGINT, signal.SIG_IGN):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-        _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
+class _PassedOn:
+    """Within its context SIGTERM and SIGINT go on to another process, as soon as that is known.
+
+    Ctrl-C is not passed on: the terminal tells all processes of the group.
+    """
+
+    def __init__(self) -> None:
+        self._process = 0
+        self._early: list[int] = []
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler or signal.SIG_DFL)
+
+    def to(self, process: int) -> None:
+        """From now on, and what came before."""
+        self._process = process
+        for number in self._early:
+            os.kill(process, number)
+        self._early.clear()
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and _is_in_foreground():
+            return
+        if self._process:
+            with suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._process, number)
+        else:
+            self._early.append(number)
 
 
-@contextmanager
-def _handled(number: signal.Signals, handler: Any) -> Iterator[None]:
-    before = signal.signal(number, handler)
+def _is_in_foreground() -> bool:
+    """Whether the keys of a terminal reach this process."""
     try:
-        yield
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
     finally:
-        signal.signal(number, before)
+        os.close(terminal)
 
 
 def _latest(config: Any) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,12 +20,17 @@ EXIT_CODE = 75
 The same command goes on from there (``trainer.resume_mode=auto``)."""
 
 
+_SAME_NOTICE_S = 2.0
+"""Within which a SIGTERM is the one before, come another way: who ends a whole group of processes tells this one, and
+the supervisor, which passes it on."""
+
+
 class StepInterrupted(BaseException):
     """SIGTERM came within a step that need not be finished."""
 
 
 class Termination:
-    """Within its context the first SIGTERM sets :attr:`requested`; the second one ends the process as usual.
+    """Within its context the first SIGTERM sets :attr:`requested`; a later one ends the process as usual.
 
     Within :meth:`interrupting` the first one raises StepInterrupted too. Signals reach the main thread of a process;
     in another thread the context does nothing.
@@ -32,6 +38,7 @@ class Termination:
 
     def __init__(self) -> None:
         self.requested = False
+        self._noted_at = 0.0
         self._interrupts = False
         self._before: Any = None
         self._is_installed = False
@@ -58,13 +65,15 @@ class Termination:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
+            if time.monotonic() < self._noted_at + _SAME_NOTICE_S:
+                return
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
             return
-        self.requested = True
+        self.requested, self._noted_at = True, time.monotonic()
         logger.warning(
-            "SIGTERM: the run saves %s, and exits with code %d; the same command goes on from there. A second SIGTERM "
-            "ends it at once.",
+            "SIGTERM: the run saves %s, and exits with code %d; the same command goes on from there. A second SIGTERM, "
+            "some seconds later, ends it at once.",
             "the state before this step" if self._interrupts else "when this step is done",
             EXIT_CODE,
         )

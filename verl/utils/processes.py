@@ -22,6 +22,24 @@ def die_with_parent(number: signal.Signals) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
+def open_closed_streams() -> None:
+    """Let standard input, output and error that this process was started without lead to nowhere.
+
+    Else the next file or socket gets the number of one of them, and is read and written as such.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  (the number may be another file's by now)
+            setattr(sys, name, stream)
+
+
 def state_of(pid: int) -> str:
     """The letter of a process's state (``R`` runs, ``S`` sleeps, ``D`` cannot be woken, ``T`` is stopped, ...).
 

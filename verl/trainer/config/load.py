@@ -36,6 +36,7 @@ from verl.trainer.config.rewrite import rewrite
 from verl.trainer.config.rollout_correction import with_bypass_mode
 from verl.trainer.config.validate import validate
 from verl.utils.import_utils import prepare_process
+from verl.utils.processes import open_closed_streams
 from verl.utils.redact import redacted, secrets_in
 
 logger = logging.getLogger(__name__)
@@ -258,6 +259,8 @@ def hydra_entry(main: Callable[[ConfigT], None], config_name: str, root: type[Co
     """
     import hydra
     from hydra.core.hydra_config import HydraConfig
+
+    open_closed_streams()
 
     def entry(cfg: DictConfig) -> None:
         mask_record(cfg)
