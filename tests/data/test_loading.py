@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.utils.dataset.loading import MAX_LOSSES, batches
+from verl.errors import CheckpointError
+from verl.utils.dataset.loading import MAX_LOSSES, batches, load_position
 from verl.utils.dataset.sampler import InOrder, SeededShuffle
 
 
@@ -93,6 +94,44 @@ def test_a_state_that_was_loaded_is_gone_on_from():
             next(process for process in readers() if process.pid not in before).kill()
     assert seen == expected
     rows.close()
+
+
+@pytest.mark.parametrize("at", [0, 3, 20, 21])
+@pytest.mark.parametrize("before, after", [(0, 2), (2, 0), (2, 1), (1, 2)])
+def test_another_number_of_readers_goes_on_at_the_same_row(before, after, at):
+    """Three passes of twenty batches; each epoch has an order of its own."""
+    undisturbed = loader(workers=0)
+    expected = [batch.tolist() for _ in range(3) for batch in batches(undisturbed)]
+    assert len(expected) == 60
+    first, second = loader(before), loader(after)
+    rows = (batch for _ in range(3) for batch in batches(first))
+    seen = [next(rows).tolist() for _ in range(at)]
+    state = first.state_dict()
+    rows.close()
+    load_position(second, state)
+    while len(seen) < 60:  # after the 20th row the first pass has an empty rest
+        seen += [batch.tolist() for batch in batches(second)]
+    assert seen == expected
+
+
+class Counting(Numbers):
+    """Keeps a state of its own."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"read": 7}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"read": 7}
+
+
+@pytest.mark.parametrize("before, after", [(0, 2), (2, 0), (1, 2)])
+def test_a_data_set_with_a_state_of_its_own_wants_the_same_number_of_readers(before, after):
+    first, second, same = (StatefulDataLoader(Counting(), batch_size=2, num_workers=n) for n in (before, after, before))
+    next(iter(first))
+    with pytest.raises(CheckpointError, match=rf"saved with {before} .* are {after} now.*num_workers={before} "):
+        load_position(second, first.state_dict())
+    load_position(same, first.state_dict())
+    assert next(iter(same)).tolist() == [2, 3]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

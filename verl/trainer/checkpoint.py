@@ -21,6 +21,7 @@ import json
 import logging
 import pickle
 import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +34,7 @@ from verl.trainer.run_state import RunState
 from verl.utils.checkpoint import steps
 from verl.utils.checkpoint.arrays import from_arrays
 from verl.utils.checkpoint.files import FileEntry, sync_folder, write_bytes, write_states
-from verl.utils.checkpoint.steps import LATEST, MANIFEST, saved_steps, step_folder
+from verl.utils.checkpoint.steps import LATEST, MANIFEST, Way, is_on, read_way, saved_steps, step_folder
 from verl.utils.checkpoint.writing import SaveReport
 
 if TYPE_CHECKING:
@@ -113,6 +114,9 @@ class TrainerCheckpoint:
         self._own_files: dict[str, FileEntry] = {}
         self._own_steps: list[int] = []
         self._loaded_from: Path | None = None
+        self._id = uuid.uuid4().hex[:16]
+        self._before: Way = ()
+        """The way to the step that this process has gone on from."""
 
     # ---- saving -------------------------------------------------------------------------------
 
@@ -131,7 +135,7 @@ class TrainerCheckpoint:
         self._writing = self._last = state
         try:
             partial = steps.begin(self.root, state.global_step)
-            self._own_files = _write_driver(partial, state)
+            self._own_files = _write_driver(partial, state, self._way(state.global_step))
         except OSError as error:
             self._failed(str(error))
             return
@@ -186,10 +190,10 @@ class TrainerCheckpoint:
             return
         try:
             partial = steps.begin(self.root, state.global_step)
-            files = _write_driver(partial, state)
+            files = _write_driver(partial, state, self._way(state.global_step))
             for name, snapshots in ranks.items():
                 files |= _write_group(partial, name, snapshots, documents[name])
-            steps.commit(self.root, state.global_step, files)
+            steps.commit(self.root, state.global_step, files, self._way(state.global_step))
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint: {error}. {self._whole_before()}") from error
         self._own_steps.append(state.global_step)
@@ -224,7 +228,7 @@ class TrainerCheckpoint:
             return
         try:
             files = self._own_files | _joined(found)
-            steps.commit(self.root, self._writing.global_step, files)
+            steps.commit(self.root, self._writing.global_step, files, self._way(self._writing.global_step))
         except (OSError, CheckpointError) as error:
             self._failed(str(error))
             return
@@ -247,12 +251,17 @@ class TrainerCheckpoint:
         names = [path.name for path in saved_steps(self.root).values()]
         return f"What was saved before is untouched ({names[-1]})." if names else "No step has been saved yet."
 
+    def _way(self, step: int) -> Way:
+        return [*self._before, (self._id, step)]
+
     def _drop_old(self, newest: int) -> None:
         """What keep-N no longer wants, now that ``newest`` is whole.
 
-        Steps after it were saved by a run that this one does not continue; they are nobody's old ones.
+        Steps that this run did not come by are of others that saved here; they neither count nor go.
         """
-        folders = {step: path for step, path in saved_steps(self.root).items() if step <= newest}
+        way, found = self._way(newest), saved_steps(self.root)
+        saved_by = {step: of[-1][0] for step, path in found.items() if (of := read_way(path, STATE)) is not None}
+        folders = {step: found[step] for step, run in saved_by.items() if is_on(way, step, run)}
         try:
             for name in self.groups:
                 limit = self.plan.keep.get(name)
@@ -279,7 +288,11 @@ class TrainerCheckpoint:
                 starts anew in silence where one was saved.
         """
         self._loaded_from = self._folder_to_resume()
-        return None if self._loaded_from is None else self._read(self._loaded_from)
+        if self._loaded_from is None:
+            return None
+        state = self._read(self._loaded_from)
+        self._before = read_way(self._loaded_from, STATE) or ()
+        return state
 
     def load_again(self) -> RunState | None:
         """As :meth:`load`, for a run that has lost its workers: the newest whole step that it saved itself.
@@ -313,7 +326,8 @@ class TrainerCheckpoint:
                 )
             group.load_checkpoint(str(folder / name))
         logger.info("resumed from %s", folder)
-        state.pop("format", None)
+        for key in ("format", "way"):
+            state.pop(key, None)
         return RunState(global_step=state.pop("global_step"), dataloader=dataloader, controllers=state, rng=rng)
 
     def _folder_to_resume(self) -> Path | None:
@@ -348,16 +362,27 @@ class TrainerCheckpoint:
             problems.append(f"{self.root / LATEST} is missing")
         if latest is not None and latest not in found:
             problems.append(f"{step_folder(self.root, latest)}, which {LATEST} names, does not exist")
-        before = [step for step in sorted(found, reverse=True) if latest is None or step <= latest]
-        return self._first_whole([found[step] for step in before], problems)
+        before = {step: path for step, path in found.items() if latest is None or step <= latest}
+        ways = {step: way for step, path in before.items() if (way := read_way(path, STATE)) is not None}
+        way = ways[max(ways)] if ways else ()
+        others = [step for step, of in ways.items() if not is_on(way, step, of[-1][0])]
+        if others and latest not in ways:
+            problems.append("steps of several runs lie there, and none of them is named as the latest")
+            before = {}
+        ours = {step: path for step, path in before.items() if step not in others}
+        return self._first_whole(
+            [ours[step] for step in sorted(ours, reverse=True)], problems, [found[step].name for step in others]
+        )
 
-    def _first_whole(self, folders: Sequence[Path], problems: list[str]) -> Path:
+    def _first_whole(self, folders: Sequence[Path], problems: list[str], others: Sequence[str] = ()) -> Path:
         """The first of ``folders`` that is whole.
 
         Args:
             folders: to go on from, the best first.
             problems: what is known to be wrong already, so that the best is none of them.
+            others: steps that are not gone on from, because another run saved them.
         """
+        passed_over = f"{', '.join(others)}: saved by another run, passed over. " if others else ""
         for folder in folders:
             if problems and self.plan.on_damaged == "stop":
                 break
@@ -365,10 +390,10 @@ class TrainerCheckpoint:
                 problems.append(problem)
                 continue
             if problems:
-                logger.warning("damaged checkpoints: %s. Going on from %s.", "; ".join(problems), folder)
+                logger.warning("damaged checkpoints: %s. %sGoing on from %s.", "; ".join(problems), passed_over, folder)
             return folder
         raise CheckpointError(
-            f"cannot resume from {self.root}: {'; '.join(problems)}. "
+            f"cannot resume from {self.root}: {'; '.join(problems)}. {passed_over}"
             + (
                 "By trainer.recovery.on_damaged_checkpoint=stop no other step takes its place. "
                 if self.plan.on_damaged == "stop"
@@ -401,8 +426,8 @@ class TrainerCheckpoint:
         return next((problem for problems in found for problem in problems), None)
 
 
-def _write_driver(folder: Path, state: RunState) -> dict[str, FileEntry]:
-    described = {"format": FORMAT, "global_step": state.global_step} | state.controllers
+def _write_driver(folder: Path, state: RunState, way: Way) -> dict[str, FileEntry]:
+    described = {"format": FORMAT, "global_step": state.global_step, "way": way} | state.controllers
     return {
         DATA: write_bytes(folder / DATA, _loadable(state.dataloader)),
         RNG: write_bytes(folder / RNG, _loadable(state.rng)),

@@ -20,7 +20,7 @@ from verl.trainer.termination import EXIT_CODE, StepInterrupted, Termination
 from verl.trainer.timing import Stopwatch, stage
 from verl.utils.checkpoint import rng_state, set_rng_state
 from verl.utils.console import Progress
-from verl.utils.dataset.loading import batches
+from verl.utils.dataset.loading import batches, load_position
 from verl.utils.lock import FolderLock
 from verl.utils.tracking import Tracking
 
@@ -211,7 +211,7 @@ class TrainingLoop:
     def go_on_from(self, state: RunState) -> None:
         """Put the driver back to where it was after ``state.global_step`` steps."""
         self.global_steps = state.global_step
-        self.train_dataloader.load_state_dict(copy.deepcopy(state.dataloader))
+        load_position(self.train_dataloader, copy.deepcopy(state.dataloader))
         self.rows = self._epochs()
         for name, controller in self.controllers.items():
             if state.controllers.get(name) is not None:  # a run may switch a controller on between two checkpoints

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -16,6 +17,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 22
 
@@ -154,7 +157,7 @@ def replace_folder(new: Path, place: Path) -> None:
     new.rename(place)
     sync_folder(place.parent)
     if old.exists():
-        shutil.rmtree(old)
+        _remove(old)
 
 
 def put_back(place: Path) -> None:
@@ -163,7 +166,18 @@ def put_back(place: Path) -> None:
     if not old.exists():
         return
     if place.exists():
-        shutil.rmtree(old)
+        _remove(old)
     else:
         old.rename(place)
         sync_folder(place.parent)
+
+
+def _remove(old: Path) -> None:
+    """What nobody needs any more: if it stays, as on NFS while somebody reads it, that costs space only."""
+    try:
+        if old.is_symlink():
+            old.unlink()
+        else:
+            shutil.rmtree(old)
+    except OSError as error:
+        logger.warning("%s was replaced and cannot be removed: %s", old, error)

@@ -20,7 +20,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,6 +42,11 @@ logger = logging.getLogger(__name__)
 LATEST = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
+
+Way = Sequence[tuple[str, int]]
+"""The parts of a run that led to a step: the random id of each process, with the last step that is of it, in order."""
+UNKNOWN = ""
+"""Id of whoever saved a step that says nothing of its way."""
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -85,13 +90,14 @@ def begin(root: Path, step: int) -> Path:
     return partial
 
 
-def commit(root: Path, step: int, files: Mapping[str, FileEntry]) -> Path:
+def commit(root: Path, step: int, files: Mapping[str, FileEntry], way: Way = ()) -> Path:
     """Make what was written into the folder of :func:`begin` the checkpoint of ``step``, and the latest.
 
     Args:
         root: folder of the run's checkpoints.
         step: which step it is.
         files: every file by its path below the step's folder; each is synced.
+        way: how the run came to this step.
 
     Raises:
         CheckpointError: a file is not there as it was written.
@@ -104,7 +110,11 @@ def commit(root: Path, step: int, files: Mapping[str, FileEntry]) -> Path:
                 f"{path} was written by a rank and is not seen whole from here. The checkpoint folder must lie on a "
                 "file system that all nodes share"
             )
-    described = {"global_step": step, "files": {name: asdict(entry) for name, entry in sorted(files.items())}}
+    described = {
+        "global_step": step,
+        "way": way,
+        "files": {name: asdict(entry) for name, entry in sorted(files.items())},
+    }
     write_bytes(partial / MANIFEST, json.dumps({"format": 1, **described}, indent=1).encode())
     for folder in [path for path in partial.rglob("*") if path.is_dir()] + [partial]:
         sync_folder(folder)
@@ -143,6 +153,28 @@ def read_manifest(folder: Path) -> dict[str, FileEntry]:
         raise CheckpointError(f"{path} is missing") from None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def read_way(folder: Path, fallback: str) -> Way | None:
+    """How the run came to a saved step; None if that cannot be read.
+
+    Args:
+        folder: of the step.
+        fallback: a file beside the manifest that says it too.
+    """
+    for name in (MANIFEST, fallback):
+        try:
+            described = json.loads((folder / name).read_bytes())
+            way = described.get("way") or [[UNKNOWN, described["global_step"]]]
+            return [(str(run), int(last)) for run, last in way]
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError, OSError):
+            logger.debug("%s does not say which run it is of", folder / name)
+    return None
+
+
+def is_on(way: Way, step: int, run: str) -> bool:
+    """Whether ``step`` as ``run`` saved it lies on ``way``; another process may have saved the same number."""
+    return any(run == part and step <= last for part, last in way)
 
 
 def wrong_sizes(folder: Path, files: Mapping[str, FileEntry]) -> list[str]:

@@ -7,9 +7,13 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+
+import torch
+
+from verl.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +75,68 @@ def batches(loader: Any) -> Iterator[Any]:
             loader.load_state_dict(loader.state_dict())
         else:
             return
+
+
+def load_position(loader: Any, state: Mapping[str, Any]) -> None:
+    """Let ``loader`` go on from ``state``, which a loader with another number of reading processes may have given.
+
+    Where a pass stands is the state of the sampler and the number of batches that came. torchdata keeps both in one
+    layout where the driver reads and in another where processes do, and takes neither for the other.
+
+    Args:
+        loader: a ``StatefulDataLoader`` over a data set with ``__getitem__``.
+        state: its ``state_dict()`` in the middle of a pass.
+
+    Raises:
+        CheckpointError: the numbers differ, and the data set has a state of its own, which each process has for itself.
+    """
+    saved = state["_snapshot"]["_main_snapshot"]["_num_workers"] if "_snapshot" in state else 0
+    if saved != loader.num_workers:
+        state = _of_other_readers(state, saved, loader)
+    loader.load_state_dict(state)
+
+
+def _of_other_readers(state: Mapping[str, Any], saved: int, loader: Any) -> dict[str, Any]:
+    wanted, position, batches_read, datasets = (
+        loader.num_workers,
+        state,
+        state.get("_num_yielded"),
+        [state.get("dataset_state")],
+    )
+    if saved:
+        snapshot = state["_snapshot"]
+        position, batches_read = snapshot["_main_snapshot"], snapshot["_snapshot_step"]
+        datasets = [reader["dataset_state"] for reader in snapshot["_worker_snapshots"].values()]
+    if any(dataset is not None for dataset in datasets):
+        raise CheckpointError(
+            f"the checkpoint was saved with {saved} processes that read rows, and there are {wanted} now; the data set "
+            "has a state_dict() of its own, which every process holds for itself, so it cannot be dealt to another "
+            f"number of them. Set data.dataloader_num_workers={saved} (data.num_workers={saved} without rollouts; the "
+            "machine needs as many CPUs), or set trainer.resume_mode=disable to start anew."
+        )
+    names = ("_index_sampler_state", "_sampler_iter_state", "_sampler_iter_yielded")
+    seed = position.get("_base_seed")  # of random numbers in the processes; the driver had none
+    position = {name: position[name] for name in (*names, "_IterableDataset_len_called", "_shared_seed")}
+    # A pass that is over ends again, at once: only so does the sampler begin its next epoch in either layout.
+    if wanted == 0:
+        return position | {
+            "_num_yielded": batches_read,
+            "fetcher_state": None,
+            "dataset_state": None,
+            "_iterator_finished": False,
+        }
+    if seed is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator).item())
+    return {
+        "_snapshot": {
+            "_main_snapshot": position | {"_num_workers": wanted, "_base_seed": seed},
+            "_worker_snapshots": {},
+            "_snapshot_step": batches_read,
+            "_last_yielded_worker_id": wanted - 1,
+        },
+        "_steps_since_snapshot": 0,
+        "_iterator_finished": False,
+    }
 
 
 def _is_loss(error: Exception, loader: Any) -> bool:
