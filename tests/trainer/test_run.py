@@ -51,6 +51,8 @@ def rounding(key: str) -> float:
         # The mean of terms of order 1 that nearly cancel. Each has the error of exp(log-prob - old log-prob), and
         # log-probs of size 5 are rounded by 5 / 2^24 = 3e-7.
         return 3e-7
+    if key.endswith("_kl"):
+        return 3e-7  # a mean of differences of such log-probs
     return 1e-7
 
 
