@@ -137,6 +137,7 @@ class Runs:
             if path.parent.name == "validation" and path.stem not in ("4", str(STEPS)):
                 continue
             for record in records:
+                record.pop("run", None)
                 if "data" in record:
                     record["data"] = {k: v for k, v in record["data"].items() if not k.startswith(CLOCKS)}
             records = [record for record in records if "training/epoch" in record.get("data", {"training/epoch": 0})]

@@ -19,6 +19,7 @@ import torch
 
 import verl.utils.tracking
 from verl.errors import ConfigError
+from verl.utils.file_log import THIS_RUN
 from verl.utils.redact import without_secrets
 from verl.utils.tracking import TRACKERS, Tracker, Tracking, ValidationGenerationsLogger, require_trackers
 from verl.utils.tracking.base import flatten, markdown_table
@@ -232,10 +233,39 @@ def test_a_resumed_run_drops_the_steps_that_it_does_again():
             tracking.log({"x": step}, step=step)
     with Path("p/e.jsonl").open("a") as file:
         file.write('{"step": 4, "da')  # killed while it wrote
-    with Tracking("p", "e", "file", {}, resumed_after=2) as tracking:
+    with Tracking("p", "e", "file", {}, resumed_after=2, run_ids={"file": THIS_RUN}) as tracking:
         tracking.log({"x": 30}, step=3)
     found = [(line["step"], line["data"]["x"]) for line in lines(Path("p/e.jsonl"))]
     assert found == [(1, 0), (2, 0), (3, 0), (4, 0), (1, 1), (2, 2), (3, 30)]
+
+
+def test_a_resumed_run_keeps_the_lines_of_others(caplog: pytest.LogCaptureFixture):
+    def write(run: str, *steps: int, resumed_after: int = 0) -> None:
+        with Tracking("p", "e", "file", {}, resumed_after, {"file": run}) as tracking:
+            assert tracking.run_ids == {"file": run}
+            for step in steps:
+                tracking.log({"x": 0}, step=step)
+
+    def found() -> list[tuple[str, int]]:
+        return [(line["run"], line["step"]) for line in lines(Path("p/e.jsonl"))]
+
+    write("A", 1)
+    write("B", 1, 2, 3, 4)
+    write("A", 2, 3, resumed_after=1)
+    assert found() == [("A", 1), ("B", 1), ("B", 2), ("B", 3), ("B", 4), ("A", 2), ("A", 3)]
+    write("A", 3, resumed_after=2)
+    assert found()[5:] == [("A", 2), ("A", 3)]
+    assert caplog.text == ""
+    write("B", 4, resumed_after=3)
+    assert found()[4:] == [("B", 4), ("A", 2), ("A", 3), ("B", 4)]
+    assert "another run has written behind this one, so 1 lines of steps after 3 stay" in caplog.text
+
+
+def test_lines_written_before_they_had_ids_are_of_a_run_without_one():
+    Path("p").mkdir()
+    Path("p/e.jsonl").write_text("".join(f'{{"step": {step}, "data": {{}}}}\n' for step in (1, 2, 3)))
+    with Tracking("p", "e", "file", {}, resumed_after=1):
+        assert [line["step"] for line in lines(Path("p/e.jsonl"))] == [1]
 
 
 def test_a_service_goes_on_with_the_run_of_the_checkpoint(monkeypatch: pytest.MonkeyPatch):
@@ -249,7 +279,7 @@ def test_a_service_goes_on_with_the_run_of_the_checkpoint(monkeypatch: pytest.Mo
     cls.__init__ = start  # type: ignore[method-assign]
     cls.variables_of_run = classmethod(lambda cls, run_id: {"RECORDER_RUN": run_id})  # type: ignore[assignment]
     first = Tracking("p", "e", ["recorder", "file"], {})
-    assert first.run_ids == {"recorder": "made up"}
+    assert first.run_ids == {"recorder": "made up", "file": THIS_RUN}
     assert Tracking("p", "e", "recorder", {}, 3, {"recorder": "abc"}).run_ids == {"recorder": "abc"}
     assert "RECORDER_RUN" not in os.environ
     monkeypatch.setenv("RECORDER_RUN", "the user's")
@@ -322,8 +352,9 @@ def test_generations_become_a_table():
         ValidationGenerationsLogger(tracking).log([], step=9)
     assert lines(Path("p/e.jsonl")) == [
         {"step": 7, "table": "val/generations",
-         "rows": [{"step": 7, "input": "2+2", "output": "4\nor so", "gts": "4", "score": 1.0}]},
-        {"step": 8, "table": "val/generations", "rows": [{"step": 8, "input": "in", "output": "out", "score": 0.5}]},
+         "rows": [{"step": 7, "input": "2+2", "output": "4\nor so", "gts": "4", "score": 1.0}], "run": THIS_RUN},
+        {"step": 8, "table": "val/generations", "rows": [{"step": 8, "input": "in", "output": "out", "score": 0.5}],
+         "run": THIS_RUN},
     ]  # fmt: skip
 
 

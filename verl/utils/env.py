@@ -44,6 +44,10 @@ def external_modules() -> list[str]:
     return [name.strip() for name in os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",") if name.strip()]
 
 
+FILE_LOGGER_RUN = "VERL_FILE_LOGGER_RUN"
+"""Variable with the id under which the ``file`` tracker goes on with a run; set from the checkpoint."""
+
+
 def file_logger_path(project_name: str, experiment_name: str) -> Path:
     """File of the ``file`` tracker: ``VERL_FILE_LOGGER_PATH``, or ``<root>/<project>/<experiment>.jsonl``."""
     path = os.environ.get("VERL_FILE_LOGGER_PATH")

@@ -11,6 +11,7 @@ from typing import Any
 from verl.errors import ConfigError
 from verl.utils import env
 from verl.utils.console import metrics_line, write_line
+from verl.utils.file_log import THIS_RUN, cut_own_end
 from verl.utils.fs import below
 from verl.utils.tracking.base import TRACKERS, Tracker, import_package, markdown_table
 
@@ -29,15 +30,18 @@ class ConsoleTracker(Tracker):
 
 @TRACKERS.register("file")
 class FileTracker(Tracker):
-    """A line of JSON per step, ``{"step": 12, "data": {...}}``; tables are lines with ``table`` and ``rows``.
+    """A line of JSON per step, ``{"step": 12, "data": {...}, "run": id}``; tables have ``table`` and ``rows``.
 
     The file is ``VERL_FILE_LOGGER_PATH``, or ``{VERL_FILE_LOGGER_ROOT}/{project}/{experiment}.jsonl``.
-    A run appends to what is there, and one that is resumed first drops the steps that it does again. NaN and
+    A run appends to what is there, and one that is resumed first drops the steps that it does again: lines of its
+    own id at the end. NaN and
     infinities are written as Python's ``json`` reads them.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
         path = env.file_logger_path(project_name, experiment_name)
+        self._before = os.environ.get(env.FILE_LOGGER_RUN)
+        self.run_id = self._before or THIS_RUN
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
@@ -56,28 +60,21 @@ class FileTracker(Tracker):
         self._write({"step": step, "table": name, "rows": objects})
 
     def go_on_after(self, step: int) -> None:
-        """Cut the end off: steps after ``step``, and a line that a crash has left unfinished."""
-        path = Path(self._file.name)
-        lines = path.read_bytes().splitlines(keepends=True)
-        kept = len(lines)
-        while kept and not _is_until(step, lines[kept - 1]):
-            kept -= 1
-        os.truncate(path, sum(map(len, lines[:kept])))
+        """Cut this run's later steps off the end, and a line that a crash has left unfinished."""
+        cut_own_end(Path(self._file.name), self._before, step)
+
+    @classmethod
+    def variables_of_run(cls, run_id: str) -> Mapping[str, str]:
+        """See :meth:`Tracker.variables_of_run`."""
+        return {env.FILE_LOGGER_RUN: run_id}
 
     def finish(self) -> None:
         """Close the file."""
         self._file.close()
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        self._file.write(json.dumps(record | {"run": self.run_id}, ensure_ascii=False, default=str) + "\n")
         self._file.flush()
-
-
-def _is_until(step: int, line: bytes) -> bool:
-    try:
-        return line.endswith(b"\n") and json.loads(line)["step"] <= step
-    except (ValueError, KeyError, TypeError):
-        return False
 
 
 @TRACKERS.register("tensorboard")
