@@ -20,6 +20,7 @@ from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.single_controller.local import LocalWorkerGroup
 from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
+from verl.trainer.loop import DecisiveSettings
 from verl.trainer.run_state import RunState
 from verl.utils.checkpoint import rng_state
 from verl.utils.checkpoint.files import DurableFile, FileEntry, write_states
@@ -598,3 +599,14 @@ def test_files_that_this_process_cannot_see_are_no_checkpoint(tmp_path, caplog):
     run.checkpoint.poll()
     assert "must lie on a file system that all nodes share" in caplog.text
     assert names(tmp_path) == []
+
+
+def test_settings_that_make_another_run_of_it_are_named(caplog):
+    before, now = DecisiveSettings(), DecisiveSettings()
+    before.read({"data": {"train_batch_size": 8, "seed": None}, "actor_rollout_ref": {"rollout": {"n": 4}}})
+    now.read({"data": {"train_batch_size": 4, "seed": None}, "actor_rollout_ref": {"rollout": {"n": 4}}})
+    before.load_state_dict(before.state_dict())
+    now.load_state_dict({})  # saved before they were kept
+    assert caplog.text == ""
+    now.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    assert "with other settings: data.train_batch_size=8, now 4. The run" in caplog.text

@@ -62,6 +62,36 @@ class TrackerRuns:
         self.ids = dict(state)
 
 
+class DecisiveSettings:
+    """Settings that a run may be resumed with other values of, and is another run from there on; in a checkpoint."""
+
+    NAMES = ("data.train_batch_size", "data.gen_batch_size", "data.seed", "actor_rollout_ref.rollout.n")
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+
+    def read(self, description: Mapping[str, Any]) -> None:
+        """Take the values of a whole configuration."""
+        for name in self.NAMES:
+            value: Any = description
+            for key in name.split("."):
+                value = value.get(key) if isinstance(value, Mapping) else None
+            self.values[name] = value
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has to hold."""
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Say what has changed since."""
+        changed = [name for name, value in self.values.items() if name in state and state[name] != value]
+        if changed:
+            logger.warning(
+                "the checkpoint was made with other settings: %s. The run goes on with the new ones.",
+                ", ".join(f"{name}={state[name]}, now {self.values[name]}" for name in changed),
+            )
+
+
 class TrainingLoop:
     """Base of the trainers; a subclass says what one batch of rows does (:meth:`_one_step`)."""
 
@@ -75,10 +105,12 @@ class TrainingLoop:
         self.epochs = EpochCounter()
         self.bad_steps = BadSteps.of(trainer)
         self.tracker_runs = TrackerRuns()
+        self.settings = DecisiveSettings()
         self.controllers: dict[str, Any] = {
             "epochs": self.epochs,
             "bad_steps": self.bad_steps,
             "trackers": self.tracker_runs,
+            "settings": self.settings,
         }
         """What changes from step to step, by name: each has ``state_dict`` (as JSON has it) and ``load_state_dict``."""
         self.recovery = Recovery(trainer.recovery, self)
@@ -117,6 +149,7 @@ class TrainingLoop:
             trainer: the run's settings.
             description: the whole configuration, for the trackers.
         """
+        self.settings.read(description)
         self.recovery.protect(self._resume)
         # From a folder that the user names a run may branch off; only one that goes on by itself is the same run.
         same = trainer.resume_mode == "auto"
