@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -91,7 +92,11 @@ def test_it_goes_on_from_what_it_has_saved(tmp_path: Path) -> None:
     assert modes(tmp_path) == ["disable", "auto"]
 
 
-LOG = "log = Path(os.environ['VERL_FILE_LOGGER_PATH']).open('a'); log.write('step 1\\n'); log.flush()"
+LOG = """
+from verl.utils.file_log import THIS_RUN
+with Path(os.environ['VERL_FILE_LOGGER_PATH']).open('a') as log:
+    log.write(f'{{"step": 1, "data": {{}}, "run": "{THIS_RUN}"}}\\n')
+"""
 
 
 def test_beginning_anew_it_logs_behind_what_was_there_before_the_run(
@@ -102,7 +107,9 @@ def test_beginning_anew_it_logs_behind_what_was_there_before_the_run(
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
     finish(tmp_path, start(tmp_path, f"{LOG}\nif starts() < 3: os.kill(os.getpid(), signal.SIGKILL)"))
     assert len(modes(tmp_path)) == 3
-    assert log.read_text() == "of an earlier run\nstep 1\n"
+    first, *rest = log.read_text().splitlines()
+    assert first == "of an earlier run"
+    assert [json.loads(line)["step"] for line in rest] == [1]
 
 
 def test_what_an_earlier_run_saved_is_not_its_own(tmp_path: Path) -> None:

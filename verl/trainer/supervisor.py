@@ -6,7 +6,7 @@
       └─ the driver                         does the run; killed (out of memory, kill -9, a crash in C): the next one
                                             goes on from the newest checkpoint
 
-The driver is forked before anything of the run is loaded, so it costs neither time nor, with shared pages, memory.
+The driver is forked before any data or model is loaded, so it costs neither time nor, with shared pages, memory.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any, Self, TypeVar
 
 from verl.utils import env
 from verl.utils.checkpoint.steps import LATEST
+from verl.utils.file_log import THIS_RUN, cut_own_end
 from verl.utils.processes import die_with_parent
 
 logger = logging.getLogger(__name__)
@@ -97,9 +98,9 @@ class _FileLog:
         self._size = self._path.stat().st_size if self._path.exists() else 0
 
     def cut(self) -> None:
-        """Take off what was written since."""
+        """Take off what this run has written since."""
         if self._is_used and self._path.exists():
-            os.truncate(self._path, self._size)
+            cut_own_end(self._path, THIS_RUN, 0, self._size)
 
 
 class _PassedOn:
