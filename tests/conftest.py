@@ -75,11 +75,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(autouse=True)
 def own_logging_level() -> Iterator[None]:
-    """A run in this process sets the level of verl's loggers; the next test starts with the one before."""
-    verl = logging.getLogger("verl")
-    before = verl.level
+    """A run in this process sets the level of verl's loggers, be it a test's or that of a fixture of many tests."""
+    logging.getLogger("verl").setLevel(logging.NOTSET)
     yield
-    verl.setLevel(before)
 
 
 @pytest.fixture(scope="session")

@@ -17,14 +17,20 @@ from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimize
 from verl.workers.engine_workers import TrainingWorker
 
 
-def start(path):
+@pytest.fixture
+def pool(ray_cluster):
+    places = RayResourcePool(process_on_nodes=[2], use_gpu=False)
+    yield places
+    places.release()
+
+
+def start(path, pool):
     config = SFTConfig(
         model=HFModelConfig(path=path),
         engine=FSDPEngineConfig(dtype="fp32"),
         optim=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=2),
         checkpoint=CheckpointConfig(async_save=True, save_contents=("model", "optimizer", "extra", "hf_model")),
     )
-    pool = RayResourcePool(process_on_nodes=[2], use_gpu=False)
     group = RayWorkerGroup(pool, RayWorkerGroup.describe(TrainingWorker, config=config, device_name="cpu"))
     group.init_model()
     return group
@@ -35,11 +41,11 @@ def numbers(group, batch):
     return found["loss"], found["grad_norm"], found["lr"]
 
 
-def test_new_workers_go_on_from_the_state_of_dead_ones(tmp_path, ray_cluster):
+def test_new_workers_go_on_from_the_state_of_dead_ones(tmp_path, pool):
     path = tiny_model_dir(tmp_path / "model", "qwen3")
     batch = ragged_batch()
     plan = CheckpointPlan(root=str(tmp_path / "checkpoints"))
-    group = start(path)
+    group = start(path, pool)
     group.train_batch(batch)
     held = group.execute_all_async("snapshot", 1)
     checkpoint = TrainerCheckpoint(plan, {".": group})
@@ -53,7 +59,7 @@ def test_new_workers_go_on_from_the_state_of_dead_ones(tmp_path, ray_cluster):
     assert not next(iter(weights.values())).bits.flags.writeable  # in shared memory, not in a message
     group.shutdown()
 
-    again = start(path)
+    again = start(path, pool)
     again.restore(held)
     assert [numbers(again, batch) for _ in range(2)] == expected
     with pytest.raises(WorkerError, match="rank 0 of 2 cannot take the state"):

@@ -106,11 +106,14 @@ class Outcome:
         return f"{self.status}{detail}{': ' + last if last and not self.ok else ''}"
 
 
+_REFUSED_PROCESS = ("BlockingIOError: [Errno 11]", "RuntimeError: can't start new thread")
+
+
 def end_of(exit_code: int, stderr: str) -> tuple[Status, str | None]:
     """Status, and the name of the signal, of a program that nobody stopped.
 
     Shells and bubblewrap report a signal as 128 + its number. Memory and processes that the kernel refused
-    reach a Python program as exceptions, with which its stderr then ends.
+    reach a Python program as exceptions, with which its stderr then ends; those of several processes are mixed.
     """
     if exit_code == 0:
         return Status.OK, None
@@ -120,7 +123,7 @@ def end_of(exit_code: int, stderr: str) -> tuple[Status, str | None]:
     last = last_line(stderr)
     if last.startswith("MemoryError"):
         return Status.OUT_OF_MEMORY, None
-    if last.startswith(("BlockingIOError: [Errno 11]", "RuntimeError: can't start new thread")):
+    if any(line.startswith(_REFUSED_PROCESS) for line in stderr.splitlines()):
         return Status.TOO_MANY_PROCESSES, None
     return Status.EXIT_ERROR, None
 
