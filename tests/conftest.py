@@ -74,10 +74,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def own_logging_level() -> Iterator[None]:
+def own_logging_level() -> None:
     """A run in this process sets the level of verl's loggers, be it a test's or that of a fixture of many tests."""
     logging.getLogger("verl").setLevel(logging.NOTSET)
-    yield
 
 
 @pytest.fixture(scope="session")
