@@ -414,6 +414,11 @@ def test_cancelled_streams_are_closed(server: EngineServer) -> None:
 # ---- the end
 
 
+def is_refused(port: int) -> bool:
+    with socket.socket() as client:  # a new one each time: one that was let in is connected, whatever comes
+        return client.connect_ex((LOOPBACK, port)) == errno.ECONNREFUSED
+
+
 @pytest.mark.parametrize("how", ["killed", "killed after its guard", "ends"])
 def test_the_server_does_not_outlive_its_owner(how: str, script: Path, tmp_path: Path) -> None:
     """Killed by SIGKILL, as by Ray, or at its end without ``stop``: no process, no folder, no port is left.
@@ -437,6 +442,5 @@ def test_the_server_does_not_outlive_its_owner(how: str, script: Path, tmp_path:
     owner.wait(timeout=30)
     eventually(lambda: not is_alive(int(child)), "the end of the server's child")
     eventually(lambda: not any(Path(folder).exists() for folder in folders), "the end of its folders")
-    with socket.socket() as client:  # its child may end before the server itself
-        eventually(lambda: client.connect_ex((LOOPBACK, int(port))) == errno.ECONNREFUSED, "the end of its port")
+    eventually(lambda: is_refused(int(port)), "the end of its port")  # its child may end before the server itself
     assert asked.exists() == (how == "ends")
