@@ -63,7 +63,7 @@ class LoadsSlowly:
 
 
 async def side_by_side(folder, what):
-    """``lasts``, in its first attempt, until it is cancelled; ``blocks`` the loop until a file says so; ``short``."""
+    """``lasts``, first, until it is cancelled; ``blocks`` the loop or is ``held`` until a file says so; ``short``."""
     is_first = enters(folder, what) == 1
     if what == "blocks":
         while not (Path(folder) / "go").exists():
@@ -75,6 +75,8 @@ async def side_by_side(folder, what):
             enters(folder, "cancelled")
             if what == "lasts and clings":
                 time.sleep(600)
+    while what.startswith("held") and not (Path(folder) / "end").exists():
+        await asyncio.sleep(0.01)
     await asyncio.sleep(0)
     return os.getpid()
 
@@ -183,33 +185,46 @@ def test_a_signal_at_the_moment_of_the_fork_ends_it_as_at_any_other(who):
 
 # ---- async functions -----------------------------------------------------------------------------
 
+AT_ONCE = 8
+
+
+def more_than_fit(pool, folder):
+    """Jobs that last until the end, one of which always waits: so no process is let go for want of work."""
+    return pool.submit([{"folder": str(folder), "what": f"held {n}"} for n in range(AT_ONCE + 1)])
+
 
 def test_jobs_behind_one_that_blocks_begin_elsewhere_and_nowhere_else(tmp_path):
     """What another process does by now is not begun when the loop is free, and what was begun before is cancelled."""
-    pool = KillablePool(side_by_side, budget=KEEP_TRYING, max_concurrent=8)
+    pool = KillablePool(side_by_side, budget=KEEP_TRYING, max_concurrent=AT_ONCE)
     names = ["lasts", "blocks", "short 1", "short 2", "short 3"]
     waiting = [pool.submit([{"folder": str(tmp_path), "what": name}]) for name in names]
     (blocked,) = eventually(lambda: entries(tmp_path, "blocks"), "the job that blocks")
     others = [waiting[n].result(timeout=60)[0] for n in (0, 2, 3, 4)]
     assert [o.status for o in others] == ["ok"] * 4
     assert blocked not in [o.value for o in others]
+    held = more_than_fit(pool, tmp_path)
     (tmp_path / "go").touch()
     (outcome,) = waiting[1].result(timeout=60)
     assert (outcome.status, outcome.value) == ("ok", blocked)
     eventually(lambda: entries(tmp_path, "cancelled") == [blocked], "the end of the first attempt")
     # The loop has been round since then: whoever was ready to begin has had its turn.
     assert [len(entries(tmp_path, name)) for name in names] == [2, 1, 1, 1, 1]
+    (tmp_path / "end").touch()
+    assert {o.status for o in held.result(timeout=60)} == {"ok"}
     pool.close()
 
 
 def test_a_job_that_clings_to_a_process_costs_no_other(tmp_path):
     """It was taken back and blocks the loop as it goes: no job that comes later is late for that."""
-    pool = KillablePool(side_by_side, budget=Budget(timeout_s=20.0, kill_retries=0), max_concurrent=8)
+    pool = KillablePool(side_by_side, budget=Budget(timeout_s=20.0, kill_retries=0), max_concurrent=AT_ONCE)
     waiting = [pool.submit([{"folder": str(tmp_path), "what": name}]) for name in ("lasts and clings", "blocks")]
     (blocked,) = eventually(lambda: entries(tmp_path, "blocks"), "the job that blocks")
     assert waiting[0].result(timeout=60)[0].status == "ok"
+    held = more_than_fit(pool, tmp_path)
     (tmp_path / "go").touch()
     eventually(lambda: entries(tmp_path, "cancelled") == [blocked], "the end of the first attempt")
+    (tmp_path / "end").touch()
+    assert {o.status for o in held.result(timeout=60)} == {"ok"}
     calls = [{"folder": str(tmp_path), "what": f"short {n}"} for n in range(16)]
     assert [o.status for o in pool.map(calls)] == ["ok"] * 16
     assert waiting[1].result(timeout=60)[0].status == "ok"
