@@ -76,7 +76,7 @@ class TaskRunner:
         return controller.pool_manager(pools, self.mapping, resolve_device(config))
 
     def trainer_class(self) -> type[RayPPOTrainer]:
-        """The trainer; imported here, so that the command line answers before torch is loaded."""
+        """The trainer; imported here, so that a refused configuration is answered before the engines are loaded."""
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
         return RayPPOTrainer

@@ -219,7 +219,7 @@ class SupervisedRunner:
     trainer_class: ClassVar[type[SupervisedTrainer]]
 
     def worker_class(self) -> type:
-        """The worker; imported here, so that the command line answers before torch is loaded."""
+        """The worker; imported here, so that a refused configuration is answered before the engines are loaded."""
         raise NotImplementedError
 
     def open_data(self, config: Any, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
