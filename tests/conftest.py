@@ -15,6 +15,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import logging
+import signal
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -23,6 +24,9 @@ from typing import Any
 import pytest
 
 sys.dont_write_bytecode = False
+# `nohup` and a shell's `&` leave these ignored, for every process that is started from here too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 with suppress(ModuleNotFoundError):  # the environments of engines lack it
     from hypothesis import HealthCheck, settings
