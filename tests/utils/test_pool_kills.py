@@ -6,19 +6,18 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.waiting import eventually, is_alive, meanwhile
 from verl.errors import ProcessLostError
 from verl.utils.killable_pool import Budget, KillablePool
 from verl.utils.killable_pool.child import NO_ROOM
 from verl.utils.marked_processes import VARIABLE
-from verl.utils.processes import state_of
 
 BUDGET = Budget(timeout_s=20.0)
 
@@ -53,6 +52,23 @@ def pid_of_worker(value=0):
     return os.getpid()
 
 
+class Held:
+    """A function whose loading lasts as long as there is a file."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        (folder / "hold").touch()
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        note(self.folder, "load")
+        while (self.folder / "hold").exists():
+            time.sleep(0.01)
+
+    def __call__(self):
+        return os.getpid()
+
+
 def large(value, folder):
     note(folder, "large")
     return [value] * 3_000_000
@@ -67,22 +83,9 @@ def with_a_child(folder):
     return 1.0
 
 
-def eventually(holds, what, within_s=30):
-    deadline = time.monotonic() + within_s
-    while not (found := holds()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {within_s} s: {what}")
-        time.sleep(0.01)
-    return found
-
-
 def kill(pid, number=signal.SIGKILL):
     with suppress(ProcessLookupError):
         os.kill(pid, number)
-
-
-def is_alive(pid):
-    return bool(state_of(pid))
 
 
 OTHERS = set()
@@ -106,28 +109,6 @@ def is_keeper(process):
 def family():
     """All processes of all pools of this process."""
     return [member for keeper in keepers() for member in (keeper, *keeper.children(recursive=True))]
-
-
-@contextmanager
-def killer(act):
-    """Calls ``act`` again and again in a thread."""
-    done = threading.Event()
-
-    def run():
-        while not done.is_set():
-            try:
-                act()
-            except psutil.Error:  # it has ended while we looked
-                continue
-            done.wait(0.01)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +150,7 @@ def test_killed_while_scoring(function, which, tmp_path):
                 killed.add(pid)
 
     calls = [{"value": n, "folder": str(tmp_path), "wait_for": 2 * (n == 3)} for n in range(6)]
-    with killer(act):
+    with meanwhile(act):
         outcomes = pool.map(calls)
     assert [o.status for o in outcomes] == ["ok"] * 6
     assert [o.value for o in outcomes] == [0.0, 10.0, 20.0, 30.0, 40.0, 50.0]
@@ -181,7 +162,7 @@ def test_killed_in_every_attempt(tmp_path):
     """The number of attempts is 1 + kill_retries, and the reason names the signal."""
     pool = KillablePool(scored, num_workers=2, budget=Budget(timeout_s=20.0, kill_retries=1))
     calls = [{"value": n, "folder": str(tmp_path), "wait_for": 99 * (n == 1)} for n in range(3)]
-    with killer(lambda: [kill(pid) for pid in attempts(tmp_path, "job1")]):
+    with meanwhile(lambda: [kill(pid) for pid in attempts(tmp_path, "job1")]):
         outcomes = pool.map(calls)
     assert [o.status for o in outcomes] == ["ok", "killed", "ok"]
     assert outcomes[1].message == "the process was killed by SIGKILL, in each of 2 attempts"
@@ -200,19 +181,20 @@ def test_killed_while_starting(tmp_path):
                 killed.append(process.pid)
                 kill(process.pid)
 
-    with killer(act):
+    with meanwhile(act):
         while len(killed) < 9:
             outcomes = pool.map([{"value": n, "folder": str(tmp_path)} for n in range(4)])
             assert [o.value for o in outcomes] == [0.0, 10.0, 20.0, 30.0]
     pool.close()
 
 
-def test_none_lives_long_enough_to_start():
+def test_none_lives_long_enough_to_start(tmp_path):
     """An error that may be met with another attempt, also with the same pool."""
-    pool = KillablePool(pid_of_worker, budget=BUDGET)
+    pool = KillablePool(Held(tmp_path), budget=BUDGET)
     lost = pytest.raises(ProcessLostError, match=r"6 processes in a row were ended before they were ready.*SIGKILL")
-    with killer(lambda: [kill(process.pid) for process in keepers()]), lost:
+    with meanwhile(lambda: [kill(process.pid) for process in keepers()]), lost:
         pool.map([{}])
+    (tmp_path / "hold").unlink()
     assert pool.map([{}])[0].status == "ok"
     pool.close()
 
@@ -229,7 +211,7 @@ def test_all_at_once_again_and_again(function, tmp_path):
             time.sleep(moments.uniform(0.05, 0.4))
             rounds.extend([found] if (found := [kill(process.pid) for process in family()]) else [])
 
-    with killer(act):
+    with meanwhile(act):
         calls = [{"value": n, "folder": str(tmp_path), "seconds": 0.1} for n in range(24)]
         while len(rounds) < 5:
             assert [o.value for o in pool.map(calls)] == [10.0 * n for n in range(24)]
@@ -249,7 +231,7 @@ def test_killed_while_it_returns_its_result(tmp_path):
                 kill(pid)
                 killed.add(pid)
 
-    with killer(act):
+    with meanwhile(act):
         (outcome,) = pool.map([{"value": 7, "folder": str(tmp_path)}])
     assert outcome.status == "ok"
     assert outcome.value == [7] * 3_000_000
@@ -266,35 +248,41 @@ def test_a_limit_of_its_own_is_not_tried_again(tmp_path):
 
 @pytest.mark.parametrize("function", [scored, scored_async])
 def test_a_frozen_process_counts_as_lost(function, tmp_path):
-    pool = KillablePool(function, budget=Budget(timeout_s=2.0, kill_retries=1), max_concurrent=2)
-
-    def stop(name, most):
-        for pid in attempts(tmp_path, name)[:most]:
-            kill(pid, signal.SIGSTOP)
-
-    with killer(lambda: stop("job1", 1)):
-        (outcome,) = pool.map([{"value": 1, "folder": str(tmp_path), "wait_for": 1}])
-    assert (outcome.status, outcome.value) == ("ok", 10.0)
-    with killer(lambda: stop("job2", 9)):
-        (outcome,) = pool.map([{"value": 2, "folder": str(tmp_path), "wait_for": 99}])
-    assert (outcome.status, "SIGSTOP" in outcome.message) == ("killed", True)
-    assert len(attempts(tmp_path, "job2")) == 2
-    pool.close()
-
-
-def test_a_process_that_is_frozen_while_it_starts_is_replaced():
-    pool = KillablePool(pid_of_worker, budget=Budget(timeout_s=20.0, start_timeout_s=2.0))
-    frozen = []
+    budget = Budget(timeout_s=2.0, kill_retries=1)
+    pools = [KillablePool(function, budget=budget, max_concurrent=2) for _ in range(2)]
+    stopped = set()
 
     def act():
-        for process in keepers():
-            if not frozen:
-                frozen.append(process.pid)
-                kill(process.pid, signal.SIGSTOP)
+        for pid in set(attempts(tmp_path, "job1")) - stopped:
+            if not stopped:
+                stopped.add(pid)
+                kill(pid, signal.SIGSTOP)
+        for pid in attempts(tmp_path, "job2"):
+            kill(pid, signal.SIGSTOP)
 
-    with killer(act):
-        assert pool.map([{}])[0].status == "ok"
-    assert len(frozen) == 1
+    with meanwhile(act):
+        first = pools[0].submit([{"value": 1, "folder": str(tmp_path), "wait_for": 1}])
+        second = pools[1].submit([{"value": 2, "folder": str(tmp_path), "wait_for": 99}])
+        (outcome,) = first.result(timeout=60)
+        assert (outcome.status, outcome.value) == ("ok", 10.0)
+        (outcome,) = second.result(timeout=60)
+    assert (outcome.status, "SIGSTOP" in outcome.message) == ("killed", True)
+    assert len(attempts(tmp_path, "job2")) == 2
+    for pool in pools:
+        pool.close()
+
+
+def test_a_process_that_is_frozen_while_it_starts_is_replaced(tmp_path):
+    budget = Budget(timeout_s=20.0, start_timeout_s=3.0)
+    pool = KillablePool(Held(tmp_path), budget=budget)
+    waiting = pool.submit([{}])
+    (first,) = eventually(lambda: attempts(tmp_path, "load"), "the first start")
+    kill(first, signal.SIGSTOP)
+    object.__setattr__(budget, "start_timeout_s", 60.0)  # the next one may be late
+    (tmp_path / "hold").unlink()
+    (outcome,) = waiting.result(timeout=60)
+    assert outcome.status == "ok"
+    assert outcome.value != first
     pool.close()
 
 
@@ -307,7 +295,7 @@ def test_what_a_worker_started_ends_even_if_its_keeper_is_killed_first(tmp_path)
     assert VARIABLE in psutil.Process(child).environ()
     (keeper,) = keepers()
     kill(keeper.pid)
-    assert waiting.result(timeout=30)[0].value == 1.0
+    assert waiting.result(timeout=60)[0].value == 1.0
     eventually(lambda: not is_alive(child), "the end of the grandchild")
     pool.close()
 

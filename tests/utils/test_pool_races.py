@@ -13,21 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.waiting import eventually
 from verl.utils.killable_pool import Budget, KillablePool
 from verl.utils.killable_pool import process as pool_process
 from verl.utils.killable_pool.oom import oom_kills
 from verl.utils.processes import state_of
 
 KEEP_TRYING = Budget(timeout_s=60.0, kill_retries=100)
-
-
-def eventually(holds, what, within_s=60):
-    deadline = time.monotonic() + within_s
-    while not (found := holds()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {within_s} s: {what}")
-        time.sleep(0.005)
-    return found
 
 
 def entries(folder, name):
@@ -113,10 +105,10 @@ def test_a_worker_is_killed_while_its_keeper_is_held_up(tmp_path):
 
 def test_the_time_of_a_job_is_not_up_while_the_keeper_is_held_up(tmp_path):
     """The worker is killed before the job's time is up and the keeper says so after it."""
-    pool = KillablePool(waits_once, budget=Budget(timeout_s=2.0, kill_retries=1))
+    pool = KillablePool(waits_once, budget=Budget(timeout_s=4.0, kill_retries=1))
     waiting = pool.submit([{"folder": str(tmp_path)}])
     (first,) = eventually(lambda: entries(tmp_path, "call"), "the first attempt")
-    killed_behind_its_keeper(first, 2.5)
+    killed_behind_its_keeper(first, 4.3)
     assert waiting.result(timeout=60)[0].status == "ok"
     pool.close()
 
@@ -148,15 +140,17 @@ def test_starts_that_are_killed_while_the_keeper_is_held_up(tmp_path):
     pool.close()
 
 
-def test_a_process_that_lost_its_worker_gets_no_jobs(tmp_path):
+def test_a_process_that_lost_its_worker_gets_no_jobs(tmp_path, monkeypatch):
     """Two jobs come while the keeper has not said yet that the idle worker is gone; another process serves them."""
+    monkeypatch.setattr(pool_process, "BURY_S", 60.0)
     pool = KillablePool(waits_once, budget=Budget(timeout_s=60.0, kill_retries=0))
     (tmp_path / "call-0").touch()
     (idle,) = pool.map([{"folder": str(tmp_path)}])
     keeper = psutil.Process(idle.value).ppid()
     with held_up(keeper):
         os.kill(idle.value, signal.SIGKILL)
-        time.sleep(0.2)  # the end of the connection is noticed
+        (worker,) = pool._engine.workers
+        eventually(lambda: worker.is_cut_off, "the pool's notice of the end of the connection")
         outcomes = pool.submit([{"folder": str(tmp_path)}] * 2).result(timeout=60)
         assert [o.status for o in outcomes] == ["ok", "ok"]
         assert state_of(keeper) == "T"
