@@ -20,7 +20,7 @@ FOLDER, TOKEN = Path(os.environ["SMALL_ENGINE_FOLDER"]), f"Bearer {os.environ['V
 PLAN = json.loads((FOLDER / "plan.json").read_text())
 ROW = 4096
 lock, aborted, broken = threading.Lock(), threading.Event(), threading.Event()
-weights, answered = "", 0
+weights = ""
 
 
 class EngineDeadError(Exception):
@@ -124,27 +124,22 @@ class Handler(BaseHTTPRequestHandler):
             self.reply({})
 
     def generate(self, body):
-        global answered
         with lock, (FOLDER / f"asked-{os.getpid()}").open("a") as asked:
             asked.write(f"{body['token_ids']}\n")
         most = body["sampling_params"]["max_tokens"]
         drawn = [draw(body, step) for step in range(most)]
         last = body["token_ids"] == PLAN.get("last")
-        if last and not list(FOLDER.glob("generate-*")):  # is under way when all others were answered
-            while answered < PLAN["others"]:
-                time.sleep(0.01)
-            time.sleep(0.3)
+        while last and not (FOLDER / "others-taken").exists():  # is under way when all others have their answers
+            time.sleep(0.01)
         if body.get("stream"):
             self.stream(drawn, last)
         else:
             if last:
                 moment("generate")
-            if last and PLAN.get("slow") and aborted.wait(20):
+            if last and PLAN.get("slow") and aborted.wait(600):
                 self.reply(choice(drawn[:1], "abort"))
                 return
             self.reply(choice(drawn, "length"))
-        with lock:
-            answered += 1
 
     def stream(self, drawn, last):
         self.send_response(200)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.waiting import eventually, is_alive
 from verl.errors import RolloutError
-from verl.utils.processes import state_of
 from verl.workers.rollout.server import LOOPBACK, EngineServer, new_token
 
 ENGINE = r"""
@@ -176,18 +175,6 @@ def server(script: Path) -> Iterator[EngineServer]:
     running.start()
     yield running
     running.stop()
-
-
-def eventually(holds: Callable[[], bool], what: str) -> None:
-    for _ in range(1000):
-        if holds():
-            return
-        time.sleep(0.01)
-    pytest.fail(f"not within 10 s: {what}")
-
-
-def is_alive(pid: int) -> bool:
-    return bool(state_of(pid))
 
 
 def folders_of(server: EngineServer) -> list[Path]:

@@ -13,7 +13,6 @@ import signal
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,12 +25,14 @@ import torch.distributed as dist
 
 from tests.models import tiny_model_dir
 from tests.rollout.conformance import PROMPTS, prompt_batch, shape_of, weights_of
+from tests.waiting import eventually, is_alive, meanwhile
 from tests.workers.support import run_ranks
 from verl.errors import EngineLostError, ProcessLostError, RolloutError
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout import restarting, server
 from verl.workers.rollout.base import NO_WEIGHTS, RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.vllm import served
 from verl.workers.rollout.vllm_rollout import VLLMRollout
 
 LAST = PROMPTS[1]
@@ -52,35 +53,49 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setenv("SMALL_ENGINE_FOLDER", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    before = {process.pid for process in family()}  # such as a Ray that other files of tests share
+    monkeypatch.setattr(served, "_take", says_what_is_taken(tmp_path))
+    before = others()
     yield
-    eventually(lambda: not [p for p in family() if p.pid not in before], "the end of all processes")
+    eventually(lambda: not family(before), "the end of all processes")
     pids = [int(path.read_text()) for path in tmp_path.glob("core-*")]
-    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids)
+    eventually(lambda: not any(map(is_alive, pids)), "the end of all cores")
 
 
-def family() -> list[psutil.Process]:
-    """All processes below this one, but for the helpers of multiprocessing that stay until the end."""
+def others() -> set[int]:
+    """Processes that this one has started: a Ray that other files of tests share, and the like."""
+    return {process.pid for process in psutil.Process().children()}
+
+
+def family(but_for: set[int]) -> list[psutil.Process]:
+    """What this process has started since, and all below; but for helpers of multiprocessing that stay to the end."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            if not re.search("resource_tracker|forkserver", " ".join(process.cmdline())):
-                found.append(process)
+            helps = re.search("resource_tracker|forkserver", " ".join(process.cmdline()))
+            if process.pid not in but_for and not helps:
+                found += [process, *process.children(recursive=True)]
     return found
 
 
-def eventually(holds: Callable[[], Any], what: str, within_s: float = 30) -> Any:
-    deadline = time.monotonic() + within_s
-    while not (found := holds()):
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {within_s} s: {what}")
-        time.sleep(0.01)
-    return found
+def says_what_is_taken(folder: Path) -> Callable[[Any, Any], bool]:
+    """``served._take``, which leaves a file for the engine when all answers but that to the last prompt were taken."""
+    take, lock, ended = served._take, threading.Lock(), []
+
+    def wrapped(job: Any, answer: Any) -> bool:
+        done = take(job, answer)
+        with lock:
+            if answer["choices"][0]["finish_reason"]:
+                ended.append(job)
+            if len(ended) == OTHERS:
+                (folder / "others-taken").touch()
+        return done
+
+    return wrapped
 
 
 def rollout(model: str, folder: Path, plan: dict[str, Any], device: str = "cpu", **settings: Any) -> VLLMRollout:
     """The vLLM engine, whose interpreter is the small engine."""
-    (folder / "plan.json").write_text(json.dumps({"last": LAST, "others": OTHERS, **plan}))
+    (folder / "plan.json").write_text(json.dumps({"last": LAST, **plan}))
     python = folder / "python"
     python.write_text(f"#!{sys.executable}\n{(Path(__file__).parent / 'small_engine.py').read_text()}")
     python.chmod(0o700)
@@ -129,6 +144,7 @@ def undisturbed(model: str, tmp_path_factory: pytest.TempPathFactory) -> list[li
     folder = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SMALL_ENGINE_FOLDER", str(folder))
+        patch.setattr(served, "_take", says_what_is_taken(folder))
         engine = rollout(model, folder, {})
         steps = generated(engine)
     assert engine.restarts == 0
@@ -152,23 +168,17 @@ def killer(
     folder: Path, moment: str, which: str = "server", number: int = signal.SIGKILL, most: int = 99
 ) -> Iterator[list[int]]:
     """Kills whoever comes to the moment, ``most`` times."""
-    done, killed = threading.Event(), []
+    killed: list[int] = []
 
-    def run() -> None:
-        while not done.wait(0.01):
-            for pid in pids_at(folder, moment):
-                if pid not in killed and len(killed) < most:
-                    killed.append(pid)
-                    with suppress(ProcessLookupError, psutil.Error):
-                        os.kill(victim(folder, pid, which), number)
+    def act() -> None:
+        for pid in pids_at(folder, moment):
+            if pid not in killed and len(killed) < most:
+                killed.append(pid)
+                with suppress(ProcessLookupError, psutil.Error):
+                    os.kill(victim(folder, pid, which), number)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with meanwhile(act):
         yield killed
-    finally:
-        done.set()
-        thread.join()
 
 
 @pytest.mark.parametrize(
@@ -222,7 +232,7 @@ def test_only_what_was_not_answered_is_asked_again(
     assert sorted(first) == everything
     assert sorted(second) == sorted([str(LAST), *everything])  # the rest of one step, and the next step
     (said,) = [record.getMessage() for record in caplog.records if "engine lost" in record.getMessage()]
-    assert said.startswith("vllm engine lost; restart 1 of 3 in 0.05 s. the vllm server broke a connection")
+    assert re.match(r"vllm engine lost; restart 1 of 3 in 0.05 s. the vllm server (broke a connection|has ended)", said)
     kept = Path(said.rpartition("The whole log: ")[2].rstrip("."))
     assert kept.read_text().startswith("the small engine begins")
     assert kept.parent.stat().st_mode & 0o777 == 0o700
@@ -264,18 +274,18 @@ def test_a_stopped_process_is_found(which: str, model: str, tmp_path: Path, undi
 
 def test_a_server_that_is_stopped_while_it_starts_is_found(model: str, tmp_path: Path, undisturbed: Any) -> None:
     with killer(tmp_path, "start", number=signal.SIGSTOP, most=1) as stopped:
-        kwargs = {"start_timeout_s": 6}
-        engine = rollout(model, tmp_path, {"start": 1}, kwargs=kwargs)
+        engine = rollout(model, tmp_path, {"start": 1}, kwargs={"start_timeout_s": 4})
         assert generated(engine) == undisturbed
-    assert (len(stopped), engine.restarts) == (1, 1)
+    assert len(stopped) == 1
+    assert engine.restarts >= 1  # one that is late to start is replaced as well
 
 
 @pytest.mark.parametrize("moment", ["generate", "load"])
 def test_a_server_that_says_nothing_is_found(moment: str, model: str, tmp_path: Path, undisturbed: Any) -> None:
     """It lives, it answers its health check, and nothing else."""
-    engine = rollout(model, tmp_path, {moment: 1}, kwargs={"answer_timeout_s": 4})
+    engine = rollout(model, tmp_path, {moment: 1}, kwargs={"answer_timeout_s": 2})
     assert generated(engine) == undisturbed
-    assert engine.restarts == 1
+    assert engine.restarts >= 1  # one that is late to answer is replaced as well
 
 
 def test_after_the_last_restart_the_first_error_is_first(
@@ -286,9 +296,10 @@ def test_after_the_last_restart_the_first_error_is_first(
     with killer(tmp_path, "load"), pytest.raises(ProcessLostError) as lost, engine.awake(weights(), 0):
         pytest.fail("there is no engine")
     text = str(lost.value)
-    assert text.startswith(
-        "the vllm engine was lost 2 times without a finished generation; the first time: the vllm server broke a "
-        "connection (RemoteProtocolError). The end of its log:\n    the small engine begins"
+    assert re.match(
+        "the vllm engine was lost 2 times without a finished generation; the first time: the vllm server "
+        r"(broke a connection \(\w+\)|has ended)\. The end of its log:\n    the small engine begins",
+        text,
     )
     assert "ended with status -9." in text
     logs = [word.rstrip(".") for word in text.split() if word.rstrip(".").endswith("server.log")]
@@ -369,6 +380,7 @@ def on_each_rank(rank: int, world_size: int, folder: Path, model: str) -> None:
     own.mkdir()
     os.environ["SMALL_ENGINE_FOLDER"] = str(own)
     tempfile.tempdir = str(own)
+    served._take = says_what_is_taken(own)
     calls = []
 
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
