@@ -67,17 +67,27 @@ def transfer_rows(result: Result) -> list[Row]:
 
 
 def scaling_rows(result: Result) -> list[Row]:
-    """Times over linear growth from the first measurement of each part."""
+    """Times over linear growth from the first measurement of each part, and over those of ranks that are apart."""
     rows, first = [], {}
+    apart = {found["part"]: found for found in result["results"] if found["groups"] > 1}
     for found in result["results"]:
         start = first.setdefault(found["part"], found)
-        if start is found:
+        if start is found or found["groups"] > 1:
             continue
         key = found["part"]
+        floor = apart.get(key)
         for kind in ("rollout", "step"):
-            what = f"{kind} time, {key} {start[key]:,} → {found[key]:,}"
-            detail = f"{start[f'{kind}_s']:.2f} s → {found[f'{kind}_s']:.2f} s"
-            rows.append(Row(what, "linear", found[f"{kind}_of_linear"], 1.0, False, detail))
+            what, seconds, linear = (
+                f"{kind} time, {key} {start[key]:,} → {found[key]:,}",
+                f"{kind}_s",
+                f"{kind}_of_linear",
+            )
+            detail = f"{start[seconds]:.2f} s → {found[seconds]:.2f} s"
+            rows.append(Row(what, "linear", found[linear], 1.0, False, detail))
+            if floor is not None:
+                against = f"{floor['groups']} separate runs, side by side, that share the work"
+                detail = f"{found[seconds]:.2f} s : {floor[seconds]:.2f} s, which is {floor[linear]:.3g} of linear"
+                rows.append(Row(what, against, found[seconds] / floor[seconds], None, False, detail))
     return rows
 
 
@@ -122,7 +132,7 @@ PARTS = (
         "scaling",
         "Scaling",
         scaling_rows,
-        arguments=(*ROLLOUT, "--repeats", "1"),
+        arguments=ROLLOUT,
         tiny=("--parts", "ranks", "--repeats", "1"),
     ),
 )
@@ -188,6 +198,8 @@ def verdict(row: Row) -> str:
     """Met, or by how much it falls short."""
     if row.ratio is None:
         return row.detail
+    if row.target is None:
+        return "for comparison"
     if row.is_met:
         return "met"
     factor = row.target / row.ratio if row.at_least else row.ratio / row.target
@@ -196,7 +208,7 @@ def verdict(row: Row) -> str:
 
 def target(row: Row) -> str:
     """The target, as the table shows it."""
-    return f"{'≥' if row.at_least else '≤'} {row.target:g}"
+    return "" if row.target is None else f"{'≥' if row.at_least else '≤'} {row.target:g}"
 
 
 def table(rows: Sequence[Row]) -> list[str]:

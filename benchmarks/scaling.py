@@ -6,8 +6,13 @@ scaling and not about threads. Random weights hardly ever end a response, and th
 besides: every response has the full length.
 
 A step is what a run of GRPO with a reference does with a rollout: old log-probs, reference log-probs, one update.
-Linear means: half the time on two ranks; time in proportion to the responses, and to their length. The last column
-is the time over what linear growth from the first row of its part would give; up to 1 is no worse than linear. ::
+Linear means: half the time on two ranks; time in proportion to the responses, and to their length. The last columns
+are the times over what linear growth from the first row of their part would give; up to 1 is no worse than linear.
+All rows of a part take turns, and the least time of each counts.
+
+Two ranks are also measured apart: as two runs of one rank, side by side, each with half of the work and a model of
+its own. They exchange nothing, so what they miss linear by is what the machine takes for two processes at a time
+(cache, memory, clock), and what two ranks of one run miss it by beyond that is what their exchange costs. ::
 
     python benchmarks/scaling.py [--rollout native] [--parts ranks responses length] [--json scaling.json]
 """
@@ -17,12 +22,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -52,6 +59,8 @@ SHAPE = {
 PROMPT_LENGTH, SAMPLES = 24, 8
 TOKENS_PER_MICRO_BATCH = 4096
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Work:
@@ -60,10 +69,17 @@ class Work:
     ranks: int
     responses: int
     length: int
+    groups: int = 1
+    """Runs that know nothing of each other, each with its part of the ranks and of the responses."""
+
+    @property
+    def size(self) -> float:
+        """What the time of one rank is in proportion to, if it is linear."""
+        return self.responses * self.length / self.ranks
 
 
 PARTS = {
-    "ranks": [Work(1, 64, 128), Work(2, 64, 128)],
+    "ranks": [Work(1, 64, 128), Work(2, 64, 128), Work(2, 64, 128, groups=2)],
     "responses": [Work(2, 64, 32), Work(2, 512, 32)],
     "length": [Work(2, 16, 128), Work(2, 16, 1024)],
 }
@@ -78,13 +94,13 @@ def make_model(folder: Path) -> str:
 
 
 def start(path: str, work: Work, rollout: str, pool: RayResourcePool) -> RayWorkerGroup:
-    """Actor, reference and rollout in one process for each rank."""
+    """Actor, reference and rollout in one process for each rank of a run."""
     fp32 = FSDPEngineConfig(dtype="fp32")
     config = ActorRolloutRefConfig(
         model=HFModelConfig(path=path),
         actor=FSDPActorConfig(
             fsdp_config=fp32,
-            ppo_mini_batch_size=work.responses // SAMPLES,
+            ppo_mini_batch_size=work.responses // work.groups // SAMPLES,
             use_dynamic_bsz=True,
             ppo_max_token_len_per_gpu=TOKENS_PER_MICRO_BATCH,
             use_kl_loss=True,
@@ -110,15 +126,20 @@ def start(path: str, work: Work, rollout: str, pool: RayResourcePool) -> RayWork
     return group
 
 
-def prompts(responses: int, step: int) -> DataProto:
+def prompts(responses: int, seed: int, step: int) -> DataProto:
     """Random prompts of full length, each as often as it has responses."""
-    ids = torch.randint(4, 104, (responses // SAMPLES, PROMPT_LENGTH), generator=torch.Generator().manual_seed(step))
+    ids = torch.randint(4, 104, (responses // SAMPLES, PROMPT_LENGTH), generator=torch.Generator().manual_seed(seed))
     ids = ids.repeat_interleave(SAMPLES, 0)
     return DataProto.from_dict(
         {"input_ids": ids, "attention_mask": torch.ones_like(ids)},
         {"uid": [str(i // SAMPLES) for i in range(responses)], "sample_index": [i % SAMPLES for i in range(responses)]},
         {"global_steps": step, "validate": False},
     )
+
+
+def one_rollout(group: RayWorkerGroup, given: DataProto) -> DataProto:
+    """The prompts with their responses."""
+    return given.select([]) | group.generate_sequences(given)
 
 
 def one_step(group: RayWorkerGroup, batch: DataProto) -> None:
@@ -130,19 +151,55 @@ def one_step(group: RayWorkerGroup, batch: DataProto) -> None:
     group.update_actor(batch | DataProto.from_dict({"advantages": sign[:, None] * mask}))
 
 
-def seconds(group: RayWorkerGroup, work: Work, repeats: int) -> tuple[float, float]:
-    """Median time of a rollout and of a step, after one of each that warms up."""
-    rollouts, steps = [], []
-    for step in range(repeats + 1):
-        given = prompts(work.responses, step)
+class Contender:
+    """The runs of one measurement, side by side; between its turns their ranks sleep."""
+
+    def __init__(self, path: str, work: Work, rollout: str) -> None:
+        self.work = work
+        self.rollouts: list[float] = []
+        """Seconds of each turn; the first warms up."""
+        self.steps: list[float] = []
+        self._pools = [RayResourcePool([work.ranks // work.groups], use_gpu=False) for _ in range(work.groups)]
+        self._groups = [start(path, work, rollout, pool) for pool in self._pools]
+        self._threads = ThreadPoolExecutor(work.groups)
+
+    def turn(self) -> None:
+        """One rollout and one step of each run; a time ends when the last of them has ended."""
+        work, step = self.work, len(self.rollouts)
+        given = [prompts(work.responses // work.groups, work.groups * step + i, step) for i in range(work.groups)]
         started = time.perf_counter()
-        batch = given.select([]) | group.generate_sequences(given)
+        batches = self._at_once(one_rollout, given)
         generated = time.perf_counter()
-        one_step(group, batch)
-        rollouts.append(generated - started)
-        steps.append(time.perf_counter() - generated)
-        assert batch.batch["response_mask"].sum() == work.responses * work.length
-    return statistics.median(rollouts[1:]), statistics.median(steps[1:])
+        self._at_once(one_step, batches)
+        self.rollouts.append(generated - started)
+        self.steps.append(time.perf_counter() - generated)
+        assert sum(int(batch.batch["response_mask"].sum()) for batch in batches) == work.responses * work.length
+
+    def _at_once(self, call: Callable[[RayWorkerGroup, DataProto], T], batches: Iterable[DataProto]) -> list[T]:
+        return list(self._threads.map(call, self._groups, batches))
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._threads.shutdown()
+        for group, pool in zip(self._groups, self._pools, strict=True):
+            group.shutdown()
+            pool.release()
+
+
+def rows_of(part: str, found: list[tuple[Work, float, float]]) -> list[dict]:
+    """Work and seconds of rollout and step as JSON; the first is what the others are compared with."""
+    first, first_rollout, first_step = found[0]
+    return [
+        {
+            "part": part,
+            **asdict(work),
+            "rollout_s": rollout,
+            "step_s": step,
+            "rollout_of_linear": rollout / first_rollout / (work.size / first.size),
+            "step_of_linear": step / first_step / (work.size / first.size),
+        }
+        for work, rollout, step in found
+    ]
 
 
 class Benchmark:
@@ -151,7 +208,7 @@ class Benchmark:
     def run(self, config: argparse.Namespace) -> None:
         results = []
         print(f"rollout: {config.rollout}; one thread per rank, {os.cpu_count()} cores")
-        print(f"{'':10}{'ranks':>6}{'responses':>10}{'length':>7}{'rollout s':>11}{'step s':>9}{'of linear':>19}")
+        print(f"{'':10}{'ranks':>8}{'responses':>10}{'length':>7}{'rollout s':>11}{'step s':>9}{'of linear':>19}")
         with tempfile.TemporaryDirectory() as folder:
             path = make_model(Path(folder))
             for part in config.parts:
@@ -161,27 +218,20 @@ class Benchmark:
 
     def part(self, part: str, path: str, config: argparse.Namespace) -> list[dict]:
         """One part of the table."""
-        rows: list[dict] = []
-        for work in PARTS[part]:
-            pool = RayResourcePool([work.ranks], use_gpu=False)
-            group = start(path, work, config.rollout, pool)
-            rollout, step = seconds(group, work, config.repeats)
-            group.shutdown()
-            pool.release()
-            first = rows[0] if rows else {"rollout_s": rollout, "step_s": step, **asdict(work)}
-            growth = work.responses * work.length / work.ranks
-            growth /= first["responses"] * first["length"] / first["ranks"]
-            row = {
-                "part": part,
-                **asdict(work),
-                "rollout_s": rollout,
-                "step_s": step,
-                "rollout_of_linear": rollout / first["rollout_s"] / growth,
-                "step_of_linear": step / first["step_s"] / growth,
-            }
-            rows.append(row)
+        contenders: list[Contender] = []
+        try:
+            contenders += [Contender(path, work, config.rollout) for work in PARTS[part]]
+            for number in range(config.repeats + 1):
+                for contender in contenders if number % 2 == 0 else reversed(contenders):
+                    contender.turn()
+        finally:
+            for contender in contenders:
+                contender.close()
+        rows = rows_of(part, [(c.work, min(c.rollouts[1:]), min(c.steps[1:])) for c in contenders])
+        for row in rows:
+            ranks = f"{row['ranks']}{' apart' if row['groups'] > 1 else ''}"
             print(
-                f"{part:10}{work.ranks:6}{work.responses:10}{work.length:7}{rollout:11.2f}{step:9.2f}"
+                f"{part:10}{ranks:>8}{row['responses']:10}{row['length']:7}{row['rollout_s']:11.2f}{row['step_s']:9.2f}"
                 f"{row['rollout_of_linear']:10.2f}{row['step_of_linear']:9.2f}",
                 flush=True,
             )
@@ -192,10 +242,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollout", default="native", help="rollout.name")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3, help="turns that count, after one that warms up")
     parser.add_argument("--json")
     args = parser.parse_args()
-    ray_init = {"num_cpus": 2, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    # Ranks that wait for their turn have a place too.
+    places = max(sum(work.ranks for work in PARTS[part]) for part in args.parts)
+    ray_init = {"num_cpus": places, "include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     run_task(Benchmark, args, OmegaConf.create({"ray_init": ray_init, "timeline_json_file": None}))
 
 

@@ -249,15 +249,16 @@ class Row:
     against: str
     ratio: float | None
     """None: not measured, for the reason in ``detail``."""
-    target: float
+    target: float | None
+    """None: no target of its own; it says what part another row's figure has."""
     at_least: bool
     """The ratio shall not be below the target; else not above it."""
     detail: str
 
     @property
     def is_met(self) -> bool | None:
-        """Whether the target is reached; None where nothing was measured."""
-        if self.ratio is None:
+        """Whether the target is reached; None where nothing was measured, or there is none."""
+        if self.ratio is None or self.target is None:
             return None
         return self.ratio >= self.target if self.at_least else self.ratio <= self.target
 

@@ -304,18 +304,30 @@ def test_rows_of_the_parts_that_have_none_of_their_own():
     (found_row,) = performance.transfer_rows(transfer)
     assert found_row.ratio == 4.5  # 90 / 20
     assert found_row.is_met
-    one = {
-        "part": "ranks",
-        "ranks": 1,
-        "rollout_s": 2.0,
-        "step_s": 3.0,
-        "rollout_of_linear": 1.0,
-        "step_of_linear": 1.0,
-    }
-    two = one | {"ranks": 2, "rollout_s": 1.0, "step_s": 1.8, "rollout_of_linear": 1.0, "step_of_linear": 1.2}
-    rollout, step = performance.scaling_rows({"results": [one, two]})
-    assert (rollout.what, rollout.ratio, rollout.is_met) == ("rollout time, ranks 1 → 2", 1.0, True)
-    assert (step.what, step.ratio, step.is_met) == ("step time, ranks 1 → 2", 1.2, False)
+
+
+def test_scaling_is_compared_with_linear_and_ranks_also_with_runs_that_exchange_nothing(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the module sets for its ranks
+    import scaling
+    from scaling import Work as Part
+
+    ranks = [(Part(1, 64, 128), 2.0, 4.0), (Part(2, 64, 128), 1.0, 2.5), (Part(2, 64, 128, groups=2), 0.8, 2.0)]
+    length = [(Part(2, 16, 128), 0.5, 1.0), (Part(2, 16, 1024), 6.0, 4.0)]
+    found = scaling.rows_of("ranks", ranks) + scaling.rows_of("length", length)
+    rows = performance.scaling_rows({"results": found})
+    shown = [(row.what.removesuffix(" time, ranks 1 → 2"), row.against[:6], row.ratio, row.is_met) for row in rows[:4]]
+    assert shown == [
+        ("rollout", "linear", 1.0, True),  # 1.0 : 2.0 / 2
+        ("rollout", "2 sepa", 1.25, None),  # 1.0 : 0.8
+        ("step", "linear", 1.25, False),  # 2.5 : 4.0 / 2
+        ("step", "2 sepa", 1.25, None),  # 2.5 : 2.0
+    ]
+    assert rows[1].detail == "1.00 s : 0.80 s, which is 0.8 of linear"  # 0.8 : 2.0 / 2
+    assert [(row.what, row.ratio) for row in rows[4:]] == [
+        ("rollout time, length 128 → 1,024", 1.5),  # 6.0 : 0.5 * 8
+        ("step time, length 128 → 1,024", 0.5),  # 4.0 : 1.0 * 8
+    ]
+    assert performance.table(rows)[3].endswith("|  | 1.25 | for comparison |")
 
 
 def test_a_part_that_fails_stops_the_collection(tmp_path, monkeypatch):
