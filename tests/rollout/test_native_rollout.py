@@ -7,6 +7,8 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -121,6 +123,54 @@ def test_calls_from_several_threads_take_turns(tmp_path: Path) -> None:
     assert found == [oracle_greedy(prompt, 12) for prompt in prompts]
 
 
+MEANWHILE: dict[str, Callable[[NativeRollout], None]] = {
+    "an update": lambda engine: engine.load_weights(weights_of(seed=1), version=1),
+    "sleep": lambda engine: engine.sleep(),
+}
+
+
+@pytest.mark.parametrize("what", MEANWHILE)
+def test_what_another_thread_does_waits_for_the_responses_that_are_being_drawn(what: str, tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).ready(free_cache_engine=True)
+    assert isinstance(engine, NativeRollout)
+    is_asked, is_done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        is_asked.set()
+        MEANWHILE[what](engine)
+        is_done.set()
+
+    thread = threading.Thread(target=other)
+    passes = []
+
+    def at_a_pass(*_: object) -> None:
+        passes.append(is_done.is_set())
+        if len(passes) == 4:
+            thread.start()
+            is_asked.wait()
+            is_done.wait(0.2)  # it would be done by then if it did not wait
+
+    engine._model.module.get_input_embeddings().register_forward_hook(at_a_pass)
+    outputs = engine.generate([greedy([10, 20, 30])])
+    thread.join()
+    assert tokens_of(outputs) == [oracle_greedy([10, 20, 30], 12)]
+    assert outputs[0].weight_version == 0
+    assert passes[:12] == [False] * 12
+
+
+def test_an_abort_is_heard_between_two_prompts(tmp_path: Path) -> None:
+    engine = EngineUnderTest("native", tmp_path).ready(max_num_batched_tokens=2)
+    assert isinstance(engine, NativeRollout)
+    counter = Counter(engine._model)
+    hook = engine._model.module.get_input_embeddings().register_forward_hook(lambda *_: engine.abort())
+    outputs = engine.generate([greedy([10 + i, 20]) for i in range(9)])
+    assert {output.finish_reason for output in outputs} == {"abort"}
+    assert counter.passes[0] == 2
+    assert sum(counter.passes) <= 3  # the first prompt, and at most one token after it
+    hook.remove()
+    assert tokens_of(engine.generate([greedy([10, 20])])) == [oracle_greedy([10, 20], 12)]
+
+
 def test_memory_grows_for_whatever_asks_for_more(tmp_path: Path) -> None:
     """More rows than are needed do not make up for prompts or responses that do not fit."""
     engine = EngineUnderTest("native", tmp_path).ready(prompt_length=64, response_length=64)
@@ -195,6 +245,17 @@ def test_weights_that_it_holds_already_are_not_taken_anew_and_any_other_is(tmp_p
     assert after(own) == seen[-1]
     apart.mul_(-2)
     assert after(own) == of_a_new_engine(own) != seen[-1]
+    # The memory that it holds, read in another order, or in another format.
+    name = "model.layers.1.self_attn.v_proj.weight"
+    own[name] = torch.arange(64 * 64).view(64, 64).remainder(7).to(torch.int32).view(torch.float32)
+    nearly_zero = after(own)
+    own[name] = own[name].view(torch.int32)
+    rows = after(own)
+    assert rows == of_a_new_engine(own) != nearly_zero
+    own[name] = own[name].float()
+    assert after(own) == rows
+    own[name] = own[name].t()
+    assert after(own) == of_a_new_engine(own) != rows
 
 
 @pytest.mark.parametrize("problem", ["shape", "unknown", "missing"])
@@ -411,6 +472,35 @@ def test_an_architecture_that_it_cannot_serve_is_refused_with_the_engines_that_m
     model = UNKNOWN[kind]().eval()
     with pytest.raises(RolloutError, match=r"cannot serve .*rollout\.name.*vllm, sglang, hf"):
         loaded(model, tmp_path)
+
+
+def test_weights_that_are_no_numbers_tell_nothing_about_an_architecture(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = transformers.DiffLlamaForCausalLM(transformers.DiffLlamaConfig(**SMALL)).eval()  # two softmaxes a head
+    broken = {name: torch.full_like(tensor, float("nan")) for name, tensor in model.state_dict().items()}
+    engine = engine_for(saved(model, tmp_path))
+    engine.load_weights(broken.items(), version=0)
+    with pytest.raises(RolloutError, match="not finite"):
+        engine.generate([request([10, 20])])
+    with pytest.raises(RolloutError, match=r"DiffLlama.*differ by"):
+        engine.load_weights(model.state_dict().items(), version=1)
+
+
+def test_a_window_that_attention_is_not_told_of_is_refused_however_wide_it_is(tmp_path: Path) -> None:
+    """Transformers' Qwen2-MoE has its windows in masks alone."""
+    torch.manual_seed(0)
+    model = transformers.Qwen2MoeForCausalLM(
+        transformers.Qwen2MoeConfig(
+            **SMALL | {"head_dim": 8, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+            shared_expert_intermediate_size=16,
+            use_sliding_window=True,
+            sliding_window=20,
+            layer_types=["sliding_attention", "full_attention"],
+        )
+    ).eval()
+    with pytest.raises(RolloutError, match=r"Qwen2Moe.*differ by"):
+        loaded(model, tmp_path)
+    assert model.config.sliding_window == 20
 
 
 def test_a_rotation_that_depends_on_the_longest_text_of_a_pass_is_refused(tmp_path: Path) -> None:

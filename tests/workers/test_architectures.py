@@ -31,6 +31,16 @@ PACKED = {
 PADDED = {
     "Lfm2": ({"layer_types": ["conv", "full_attention"], "block_ff_dim": 128}, "packed sequences see each other"),
     "GptOss": ({"num_local_experts": 2, "head_dim": 16, "num_experts_per_tok": 1}, "it needs s_aux"),
+    "Qwen2Moe": (
+        MOE
+        | {
+            "shared_expert_intermediate_size": 32,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "past a window that attention is not told of",
+    ),
     "Mamba": ({}, "its code has no exchangeable attention"),
 }
 

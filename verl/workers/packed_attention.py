@@ -6,7 +6,8 @@ sequence and to nothing else, so no padding is computed and no mask of (tokens x
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -14,7 +15,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -63,7 +64,7 @@ class AttentionRule:
 
 
 def packed_attention_forward(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -140,6 +141,29 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
     visible = band if band is not None else torch.ones(length, length, dtype=torch.bool, device=q.device).tril()
     weights = scores.masked_fill(~visible, float("-inf")).float().softmax(-1).to(q.dtype)
     return functional.dropout(weights, rule.dropout) @ v
+
+
+@contextmanager
+def short_windows(model: nn.Module, tokens: int) -> Iterator[None]:
+    """Sliding windows of at most ``tokens`` inside, in the layers and in the configs that masks are made from.
+
+    A short text then shows whether attention is told of a layer's window, or only a mask that packing does not use.
+    """
+    owners: list[Any] = [owner for module in model.modules() for owner in (module, getattr(module, "config", None))]
+    found = {id(owner): owner for owner in owners if _window_of(owner) > tokens}
+    before = [(owner, owner.sliding_window) for owner in found.values()]
+    try:
+        for owner, _ in before:
+            owner.sliding_window = tokens
+        yield
+    finally:
+        for owner, window in before:
+            owner.sliding_window = window
+
+
+def _window_of(owner: Any) -> int:
+    window = getattr(owner, "sliding_window", None)
+    return window if isinstance(window, int) else 0
 
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Packing, AttentionRule], Tensor]

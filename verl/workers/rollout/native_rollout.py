@@ -44,7 +44,8 @@ class NativeRollout(BaseRollout):
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
         self._sized_for: tuple[int, ...] = (0, 0, 0)  # rows, prompt, response: what the memory was asked to hold
-        self._memory_lock = threading.Lock()
+        self._lock = threading.Lock()
+        """Of weights and memory: nobody takes them from a running ``generate``."""
         self._is_checked = False
 
     def _check_rotation(self) -> None:
@@ -65,13 +66,15 @@ class NativeRollout(BaseRollout):
     def sleep(self) -> None:
         """With ``rollout.free_cache_engine`` forget keys, values and weights; else keep the memory for the next time.
 
-        On a CPU the pages of keys and values are lent to the system, which takes them when memory is short.
+        A ``generate`` that runs in another thread ends first. On a CPU the pages of keys and values are lent to the
+        system, which takes them when memory is short.
         """
         if not self.config.free_cache_engine:
             return
-        self._drop_memory()
-        self._model.drop()
-        self.weight_version = NO_WEIGHTS
+        with self._lock:
+            self._drop_memory()
+            self._model.drop()
+            self.weight_version = NO_WEIGHTS
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -82,7 +85,14 @@ class NativeRollout(BaseRollout):
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """See :meth:`BaseRollout.load_weights`. Tied weights may come under one of their names or under all."""
+        """See :meth:`BaseRollout.load_weights`. Tied weights may come under one of their names or under all.
+
+        A ``generate`` that runs in another thread ends first, with the weights that it began with.
+        """
+        with self._lock:
+            self._load_weights(weights, version)
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weight_version = NO_WEIGHTS
         problems = self._model.load(weights)
         if problems:
@@ -93,8 +103,7 @@ class NativeRollout(BaseRollout):
                 "override_config."
             )
         if not self._is_checked:
-            check_model(self._model)
-            self._is_checked = True
+            self._is_checked = check_model(self._model)
         self.weight_version = version
 
     # ---- generation
@@ -102,7 +111,7 @@ class NativeRollout(BaseRollout):
     @torch.inference_mode()
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
         """See :meth:`BaseRollout.generate`; a call from another thread waits until this one has ended."""
-        with self._memory_lock:
+        with self._lock:
             return self._generate(requests)
 
     def _generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:

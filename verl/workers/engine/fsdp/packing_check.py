@@ -2,7 +2,8 @@
 
 A model whose layers look beyond attention masks (recurrent layers, convolutions, attention sinks) would
 mix up packed sequences without an error. So would a head that does more to its logits than
-``LogitRule`` knows. Both show in this trial, whatever the architecture is called.
+``LogitRule`` knows. Both show in this trial, whatever the architecture is called. Sliding windows are made shorter than
+its sequences meanwhile, or a window that attention is not told of would not show.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from verl.errors import ConfigError
 from verl.workers.engine.fsdp.fast_layers import use_fast_layers
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.engine.fsdp.model import HeadedModel, use_packed_attention
-from verl.workers.packed_attention import Packing
+from verl.workers.packed_attention import Packing, short_windows
 
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (5, 3)
+_WINDOW = 2
+"""Tokens of a sliding window meanwhile."""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference, relative to the largest number, that is rounding."""
 
@@ -42,6 +45,11 @@ def choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device, d
     Raises:
         ConfigError: also padded, the model's log-probs cannot be computed by this engine.
     """
+    with short_windows(model.hf, _WINDOW):
+        return _choose_form(model, packed_wanted, device, dtype)
+
+
+def _choose_form(model: HeadedModel, packed_wanted: bool, device: torch.device, dtype: torch.dtype) -> bool:
     sequences = _sequences(model, device)
     expected = torch.cat([_run(model, [ids], packed=False, reference=True) for ids in sequences])
     padded = torch.cat([_run(model, [ids], packed=False) for ids in sequences])
@@ -94,7 +102,8 @@ def _why_not_packed(model: HeadedModel, sequences: list[Tensor], expected: Tenso
     except (ConfigError, TypeError) as error:
         return str(error).rstrip(".")
     if not _agree(packed, expected, dtype):
-        return f"packed sequences see each other (log-probs differ by {_difference(packed, expected):.2g})"
+        difference = f"log-probs differ by {_difference(packed, expected):.2g}"
+        return f"packed sequences see each other, or past a window that attention is not told of ({difference})"
     return None
 
 

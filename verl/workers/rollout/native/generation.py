@@ -79,7 +79,7 @@ class Generation:
         """Draw until every row has ended, or until ``aborted``."""
         rows, logits = self.drawn[:0], None  # the running rows, and what each goes on from
         while not aborted.is_set():
-            for new_rows, new_logits in self._admit():
+            for new_rows, new_logits in self._admit(aborted):
                 rows = torch.cat([rows, new_rows])
                 logits = new_logits if logits is None else torch.cat([logits, new_logits])
             if logits is None:
@@ -87,14 +87,14 @@ class Generation:
             rows, newest = self._draw(logits, rows)
             logits = self._model.decode(self._memory, newest) if len(rows) else None
 
-    def _admit(self) -> list[tuple[Tensor, Tensor]]:
+    def _admit(self, aborted: Event) -> list[tuple[Tensor, Tensor]]:
         """Rows for which there is room, and the logits of their first tokens; one pair for each pass."""
         memory = self._memory
         free = memory.room - memory.rows
         if not self._waiting or (memory.rows and free < max(_REFILL_AT * memory.room, len(self._waiting[0].rows))):
             return []
         passes = []
-        while chosen := self._next_pass(memory.room - memory.rows):
+        while not aborted.is_set() and (chosen := self._next_pass(memory.room - memory.rows)):
             counts = [len(group.rows) for group in chosen]
             memory.admit([len(group.prompt_ids) for group in chosen], counts)
             logits = self._model.prefill(memory, [group.prompt_ids for group in chosen])

@@ -78,7 +78,7 @@ class NativeModel:
                 place.put(tensor.detach(), self.device, self.dtype)
                 loaded.add(place)
         if changed:
-            self._forget()
+            self.forget()
         missing = {place: name for name, place in reversed(self._places.items()) if place not in loaded}
         return problems + [f"{name} is missing" for name in reversed(missing.values())]
 
@@ -87,11 +87,12 @@ class NativeModel:
 
     def drop(self) -> None:
         """Keep no tensor alive."""
-        self._forget()
+        self.forget()
         for place in self._places.values():
             place.drop()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Weights or windows are others now: nothing that was made of them is used again."""
         if self._step is not None:
             self._step.forget()
 
