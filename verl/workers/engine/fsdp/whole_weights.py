@@ -26,7 +26,7 @@ BUCKET_BYTES = 64 << 20
 _ALIGNMENT = 64
 
 
-@dataclass
+@dataclass(slots=True)
 class _Weight:
     """Where the module keeps a parameter, and the tensor that is lent for it."""
 
@@ -34,6 +34,8 @@ class _Weight:
     owner: dict[str, nn.Parameter | None]
     key: str
     lent: Tensor | None = None
+    pointer: int = 0
+    """To the memory of what is lent."""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -41,10 +43,11 @@ class _Weight:
 
     def lend(self) -> Tensor:
         """The parameter without autograd; made anew only if the parameter has gone to other memory."""
-        parameter, lent = self.parameter, self.lent
-        if lent is None or lent.data_ptr() != parameter.data_ptr():
-            self.lent = lent = parameter.detach()
-        return lent
+        parameter = self.parameter
+        pointer = parameter.data_ptr()
+        if self.lent is None or self.pointer != pointer:
+            self.lent, self.pointer = parameter.detach(), pointer
+        return self.lent
 
 
 @dataclass

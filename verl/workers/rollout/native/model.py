@@ -47,6 +47,7 @@ class NativeModel:
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
         self._standard_attention = self.module.config._attn_implementation
         self._places = _places_of_parameters(self.module)
+        self._count = len(set(self._places.values()))
         self._step = compiled_step(self.kernels, self.module)
         if device.type == "cpu":
             for layer in self.module.modules():
@@ -79,6 +80,8 @@ class NativeModel:
                 loaded.add(place)
         if changed:
             self.forget()
+        if len(loaded) == self._count:
+            return problems
         missing = {place: name for name, place in reversed(self._places.items()) if place not in loaded}
         return problems + [f"{name} is missing" for name in reversed(missing.values())]
 
@@ -171,11 +174,16 @@ class _Place:
         without_memory: the parameter as the module begins, on the meta device.
     """
 
+    __slots__ = ("_dtype", "_places", "_pointer", "_shape", "_without_memory")
+
     def __init__(self, without_memory: nn.Parameter) -> None:
         self._places: list[tuple[nn.Module, str]] = []
         self._without_memory = without_memory
-        self._shared: Tensor | None = None
-        """The parameter, if it is the memory of a tensor that was given, and of no copy."""
+        # An update is a look at each weight when none is in a cache: so what a look needs is kept beside the parameter.
+        self._pointer: int | None = None
+        """Where the parameter begins, if it is the memory of a tensor that was given, and of no copy."""
+        self._dtype: torch.dtype | None = None
+        self._shape = without_memory.shape
 
     def add(self, module: nn.Module, name: str) -> None:
         self._places.append((module, name))
@@ -187,17 +195,23 @@ class _Place:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the parameter is this tensor: the same memory, shape and format, whatever its numbers are now."""
-        shared = self._shared
-        return shared is not None and shared.dtype is tensor.dtype and shared.is_set_to(tensor)
+        # The parameter keeps its memory alive: nothing else can begin where it does.
+        return (
+            tensor.data_ptr() == self._pointer
+            and tensor.dtype is self._dtype
+            and tensor.shape == self._shape
+            and tensor.is_contiguous()
+        )
 
     def put(self, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
         used = tensor.to(device, dtype)
         self._register(nn.Parameter(used, requires_grad=False))
         # What is not contiguous is copied once more by whoever computes with it.
-        self._shared = used if used.is_set_to(tensor) and used.is_contiguous() else None
+        self._pointer = used.data_ptr() if used.is_set_to(tensor) and used.is_contiguous() else None
+        self._dtype = used.dtype
 
     def drop(self) -> None:
-        self._shared = None
+        self._pointer = None
         self._register(self._without_memory)
 
     def _register(self, parameter: nn.Parameter) -> None:
