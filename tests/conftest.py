@@ -88,6 +88,11 @@ def ray_cluster() -> Iterator[None]:
     """One real Ray for the whole test session, with room for four one-core workers."""
     import ray
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    if sys.platform == "linux":
+        from tests import ray_forks
+
+        ray_forks.install()
+    # Its own, also where others have left the address of theirs in a file.
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     yield
     ray.shutdown()
