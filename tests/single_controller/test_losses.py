@@ -14,6 +14,7 @@ import pytest
 
 from tests.single_controller.mortal import Mortal
 from tests.single_controller.workers import Echo, batch_of
+from tests.waiting import eventually, is_alive
 from verl.errors import ProcessLostError, WorkerError
 
 
@@ -44,19 +45,6 @@ def guarded(request):
     return request.param
 
 
-def gone(pid):
-    from verl.utils.processes import state_of
-
-    return not state_of(pid)
-
-
-def wait_until(condition, what):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_killed_in_a_collective_is_named_though_others_fail_first(places, guarded, rank, tmp_path, monkeypatch):
     from verl.single_controller.ray import failures
@@ -76,7 +64,7 @@ def test_a_rank_killed_in_a_collective_is_named_though_others_fail_first(places,
         assert f"  rank {1 - rank}: " in said.split("Failed after it:\n")[1]
         with pytest.raises(ProcessLostError, match=rf"^rank {rank} of 2 died in Mortal.*pid {pids[rank]} "):
             group.execute_all_sync("pid")
-    assert all(map(gone, pids))
+    eventually(lambda: not any(map(is_alive, pids)), "the end of all ranks")
 
 
 def test_a_rank_killed_between_calls_is_found_by_the_next(places, guarded):
@@ -84,7 +72,7 @@ def test_a_rank_killed_between_calls_is_found_by_the_next(places, guarded):
         pids = group.execute_all_sync("pid")
         os.kill(pids[1], signal.SIGKILL)
         if guarded:
-            wait_until(lambda: all(map(gone, pids)), "the guard does not end rank 0")
+            eventually(lambda: not any(map(is_alive, pids)), "the end of rank 0, by the guard")
         with pytest.raises(ProcessLostError, match=r"^rank 1 of 2 died .*SYSTEM_ERROR"):
             group.train(batch_of([1.0, 2.0]))  # asks for the mesh first
         with pytest.raises(ProcessLostError, match=r"^rank 1 of 2 died "):
@@ -197,7 +185,7 @@ def test_a_hang_names_who_keeps_the_others_waiting(places, rank, what, why):
         assert (folder / f"rank_{rank}.txt").read_text()
         with pytest.raises(ProcessLostError, match=rf"^rank {rank} of 2 hangs"):
             group.execute_all_sync("pid")
-    assert all(map(gone, pids))
+    eventually(lambda: not any(map(is_alive, pids)), "the end of all ranks")
 
 
 # ---- without Ray ------------------------------------------------------------------------------------

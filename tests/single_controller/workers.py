@@ -114,10 +114,11 @@ class Echo(Worker):
         return (self.rank, x)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def boom(self, rank, after_s=0.0):
-        """Raises at once on ``rank``, on the others after a while."""
+    def boom(self, rank, until=None):
+        """Raises at once on ``rank``, on the others when there is a file ``until``."""
         if self.rank != rank:
-            time.sleep(after_s)
+            while until and not os.path.exists(until):
+                time.sleep(0.01)
             raise RuntimeError("connection closed by peer")
         raise ValueError(f"bad row on rank {rank}")
 
