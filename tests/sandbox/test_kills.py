@@ -1,9 +1,8 @@
 """Somebody kills or stops processes of a sandbox: the program is judged as if nobody had."""
 
 import os
+import re
 import signal
-import threading
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -11,10 +10,25 @@ import psutil
 import pytest
 
 from tests.sandbox.walls import needs_sandbox
+from tests.waiting import meanwhile
 from verl.utils.sandbox import Limits, Sandbox, SandboxError
 from verl.utils.sandbox.runner import ATTEMPTS
 
-PROGRAM = "import time\nprint('begins', flush=True)\ntime.sleep(1)\nprint('ends')"
+PROGRAM = """
+import os, signal, time
+
+def end(number, frame):
+    signal.signal(number, signal.SIG_IGN)
+    os.write(1, b"ends\\n")
+    os._exit(0)
+
+print("begins", flush=True)
+signal.signal(signal.SIGUSR1, end)
+while True:
+    time.sleep(60)
+"""
+"""Ends when it is told to, by SIGUSR1."""
+PATIENT = Limits(wall_s=60)
 
 
 @pytest.fixture(scope="module")
@@ -32,29 +46,33 @@ def processes():
     return found
 
 
+def waits(pid):
+    """Whether SIGUSR1 is handled, which comes behind the program's first word."""
+    (handled,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(handled, 16) >> (signal.SIGUSR1 - 1) & 1)
+
+
 @contextmanager
-def striker(depth, number, most):
-    """Each new program that has begun gets a signal, or bubblewrap above it does; ``most`` times."""
-    done, struck = threading.Event(), []
+def striker(depth, number, most, is_deaf=False):
+    """Each new program that has begun gets a signal, or bubblewrap above it does; ``most`` times, then it may end.
 
-    def run():
-        while not done.wait(0.01):
-            with suppress(psutil.Error, IndexError, ValueError, OSError):
-                family = processes()
-                program = family[-1]
-                is_begun = len(family) >= 3 and b"python" in Path(f"/proc/{program.pid}/cmdline").read_bytes()
-                if is_begun and family[0].pid not in struck and len(struck) < most:
-                    time.sleep(0.1)
-                    os.kill(family[depth].pid, number)
-                    struck.append(family[0].pid)
+    Where the signal does nothing, the program may end after it.
+    """
+    struck = []
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    def act():
+        with suppress(IndexError, ValueError, OSError):
+            family = processes()
+            if len(family) < 3 or not waits(family[-1].pid):
+                return
+            if family[0].pid not in struck and len(struck) < most:
+                os.kill(family[depth].pid, number)
+                struck.append(family[0].pid)
+            elif family[0].pid not in struck or is_deaf:
+                os.kill(family[-1].pid, signal.SIGUSR1)
+
+    with meanwhile(act):
         yield struck
-    finally:
-        done.set()
-        thread.join()
 
 
 @needs_sandbox
@@ -62,10 +80,10 @@ def striker(depth, number, most):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_a_killed_run_is_made_again(depth, number, sandbox):
     """The program's answer, whichever of its processes was killed in the first two attempts."""
-    with striker(depth, number, ATTEMPTS - 1) as struck:
-        outcome = sandbox.run(PROGRAM)
-    assert (outcome.status, outcome.stdout) == ("ok", "begins\nends\n")
     is_deaf = (depth, number) == (1, signal.SIGTERM)  # the kernel shields process 1 of a namespace from it
+    with striker(depth, number, ATTEMPTS - 1, is_deaf) as struck:
+        outcome = sandbox.run(PROGRAM, limits=PATIENT)
+    assert (outcome.status, outcome.stdout) == ("ok", "begins\nends\n")
     assert len(struck) == (1 if is_deaf else ATTEMPTS - 1)
     assert not [p for p in psutil.Process().children(recursive=True) if p.name() == "bwrap"]
 
@@ -74,7 +92,7 @@ def test_a_killed_run_is_made_again(depth, number, sandbox):
 def test_a_run_that_is_killed_every_time_is_not_judged(sandbox):
     """An error of the sandbox and no wrong answer: the sample has no score."""
     with striker(0, signal.SIGKILL, 99) as struck, pytest.raises(SandboxError, match="killed by SIGKILL, in each of 3"):
-        sandbox.run(PROGRAM)
+        sandbox.run(PROGRAM, limits=PATIENT)
     assert len(struck) == ATTEMPTS
 
 
