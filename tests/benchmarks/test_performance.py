@@ -166,6 +166,10 @@ def test_what_a_rollout_takes_longer_with_new_weights_counts():
     assert not weight_update.row_of(found | {"shared": True}, "native").is_met
     found["seconds"]["new weights"] = shape.summary([3.0])  # faster by chance: that is no credit
     assert weight_update.row_of(found, "hf").ratio == 0
+    # In a machine that becomes slower the rounds differ by 3, 2, 3; the medians of both, 17 and 15, by 2.
+    found["seconds"]["new weights"] = shape.summary([7.0, 17.0, 27.0])
+    found["seconds"]["same weights"] = shape.summary([4.0, 15.0, 24.0])
+    assert weight_update.row_of(found, "hf").ratio == 1.5  # 3 / 2
 
 
 def test_gpu_command_on_a_cpu(tmp_path, monkeypatch):
