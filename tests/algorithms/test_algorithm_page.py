@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forks import run
 from verl.trainer.config import PPOConfig, load_config
 from verl.trainer.config.overrides import compose, keys_set
 from verl.trainer.ppo.core_algos import (
@@ -34,10 +32,7 @@ PUBLISHED = [
 
 def test_the_page_is_up_to_date_and_no_proof_is_missing():
     """In a process of its own, because pytest collects there, and because registries here may hold more names."""
-    program = [sys.executable, "benchmarks/proofs.py", "--check"]
-    done = subprocess.run(
-        program, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )
+    done = run(["benchmarks/proofs.py", "--check"], cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 

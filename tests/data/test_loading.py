@@ -6,14 +6,15 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data._utils import signal_handling
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.stateful_dataloader import _StatefulMultiProcessingDataLoaderIter
 
+from tests.waiting import eventually
 from verl.errors import CheckpointError
 from verl.utils.dataset.loading import MAX_LOSSES, batches, load_position
 from verl.utils.dataset.sampler import InOrder, SeededShuffle
@@ -38,6 +39,12 @@ def loader(workers: int = 2, **rows: int) -> StatefulDataLoader:
     data = Numbers(**rows)
     order = InOrder(data) if rows else SeededShuffle(data, seed=3)
     return StatefulDataLoader(data, batch_size=2, num_workers=workers, sampler=order)
+
+
+@pytest.fixture(autouse=True)
+def deaths_are_seen_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver looks after its readers when no batch has come for 5 s; torchdata has that as a default."""
+    monkeypatch.setattr(_StatefulMultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
 
 
 def readers() -> list[psutil.Process]:
@@ -76,8 +83,8 @@ def test_a_loss_is_no_error_in_the_middle_of_other_work(handler_of_another_loade
         if number == 0:
             victim = next(process for process in readers() if process.pid not in before)
             victim.kill()
-            while victim.status() != psutil.STATUS_ZOMBIE:  # the signal of its end is on its way
-                time.sleep(0.01)
+            # the signal of its end is on its way
+            eventually(lambda: victim.status() == psutil.STATUS_ZOMBIE, "the end of a reader")  # noqa: B023
     assert sorted(found) == list(range(40))
 
 
@@ -182,5 +189,5 @@ def test_readers_do_not_outlive_a_driver_that_is_killed(how, tmp_path):
     assert len(below) >= 2
     driver.kill()
     driver.wait()
-    _, left = psutil.wait_procs(below, timeout=20)
+    _, left = psutil.wait_procs(below, timeout=60)
     assert left == []

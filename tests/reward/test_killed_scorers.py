@@ -14,6 +14,7 @@ import pytest
 
 from tests.reward.batches import TOKENIZER, batch_of
 from tests.reward.hostile import lengths, slow_length
+from tests.waiting import eventually
 from verl.errors import ProcessLostError
 from verl.trainer.ppo.reward import compute_reward, start_reward, status_metrics
 from verl.workers.reward_manager import NaiveRewardManager, RemoteRewardManager
@@ -126,24 +127,27 @@ def test_scorers_that_nobody_lets_live_are_an_error():
     manager.function.close()
 
 
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+@pytest.fixture
+def port():
+    """One that the kernel gives to nobody else: a socket has it that never listens, and the service may share it."""
+    with socket.socket() as reserved:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        yield reserved.getsockname()[1]
+
+
+def listens(port):
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def serve(port, drops):
     service = subprocess.Popen([sys.executable, "-c", SERVICE, str(port), str(drops)])
-    for _ in range(1000):
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return service
-        time.sleep(0.01)
-    pytest.fail("the service does not listen")
+    eventually(lambda: listens(port), "the service")
+    return service
 
 
-def test_a_service_that_resets_connections_is_asked_again():
-    port = free_port()
+def test_a_service_that_resets_connections_is_asked_again(port):
     service = serve(port, drops=2)
     manager = RemoteRewardManager(TOKENIZER, 0, url=f"http://127.0.0.1:{port}/", max_retries=3, timeout_s=60.0)
     scores, extra = compute_reward(batch_of(texts(8), [0.0] * 8), manager)
@@ -154,8 +158,7 @@ def test_a_service_that_resets_connections_is_asked_again():
     manager.function.close()
 
 
-def test_a_service_that_is_killed_and_comes_back():
-    port = free_port()
+def test_a_service_that_is_killed_and_comes_back(port):
     services = [serve(port, drops=0)]
 
     def replace():

@@ -27,6 +27,7 @@ from verl.trainer.ppo.reward import (
     status_metrics,
 )
 from verl.trainer.ppo.stages import score_columns
+from verl.utils.killable_pool import RateLimit
 from verl.utils.reward_score.remote import RemoteScorer
 from verl.workers.reward_manager import (
     BatchRewardManager,
@@ -223,11 +224,11 @@ def test_scores_of_turns_sit_on_their_last_tokens():
 
 
 def test_one_sample_in_an_event_loop():
-    manager = NaiveRewardManager(TOKENIZER, 0, acts, timeout_s=1.0)
+    patient, hasty = (NaiveRewardManager(TOKENIZER, 0, acts, timeout_s=seconds) for seconds in (60.0, 1.0))
 
     async def score_both():
         good, bad = batch_of(["ab"], [0.5], "ok"), batch_of(["ab"], [0.5], "sleep")
-        return await asyncio.gather(manager.run_single(good), manager.run_single(bad))
+        return await asyncio.gather(patient.run_single(good), hasty.run_single(bad))
 
     good, bad = asyncio.run(score_both())
     assert good == {"reward_score": 0.5, "reward_extra_info": {"score": 0.5, "reward_status": "ok"}}
@@ -347,11 +348,19 @@ def test_limited_keeps_concurrency():
 
 
 @pytest.mark.parametrize("limits", [{"max_rpm": 300}, {"max_tpm": 3000, "estimated_tokens_per_request": 10}])
-def test_limited_keeps_rates(limits):
+def test_limited_keeps_rates(limits, monkeypatch):
     # 300 calls, or 3000 tokens of 10 a call, are 5 a second: the 12th starts 1.4 s after the first.
+    starts, take = [], RateLimit.take
+
+    def noted(limit, tokens, now):
+        starts.append(now)
+        take(limit, tokens, now)
+
+    monkeypatch.setattr(RateLimit, "take", noted)  # by the clock of the one who starts; processes may be late
     manager = RateLimitedRewardManager(TOKENIZER, 0, stamps, max_concurrent=64, **limits)
     _, extra = compute_reward(batch_of(["a"] * 12), manager)
-    assert max(extra["started"]) - min(extra["started"]) >= 0.9  # the first stamp may be late
+    assert len(starts) == 12
+    assert starts[-1] - starts[0] > 1.399
     assert extra["reward_status"] == ["ok"] * 12
 
 

@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.forks import Program
+from tests.waiting import eventually, is_alive
 from verl.trainer.termination import EXIT_CODE
-from verl.utils.processes import state_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the supervisor forks on Linux only")
 
@@ -68,10 +67,7 @@ def modes(folder: Path) -> list[str]:
 
 
 def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60
-    while not (path.exists() and path.read_text()):
-        assert time.monotonic() < deadline, f"{path} is not written"
-        time.sleep(0.02)
+    eventually(lambda: path.exists() and path.read_text(), f"{path}")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +212,4 @@ def test_a_driver_whose_supervisor_is_killed_gets_sigterm(tmp_path: Path) -> Non
     os.kill(process.pid, signal.SIGKILL)
     finish(tmp_path, process)
     wait_for(tmp_path / "told")
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and state_of(driver):
-        time.sleep(0.02)
-    assert not state_of(driver)
+    eventually(lambda: not is_alive(driver), "the end of the driver")
