@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.cpu import normal, threads_fixture
 from verl.utils.cpu_kernels import CPUKernels, Norm, RowsOfMemory, cpu_kernels
 
 NAN, INF = math.nan, math.inf
@@ -28,16 +29,7 @@ def kernels() -> CPUKernels:
     return found
 
 
-@pytest.fixture(params=[1, 2, 5], ids=lambda n: f"{n} threads")
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-def normal(*size: int, seed: int = 0) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+threads = threads_fixture(1, 2, 5)
 
 
 def rms_normed(x: Tensor, norm: Norm) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tests.cpu import normal, threads_fixture
 from verl.utils.cpu_kernels import FeedForward, Heads, Linear, Norm, TrainingKernels, cpu_kernels
 
 
@@ -21,16 +22,7 @@ def kernels() -> TrainingKernels:
     return found.training
 
 
-@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n} threads")
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
-def normal(*size: int, seed: int = 0) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+threads = threads_fixture(1, 2, 3)
 
 
 def leaf(x: Tensor | None) -> Tensor | None:
