@@ -7,7 +7,7 @@ keeps freed memory as in a run, so that no page is new. A copy into new pages is
 what the kernel needs to map and clear them. All are taken in turns, round by round, in one run; ratios are
 between medians, and between minima. ::
 
-    python benchmarks/dataproto_transfer.py [--mb 100] [--ranks 2] [--rounds 15] [--json transfer.json]
+    python benchmarks/dataproto_transfer.py [--mb 100] [--columns 10] [--ranks 2] [--json transfer.json]
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, run_task
 
 MESH = make_nd_compute_dataproto_dispatch_fn(mesh_name="dp")
-COLUMNS = 10
 WARM_UP = 3
 CALLS = 300
 
@@ -86,8 +85,8 @@ class Benchmark:
         group = RayWorkerGroup(RayResourcePool([config.ranks], use_gpu=False), RayClassWithInitArgs(Mirror))
         group.init_model()
         rows = 1024 // config.ranks * config.ranks
-        width = config.mb * 10**6 // (4 * COLUMNS * rows)
-        batch = DataProto.from_dict({f"column_{i}": torch.rand(rows, width) for i in range(COLUMNS)})
+        width = config.mb * 10**6 // (4 * config.columns * rows)
+        batch = DataProto.from_dict({f"column_{i}": torch.rand(rows, width) for i in range(config.columns)})
         columns = list(batch.batch.values())
 
         batches = rounds_of(
@@ -120,7 +119,7 @@ def report(times: dict[str, list[float]], num_bytes: int, config: argparse.Names
     for kind in ("median", "min"):
         trip, copy = (found[name][f"{kind}_ms"] for name in ("there_and_back", "copy"))
         found[f"there_and_back_per_copy_{kind}"] = trip / copy
-    print(f"{num_bytes / 1e6:.0f} MB in {COLUMNS} columns, {config.ranks} ranks, {os.cpu_count()} cores")
+    print(f"{num_bytes / 1e6:.0f} MB in {config.columns} columns, {config.ranks} ranks, {os.cpu_count()} cores")
     print(f"{'':28}{'median ms':>10}{'min ms':>10}{'copies':>9}")
     for name in times:
         median, least = found[name]["median_ms"], found[name]["min_ms"]
@@ -128,7 +127,7 @@ def report(times: dict[str, list[float]], num_bytes: int, config: argparse.Names
         print(f"{name.replace('_', ' '):28}{median:10.2f}{least:10.2f}{copies:>9}")
     if config.json:
         setting = {
-            "bytes": num_bytes, "columns": COLUMNS, "ranks": config.ranks, "rounds": config.rounds,
+            "bytes": num_bytes, "columns": config.columns, "ranks": config.ranks, "rounds": config.rounds,
             "cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__, "ray": ray.__version__,
         }  # fmt: skip
         Path(config.json).write_text(json.dumps({"setting": setting, "results": found}, indent=1) + "\n")
@@ -137,6 +136,7 @@ def report(times: dict[str, list[float]], num_bytes: int, config: argparse.Names
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=100)
+    parser.add_argument("--columns", type=int, default=10)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--json")
