@@ -5,7 +5,8 @@
 
 They compute in fp32 and know nothing of autograd: attention has its backward pass as a function of its own.
 Callers give contiguous fp32 tensors; nothing here checks that. Compiling takes about a second; the library is kept in
-``$XDG_CACHE_HOME/verl`` (``~/.cache/verl``) under a name made of the source, the compiler and the processor.
+``$XDG_CACHE_HOME/verl`` (``~/.cache/verl``) under a name made of the source, the compiler and the processor, and of its
+own bytes: a library that lost some of them would end the process, so it is made again.
 """
 
 from __future__ import annotations
@@ -267,10 +268,14 @@ def _threads(elements: int) -> int:
 @cache
 def cpu_kernels() -> CPUKernels | None:
     """The kernels for this machine; None, with the reason in the log, where they cannot be compiled."""
-    compiler = _compiler()
+    try:
+        compiler = _compiler()
+    except ValueError as error:  # a quotation that does not end
+        logger.warning("CC=%s is no command (%s), so PyTorch's operations are used, which are slower", _asked(), error)
+        return None
     if compiler is None:
-        asked = os.environ.get("CC") or "CC, cc, gcc, clang"
-        logger.warning("no C compiler (%s): a CPU uses PyTorch's operations, which are slower", asked)
+        tried = _asked() or "CC, cc, gcc, clang"
+        logger.warning("no C compiler (%s): a CPU uses PyTorch's operations, which are slower", tried)
         return None
     try:
         return CPUKernels(_compiled(compiler))
@@ -285,9 +290,13 @@ def cpu_kernels() -> CPUKernels | None:
         return None
 
 
+def _asked() -> str | None:
+    return os.environ.get("CC")
+
+
 def _compiler() -> list[str] | None:
     """The command that ``CC`` says, with its arguments; else the first compiler that there is."""
-    for words in map(shlex.split, [asked] if (asked := os.environ.get("CC")) else ["cc", "gcc", "clang"]):
+    for words in map(shlex.split, [asked] if (asked := _asked()) else ["cc", "gcc", "clang"]):
         if words and (found := shutil.which(words[0])):
             return [found, *words[1:]]
     return None
@@ -302,16 +311,24 @@ def _compiled(compiler: list[str]) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     _check_private(folder)
-    library = folder / f"cpu_kernels-{key}.so"
-    if not library.exists():
+    name = f"cpu_kernels-{key}"
+    library = next((kept for kept in sorted(folder.glob(f"{name}-*.so")) if kept == _named(kept, folder / name)), None)
+    if library is None:
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch) / library.name
+            made = Path(scratch) / f"{name}.so"
             _compile(compiler, made)
             made.chmod(0o700)  # whatever the umask lets a group do
-            made.replace(library)  # whole or not at all, also when several processes compile at once
+            # whole or not at all, also when several processes compile at once
+            library = made.replace(_named(made, folder / name))
         logger.info("CPU kernels compiled with %s into %s", " ".join(compiler), library)
     _check_private(library)
     return library
+
+
+def _named(library: Path, beginning: Path) -> Path:
+    """``beginning``, then what the bytes of the library say that its name must end with."""
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()[:16]
+    return beginning.with_name(f"{beginning.name}-{digest}.so")
 
 
 def _check_private(path: Path) -> None:
