@@ -331,6 +331,14 @@ def test_greedy_and_sampling(run: Run):
     assert f"set {ROLLOUT}.val_kwargs.temperature=1.0" in message
 
 
+def test_what_ends_a_response_can_end_one(run: Run):
+    for prefix in (ROLLOUT, f"{ROLLOUT}.val_kwargs"):
+        assert f"{prefix}.stop=[x, '']: the empty text" in only(run.refusal({f"{prefix}.stop": ["x", ""]}))
+        for bad in (-1, 2**63):
+            told = only(run.refusal({f"{prefix}.stop_token_ids": [5, bad]}))
+            assert f"{prefix}.stop_token_ids=[5, {bad}]: no token has such an id" in told
+
+
 # --- rewards, schedule, place
 
 

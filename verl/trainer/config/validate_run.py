@@ -150,6 +150,11 @@ def _samples(prefix: str, settings: RolloutConfig | SamplingConfig, n: int, n_ke
         wrong = f"greedy responses of one prompt are all the same ({prefix}.do_sample=false)"
         remedy = f"set {prefix}.do_sample=true and a temperature, or ask for one response"
         yield Problem(n_key or f"{prefix}.n", n, wrong, "1", remedy)
+    texts, ids = settings.stop or (), settings.stop_token_ids or ()
+    if "" in texts:
+        yield Problem(f"{prefix}.stop", [*texts], "the empty text is in every response", "texts of some length")
+    if any(not 0 <= token < 2**63 for token in ids):
+        yield Problem(f"{prefix}.stop_token_ids", [*ids], "no token has such an id", "ids of the model's vocabulary")
 
 
 def rewards(config: PPOConfig) -> Problems:
