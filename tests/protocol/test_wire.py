@@ -50,7 +50,8 @@ def read_only(buffers: list[pickle.PickleBuffer]) -> list[memoryview]:
     return [memoryview(buffer).toreadonly() for buffer in buffers]
 
 
-def test_columns_travel_out_of_band_and_uncopied():
+def test_columns_travel_out_of_band_and_uncopied(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
     data = large()
     message, buffers = dumps(data)
     assert len(message) < 2000
@@ -61,7 +62,29 @@ def test_columns_travel_out_of_band_and_uncopied():
     }  # fmt: skip
 
 
-def test_a_part_sends_its_own_rows_alone():
+def test_on_few_cores_long_columns_travel_in_pieces(monkeypatch):
+    """Of 1 MiB, which Ray copies on one thread; bytes that are no whole piece, and columns no longer than one."""
+    monkeypatch.setattr("os.cpu_count", lambda: 5)
+    counted = torch.arange(LARGE + 3, dtype=torch.int32).view(1, -1)
+    data = DataProto.from_dict({"long": counted, "short": counted[:, : LARGE // 4]})
+    message, buffers = dumps(data)
+    assert [buffer.raw().nbytes for buffer in buffers] == [LARGE] * 4 + [12] + [LARGE]
+    start = data.batch["long"].data_ptr()
+    assert [np.frombuffer(b.raw(), np.uint8).ctypes.data - start for b in buffers[:5]] == [n * LARGE for n in range(5)]
+
+    received = pickle.loads(message, buffers=read_only(buffers))
+    again, passed_on = dumps(received)  # unread: as they came
+    assert [buffer.raw().nbytes for buffer in passed_on] == [LARGE] * 4 + [12] + [LARGE]
+    joined = DataProto.concat([received, pickle.loads(again, buffers=read_only(passed_on))])
+    assert torch.equal(joined.batch["long"], torch.cat([counted, counted]))
+    received.batch["long"] += 1
+    assert torch.equal(received.batch["long"], counted + 1)
+    assert same(data, pickle.loads(pickle.dumps(data)))
+    assert data.batch["long"][0, 0] == 0
+
+
+def test_a_part_sends_its_own_rows_alone(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
     _, buffers = dumps(large().chunk(4)[1].select(["ids"], []))
     assert [buffer.raw().nbytes for buffer in buffers] == [LARGE * 2]
     # a strided view is copied, but not with all the memory that it looks into
@@ -247,7 +270,8 @@ def test_threads_that_read_at_once_read_one_copy():
         sys.setswitchinterval(interval)
 
 
-def test_what_arrived_is_let_go_when_another_batch_takes_its_place():
+def test_what_arrived_is_let_go_when_another_batch_takes_its_place(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
     message, buffers = dumps(large().select(["ids"], []))
     memory = np.frombuffer(buffers[0].raw(), np.uint8)
     alive = weakref.ref(memory)

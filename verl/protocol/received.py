@@ -17,17 +17,20 @@ from torch import Tensor
 
 WireTensor = tuple[str, tuple[int, ...], np.ndarray]
 """dtype name, shape, bytes."""
+PiecesOfTensor = tuple[str, tuple[int, ...], list[np.ndarray]]
+"""The same with its bytes in several buffers, one behind the other; see ``wire.py``."""
 
 
 class ReceivedColumn:
     """One tensor, as the bytes that arrived.
 
     Args:
-        wire: what ``serialize_single_tensor`` made.
+        wire: what ``serialize_single_tensor`` or ``in_pieces`` made.
     """
 
-    def __init__(self, wire: WireTensor) -> None:
-        name, shape, self._bytes = wire
+    def __init__(self, wire: WireTensor | PiecesOfTensor) -> None:
+        name, shape, data = wire
+        self._pieces = [data] if isinstance(data, np.ndarray) else data
         self.wire = wire
         self.dtype: torch.dtype = getattr(torch, name)
         self.shape = torch.Size(shape)
@@ -35,20 +38,22 @@ class ReceivedColumn:
     @property
     def is_private(self) -> bool:
         """Whether the bytes belong to this process alone, so that they may be the tensor's memory."""
-        return self._bytes.flags.writeable
+        return all(piece.flags.writeable for piece in self._pieces)
 
     def tensor(self) -> Tensor:
         """The tensor: the bytes themselves if they are private, else a copy."""
-        return _tensor(owned(self._bytes), self.dtype, self.shape)
+        (first, *others) = self._pieces
+        return _tensor(owned(first), self.dtype, self.shape) if not others else self.concat([self])
 
     @staticmethod
     def concat(columns: Sequence[ReceivedColumn]) -> Tensor:
         """Tensors of one dtype, equal but for their first dimension, one below the other: one pass over the bytes."""
-        whole = np.empty(sum(len(column._bytes) for column in columns), np.uint8)
+        pieces = [piece for column in columns for piece in column._pieces]
+        whole = np.empty(sum(map(len, pieces)), np.uint8)
         start = 0
-        for column in columns:
-            whole[start : start + len(column._bytes)] = column._bytes
-            start += len(column._bytes)
+        for piece in pieces:
+            whole[start : start + len(piece)] = piece
+            start += len(piece)
         rows = sum(column.shape[0] for column in columns)
         return _tensor(whole, columns[0].dtype, torch.Size([rows, *columns[0].shape[1:]]))
 
@@ -63,10 +68,10 @@ class ReceivedBatch:
 
     Args:
         batch_size: first dimensions of all columns.
-        columns: what ``serialize_single_tensor`` made of each.
+        columns: what ``serialize_single_tensor`` or ``in_pieces`` made of each.
     """
 
-    def __init__(self, batch_size: tuple[int, ...], columns: Mapping[str, WireTensor]) -> None:
+    def __init__(self, batch_size: tuple[int, ...], columns: Mapping[str, WireTensor | PiecesOfTensor]) -> None:
         self.batch_size = batch_size
         self._columns: dict[str, Tensor | ReceivedColumn] = {key: ReceivedColumn(c) for key, c in columns.items()}
         self._reading = threading.Lock()

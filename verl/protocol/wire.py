@@ -11,17 +11,22 @@ and is then the receiver's own; a buffer that is already private (a plain pickle
 The copy also lets go of the object store, which could otherwise not free the batch.
 
 What arrives lies on the CPU, contiguous and without gradient.
+
+Ray copies a buffer of more than 1 MiB into its store with six threads. On fewer cores they wait for each
+other, and a batch in smaller buffers is there sooner (``benchmarks/dataproto_transfer.py``); so there a
+column is pickled in pieces.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
-from verl.protocol.received import ReceivedBatch, ReceivedColumn, WireTensor, flat
+from verl.protocol.received import PiecesOfTensor, ReceivedBatch, ReceivedColumn, WireTensor, flat
 from verl.protocol.tensordicts import make_tensordict
 
 if TYPE_CHECKING:
@@ -29,6 +34,10 @@ if TYPE_CHECKING:
 
 WireTensorDict = tuple[tuple[int, ...], dict[str, WireTensor]]
 """batch size, columns."""
+RAY_THREADS = 6
+"""How many threads Ray copies a long buffer with."""
+LONG = 2**20
+"""Bytes of the longest buffer that it copies with one."""
 
 
 def serialize_single_tensor(obj: Tensor) -> WireTensor:
@@ -44,15 +53,26 @@ def deserialize_single_tensor(arr: WireTensor) -> Tensor:
 
 def serialize_tensordict(batch: TensorDict) -> WireTensorDict:
     """Batch size, and each column as ``serialize_single_tensor`` gives it."""
-    return serialize_columns(tuple(batch.batch_size), cast("Mapping[str, Tensor]", batch))
+    columns = cast("Mapping[str, Tensor]", batch)
+    return tuple(batch.batch_size), {key: serialize_single_tensor(column) for key, column in columns.items()}
 
 
-def serialize_columns(batch_size: tuple[int, ...], columns: Mapping[str, Tensor | ReceivedColumn]) -> WireTensorDict:
-    """As ``serialize_tensordict``; columns that arrived and were not read are passed on as they came."""
+def serialize_columns(
+    batch_size: tuple[int, ...], columns: Mapping[str, Tensor | ReceivedColumn]
+) -> tuple[tuple[int, ...], dict[str, WireTensor | PiecesOfTensor]]:
+    """For pickle: as ``serialize_tensordict``, in pieces; columns that arrived and were not read go on as they came."""
     return batch_size, {
-        key: column.wire if isinstance(column, ReceivedColumn) else serialize_single_tensor(column)
+        key: column.wire if isinstance(column, ReceivedColumn) else in_pieces(serialize_single_tensor(column))
         for key, column in columns.items()
     }
+
+
+def in_pieces(wire: WireTensor) -> WireTensor | PiecesOfTensor:
+    """The tensor in the buffers that reach Ray's store soonest on a machine with as many cores as this one."""
+    name, shape, data = wire
+    if len(data) <= LONG or (os.cpu_count() or 1) >= RAY_THREADS:
+        return wire
+    return name, shape, [data[start : start + LONG] for start in range(0, len(data), LONG)]
 
 
 def deserialize_tensordict(arr: WireTensorDict) -> TensorDict:
