@@ -225,6 +225,13 @@ def test_assertions_that_only_the_program_could_decide_are_refused(test, complai
         (3, "int"),
         ({}, "0 inputs"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
+        (
+            {"inputs": False, "outputs": ["1"]},
+            "'inputs' of the ground truth .* is False; expected a list",
+        ),
+        ({"inputs": ["1"], "outputs": "1"}, "'outputs' .* is '1'; expected a list"),
+        ({"assert_case": "assert f(1) == 1"}, "'assert_case' .* expected a list"),
+        ({"assert_case": [None]}, "the test None cannot be used"),
         ({"inputs": ["not json"], "outputs": ["1"], "fn_name": "f"}, "one JSON value per line"),
     ],
 )

@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+import zipfile
 
 import pytest
 import torch
@@ -181,6 +182,15 @@ def cut(path):
     path.write_bytes(data[: len(data) // 2])
 
 
+def with_pickle(path, program):
+    """The archive that PyTorch has written, with another pickle inside."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in parts.items():
+            archive.writestr(name, program if name.endswith("/data.pkl") else data)
+
+
 class Trap:
     def __reduce__(self):
         return (print, ("code ran",))
@@ -199,6 +209,10 @@ MODEL, OPTIM = "model_world_size_1_rank_0.pt", "optim_world_size_1_rank_0.pt"
         (lambda f: cut(f / OPTIM), f"{OPTIM} cannot be read"),
         (lambda f: (f / MODEL).write_bytes(b""), f"{MODEL} cannot be read"),
         (lambda f: torch.save(Trap(), f / MODEL), f"{MODEL} cannot be read"),
+        # of what was never remembered; to a list that is not there; a number without its bytes
+        (lambda f: with_pickle(f / MODEL, b"\x80\x02h\x84."), f"{MODEL} cannot be read"),
+        (lambda f: with_pickle(f / MODEL, b"\x80\x02a."), f"{MODEL} cannot be read"),
+        (lambda f: with_pickle(f / MODEL, b"\x80\x02J\x01"), f"{MODEL} cannot be read"),
         (lambda f: torch.save({"weights": 1}, f / MODEL), "is not a checkpoint file of this version"),
         (lambda f: (f / "fsdp_config.json").write_text('{"world_size": 2}'), "model_world_size_2_rank_0.pt is missing"),
     ],

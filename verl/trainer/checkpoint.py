@@ -33,7 +33,7 @@ from verl.errors import CheckpointError, VerlError
 from verl.trainer.run_state import RunState
 from verl.utils.checkpoint import steps
 from verl.utils.checkpoint.arrays import from_arrays
-from verl.utils.checkpoint.files import FileEntry, sync_folder, write_bytes, write_states
+from verl.utils.checkpoint.files import UNREADABLE, FileEntry, sync_folder, write_bytes, write_states
 from verl.utils.checkpoint.steps import LATEST, MANIFEST, Way, is_on, read_way, saved_steps, step_folder
 from verl.utils.checkpoint.writing import SaveReport
 
@@ -495,7 +495,7 @@ def _read_file(path: Path, reader: Callable[[Path], Any]) -> Any:
         return reader(path)
     except FileNotFoundError:
         raise CheckpointError(f"the checkpoint is incomplete: {path} is missing.") from None
-    except (ValueError, RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
             f"the checkpoint file {path} cannot be read ({error}). Resume from another step with "
             "trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N."

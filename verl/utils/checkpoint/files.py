@@ -10,7 +10,9 @@ import hashlib
 import io
 import logging
 import os
+import pickle
 import shutil
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +23,12 @@ import torch
 logger = logging.getLogger(__name__)
 
 _CHUNK = 1 << 22
+
+UNREADABLE = (
+    OSError, EOFError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, struct.error,
+    pickle.UnpicklingError,
+)  # fmt: skip
+"""What ``torch.load`` raises for a damaged file: its unpickler takes a file for one that PyTorch has written."""
 
 
 @dataclass(frozen=True)

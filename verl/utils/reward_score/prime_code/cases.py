@@ -102,9 +102,9 @@ def read_cases(ground_truth: Any) -> list[Case]:
         RewardError: it is none of these, or there is no test.
     """
     truth = _as_dict(ground_truth)
-    if asserts := list(truth.get("assert_case", [])):
+    if asserts := _listed(truth, "assert_case"):
         return [_assertion(text) for text in asserts]
-    inputs, outputs = list(truth.get("inputs", [])), list(truth.get("outputs", []))
+    inputs, outputs = _listed(truth, "inputs"), _listed(truth, "outputs")
     if not inputs or len(inputs) != len(outputs):
         raise RewardError(
             f"the ground truth of a programming task has {len(inputs)} inputs and {len(outputs)} outputs; expected "
@@ -135,6 +135,15 @@ def _as_dict(ground_truth: Any) -> Mapping[str, Any]:
     return {key: value for key, value in ground_truth.items() if value is not None}
 
 
+def _listed(truth: Mapping[str, Any], key: str) -> list[Any]:
+    found = truth.get(key, [])
+    if hasattr(found, "tolist"):
+        found = found.tolist()
+    if not isinstance(found, (list, tuple)):
+        raise RewardError(f"'{key}' of the ground truth of a programming task is {found!r:.100}; expected a list.")
+    return list(found)
+
+
 def _text(value: Any) -> str:
     value = plain(value)
     if isinstance(value, list):
@@ -163,9 +172,9 @@ def _value(value: Any) -> Any:
         return value  # a result that is text
 
 
-def _assertion(text: str) -> ValueCase:
+def _assertion(text: Any) -> ValueCase:
     try:
-        (statement,) = ast.parse(text.strip()).body
+        (statement,) = ast.parse(str(text).strip()).body
         if not isinstance(statement, ast.Assert):
             raise TypeError(type(statement).__name__)
         expression, expected = _sides(statement.test)

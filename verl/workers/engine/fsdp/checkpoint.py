@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from verl.errors import CheckpointError
 from verl.utils.checkpoint import on_all_ranks, rng_state, set_rng_state
+from verl.utils.checkpoint.files import UNREADABLE
 from verl.workers.engine.base import RankState
 from verl.workers.engine.fsdp.export import whole_weights, write_huggingface
 from verl.workers.engine.fsdp.model import own_state
@@ -217,9 +217,11 @@ def read_state(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         found = sorted(p.name for p in path.parent.glob("*.pt")) if path.parent.is_dir() else []
         raise CheckpointError(f"{path} is missing. The folder holds {', '.join(found) or 'no .pt file'}.") from None
-    except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except UNREADABLE as error:
         first = (str(error).strip().splitlines() or ["damaged"])[0]
-        raise CheckpointError(f"{path} cannot be read: {first} Resume from another step.") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {first}). Resume from another step."
+        ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(
             f"{path} is not a checkpoint file of this version (format {FORMAT}). Convert it to a model folder with "
