@@ -42,7 +42,6 @@ LONGEST = (
     "tests/rollout/test_lost_engines.py",
     "tests/trainer/test_run.py",
     "tests/trainer/test_algorithms_end_to_end.py",
-    "tests/workers/test_states_on_ray.py",
 )
 """In parallel runs these begin first, so that none of them is left for the end, when nothing else is left to run."""
 
