@@ -24,9 +24,9 @@ STEPS = 3
 # is a sum of cancelling terms of size one, and its last digits are no statement about anything.
 FLOOR = 1e-2
 # Means of differences between two nearly equal log-probs: the gap between rollout and trainer, and the KL of one
-# update; and the mean of whitened advantages, zero by construction. Their terms are of size one and rounded in fp32,
-# so they are compared on that scale.
-ROUNDING = ("training/rollout_", "rollout_corr/", "actor/ppo_kl", "critic/advantages/mean")
+# update; the mean of whitened advantages, zero by construction; and explained variance, one minus a ratio near one.
+# Their terms are of size one and rounded in fp32, so they are compared on that scale.
+ROUNDING = ("training/rollout_", "rollout_corr/", "actor/ppo_kl", "critic/advantages/mean", "critic/vf_explained_var")
 
 LAYOUTS: dict[str, list[str]] = {
     "local, 1 rank, packed, micro-batch 8": ["trainer.controller=local"],

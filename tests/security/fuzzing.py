@@ -240,6 +240,12 @@ def _shard(path: Path) -> None:
     torch.save({"format": 1, **parts}, path)
 
 
+def _sum_of_shard(path: Path) -> float:
+    shards = read_shards(path.parent, "model", 1)
+    shapes = shards[0]["shapes"].items()  # under whatever names they have: those of the model are compared elsewhere
+    return sum(assemble(shards, name, 0, shape[0] if shape else 0).sum().item() for name, shape in shapes)
+
+
 def _parquet(path: Path) -> None:
     rows = [{"prompt": [{"role": "user", "content": "x" * n}], "extra_info": {"index": n}} for n in range(20)]
     pq.write_table(pa.Table.from_pylist(rows), path)
@@ -253,11 +259,7 @@ def _rows(path: Path) -> None:
 
 FILES: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], Any]]] = {
     "batch": ("batch.safetensors", _batch, lambda path: list(DataProto.load_from_disk(path).batch.values())),
-    "shard": (
-        "model_world_size_1_rank_0.pt",
-        _shard,
-        lambda path: assemble(read_shards(path.parent, "model", 1), "w", 0, 4).sum().item(),
-    ),
+    "shard": ("model_world_size_1_rank_0.pt", _shard, _sum_of_shard),
     "parquet": ("rows.parquet", _parquet, _rows),
 }
 

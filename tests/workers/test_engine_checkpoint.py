@@ -197,6 +197,7 @@ class Trap:
 
 
 MODEL, OPTIM = "model_world_size_1_rank_0.pt", "optim_world_size_1_rank_0.pt"
+NUMBERED = {"format": 1, "tensors": {0: torch.ones(2)}, "shapes": {0: [2]}, "first_rows": {0: 0}}
 
 
 @pytest.mark.parametrize(
@@ -213,6 +214,7 @@ MODEL, OPTIM = "model_world_size_1_rank_0.pt", "optim_world_size_1_rank_0.pt"
         (lambda f: with_pickle(f / MODEL, b"\x80\x02h\x84."), f"{MODEL} cannot be read"),
         (lambda f: with_pickle(f / MODEL, b"\x80\x02a."), f"{MODEL} cannot be read"),
         (lambda f: with_pickle(f / MODEL, b"\x80\x02J\x01"), f"{MODEL} cannot be read"),
+        (lambda f: torch.save(NUMBERED, f / MODEL), f"{MODEL} is damaged: its tensors, shapes and rows do not belong"),
         (lambda f: torch.save({"weights": 1}, f / MODEL), "is not a checkpoint file of this version"),
         (lambda f: (f / "fsdp_config.json").write_text('{"world_size": 2}'), "model_world_size_2_rank_0.pt is missing"),
     ],

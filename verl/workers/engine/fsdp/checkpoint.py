@@ -187,7 +187,8 @@ def _rows_state(path: Path) -> dict[str, Any]:
     """What :func:`_tensors_state` made. Numbers in it say how much memory is taken, so none is taken on trust."""
     state = read_state(path)
     parts = [part for key in ("tensors", "shapes", "first_rows") if isinstance(part := state.get(key), dict)]
-    if len(parts) < 3 or len({frozenset(part) for part in parts}) > 1:
+    names = {frozenset(part) for part in parts}
+    if len(parts) < 3 or len(names) > 1 or not all(isinstance(name, str) for name in parts[0]):
         raise CheckpointError(f"{path} is damaged: its tensors, shapes and rows do not belong together.")
     for name, shape in state["shapes"].items():
         if not _is_part(state["tensors"][name], shape, state["first_rows"][name]):
