@@ -77,11 +77,8 @@ def scaling_rows(result: Result) -> list[Row]:
         key = found["part"]
         floor = apart.get(key)
         for kind in ("rollout", "step"):
-            what, seconds, linear = (
-                f"{kind} time, {key} {start[key]:,} → {found[key]:,}",
-                f"{kind}_s",
-                f"{kind}_of_linear",
-            )
+            what = f"{kind} time, {key} {start[key]:,} → {found[key]:,}"
+            seconds, linear = f"{kind}_s", f"{kind}_of_linear"
             detail = f"{start[seconds]:.2f} s → {found[seconds]:.2f} s"
             rows.append(Row(what, "linear", found[linear], 1.0, False, detail))
             if floor is not None:

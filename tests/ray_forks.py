@@ -27,7 +27,7 @@ from typing import Any
 PRELOADED = ("torch", "tensordict", "verl.workers.fsdp_workers", "verl.workers.engine_workers")
 
 ASKS = """
-import array, json, os, select, signal, socket, sys
+import array, json, os, signal, socket, sys
 
 server = socket.socket(socket.AF_UNIX)
 try:
