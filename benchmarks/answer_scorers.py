@@ -1,14 +1,14 @@
 """Do the mathematical scorers read real text? Each GSM8K solution, ending in its own answer and in another one.
 
-    python benchmarks/answer_scorers.py data/gsm8k/train.parquet data/gsm8k/test.parquet
+    python -m benchmarks.answer_scorers data/gsm8k/train.parquet data/gsm8k/test.parquet
 
 The answer is boxed, follows "The answer is", or stands on an "Answer:" line. The files are made by
-``examples/data_preprocess/gsm8k.py``.
+``examples/data_preprocess/gsm8k.py``. Prints a table and writes nothing.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import pyarrow.parquet as pq
 
@@ -22,8 +22,11 @@ ENDINGS = {
 
 
 def main() -> None:
-    """Print a table."""
-    rows = [row for path in sys.argv[1:] for row in pq.read_table(path).to_pylist()]
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", help="parquet files that examples/data_preprocess/gsm8k.py made")
+    files = parser.parse_args().files
+    rows = [row for path in files for row in pq.read_table(path).to_pylist()]
     print("| scorer | solutions | own answer scores 1 | another number scores 1 |\n|---|---|---|---|")
     for name, (scorer, ending) in ENDINGS.items():
         own = other = 0

@@ -5,8 +5,8 @@ reference, on Ray with two ranks, so that every stage exists. Each round starts 
 stage and a moment that the seed draws; a run that ended by SIGTERM is started again as a scheduler would. Survived
 means: all steps done, and weights, optimizer, metrics and sampled responses the same to the last bit. ::
 
-    python benchmarks/chaos.py [--rounds 6] [--seed 1] [--write]     the campaign; --write: into docs/reliability.md
-    python benchmarks/chaos.py --overhead [--repeats 3]              what the protection costs when nothing breaks
+    python -m benchmarks.chaos [--rounds 6] [--seed 1] [--write]    the campaign (into docs/internals/lost_processes.md)
+    python -m benchmarks.chaos --overhead [--repeats 3]            what the protection costs when nothing breaks
 """
 
 from __future__ import annotations
@@ -25,15 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import torch
 
 from examples.quickstart.settings import Settings, rl_settings
-from verl.trainer.termination import EXIT_CODE
+from verl.supervision.termination import EXIT_CODE
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "reliability.md"
+PAGE = ROOT / "docs" / "internals" / "lost_processes.md"
 STEPS = 5
 HANG_S = 20
 LIMIT_S = 400
@@ -48,6 +46,8 @@ FAULTS = {
     "SIGTERM": STAGES,
     "raylet killed": ("gen", "update_actor"),
     "Ray's state server killed": ("gen", "update_actor"),
+    "raylet frozen": ("gen", "update_actor"),
+    "Ray's state server frozen": ("gen", "update_actor"),
 }
 """What breaks, and in which stages it makes a difference."""
 ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in name or "server" in name}
@@ -109,7 +109,7 @@ def start(task: Path, output: Path, plan: dict[str, Any] | None, changes: Settin
     output.mkdir(parents=True)
     (output / "plan.json").write_text(json.dumps(plan))
     overrides = [f"{key}={value}" for key, value in settings(task, output, changes or {}).items()]
-    command = [sys.executable, str(ROOT / "benchmarks" / "chaos_run.py"), str(output / "plan.json"), *overrides]
+    command = [sys.executable, "-m", "benchmarks.chaos_run", str(output / "plan.json"), *overrides]
     env = os.environ | {
         "VERL_FILE_LOGGER_PATH": str(output / "metrics.jsonl"),
         "OMP_NUM_THREADS": "1",
@@ -169,12 +169,12 @@ def same(a: Any, b: Any) -> bool:
     return a == b or (a != a and b != b)
 
 
-def draw_plans(seed: int, rounds: int) -> list[dict[str, Any]]:
+def draw_plans(seed: int, rounds: int, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """One fault a round: every kind by turns, its stage, step and moment drawn."""
     draw = random.Random(seed)
     plans = []
     for number in range(rounds):
-        fault = list(FAULTS)[number % len(FAULTS)]
+        fault = kinds[number % len(kinds)]
         stage = draw.choice(FAULTS[fault])
         steps = [2, 4] if stage in ("testing", SAVING) else range(1, STEPS + 1)
         if "damaged" in fault:
@@ -207,13 +207,13 @@ def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usua
     )  # fmt: skip
 
 
-def campaign(folder: Path, rounds: int, seed: int) -> list[Round]:
+def campaign(folder: Path, rounds: int, seed: int, kinds: Sequence[str]) -> list[Round]:
     """All rounds, told as they end."""
     task = make_task(folder / "task")
     _, usual_s = start(task, folder / "undisturbed", None)
     print(f"undisturbed: {STEPS} steps in {usual_s:.0f} s")
     played = []
-    for number, plan in enumerate(draw_plans(seed, rounds), 1):
+    for number, plan in enumerate(draw_plans(seed, rounds, kinds), 1):
         played.append(play(task, folder / f"round_{number}", plan, folder / "undisturbed", usual_s))
         print(row(number, played[-1]), flush=True)
     return played
@@ -230,7 +230,7 @@ def table(played: Sequence[Round], seed: int) -> str:
     """The table of the page."""
     survived = sum(not done.problems for done in played)
     lines = [
-        f"`python benchmarks/chaos.py --rounds {len(played)} --seed {seed} --write`: {len(played)} faults, {survived} "
+        f"`python -m benchmarks.chaos --rounds {len(played)} --seed {seed} --write`: {len(played)} faults, {survived} "
         f"survived, steps lost: {0 if survived == len(played) else 'see the table'}.",
         "",
         "| round | fault | where | the same to the last bit | finished steps redone | seconds lost |",
@@ -258,7 +258,7 @@ def overhead(folder: Path, repeats: int) -> str:
     least = {kind: min(values) for kind, values in steps.items()}
     median = {kind: statistics.median(values) for kind, values in steps.items()}
     return (
-        f"`python benchmarks/chaos.py --overhead --repeats {repeats}`: a step takes "
+        f"`python -m benchmarks.chaos --overhead --repeats {repeats}`: a step takes "
         f"{median['protected'] / median['bare']:.3f} x as long with the protection as without (medians "
         f"{median['protected']:.3f} s : {median['bare']:.3f} s; least {least['protected'] / least['bare']:.3f} x)."
     )
@@ -276,11 +276,12 @@ def put(name: str, text: str) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=len(FAULTS))
+    parser.add_argument("--rounds", type=int, help="one of each kind by default")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="the kinds to play by turns")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind, with --overhead")
     parser.add_argument("--overhead", action="store_true")
-    parser.add_argument("--write", action="store_true", help="into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="into docs/internals/lost_processes.md")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/chaos"))
     args = parser.parse_args()
     folder = args.output_dir.absolute()
@@ -292,7 +293,7 @@ def main() -> None:
         if args.write:
             put("overhead", text)
         return
-    played = campaign(folder, args.rounds, args.seed)
+    played = campaign(folder, args.rounds or len(args.faults), args.seed, args.faults)
     if args.write:
         put("campaign", table(played, args.seed))
     if any(done.problems for done in played):

@@ -1,6 +1,6 @@
 """One run of ``main_ppo`` in which something breaks at a given stage; started by chaos.py. ::
 
-    python benchmarks/chaos_run.py PLAN.json <overrides of verl.trainer.main_ppo>
+    python -m benchmarks.chaos_run PLAN.json <overrides of verl.trainer.main_ppo>
 
 The plan says what breaks, in which step and stage, and how many seconds into it; null breaks nothing. It happens
 once, whatever is started again: a file beside the plan says that it did, and where the run was at that moment.
@@ -8,6 +8,7 @@ once, whatever is started again: a file beside the plan says that it did, and wh
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -16,18 +17,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from verl.trainer.config import PPOConfig
-from verl.trainer.config.load import hydra_entry
+from verl.trainer.config.command_line import command
 from verl.trainer.main_ppo import TaskRunner, run_ppo
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.supervisor import supervised
-from verl.trainer.timing import Stopwatch
+from verl.trainer.ppo.ray_trainer import PPOStepContext, RayPPOTrainer
 
 Kill = Callable[[], str]
 
@@ -107,6 +104,8 @@ class Fault:
             "reward process killed": lambda which: send(signal.SIGKILL, reward_processes(), which),
             "raylet killed": lambda _: send(signal.SIGKILL, processes_of_ray("raylet")),
             "Ray's state server killed": lambda _: send(signal.SIGKILL, processes_of_ray("gcs_server")),
+            "raylet frozen": lambda _: send(signal.SIGSTOP, processes_of_ray("raylet")),
+            "Ray's state server frozen": lambda _: send(signal.SIGSTOP, processes_of_ray("gcs_server")),
             "driver killed": lambda _: send(signal.SIGKILL, [driver]),
             "checkpoint damaged, driver killed": lambda _: (
                 damage_newest_checkpoint(self.checkpoints) + ", " + send(signal.SIGKILL, [driver])
@@ -115,34 +114,23 @@ class Fault:
         }
 
 
-class WatchedStopwatch(Stopwatch):
-    """Tells a fault which stage begins."""
+class WatchedContext(PPOStepContext):
+    """Tells the fault which stage begins."""
 
-    def __init__(self, enter: Callable[[str], None]) -> None:
-        super().__init__()
-        self.enter = enter
+    fault: ClassVar[Fault]
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        """See :class:`Stopwatch`."""
-        self.enter(name)
-        with super().__call__(name):
+    def stage(self, name: str) -> Iterator[None]:
+        """See :class:`verl.trainer.loop.StepContext`."""
+        self.fault.enter(self.number, name)
+        with super().stage(name):
             yield
 
 
 class ChaosTrainer(RayPPOTrainer):
     """A trainer to whom something happens."""
 
-    fault: Fault
-
-    @property
-    def stopwatch(self) -> Stopwatch:
-        """Of the step."""
-        return self._stopwatch
-
-    @stopwatch.setter
-    def stopwatch(self, _: Stopwatch) -> None:
-        self._stopwatch = WatchedStopwatch(lambda stage: self.fault.enter(self.global_steps, stage))
+    context_class = WatchedContext
 
 
 class ChaosRunner(TaskRunner):
@@ -155,10 +143,20 @@ class ChaosRunner(TaskRunner):
 
 def run(config: PPOConfig) -> Any:
     """The run, with the fault of the plan."""
-    ChaosTrainer.fault = Fault(Path(os.environ["CHAOS_PLAN"]), Path(config.trainer.default_local_dir))
+    WatchedContext.fault = Fault(Path(os.environ["CHAOS_PLAN"]), Path(config.trainer.default_local_dir))
     run_ppo(config, ChaosRunner)
 
 
+def main() -> None:
+    """The command line; what follows the plan is for Hydra."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("plan", help="JSON file that chaos.py has written")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, help="settings of verl.trainer.main_ppo")
+    arguments = parser.parse_args()
+    os.environ["CHAOS_PLAN"] = os.path.abspath(arguments.plan)
+    sys.argv[1:] = arguments.overrides
+    command(run, config_name="ppo_trainer", root=PPOConfig, restarts=True)()
+
+
 if __name__ == "__main__":
-    os.environ["CHAOS_PLAN"] = os.path.abspath(sys.argv.pop(1))
-    hydra_entry(supervised(run), config_name="ppo_trainer", root=PPOConfig)
+    main()

@@ -6,7 +6,7 @@ The second part runs GRPO steps of the 4.75 M shape of ``scaling.py`` on two ran
 ranks' states held in the object store as a run does after each step. All numbers of a part are of one process, in
 turn, in fp32 with one thread per rank; each is a median. ::
 
-    python benchmarks/checkpoints.py [--parts saves memory] [--repeats 3] [--json checkpoints.json]
+    python -m benchmarks.checkpoints [--parts saves memory] [--repeats 3] [--json checkpoints.json]
 """
 
 from __future__ import annotations
@@ -15,31 +15,28 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 from omegaconf import OmegaConf
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.scaling import Work, make_model, one_step, prompts
 from benchmarks.scaling import start as start_ranks
-from tests.models import tiny_tokenizer
+from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.states import RunState
+from verl.config import SFTDataConfig
 from verl.protocol import DataProto
 from verl.single_controller.local import LocalWorkerGroup
 from verl.single_controller.ray import RayResourcePool, run_task
-from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
+from verl.testing.models import tiny_tokenizer
 from verl.trainer.config import SFTConfig
-from verl.trainer.config.sft import SFTDataConfig
-from verl.trainer.run_state import RunState
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine_workers import TrainingWorker
+from verl.workers.training_workers import TrainingWorker
 
 SHAPE = {
     "hidden_size": 768, "num_hidden_layers": 8, "num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 64,

@@ -7,7 +7,7 @@ keeps freed memory as in a run, so that no page is new. A copy into new pages is
 what the kernel needs to map and clear them. All are taken in turns, round by round, in one run; ratios are
 between medians, and between minima. ::
 
-    python benchmarks/dataproto_transfer.py [--mb 100] [--columns 10] [--ranks 2] [--json transfer.json]
+    python -m benchmarks.dataproto_transfer [--mb 100] [--columns 10] [--ranks 2] [--json transfer.json]
 """
 
 from __future__ import annotations
@@ -18,19 +18,17 @@ import mmap
 import os
 import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import ray
 import torch
 from omegaconf import OmegaConf
 
+from verl.backends.cpu.allocator import keep_freed_memory
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
@@ -44,6 +42,7 @@ CALLS = 300
 class Mirror(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self):
+        keep_freed_memory()  # as every worker with an engine on a CPU does
         self._register_dispatch_collect_info("dp", self.rank, is_collect=True)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -1,6 +1,6 @@
 """Advantage estimators against plain Python loops, on a batch of [1024, 1024], in one run.
 
-    python benchmarks/estimator_speed.py [--rows 1024] [--width 1024] [--threads 2] [--repeats 9] [--clock wall]
+    python -m benchmarks.estimator_speed [--rows 1024] [--width 1024] [--threads 2] [--repeats 9] [--clock wall]
 
 Two yardsticks, the loops that one would write first:
 
@@ -18,18 +18,14 @@ time of all threads instead, which a busy machine disturbs less.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor
 
-from verl.trainer.ppo.core_algos import adv_needs, compute_advantages, estimator_names, get_adv_estimator_fn
+from verl.algorithms import adv_needs, compute_advantages, estimator_names, get_adv_estimator_fn
 from verl.utils.torch_functional import masked_whiten
 
 GAMMA, LAM = 0.99, 0.95

@@ -1,6 +1,6 @@
 """What a GPU makes of it: training throughput and MFU, rollout against ``generate``, agreement of log-probs.
 
-    python benchmarks/gpu.py --json gpu.json [--parts rl sft rollout agreement] [--device cuda] [--rollout native]
+    python -m benchmarks.gpu --json gpu.json [--parts rl sft rollout agreement] [--device cuda] [--rollout native]
 
 The model has the shape of Qwen3-0.6B and random weights, made on the spot. Neither Ray nor vLLM is needed. Each part
 runs in a process of its own; one that fails is reported and the others go on.
@@ -32,10 +32,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import shape
-from shape import TINY, Row, Work
+from benchmarks import shape
+from benchmarks.shape import TINY, Row, Work
 
 GPU = Work(
     hidden=1024,
@@ -405,7 +403,7 @@ def parts_in_turn(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple
     (TINY if arguments.tiny else GPU).save_model(model, max_position_embeddings=40960)
     for name in arguments.parts:
         path = folder / f"{name}.json"
-        command = [sys.executable, __file__, "--part", name, "--model", model, "--json", str(path)]
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", name, "--model", model, "--json", str(path)]
         command += ["--device", arguments.device, "--rollout", arguments.rollout, "--repeats", str(arguments.repeats)]
         done = subprocess.run(
             [*command, *(["--tiny"] if arguments.tiny else [])], check=False, capture_output=True, text=True

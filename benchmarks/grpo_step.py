@@ -1,6 +1,6 @@
 """A whole GRPO step with a reference model: ours against TRL's GRPOTrainer, in one run.
 
-    python benchmarks/grpo_step.py [--rollout native] [--rounds 5] [--trl_micro 32] [--max_tokens 16384]
+    python -m benchmarks.grpo_step [--rollout native] [--rounds 5] [--trl_micro 32] [--max_tokens 16384]
 
 Both generate, score with the same trivial function, ask the reference, and make one optimizer step in fp32 with a KL
 term, on the same prompts and as many tokens. Ours is the trainer itself with one worker in its process
@@ -22,15 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import shape
-from shape import TINY, Turns, Work
+from benchmarks import shape
+from benchmarks.shape import TINY, Turns, Work
 
 TARGET = 2.0
 KL_COEFFICIENT = 0.04
 LEARNING_RATE = 1e-6
-HERE = Path(__file__).resolve()
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info):
     return solution_str.count("e") / 10
@@ -88,8 +85,8 @@ def our_overrides(arguments: Any, folder: Path, work: Work) -> list[str]:
 def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, float]]:
     """The metrics of one step after the other; assembled as ``verl.trainer.main_ppo`` does."""
     from verl.single_controller import local
+    from verl.trainer.config.command_line import compose
     from verl.trainer.config.load import load_config
-    from verl.trainer.config.overrides import compose
     from verl.trainer.main_ppo import TaskRunner
     from verl.trainer.ppo.ray_trainer import RayPPOTrainer
     from verl.trainer.ppo.reward import load_reward_manager
@@ -106,7 +103,7 @@ def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, fl
         config=config,
         tokenizer=tokenizer,
         role_worker_mapping=runner.role_worker_mapping,
-        resource_pool_manager=runner.init_resource_pool_mgr(config, local),
+        resource_pool_manager=runner.init_resource_pool_mgr(config),
         ray_worker_group_cls=local.WorkerGroup,
         reward_fn=load_reward_manager(config, tokenizer, num_examine=0),
         train_dataset=dataset,
@@ -116,9 +113,11 @@ def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, fl
     )
     trainer.init_workers()
     while True:
-        rows = next(trainer.rows)
         trainer.global_steps += 1
-        metrics = trainer._one_step(rows)
+        context = trainer.context_class(trainer.global_steps)
+        with context.stage("step"):
+            batch = trainer.step(trainer.to_batch(next(trainer.rows)), context)
+        metrics = context.metrics | trainer.step_metrics(batch, context)
         assert metrics["prompt_length/mean"] == work.prompt_length
         assert metrics["response_length/mean"] == work.response_length
         yield metrics
@@ -239,7 +238,14 @@ def main() -> None:
         prepare(Path(name), work)
         own = [f"--rollout={arguments.rollout}", f"--max_tokens={arguments.max_tokens}", *arguments.overrides]
         theirs = [f"--trl_micro={arguments.trl_micro}", f"--trl={json.dumps(arguments.trl)}"]
-        common = [sys.executable, HERE, *(["--tiny"] if arguments.tiny else []), "--folder", name]
+        common = [
+            sys.executable,
+            "-m",
+            "benchmarks.grpo_step",
+            *(["--tiny"] if arguments.tiny else []),
+            "--folder",
+            name,
+        ]
         env = {"OMP_NUM_THREADS": str(arguments.threads)}
         commands = {
             "ours": ([*common, "--contestant", "ours", *own], env),

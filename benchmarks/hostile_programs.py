@@ -1,8 +1,8 @@
 """Hostile programs in the sandbox: what each is reported as and what harm it does; and what a run costs.
 
-    python benchmarks/hostile_programs.py
+    python -m benchmarks.hostile_programs
 
-The programs are those of ``tests/sandbox/hostile.py``. The exit code is 1 if one did harm or was reported as
+The programs are those of ``verl/testing/hostile_programs.py``. The exit code is 1 if one did harm or was reported as
 something that it is not.
 """
 
@@ -12,16 +12,13 @@ import argparse
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from tests.sandbox.hostile import judge, machine, programs
-from verl.utils.sandbox import Sandbox
+from verl.sandbox import Sandbox
+from verl.testing.hostile_programs import judge, machine, programs
 
 
 def hostile_table(sandbox: Sandbox) -> int:

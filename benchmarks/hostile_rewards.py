@@ -1,6 +1,8 @@
 """Sixty-four samples of which eight hang, exit, eat memory or raise: what becomes of each, and how long it takes.
 
-python benchmarks/hostile_rewards.py [--timeout_s 5] [--num_workers 1]
+    python -m benchmarks.hostile_rewards [--timeout_s 5] [--num_workers 1]
+
+Prints what it finds and writes nothing. A sample that hangs costs its limit, so the defaults take minutes at most.
 """
 
 import argparse
@@ -9,9 +11,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from verl.utils.import_utils import load_object
-from verl.utils.killable_pool import Budget
-from verl.workers.reward_manager.function import RewardFunction, Sample
+from verl.base.import_utils import load_object
+from verl.supervision.killable_pool import Budget
+from verl.workers.reward_manager.function import RewardFunction, RewardSample
 
 REWARD = """
 import os, re, sys, time
@@ -54,7 +56,7 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
         function = RewardFunction(
             load_object(str(path), name, "custom_reward_function"), {}, num_workers=arguments.num_workers, budget=budget
         )
-        samples = [Sample(BAD.get(n, "fine"), str(n % 2), "1", {}) for n in range(64)]
+        samples = [RewardSample(BAD.get(n, "fine"), str(n % 2), "1", {}) for n in range(64)]
         started = time.perf_counter()
         scores = function.score_samples(samples)
         elapsed = time.perf_counter() - started
@@ -69,10 +71,15 @@ def measure(name: str, arguments: argparse.Namespace) -> None:
     print(f"  {elapsed:.2f} s, {elapsed / arguments.timeout_s:.2f} times the limit")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--timeout_s", type=float, default=5.0)
-    parser.add_argument("--num_workers", type=int, default=1)
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timeout_s", type=float, default=5.0, help="seconds for a sample")
+    parser.add_argument("--num_workers", type=int, default=1, help="processes that score")
     given = parser.parse_args()
     for form in ("compute_score", "compute_score_async"):
         measure(form, given)
+
+
+if __name__ == "__main__":
+    main()

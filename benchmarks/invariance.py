@@ -3,7 +3,7 @@
 Trains the same three steps in every layout, each through ``python -m verl.trainer.main_ppo``, and
 compares every logged metric with that of the first layout. ::
 
-    python benchmarks/invariance.py [--output_dir outputs/invariance] [--estimator grpo|gae]
+    python -m benchmarks.invariance [--output_dir outputs/invariance] [--estimator grpo|gae]
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-
 STEPS = 3
 # Differences are relative to the larger value, but never to less than this: a policy loss of 1e-9
 # is a sum of cancelling terms of size one, and its last digits are no statement about anything.
@@ -138,16 +136,16 @@ def compared(metrics: dict[str, float]) -> dict[str, float]:
 
 def main() -> None:
     """Run all layouts and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output_dir", type=Path, default=Path("outputs/invariance"))
-    parser.add_argument("--estimator", default="grpo")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output_dir", type=Path, default=Path("outputs/invariance"), help="runs are kept there")
+    parser.add_argument("--estimator", default="grpo", help="algorithm.adv_estimator of the runs")
     args = parser.parse_args()
     out = args.output_dir.absolute()
     out.mkdir(parents=True, exist_ok=True)
     task = make_inputs(out / "task")
     reference: list[dict[str, float]] = []
     worst_of_all = 0.0
-    print(f"\n`python benchmarks/invariance.py --estimator {args.estimator}`: {STEPS} steps, two mini-batches each\n")
+    print(f"\n`python -m benchmarks.invariance --estimator {args.estimator}`: {STEPS} steps, two mini-batches each\n")
     print("| layout | metrics compared | largest relative difference | in |\n|---|---|---|---|")
     for name, overrides in LAYOUTS.items():
         steps = [compared(step) for step in run(name, overrides, task, out, args.estimator)]

@@ -5,7 +5,7 @@ their gradients included. Both ways run on the same tokens, on fewer than asked 
 the free memory. Chunks need as much for any number of tokens, full logits grow with them, so fewer tokens speak for
 full logits. ::
 
-    python benchmarks/logprob_memory.py [--tokens 2048] [--vocabulary 151936] [--hidden 64]
+    python -m benchmarks.logprob_memory [--tokens 2048] [--vocabulary 151936] [--hidden 64]
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
@@ -75,7 +73,16 @@ def measure(tokens: int, vocabulary: int, hidden: int) -> dict[str, Any]:
     tokens = that_fit(tokens, vocabulary)
     found = {}
     for way in WAYS:
-        command = [sys.executable, __file__, "--one", way, str(tokens), str(vocabulary), str(hidden)]
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.logprob_memory",
+            "--one",
+            way,
+            str(tokens),
+            str(vocabulary),
+            str(hidden),
+        ]
         found[way] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     return {
         "work": f"{tokens} tokens x {vocabulary} words, hidden {hidden}, fp32, forward and backward",

@@ -1,8 +1,8 @@
 """Everything that docs/performance.md says, measured by one command: ``make bench``.
 
-    python benchmarks/performance.py --write             all of it, on a quiet machine, about ten minutes
-    python benchmarks/performance.py --only grpo_step    one part, printed
-    python benchmarks/performance.py --tiny --write x.md     the page in its form, with figures that mean nothing
+    python -m benchmarks.performance --write             all of it, on a quiet machine, about ten minutes
+    python -m benchmarks.performance --only grpo_step    one part, printed
+    python -m benchmarks.performance --tiny --write x.md     the page in its form, with figures that mean nothing
 
 Each part runs in a process of its own, one after the other, and compares two things within its run; what it finds
 comes back as JSON. A target that is missed is no error: the page says by how much. A part that fails is one, and then
@@ -24,10 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import shape
-from shape import ROOT, Row, Work
+from benchmarks import shape
+from benchmarks.shape import ROOT, Row, Work
 
 PAGE = ROOT / "docs" / "performance.md"
 Result = Mapping[str, Any]
@@ -104,7 +102,7 @@ class Part:
     def command(self, arguments: argparse.Namespace) -> list[str]:
         """As it is run, and as the page shows it."""
         filled = [text.format(**vars(arguments)) for text in self.arguments]
-        return ["python", f"benchmarks/{self.name}.py", *filled, *(self.tiny if arguments.tiny else ())]
+        return ["python", "-m", f"benchmarks.{self.name}", *filled, *(self.tiny if arguments.tiny else ())]
 
 
 ROLLOUT = ("--rollout", "{rollout}")
@@ -156,7 +154,7 @@ def run_part(part: Part, arguments: argparse.Namespace, folder: Path) -> Result:
 
 HEAD = """# Performance
 
-Made by `make bench` (`python benchmarks/performance.py --write`). Every figure is a ratio of two things that were
+Made by `make bench` (`python -m benchmarks.performance --write`). Every figure is a ratio of two things that were
 measured in one run on one machine, because absolute times say little about another machine; the processes that are
 compared take turns, so that they see the same state of it. Speeds are compared by the least time of each contestant,
 since what other programs do only adds to a time; the medians stand beside them.
@@ -171,7 +169,7 @@ log-probs of both engines are from a plain Transformers forward. No run of it ha
 
 ```text
 make bench-gpu
-python benchmarks/gpu.py --json gpu.json
+python -m benchmarks.gpu --json gpu.json
 ```
 
 It needs neither Ray nor vLLM. Where a GPU machine has PyTorch and Transformers but no package index, see

@@ -1,6 +1,6 @@
 """Tokens per second of a rollout: our engine, Transformers ``generate``, and vLLM on a CPU, in one run.
 
-    python benchmarks/rollout_speed.py [--rollout native] [--vllm_python .venv-vllm/bin/python] [--rounds 5]
+    python -m benchmarks.rollout_speed [--rollout native] [--vllm_python .venv-vllm/bin/python] [--rounds 5]
 
 Every contestant draws the same number of tokens at temperature 1 and gives back each token's log-prob; end tokens do
 not end a response. ``generate`` runs with its default key/value cache, vLLM in process and eager; each with one
@@ -17,13 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import shape
-from shape import TINY, Row, Turns, Work
+from benchmarks import shape
+from benchmarks.shape import TINY, Row, Turns, Work
 
 TARGET = 2.5
-HERE = Path(__file__).resolve()
 
 
 def our_engine(name: str, folder: str, work: Work) -> Callable[[], None]:
@@ -168,7 +165,14 @@ VLLM_ENV = {
 
 def field(arguments: Any, folder: str) -> dict[str, tuple[Sequence[str | Path], Mapping[str, str]]]:
     """Command and environment of each contestant."""
-    rest = [HERE, *(["--tiny"] if arguments.tiny else []), "--model", folder, "--contestant"]
+    rest = [
+        "-m",
+        "benchmarks.rollout_speed",
+        *(["--tiny"] if arguments.tiny else []),
+        "--model",
+        folder,
+        "--contestant",
+    ]
     threads = {"OMP_NUM_THREADS": str(arguments.threads)}
     found: dict[str, tuple[Sequence[str | Path], Mapping[str, str]]] = {
         arguments.rollout: ([sys.executable, *rest, arguments.rollout], threads)

@@ -14,7 +14,7 @@ Two ranks are also measured apart: as two runs of one rank, side by side, each w
 its own. They exchange nothing, so what they miss linear by is what the machine takes for two processes at a time
 (cache, memory, clock), and what two ranks of one run miss it by beyond that is what their exchange costs. ::
 
-    python benchmarks/scaling.py [--rollout native] [--parts ranks responses length] [--json scaling.json]
+    python -m benchmarks.scaling [--rollout native] [--parts ranks responses length] [--json scaling.json]
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -32,15 +31,13 @@ from pathlib import Path
 from typing import TypeVar
 
 os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 from omegaconf import OmegaConf
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.models import tiny_tokenizer
 from verl.protocol import DataProto
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, run_task
+from verl.testing.models import tiny_tokenizer
 from verl.workers.config import (
     ActorRolloutRefConfig,
     FSDPActorConfig,

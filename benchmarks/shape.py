@@ -26,8 +26,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 FIRST_ORDINARY_TOKEN = 4
 """The character tokenizer's ids below it are special."""
 
@@ -85,7 +83,7 @@ class Work:
 
     def save_model(self, folder: str | Path, **overrides: Any) -> str:
         """Config, random weights and the character tokenizer, as ``save_pretrained`` writes them."""
-        from tests.models import tiny_model_dir
+        from verl.testing.models import tiny_model_dir
 
         return tiny_model_dir(
             folder,

@@ -5,7 +5,7 @@ and by the training engine, in the same run and in turn. Yardstick: matrix produ
 ``torch.mm`` and by oneDNN, which may be much faster and to which PyTorch gives convolutions. Useful FLOP/s leave out
 padding and recomputation. ::
 
-    python benchmarks/training_step.py [--sequences 64] [--prompt 24] [--response 128] [--ragged] [--repeats 7]
+    python -m benchmarks.training_step [--sequences 64] [--prompt 24] [--response 128] [--ragged] [--repeats 7]
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ import argparse
 import json
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 import transformers
 from torch.nn import functional
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from verl.backends.cpu.allocator import keep_freed_memory
 from verl.protocol import DataProto
-from verl.utils.allocator import keep_freed_memory
 from verl.utils.flops_counter import FlopsCounter
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine import EngineRegistry, MicroBatchConfig
+from verl.workers.engine import EngineRegistry, FunctionLoss, MicroBatchConfig
 
 VOCABULARY = 104
 
@@ -99,6 +96,7 @@ def best_of(call: Callable[[], object], repeats: int) -> float:
     return min(times[1:])
 
 
+@FunctionLoss
 def policy_loss(outputs: dict[str, torch.Tensor], data: DataProto, totals: Any) -> tuple[torch.Tensor, dict]:
     """-A log p, and the entropy if it is there: little work, so that the model is measured."""
     loss = -(outputs["log_probs"] * data.batch["advantages"]).sum()
@@ -107,11 +105,7 @@ def policy_loss(outputs: dict[str, torch.Tensor], data: DataProto, totals: Any) 
     return loss / totals.batch_num_tokens, {}
 
 
-def with_entropy(outputs: dict[str, torch.Tensor], data: DataProto, totals: Any) -> tuple[torch.Tensor, dict]:
-    return policy_loss(outputs, data, totals)
-
-
-with_entropy.outputs = frozenset({"log_probs", "entropy"})
+with_entropy = FunctionLoss(policy_loss.function, outputs=frozenset({"log_probs", "entropy"}))
 
 
 def plain_pass(model: Qwen3ForCausalLM, batch: DataProto, entropy: bool = False) -> None:

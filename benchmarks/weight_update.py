@@ -1,6 +1,6 @@
 """What it costs to give new weights to the rollout engine beside the trainer, against a copy of the weights.
 
-    python benchmarks/weight_update.py [--rollout native] [--rounds 15]
+    python -m benchmarks.weight_update [--rollout native] [--rounds 15]
 
 The training engine holds the weights on one rank. A rollout of one token that finds a new version of them is compared
 with one that finds the version it has: so what an engine does when the weights come and what it does when they are
@@ -13,16 +13,12 @@ from __future__ import annotations
 
 import os
 import statistics
-import sys
 import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import shape
-from shape import TINY, Row, Work
+from benchmarks import shape
+from benchmarks.shape import TINY, Row, Work
 
 COPY_TARGET, SHARED_TARGET = 1.5, 0.1
 """In copies: of an engine with weights of its own, and of one that shares the trainer's and so moves no byte."""

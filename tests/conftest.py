@@ -23,6 +23,9 @@ from typing import Any
 
 import pytest
 
+from verl.base.registry import scoped_registrations
+
+pytest.register_assert_rewrite("verl.testing")
 sys.dont_write_bytecode = False
 # `nohup` and a shell's `&` leave these ignored, for every process that is started from here too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -39,7 +42,7 @@ LONGEST = (
     "tests/trainer/test_recovery.py",
     "tests/single_controller",
     "tests/trainer/test_killed_runs.py",
-    "tests/rollout/test_lost_engines.py",
+    "tests/workers/rollout/test_remote.py",
     "tests/trainer/test_run.py",
     "tests/trainer/test_algorithms_end_to_end.py",
 )
@@ -80,6 +83,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def own_logging_level() -> None:
     """A run in this process sets the level of verl's loggers, be it a test's or that of a fixture of many tests."""
     logging.getLogger("verl").setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_what_modules_register() -> Iterator[None]:
+    """Fixtures of a file may register estimators, losses, reward managers and the like for all of its tests."""
+    with scoped_registrations():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def forget_what_tests_register(forget_what_modules_register: None) -> Iterator[None]:
+    """No test finds a name that another one registered."""
+    with scoped_registrations():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-PRELOADED = ("torch", "tensordict", "verl.workers.fsdp_workers", "verl.workers.engine_workers")
+PRELOADED = ("torch", "tensordict", "verl.workers.fsdp_workers", "verl.workers.training_workers")
 
 ASKS = """
 import array, json, os, signal, socket, sys
@@ -147,7 +147,7 @@ def become(words: list[str], folder: str, environment: dict[str, str], streams: 
 def main() -> None:
     """Arguments: the descriptor to listen on, and the process to end with."""
     sys.path[0] = str(Path(__file__).parents[1])
-    from verl.utils.processes import die_with_parent
+    from verl.supervision.prctl import die_with_parent
 
     die_with_parent(signal.SIGKILL)
     if os.getppid() != int(sys.argv[2]):

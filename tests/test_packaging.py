@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     pytest.importorskip("setuptools", minversion="77", reason="builds with the setuptools that is installed")
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "verl", source / "verl", ignore=shutil.ignore_patterns("__pycache__"))
+    for package in ("verl", "verl-stubs"):
+        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
@@ -24,18 +25,20 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = set(archive.namelist())
-    present = {str(path.relative_to(ROOT)) for path in (ROOT / "verl").rglob("*") if path.suffix in SUFFIXES}
-    assert {f"verl/workers/rollout/{path}" for path in RUN_BY_PATH} | {"verl/utils/cpu_kernels/decoding.c"} <= present
+    files = [*(ROOT / "verl").rglob("*"), *(ROOT / "verl-stubs").rglob("*")]
+    present = {str(path.relative_to(ROOT)) for path in files if path.suffix in SUFFIXES}
+    assert {f"verl/{path}" for path in RUN_BY_PATH} <= present
     assert present <= packed, f"not in the wheel: {sorted(present - packed)}"
 
 
-SUFFIXES = (".py", ".c", ".h", ".yaml", ".typed")
+SUFFIXES = (".py", ".pyi", ".c", ".h", ".yaml", ".typed")
 RUN_BY_PATH = (
-    "checksum.py",
-    "sampling.py",
-    "server_guard.py",
-    "sglang/engine_side/verl_sglang.py",
-    "sglang/engine_side/verl_sglang_arguments.py",
-    "sglang/engine_side/verl_sglang_server.py",
-    "vllm/engine_side/verl_vllm_extension.py",
+    "backends/cpu/kernels/decoding.c",
+    "supervision/prctl.py",
+    "supervision/server_guard.py",
+    "workers/rollout/sampling.py",
+    "workers/rollout/engine_side/verl_engine.py",
+    "workers/rollout/engine_side/verl_sglang.py",
+    "workers/rollout/engine_side/verl_sglang_server.py",
+    "workers/rollout/engine_side/verl_vllm.py",
 )

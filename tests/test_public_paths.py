@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
+import pickle
+from pathlib import Path
 
 import pytest
+
+import verl
+from docs.generate.stubs import STUBS, stubs
+from verl.base.absent import ABSENT, why_absent
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 NAMES = {
     "verl": ["DataProto", "__version__"],
@@ -89,6 +97,7 @@ NAMES = {
     "verl.trainer.ppo.rollout_corr_helper": [
         "SUPPORTED_ROLLOUT_RS_OPTIONS",
         "apply_bypass_mode",
+        "apply_rollout_correction",
         "compute_offpolicy_metrics",
         "compute_rollout_correction_and_add_to_batch",
         "compute_rollout_correction_and_rejection_mask",
@@ -107,6 +116,20 @@ NAMES = {
     "verl.utils.dataset.dynamicgen_dataset": ["AbstractDataGenerator", "DynamicGenDataset"],
     "verl.utils.dataset.rm_dataset": ["RMDataset"],
     "verl.utils.dataset.sft_dataset": ["SFTDataset"],
+    "verl.tools.base_tool": ["BaseTool", "OpenAIFunctionToolSchema", "ToolResponse"],
+    "verl.tools.gsm8k_tool": ["Gsm8kTool"],
+    "verl.tools.sandbox_fusion_tools": ["SandboxFusionTool"],
+    "verl.tools.schemas": [
+        "OpenAIFunctionCallSchema",
+        "OpenAIFunctionParametersSchema",
+        "OpenAIFunctionParsedSchema",
+        "OpenAIFunctionPropertySchema",
+        "OpenAIFunctionSchema",
+        "OpenAIFunctionToolCall",
+        "OpenAIFunctionToolSchema",
+        "ToolResponse",
+    ],
+    "verl.tools.utils.tool_registry": ["initialize_tools_from_config"],
     "verl.trainer.rm_trainer": ["main"],
     "verl.trainer.dpo_trainer": ["main"],
     "verl.trainer.inspect_data": ["main"],
@@ -177,19 +200,186 @@ def test_public_name_exists(module: str, name: str):
     assert hasattr(importlib.import_module(module), name)
 
 
+DOORS = {"verl.trainer.ppo.core_algos": "verl.algorithms"}
+"""Public address to the room where its objects live; every name of the room is behind the door."""
+
+
+@pytest.mark.parametrize("address", DOORS)
+def test_an_old_address_and_the_new_one_give_the_same_objects(address: str):
+    door, room = importlib.import_module(address), importlib.import_module(DOORS[address])
+    assert set(room.__all__) <= set(vars(door))
+    for name in room.__all__:
+        assert getattr(door, name) is getattr(room, name), name
+
+
+def test_sections_at_their_old_address_are_those_of_the_house():
+    door, room = importlib.import_module("verl.trainer.config"), importlib.import_module("verl.config")
+    for name in set(door.__all__) - {"load_config"}:
+        assert getattr(door, name) is getattr(room, name), name
+
+
+COMPAT = Path(verl.__path__[0]) / "compat"
+
+
+def old_paths() -> dict[str, Path]:
+    """The modules that verl/compat gives to old import paths, with their files."""
+    paths = {}
+    for file in sorted(COMPAT.rglob("*.py")):
+        parts = file.relative_to(COMPAT).with_suffix("").parts
+        paths[".".join(("verl", *(parts[:-1] if parts[-1] == "__init__" else parts)))] = file
+    return paths
+
+
+@pytest.mark.parametrize("address", old_paths())
+def test_an_old_path_gives_the_objects_of_their_home(address: str):
+    module, file = importlib.import_module(address), old_paths()[address]
+    assert (module.__name__, module.__file__) == (address, str(file))
+    assert inspect.getsource(module) == file.read_text()
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module != "verl.base.doors":
+            home = importlib.import_module(node.module or "")
+            names = [(alias.name, alias.asname) for alias in node.names]
+            for name, here in [(name, name) for name in home.__all__] if names == [("*", None)] else names:
+                assert here is not None, f"{file}: write `{name} as {name}`"
+                assert getattr(module, here) is getattr(home, name), name
+        else:
+            assert ast.unparse(node).startswith(REST_OF_A_DOOR), f"{file}:{node.lineno} is no re-export"
+
+
+REST_OF_A_DOOR = (
+    "'",
+    '"',
+    "from verl.base.doors import absent_names",
+    "__getattr__ = absent_names(__name__)",
+    "if __name__ == '__main__':",
+)
+
+
+def refusal(module: str, name: str) -> str:
+    """What a script reads that imports a name which is not here."""
+    with pytest.raises(ImportError) as error:
+        exec(f"from {module} import {name}")
+    return error.value.msg
+
+
+ABSENT_ATTRIBUTES = {address for address in ABSENT if address.startswith(f"{RayPPOTrainer.__module__}.")}
+
+
+def test_what_public_trainers_have_and_this_one_lacks_says_what_to_use():
+    trainer = object.__new__(RayPPOTrainer)
+    for address in ABSENT_ATTRIBUTES:
+        with pytest.raises(AttributeError) as error:
+            getattr(trainer, address.rpartition(".")[2])
+        assert ABSENT[address].sentence in str(error.value)
+
+
+@pytest.mark.parametrize("address", [address for address in ABSENT if address not in ABSENT_ATTRIBUTES])
+def test_an_absent_name_says_what_to_use(address: str):
+    package, _, name = address.rpartition(".")
+    if address in old_paths():  # a package that other rows are below
+        package, name = address, "anything"
+    assert ABSENT[address].sentence in refusal(package, name)
+    with pytest.raises(ImportError):
+        importlib.import_module(f"{address}.anything")
+
+
+PATHS_OF_GUIDES = [
+    "verl.distributed_engine.ray_orchestrator",
+    "verl.experimental.reward.reward_loop.limited",
+    "verl.interactions",
+    "verl.llm_backends.base_llm_interface",
+    "verl.llm_backends.huggingface_adapter",
+    "verl.llm_backends.vllm_adapter",
+    "verl.model_merger.lora_adapter",
+    "verl.models",
+    "verl.protocol",
+    "verl.rl_algorithms.base_algorithm",
+    "verl.single_controller.base.decorator",
+    "verl.single_controller.ray",
+    "verl.trainer.config.config",
+    "verl.trainer.grpo.ray_trainer",
+    "verl.trainer.ppo.core_algos",
+    "verl.utils.dataset.dynamicgen_dataset",
+    "verl.utils.reward_score.sandbox_fusion",
+    "verl.workers.actor.dp_actor",
+    "verl.workers.actor.megatron_actor",
+    "verl.workers.critic.dp_critic",
+    "verl.workers.critic.megatron_critic",
+    "verl.workers.megatron_workers",
+    "verl.workers.reward_manager.batch",
+    "verl.workers.rollout.hf_rollout",
+    "verl.workers.rollout.sglang_rollout.sglang_rollout",
+    "verl.workers.rollout.vllm_rollout.vllm_rollout_spmd",
+]
+"""Modules that guides to verl name."""
+
+
+@pytest.mark.parametrize("path", PATHS_OF_GUIDES)
+def test_a_module_that_guides_name_is_here_or_says_why_not(path: str):
+    why = why_absent(f"{path}.anything")
+    if why is None or path in old_paths():
+        assert importlib.import_module(path).__name__ == path
+    else:
+        assert refusal(path, "anything").endswith(why.split(" is not in this version of verl ")[1])
+
+
+def test_type_checkers_see_the_same_old_paths():
+    written = {str(file.relative_to(STUBS)): file.read_text() for file in STUBS.rglob("*") if file.is_file()}
+    assert written == stubs(), "write them anew: python -m docs.generate.stubs"
+
+
+PICKLED = ["verl.protocol.data_proto:DataProto", "verl.protocol.data_proto:DataProtoItem"]
+"""Classes that stand in files which users have written, by the module that the files name."""
+
+
+@pytest.mark.parametrize("path", PICKLED)
+def test_pickled_classes_keep_the_name_of_their_module(path: str):
+    module, name = path.split(":")
+    found = getattr(importlib.import_module(module), name)
+    assert (found.__module__, found.__qualname__) == (module, name)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES["verl.trainer.ppo.core_algos"] if name.startswith("compute_")])
+def test_functions_are_pickled_by_name(name: str):
+    function = getattr(importlib.import_module("verl.trainer.ppo.core_algos"), name)
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
 SIGNATURES = {
     "verl.single_controller.base.decorator:register": [
         "dispatch_mode", "execute_mode", "blocking", "materialize_futures",
     ],
     "verl.single_controller.base:ResourcePool": ["process_on_nodes", "max_colocate_count", "n_gpus_per_node"],
     "verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn": ["mesh_name"],
+    "verl.single_controller.ray.base:RayWorkerGroup": [
+        "resource_pool", "ray_cls_with_init", "bin_pack", "name_prefix", "detached", "worker_names", "worker_handles",
+        "ray_wait_register_center_timeout",
+    ],
+    "verl.single_controller.ray.base:RayResourcePool": [
+        "process_on_nodes", "use_gpu", "name_prefix", "max_colocate_count", "detached", "accelerator_type",
+    ],
+    "verl.single_controller.ray.base:split_resource_pool": ["resource_pool", "split_size"],
+    "verl.single_controller.ray.base:create_colocated_worker_cls": ["class_dict"],
+    "verl.trainer.ppo.ray_trainer:ResourcePoolManager": ["resource_pool_spec", "mapping"],
+    "verl.trainer.ppo.ray_trainer:find_latest_ckpt_path": ["path", "directory_format"],
+    "verl.trainer.ppo.utils:create_rl_dataset": ["data_paths", "data_config", "tokenizer", "processor", "is_train"],
+    "verl.trainer.constants_ppo:get_ppo_ray_runtime_env": ["config"],
+    "verl.trainer.main_ppo:validate_config": ["config", "use_reference_policy", "use_critic"],
+    "verl.workers.config.optimizer:build_optimizer": ["parameters", "config"],
+    "verl.workers.engine_workers:ActorRolloutRefWorker": ["config", "role"],
+    "verl.workers.roles:CriticWorker": ["config"],
+    "verl.workers.rollout:get_rollout_class": ["rollout_name", "mode"],
+    "verl.workers.utils.padding:no_padding_2_padding": ["nested_tensor", "data"],
+    "verl.tools.base_tool:BaseTool": ["config", "tool_schema"],
+    "verl.tools.sandbox_fusion_tools:SandboxFusionTool": ["config", "tool_schema"],
+    "verl.tools.utils.tool_registry:initialize_tools_from_config": ["tools_config_file"],
     "verl.protocol:DataProto": ["batch", "non_tensor_batch", "meta_info"],
     "verl.protocol:pad_dataproto_to_divisor": ["data", "size_divisor"],
     "verl.trainer.main_ppo:create_rl_dataset": ["data_paths", "data_config", "tokenizer", "processor"],
     "verl.trainer.main_ppo:create_rl_sampler": ["data_config", "dataset"],
     "verl.trainer.main_ppo:run_ppo": ["config", "task_runner_class"],
     "verl.trainer.ppo.reward:load_reward_manager": ["config", "tokenizer", "num_examine"],
-    "verl.utils.dataset.multiturn_sft_dataset:MultiTurnSFTDataset": ["data_files", "tokenizer", "config"],
+    "verl.utils.dataset.multiturn_sft_dataset:MultiTurnSFTDataset": ["parquet_files", "tokenizer", "config"],
     "verl.utils.dataset.rm_dataset:RMDataset": ["parquet_files", "tokenizer", "config"],
     "verl.utils.dataset.rl_dataset:RLHFDataset": ["data_files", "tokenizer", "config", "processor", "max_samples"],
     "verl.utils.tracking:Tracking": ["project_name", "experiment_name", "default_backend", "config"],
@@ -227,4 +417,7 @@ def test_worker_rpcs_are_registered():
     }  # fmt: skip
     for worker, methods in rpcs.items():
         for method in methods:
-            assert hasattr(getattr(worker, method), MAGIC_ATTR), f"{worker.__name__}.{method} is no RPC"
+            rpc = getattr(worker, method)
+            assert hasattr(rpc, MAGIC_ATTR), f"{worker.__name__}.{method} is no RPC"
+            if method.startswith(("update", "compute")):
+                assert list(inspect.signature(rpc).parameters)[1] == "data"

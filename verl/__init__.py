@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from verl.base import doors
+from verl.base.lazy import on_first_use
+
 __version__ = "0.1.0"
 __all__ = ["DataProto", "__version__"]
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
 
+doors.install()
 
-def __getattr__(name: str) -> object:
-    # Lazy, so that `import verl.errors` or `verl.utils` does not load torch.
-    if name == "DataProto":
-        from verl.protocol import DataProto
 
-        return DataProto
-    raise AttributeError(f"module 'verl' has no attribute '{name}'")
+# `import verl.errors` or `verl.utils` does not load torch.
+__getattr__ = on_first_use(__name__, {"DataProto": "verl.protocol"})

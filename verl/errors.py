@@ -1,15 +1,14 @@
-"""Every error that verl raises on purpose.
+"""All exception classes of verl.
 
-One root, one class per thing that can be wrong; each also is the standard exception that it
-refines, so ``except ValueError`` still catches it. A message says what is wrong, the value that
-was found, the values that are allowed, and what to change.
+Each also inherits the standard exception that it refines, so ``except ValueError`` still catches it. A message states
+what is wrong, the value found, the values allowed, and what to change.
 """
 
 from __future__ import annotations
 
 
 class VerlError(Exception):
-    """Root of all errors that verl raises on purpose."""
+    """Base class of all errors of verl."""
 
 
 class ConfigError(VerlError, ValueError):
@@ -37,11 +36,11 @@ class RolloutError(VerlError, RuntimeError):
 
 
 class CheckpointError(VerlError, RuntimeError):
-    """A checkpoint cannot be written, or what lies on disk cannot be resumed from."""
+    """A checkpoint cannot be written, or the files on disk cannot be resumed from."""
 
 
 class ResourceError(VerlError, RuntimeError):
-    """More processes or devices are asked for than there are."""
+    """More processes or devices are requested than are available."""
 
 
 class WorkerError(VerlError, RuntimeError):
@@ -49,20 +48,18 @@ class WorkerError(VerlError, RuntimeError):
 
 
 class ProcessLostError(WorkerError):
-    """A process of the run died or no longer answers; what it held can be rebuilt, and the run can go on."""
+    """A process of the run died or does not answer; its state can be rebuilt and the run can continue."""
 
 
 class EngineLostError(ProcessLostError, RolloutError):
-    """A rollout engine's own process died or no longer answers; another one can take its place."""
+    """The process of a rollout engine died or does not answer; the engine can be restarted."""
 
 
 class PassTooLargeError(ProcessLostError):
-    """A pass of one rank did not fit its memory while others waited for it; all can start again, with smaller ones.
+    """A forward or backward pass of one rank ran out of memory while other ranks waited for it.
 
-    Args:
-        message: what a person reads.
-        kind: ``train`` or ``infer``: passes with gradients, or without.
-        limit: tokens that a pass of this kind should have at most.
+    The ranks can be restarted with passes of at most ``limit`` tokens for this ``kind``: ``train`` (with gradients) or
+    ``infer`` (without).
     """
 
     def __init__(self, message: str, kind: str, limit: int) -> None:

@@ -1,10 +1,10 @@
-"""Every column of a batch, declared once: name, dtype, dimensions, meaning, and who makes it.
+"""Declaration of every batch column: name, dtype, dimensions, meaning, producer and consumers.
 
 Padding: prompts are padded on the left, responses on the right, so that position ``prompt_length``
 of a row is always its first response token. ``sequence_length`` is ``prompt_length +
 response_length``; before generation, when there are only prompts, it is ``prompt_length``.
 
-Per-token columns of a response are 0 where ``response_mask`` is 0. Index t speaks of the
+Per-token columns of a response are 0 where ``response_mask`` is 0. Index t refers to the
 prediction of ``responses[:, t]`` from everything before it.
 """
 
@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from verl.base.registry import suggest
 from verl.errors import SchemaError
-from verl.utils.registry import suggest
 
 if TYPE_CHECKING:
     from verl.protocol import DataProto
@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Column:
-    """One column.
+    """A batch column.
 
     Args:
         name: its key in ``batch`` or, with dtype ``object``, in ``non_tensor_batch``.
         dtype: torch's name of the dtype; ``object`` for Python values.
-        dims: a name for each dimension; equal names mean equal sizes; ``...`` stands for any more.
-        meaning: what a value says.
+        dims: a name for each dimension; equal names mean equal sizes; ``...`` is any number of further dimensions.
         producer: the stage that makes it.
         consumers: the stages that read it.
     """
@@ -54,8 +53,11 @@ PROMPT = ("bsz", "prompt_length")
 RESPONSE = ("bsz", "response_length")
 SEQUENCE = ("bsz", "sequence_length")
 
-PREPARED = "core_algos.prepare_update, from the whole mini-batch before it is dealt to the ranks"
-"""Producer of what an update has to know of the other rows of a mini-batch."""
+PREPARED = "algorithms.prepare_update, from the whole mini-batch before it is dealt to the ranks"
+"""Producer of the columns that depend on other rows of the mini-batch."""
+
+NOT_YET = "nothing in this version"
+AGENTS = ("agent loops",)
 
 _SEQUENCES = (
     Column("prompts", "int64", PROMPT, "prompt tokens, padded on the left", "generate_sequences", ("reward",)),
@@ -158,7 +160,7 @@ _LOG_PROBS = (
         "float32",
         ("bsz", "response_length", "..."),
         "log-probabilities under a teacher",
-        "the teacher of a distillation",
+        NOT_YET,
         ("actor",),
     ),
 )
@@ -185,7 +187,7 @@ _REWARDS = (
         ("advantages", "critic"),
     ),
     Column("advantages", "float32", RESPONSE, "how much better than expected the token was", "advantages", ("actor",)),
-    Column("returns", "float32", RESPONSE, "what the critic should have said", "advantages", ("critic", "metrics")),
+    Column("returns", "float32", RESPONSE, "targets of the critic's values", "advantages", ("critic", "metrics")),
 )  # fmt: skip
 
 _PREPARED = (
@@ -225,7 +227,7 @@ _OBJECTS = (
            ("reward", "validation")),
     Column("ability", "object", ROW, "kind of task, for the reader", "the data set"),
     Column("reward_model", "object", ROW, "{style: rule or model, ground_truth}", "the data set", ("reward",)),
-    Column("extra_info", "object", ROW, "what else the data set says of the prompt", "the data set", ("reward",)),
+    Column("extra_info", "object", ROW, "further information about the prompt", "the data set", ("reward",)),
     Column("index", "object", ROW, "number of the prompt in its data set", "the data set"),
     Column("row_index", "object", ROW, "position of the row in the training data", "the data set", ("curriculum",)),
     Column("baseline_status", "object", ROW, "reward_status of the greedy response to the same prompt",
@@ -234,13 +236,19 @@ _OBJECTS = (
            ("metrics",)),
     Column("weight_version", "object", ROW, "version of the weights that sampled it", "generate_sequences",
            ("metrics",)),
-    Column("agent_name", "object", ROW, "agent loop that answers the prompt", "the data set", ("agent loop",)),
-    Column("tools_kwargs", "object", ROW, "arguments for each tool", "the data set", ("agent loop",)),
-    Column("interaction_kwargs", "object", ROW, "arguments for the interaction", "the data set", ("agent loop",)),
-    Column("__num_turns__", "object", ROW, "messages in the conversation", "agent loop", ("reward", "metrics")),
+    Column("agent_name", "object", ROW, "agent loop that answers the prompt", "the data set", AGENTS),
+    Column("tools_kwargs", "object", ROW, "arguments for each tool", "the data set", AGENTS),
+    Column("interaction_kwargs", "object", ROW, "arguments for the interaction", "the data set", AGENTS),
+    Column("__num_turns__", "object", ROW, "messages in the conversation", "agent loops", ("reward", "metrics")),
+    Column("trajectory_status", "object", ROW, "how the trajectory ended", "agent loops", ("reward", "metrics")),
+    Column("trajectory_message", "object", ROW, "why the trajectory failed", "agent loops"),
+    Column("reward_score", "object", ROW, "score that the agent loop gave, or None", "agent loops", ("reward",)),
+    Column("turn_scores", "object", ROW, "score of each of the policy's turns, or None", "agent loops", ("reward",)),
+    Column("tool_rewards", "object", ROW, "reward of each tool call", "agent loops", ("reward",)),
     Column("multi_modal_inputs", "object", ROW, "pixel values and the like, as the processor made them", "the data set",
            ("actor", "reference", "critic")),
-    Column("tool_extra_fields", "object", ROW, "what tools returned beside their text", "agent loop", ("reward",)),
+    Column("tool_extra_fields", "object", ROW, "what tools returned beside their text", "agent loops",
+           ("reward",)),
     Column("ground_truth_answers", "object", ROW, "the true answers, beside decoded responses", "reward",
            ("batch reward functions",)),
 )  # fmt: skip
@@ -248,42 +256,39 @@ _OBJECTS = (
 COLUMNS: Mapping[str, Column] = {
     column.name: column for column in (*_SEQUENCES, *_LOG_PROBS, *_REWARDS, *_PREPARED, *_OTHER_TENSORS, *_OBJECTS)
 }
-"""All columns that verl knows, by name. Any other column is the user's own and is left alone."""
+"""All known columns by name. Any other column is the user's own and is not checked."""
 
 
 def require(batch: DataProto | Mapping[str, Any], columns: Iterable[str], stage: str) -> None:
-    """Make sure that ``batch`` has the columns that ``stage`` needs.
+    """Check that ``batch`` has the columns that ``stage`` needs.
 
-    Args:
-        batch: a ``DataProto``, or a mapping from names to columns.
-        columns: names of the columns needed.
-        stage: who needs them, for the message: ``"advantage estimator 'gae'"``.
+    ``stage`` is the subject of the error message: ``"advantage estimator 'gae'"``.
 
     Raises:
-        SchemaError: one is missing; the message names it, the columns there are, and its maker.
+        SchemaError: one is missing; the message names it, the existing columns, and the stage that makes it.
     """
     present = _columns_of(batch)
     missing = [name for name in columns if name not in present]
     if not missing:
         return
-    makers = " ".join(_maker(name, present) for name in missing)
+    makers = " ".join(_producer_hint(name, present) for name in missing)
     raise SchemaError(
         f"{stage} needs column{'s' if len(missing) > 1 else ''} {', '.join(map(repr, missing))}, which the batch "
         f"lacks (has: {', '.join(sorted(present)) or 'nothing'}). {makers}"
     )
 
 
-def _maker(name: str, present: Mapping[str, Any]) -> str:
+def _producer_hint(name: str, present: Mapping[str, Any]) -> str:
     if name in COLUMNS:
         return f"'{name}' is made by {COLUMNS[name].producer}."
     return f"verl does not make '{name}': a data set or a stage of yours must.{suggest(name, list(present))}"
 
 
 def check_columns(batch: DataProto | Mapping[str, Any]) -> None:
-    """Make sure that the known columns of ``batch`` have the dtype and the dimensions declared here.
+    """Check the dtype and the dimensions of the known columns of ``batch``.
 
     Raises:
-        SchemaError: one has not; the message says what it is and what it should be.
+        SchemaError: a column differs from its declaration; the message gives both.
     """
     present = _columns_of(batch)
     sizes: dict[str, int] = {}
@@ -347,15 +352,4 @@ def _check_sequence_length(sizes: Mapping[str, int], where: Mapping[str, str]) -
 def _columns_of(batch: DataProto | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(batch, Mapping):
         return dict(batch)
-    return {**dict(batch.batch.items() if batch.batch is not None else ()), **batch.non_tensor_batch}
-
-
-def table() -> str:
-    """All columns as a Markdown table, for the documentation."""
-    lines = ["| column | dtype | dimensions | meaning | made by | read by |", "|---|---|---|---|---|---|"]
-    for column in COLUMNS.values():
-        dims, consumers = ", ".join(column.dims), ", ".join(column.consumers)
-        lines.append(
-            f"| `{column.name}` | {column.dtype} | ({dims}) | {column.meaning} | {column.producer} | {consumers} |"
-        )
-    return "\n".join(lines)
+    return {**batch.batch, **batch.non_tensor_batch}

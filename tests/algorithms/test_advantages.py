@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from tests.algorithms.estimators import SETTINGS, random_batch
-from tests.algorithms.estimators import whiten as slow_whiten
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     compute_advantages,
     compute_gae_advantage_return,
     compute_grpo_outcome_advantage,
@@ -22,6 +20,8 @@ from verl.trainer.ppo.core_algos import (
     compute_remax_outcome_advantage,
     compute_rloo_outcome_advantage,
 )
+from verl.testing.estimators import SETTINGS, random_batch
+from verl.testing.estimators import whiten as slow_whiten
 
 
 def whiten(values: list, mask: torch.Tensor) -> torch.Tensor:

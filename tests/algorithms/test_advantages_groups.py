@@ -10,9 +10,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from tests.algorithms.estimators import SETTINGS, random_batch
-from verl.errors import ConfigError, RewardError, SchemaError
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     compute_advantages,
     compute_gdpo_outcome_advantage,
     compute_gpg_outcome_advantage,
@@ -26,6 +24,8 @@ from verl.trainer.ppo.core_algos import (
     compute_rloo_vectorized_outcome_advantage,
     get_adv_estimator_fn,
 )
+from verl.errors import ConfigError, RewardError, SchemaError
+from verl.testing.estimators import SETTINGS, random_batch
 from verl.utils.torch_functional import masked_whiten
 
 

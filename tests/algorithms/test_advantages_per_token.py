@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from tests.algorithms.estimators import random_batch
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     compute_advantages,
     compute_grpo_outcome_advantage,
     compute_grpo_per_turn_advantage,
@@ -18,6 +17,7 @@ from verl.trainer.ppo.core_algos import (
     compute_optimal_token_baseline_advantage,
     compute_remax_outcome_advantage,
 )
+from verl.testing.estimators import random_batch
 
 OTB = [compute_optimal_token_baseline_advantage, compute_multi_turn_optimal_token_baseline_advantage]
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from verl.algorithms import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, prepare_aggregation
 from verl.errors import ConfigError
-from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, agg_loss, compute_entropy_loss, prepare_aggregation
 
 LOSS = torch.tensor([[1.0, 2.0, 9.0], [4.0, 9.0, 9.0]])
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])

@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 
 from tests.forks import run
-from verl.trainer.config import PPOConfig, load_config
-from verl.trainer.config.overrides import compose, keys_set
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     adv_needs,
     estimator_names,
     get_adv_estimator_fn,
     policy_loss_info,
     policy_loss_names,
 )
+from verl.testing.models import hollow_model_dir
+from verl.trainer.config import PPOConfig, load_config
+from verl.trainer.config.command_line import compose, keys_set
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLISHED = [
@@ -32,7 +33,7 @@ PUBLISHED = [
 
 def test_the_page_is_up_to_date_and_no_proof_is_missing():
     """In a process of its own, because pytest collects there, and because registries here may hold more names."""
-    done = run(["benchmarks/proofs.py", "--check"], cwd=ROOT)
+    done = run(["-m", "docs.generate.algorithms", "--check"], cwd=ROOT)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
@@ -40,9 +41,7 @@ def test_the_page_is_up_to_date_and_no_proof_is_missing():
 def least(tmp_path: Path) -> list[str]:
     """What every run has to be told, whatever it trains by."""
     (tmp_path / "train.jsonl").write_text("{}\n")
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text("{}")
-    model, data = tmp_path / "model", tmp_path / "train.jsonl"
+    model, data = hollow_model_dir(tmp_path / "model"), tmp_path / "train.jsonl"
     return [
         f"data.train_files={data}",
         f"data.val_files={data}",

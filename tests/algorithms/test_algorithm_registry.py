@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from verl.errors import ConfigError, SchemaError
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     AdvantageEstimator,
     adv_needs,
     compute_advantages,
@@ -22,18 +20,8 @@ from verl.trainer.ppo.core_algos import (
     policy_loss_columns,
     register_adv_est,
     register_policy_loss,
-    registry,
 )
-
-
-@pytest.fixture(autouse=True)
-def forget_what_tests_register() -> Iterator[None]:
-    tables = (registry._estimators._entries, registry._needs, registry._losses._entries, registry._loss_infos)
-    before = [dict(table) for table in tables]
-    yield
-    for table, entries in zip(tables, before, strict=True):
-        table.clear()
-        table.update(entries)
+from verl.errors import ConfigError, SchemaError
 
 
 @pytest.mark.parametrize(

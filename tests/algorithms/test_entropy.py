@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from torch import tensor
 from torch.testing import assert_close
 
-from tests.algorithms.losses import actor, batch, groups
-from verl.errors import ConfigError, SchemaError
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     TargetEntropyController,
     get_entropy_controller,
     prepare_policy_loss,
@@ -21,6 +19,8 @@ from verl.trainer.ppo.core_algos import (
     top_entropy_mask,
     update_columns,
 )
+from verl.errors import ConfigError, SchemaError
+from verl.testing.losses import actor, batch, groups
 from verl.workers.config import ActorConfig
 
 ENTROPYS = tensor([[0.1, 0.5, 9.0], [0.3, 0.2, math.nan], [0.4, 8.0, 7.0]])

@@ -10,9 +10,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from verl.errors import ConfigError
-from verl.trainer.config import KLControlConfig
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     AdaptiveKLController,
     FixedKLController,
     compute_rewards,
@@ -20,7 +18,9 @@ from verl.trainer.ppo.core_algos import (
     kl_in_reward,
     kl_penalty,
 )
-from verl.trainer.ppo.core_algos.kl import KL_KINDS
+from verl.algorithms.kl import KL_KINDS
+from verl.errors import ConfigError
+from verl.trainer.config import KLControlConfig
 
 K3 = [math.exp(-0.5) + 0.5 - 1, math.exp(0.5) - 0.5 - 1]
 BY_HAND = {  # Δ = 0.5, -0.5

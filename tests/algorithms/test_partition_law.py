@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.algorithms.losses import PAIRS, actor, batch, groups
+from verl.algorithms import prepare_update
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import prepare_update
+from verl.testing.losses import PAIRS, actor, batch, groups
 from verl.workers.config import ActorConfig
-from verl.workers.engine import BatchTotals, Share
+from verl.workers.engine import BatchTotals, PartialSum
 from verl.workers.losses import PolicyLoss
 
 ROWS = 8
@@ -46,7 +46,7 @@ def gradient(
             total = total + loss / len(ranks)
             share = int(part.batch["response_mask"].sum()) / max(tokens, 1)
             for name, value in found.items():
-                number = float(value.value) if isinstance(value, Share) else float(value) * share
+                number = float(value.value) if isinstance(value, PartialSum) else float(value) * share
                 if not name.endswith(("_max", "_min")):
                     metrics[name] = metrics.get(name, 0.0) + number
     total.backward()

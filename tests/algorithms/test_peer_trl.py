@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from tests.algorithms.losses import actor, batch
-from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     compute_gdpo_outcome_advantage,
     compute_grpo_outcome_advantage,
     compute_rloo_outcome_advantage,
     prepare_update,
 )
-from verl.trainer.ppo.core_algos.preference import (
+from verl.algorithms.preference import (
     bradley_terry_loss,
     direct_preference_loss,
     implicit_rewards,
@@ -35,14 +33,16 @@ from verl.trainer.ppo.core_algos.preference import (
     sequence_log_probs,
     split_pairs,
 )
-from verl.trainer.ppo.core_algos.rollout_correction import (
+from verl.algorithms.rollout_correction import (
     importance_ratio,
     importance_weights,
     log_ratio_of,
     parse_is_threshold,
 )
+from verl.protocol import DataProto
+from verl.testing.losses import actor, batch
 from verl.utils.torch_functional import entropy_from_logits, logprobs_from_logits
-from verl.workers.engine.base import BatchTotals
+from verl.workers.engine import BatchTotals
 from verl.workers.losses import PolicyLoss
 
 F64 = torch.float64

@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch.testing import assert_close
 
-from verl.errors import ConfigError
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     get_policy_loss_fn,
     policy_loss_columns,
     policy_loss_info,
     prepare_policy_loss,
     register_policy_loss,
-    registry,
 )
+from verl.errors import ConfigError
 from verl.workers.config import ActorConfig
-
-
-@pytest.fixture(autouse=True)
-def forget_what_tests_register() -> Iterator[None]:
-    tables = (registry._losses._entries, registry._loss_infos)
-    before = [dict(table) for table in tables]
-    yield
-    for table, entries in zip(tables, before, strict=True):
-        table.clear()
-        table.update(entries)
 
 
 def register_mine(made: dict) -> None:
@@ -70,12 +58,14 @@ def test_unknown_losses_are_named():
             ask("gsop")
 
 
-def test_the_losses_of_the_guide_work_as_it_says():
-    """Each block of the guide's section is run; the loss with a prepared mean is the same in two parts as in one."""
-    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
-    section = guide.split("## A policy loss")[1].split("\n## ")[0]
-    for block in section.split("```python\n")[1:]:
-        exec(block.split("```")[0], {})
+def test_the_losses_of_the_guides_work_as_they_say():
+    """Each block of the guides is run; the loss with a prepared mean is the same in two parts as in one."""
+    docs = Path(__file__).parents[2] / "docs"
+    section = (docs / "extending.md").read_text().split("## A policy loss")[1].split("\n## ")[0]
+    for guide in (section, (docs / "internals" / "policy_losses.md").read_text()):
+        _, *blocks = guide.split("```python\n")
+        assert len(blocks) == 1
+        exec(blocks[0].split("```")[0], {})
     config = ActorConfig(global_batch_info={"batch_num_tokens": 3, "global_batch_size": 2})
     columns = {
         "log_prob": torch.tensor([[-1.0, -2.0], [-3.0, -9.0]]),

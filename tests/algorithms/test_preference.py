@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from verl.trainer.ppo.core_algos.preference import (
+from verl.algorithms.preference import (
     Pairs,
     bradley_terry_loss,
     direct_preference_loss,

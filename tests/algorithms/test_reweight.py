@@ -8,10 +8,10 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
+from verl.algorithms import compute_pf_ppo_reweight_data
+from verl.algorithms.reweight import pf_ppo_weights
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import compute_pf_ppo_reweight_data
-from verl.trainer.ppo.core_algos.reweight import pf_ppo_weights
 
 
 def batch(scores: list[float]) -> DataProto:

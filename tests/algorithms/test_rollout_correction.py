@@ -11,14 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
-from verl.errors import ConfigError, SchemaError
-from verl.protocol import DataProto
-from verl.trainer.config import RolloutCorrectionConfig
-from verl.trainer.ppo import rollout_corr_helper as helper
-from verl.trainer.ppo.core_algos.rollout_correction import (
+from verl.algorithms.rollout_correction import (
     REJECTION_CRITERIA,
     Band,
     Level,
@@ -31,6 +28,10 @@ from verl.trainer.ppo.core_algos.rollout_correction import (
     parse_is_threshold,
     rejection_statistic,
 )
+from verl.errors import ConfigError, SchemaError
+from verl.protocol import DataProto
+from verl.trainer.config import RolloutCorrectionConfig
+from verl.trainer.ppo import rollout_corr_helper as helper
 from verl.trainer.ppo.rollout_corr_helper import (
     apply_bypass_mode,
     compute_offpolicy_metrics,
@@ -38,6 +39,7 @@ from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_correction_and_rejection_mask,
     compute_rollout_correction_weights,
     compute_rollout_rejection_mask,
+    corrected_columns,
 )
 
 F64 = torch.float64
@@ -644,16 +646,17 @@ def test_the_decoupled_correction_of_a_batch():
     config = RolloutCorrectionConfig(
         rollout_is="token", rollout_is_threshold=3.0, rollout_rs="token_k1", rollout_rs_threshold="0.3_3.0"
     )
+    columns, _ = corrected_columns(before, config)
+    assert columns.batch["response_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
+    assert before.batch["response_mask"].tolist() == MASK.tolist()
+    assert "rollout_is_weights" not in before.batch.keys()
     after, metrics = compute_rollout_correction_and_add_to_batch(before, config)
+    assert after is before
     assert after.batch["response_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0]]
     assert_close(after.batch["rollout_is_weights"], tensor([[2.0, 0.5, 3.0, 0.0], [1.0, 0.25, 0.0, 0.0]]))
     assert metrics["rollout_corr/rollout_is_max"] == pytest.approx(4.0)
     assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(0.4)
     assert metrics["rollout_corr/kl"] == pytest.approx(-(LOG2 - LOG2 + 2 * LOG2 + 0 - 2 * LOG2) / 5, abs=1e-6)
-    # The batch that came in is as it was; all else is carried over.
-    assert before.batch["response_mask"].tolist() == MASK.tolist()
-    assert "rollout_is_weights" not in before.batch.keys()
-    assert torch.equal(after.batch["responses"], before.batch["responses"])
     assert after.non_tensor_batch["uid"].tolist() == ["a", "b"]
     assert after.meta_info == {"global_steps": 3}
 
@@ -673,9 +676,15 @@ def test_off_it_only_measures():
 
 
 def test_bypass_takes_the_rollouts_log_probs():
-    after = apply_bypass_mode(batch())
-    assert torch.equal(after.batch["old_log_probs"], torch.zeros(2, 4))
-    assert apply_bypass_mode(batch().select(["rollout_log_probs"])).batch["old_log_probs"].shape == (2, 4)
+    after = batch()
+    apply_bypass_mode(after)
+    assert after.batch["old_log_probs"].tolist() == [[0.0] * 4] * 2
+    settings = OmegaConf.create({"loss_mode": "vanilla"})
+    OmegaConf.set_struct(settings, True)
+    correction = RolloutCorrectionConfig(bypass_mode=True, rollout_is="token")
+    helper.apply_rollout_correction(batch=after, rollout_corr_config=correction, policy_loss_config=settings)
+    assert settings.loss_mode == "bypass_mode"
+    assert settings.rollout_correction == DEFAULTS | {"bypass_mode": True, "rollout_is": "token"}
     for changed in (
         apply_bypass_mode,
         lambda b: compute_rollout_correction_and_add_to_batch(b, RolloutCorrectionConfig()),

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, tensor
 from torch.testing import assert_close
 
+from verl.algorithms import compute_policy_loss_bypass_mode, compute_policy_loss_vanilla
 from verl.protocol import DataProto
 from verl.trainer.config import RolloutCorrectionConfig
-from verl.trainer.ppo.core_algos import compute_policy_loss_bypass_mode, compute_policy_loss_vanilla
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode, compute_rollout_correction_and_add_to_batch
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.rollout.base import SamplingParams
@@ -111,7 +111,8 @@ class Case:
         return self.expected(loss)
 
     def bypass(self, correction: RolloutCorrectionConfig) -> Tensor:
-        batch = apply_bypass_mode(DataProto.from_dict(tensors={"rollout_log_probs": self.rollout}))
+        batch = DataProto.from_dict(tensors={"rollout_log_probs": self.rollout})
+        apply_bypass_mode(batch)
         old = batch.batch["old_log_probs"]
         settings = PolicyLossConfig(loss_mode="bypass_mode", rollout_correction=correction)
         config = ActorConfig(policy_loss=settings, clip_ratio_low=1.0, clip_ratio_high=1e9, clip_ratio_c=1e9)

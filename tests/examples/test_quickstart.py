@@ -7,8 +7,8 @@ from examples.quickstart.quickstart import Outcome
 from examples.quickstart.settings import command, rl_settings, sft_settings
 from tests.forks import run
 from verl.trainer.config import PPOConfig, SFTConfig
+from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
-from verl.trainer.config.overrides import compose
 from verl.utils.reward_score.countdown import compute_score
 
 ROOT = Path(__file__).parents[2]

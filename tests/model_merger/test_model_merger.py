@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.models import tiny_model_dir
 from tests.workers.support import make_engine, weights_of
 from verl.model_merger.__main__ import main
+from verl.testing.models import tiny_model_dir
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])

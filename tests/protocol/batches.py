@@ -26,9 +26,7 @@ def four_rows() -> DataProto:
 
 def same(a: DataProto, b: DataProto) -> bool:
     """Equal columns with equal dtypes, equal rows, equal meta_info."""
-    if (a.batch is None) != (b.batch is None) or len(a) != len(b):
-        return False
-    if a.batch is not None and b.batch is not None and not same_tensordicts(a.batch, b.batch):
+    if len(a) != len(b) or not same_tensordicts(a.batch, b.batch):
         return False
     dtypes = [{key: column.dtype for key, column in part.non_tensor_batch.items()} for part in (a, b)]
     return (

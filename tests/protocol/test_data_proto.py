@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 
@@ -20,6 +21,7 @@ from verl.protocol import (
     DataProtoConfig,
     DataProtoItem,
     collate_fn,
+    compute_response_mask,
     fold_batch_dim,
     list_of_dict_to_dict_of_list,
     pad_dataproto_to_divisor,
@@ -28,6 +30,7 @@ from verl.protocol import (
     union_numpy_dict,
     union_tensor_dict,
     unpad_dataproto,
+    with_response_mask,
 )
 
 NAN = float("nan")
@@ -477,7 +480,7 @@ def test_batches_without_rows_work_everywhere(data: DataProto):
         data.unfold_column_chunks(2),
         DataProto.concat(data.chunk(2)),
         pad_dataproto_to_divisor(data, 4)[0],
-        DataProto.from_tensordict(data.to_tensordict()) if data.batch is not None else data,
+        DataProto.from_tensordict(data.to_tensordict()),
     ):
         assert same(other, data)
     assert data.split(2) == []
@@ -495,6 +498,37 @@ def test_batches_of_objects_alone():
     assert DataProto.concat(data.chunk(2)).uid.tolist() == ["a", "b"]
     data.reorder([1, 0])
     assert data.uid.tolist() == ["b", "a"]
+
+
+def test_batch_is_a_tensordict_also_where_there_are_no_tensors():
+    """Scripts that test ``data.batch is None`` see a TensorDict without columns instead, which has the right rows."""
+    named = DataProto.from_dict(non_tensors={"uid": ["a", "b"]})
+    for data in (
+        named,
+        DataProto(None, dict(named.non_tensor_batch)),
+        named.select(non_tensor_batch_keys=[]),
+        named | DataProto(),
+        DataProto() | named,
+        DataProto.concat(named.chunk(2)),
+        pickle.loads(pickle.dumps(named)),
+        named.pop(non_tensor_batch_keys=[]),
+    ):
+        assert (list(data.batch.keys()), data.batch.batch_size, len(data)) == ([], (2,), 2)
+    assert DataProto().batch.batch_size == (0,)
+    assert list(DataProtoItem().batch.keys()) == list(named[0].batch.keys()) == []
+    named.batch["score"] = torch.tensor([1, 2])
+    assert named.score.tolist() == [1, 2]
+    named.batch = None
+    assert (list(named.batch.keys()), len(named)) == ([], 2)
+    grown = DataProto()
+    grown.non_tensor_batch["uid"] = np.array(["a", "b", "c"])
+    assert (len(grown), len(grown.select().batch)) == (3, 3)
+
+
+def test_a_pickle_of_an_earlier_version_without_tensors_is_read():
+    data = DataProto.__new__(DataProto)
+    data.__setstate__({"batch": None, "non_tensor_batch": {"uid": np.array(["a", "b"])}, "meta_info": {"k": 1}})
+    assert (len(data), data.batch.batch_size, data.uid.tolist(), data.meta_info) == (2, (2,), ["a", "b"], {"k": 1})
 
 
 # ---- other shapes ---------------------------------------------------------------------------------
@@ -547,3 +581,13 @@ def test_replaced_columns_win_and_the_batch_stays_as_it_was():
     assert batch.batch["b"].tolist() == [3, 4]
     names_alone = replace_columns(batch, DataProto.from_dict(non_tensors={"name": ["p", "q"]}))
     assert names_alone.batch["b"].tolist() == [3, 4]
+
+
+def test_mask_of_responses_is_the_end_of_the_attention_mask():
+    columns = {"attention_mask": torch.tensor([[0, 1, 1, 0]]), "responses": torch.tensor([[7, 0]])}
+    batch = with_response_mask(DataProto.from_dict(columns))
+    assert batch.batch["response_mask"].tolist() == [[1, 0]]
+    own = DataProto.from_dict({**columns, "response_mask": torch.tensor([[0, 0]])})
+    assert with_response_mask(own) is own
+    columns["responses"] = torch.zeros(1, 0, dtype=torch.long)
+    assert compute_response_mask(DataProto.from_dict(columns)).shape == (1, 0)

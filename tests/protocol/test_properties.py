@@ -82,7 +82,7 @@ def test_a_mask_means_its_rows(data: DataProto, draw: st.DataObject):
 @quick
 @given(batches(min_rows=1), st.data())
 def test_union_of_a_partition_of_columns_is_the_batch(data: DataProto, draw: st.DataObject):
-    keys = list(data.batch.keys()) if data.batch is not None else []
+    keys = list(data.batch.keys())
     left = draw.draw(st.lists(st.sampled_from(keys), unique=True)) if keys else []
     a = data.select(batch_keys=left)
     b = data.select(batch_keys=[key for key in keys if key not in left])
@@ -131,7 +131,7 @@ def test_pickle_keeps_everything(data: DataProto, protocol: int):
 def test_tensordicts_keep_rows_and_columns(data: DataProto):
     data = data.select(meta_info_keys=[])
     data.non_tensor_batch = {key: column.astype(object) for key, column in data.non_tensor_batch.items()}
-    if data.batch is not None:
+    if data.batch.keys() or data.non_tensor_batch:
         assert same(DataProto.from_tensordict(data.to_tensordict()), data)
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.hostile import judge, machine, programs
-from tests.sandbox.walls import needs_sandbox
-from verl.utils.sandbox import Limits, Sandbox, Status
+from tests.sandbox.requirements import needs_sandbox
+from verl.sandbox import Limits, Sandbox, Status
+from verl.testing.hostile_programs import judge, machine, programs
 
 pytestmark = needs_sandbox
 
@@ -89,7 +89,7 @@ def test_no_zombie_is_left(sandbox):
 
 
 def _zombies() -> set[int]:
-    from verl.utils.sandbox.watch import descendants
+    from verl.sandbox.watch import descendants
 
     found = set()
     for pid in descendants(os.getpid()):

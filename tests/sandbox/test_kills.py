@@ -9,10 +9,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.sandbox.walls import needs_sandbox
-from tests.waiting import meanwhile
-from verl.utils.sandbox import Limits, Sandbox, SandboxError
-from verl.utils.sandbox.runner import ATTEMPTS
+from tests.sandbox.requirements import needs_sandbox
+from verl.sandbox import Limits, Sandbox, SandboxError
+from verl.sandbox.runner import ATTEMPTS
+from verl.testing.waiting import meanwhile
 
 PROGRAM = """
 import os, signal, time

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from tests.sandbox.walls import needs_sandbox
-from verl.utils.sandbox import Limits, Sandbox, SandboxError, Status
-from verl.utils.sandbox.types import Outcome
+from tests.sandbox.requirements import needs_sandbox
+from verl.sandbox import Limits, Sandbox, SandboxError, Status
+from verl.sandbox.types import ProgramResult
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ def test_a_lower_limit_of_this_process_holds_inside(sandbox):
     program = (
         "import resource\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
-        "from verl.utils.sandbox import Sandbox\nprint(Sandbox().run('import resource;"
+        "from verl.sandbox import Sandbox\nprint(Sandbox().run('import resource;"
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))').stdout)"
     )
     import subprocess
@@ -169,7 +169,7 @@ def test_limits_that_make_no_sense(limits):
 
 
 def test_reason_names_the_signal():
-    outcome = Outcome(status=Status.CRASHED, stdout="", stderr="", seconds=1.0, signal="SIGSEGV")
+    outcome = ProgramResult(status=Status.CRASHED, stdout="", stderr="", seconds=1.0, signal="SIGSEGV")
     assert outcome.reason == "crashed (SIGSEGV)"
 
 
@@ -182,6 +182,6 @@ def test_a_failure_of_the_sandbox_is_not_an_outcome(sandbox, monkeypatch, tmp_pa
     import dataclasses
 
     other = Sandbox()
-    monkeypatch.setattr(other, "walls", dataclasses.replace(other.walls, bwrap=str(broken)))
+    monkeypatch.setattr(other, "setup", dataclasses.replace(other.setup, bwrap=str(broken)))
     with pytest.raises(SandboxError, match="Cannot do it"):
         other.run("print(1)")

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.sandbox.walls import needs_sandbox
-from verl.utils.sandbox import bubblewrap, find_walls, why_unavailable
+from tests.sandbox.requirements import needs_sandbox
+from verl.sandbox import bubblewrap, find_setups, why_unavailable
 
 ROOT = Path(__file__).parents[2]
 TRY = (
-    "from verl.utils.sandbox import Sandbox, SandboxUnavailableError, bubblewrap\n"
+    "from verl.sandbox import Sandbox, SandboxUnavailableError, bubblewrap\n"
     "{}\n"
     "try:\n    print('RAN', Sandbox().run('print(1)').stdout)\n"
     "except SandboxUnavailableError as error:\n    print('REFUSED', error)"
@@ -83,11 +83,11 @@ def test_kernel_settings_are_named(monkeypatch):
 
 def test_other_systems_are_refused(monkeypatch):
     monkeypatch.setattr(bubblewrap.platform, "machine", lambda: "riscv64")
-    ways, missing = find_walls()
+    ways, missing = find_setups()
     assert not ways
     assert "riscv64" in missing
     monkeypatch.setattr(bubblewrap.sys, "platform", "darwin")
-    assert "darwin" in find_walls()[1]
+    assert "darwin" in find_setups()[1]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_the_probe_finds_a_wall_that_is_missing(weakness, complaint):
 
 
 WEAKEN = """
-whole = bubblewrap.Walls.command
+whole = bubblewrap.BubblewrapSetup.command
 def weakened(self, limits, *args):
     command = whole(self, limits, *args)
     if {weakness!r} == "--remount-ro":
@@ -130,5 +130,5 @@ def weakened(self, limits, *args):
     else:
         command.remove({weakness!r})
     return command
-bubblewrap.Walls.command = weakened
+bubblewrap.BubblewrapSetup.command = weakened
 """

@@ -19,23 +19,23 @@ import pydantic
 import torch
 from hypothesis import strategies as st
 
-from tests.reward.test_hostile_text import PIECES, PURE
+from tests.utils.reward_score.test_hostile_text import PIECES, PURE
+from verl.base.fs import name_problem
+from verl.base.redact import redacted, without_secrets
+from verl.checkpoint import steps
+from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError, DataError, RewardError
 from verl.protocol import DataProto
-from verl.trainer.config.overrides import force_overrides, keys_set
-from verl.utils.checkpoint import steps
+from verl.sandbox.fusion import outcome_of, run_code_url
+from verl.sandbox.types import Limits, SandboxError
+from verl.supervision.killable_pool.calls import Reply
+from verl.trainer.config.command_line import force_overrides, keys_set
 from verl.utils.dataset.chat import as_messages
 from verl.utils.dataset.files import open_files
-from verl.utils.fs import name_problem
-from verl.utils.killable_pool.process import Reply
-from verl.utils.redact import redacted, without_secrets
 from verl.utils.reward_score import llm_judge, math_reward
-from verl.utils.reward_score.notation import readings
+from verl.utils.reward_score.math_equality import readings
 from verl.utils.reward_score.prime_code.cases import ValueCase, read_cases
 from verl.utils.reward_score.prime_code.compare import same_text, same_value
-from verl.utils.sandbox.fusion import outcome_of, run_code_url
-from verl.utils.sandbox.types import Limits, SandboxError
-from verl.workers.engine.fsdp.checkpoint import assemble, read_shards, saved_world_size
 
 SAID = (RewardError, DataError, ConfigError, CheckpointError, SandboxError)
 """How a parser may refuse."""

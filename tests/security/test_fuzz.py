@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.security import fuzzing
 from tests.security.fuzzing import TARGETS, Watch, check, hostile, mutated
-from verl.utils.killable_pool import Budget, KillablePool
+from verl.supervision.killable_pool import Budget, KillablePool
 
 LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]
 QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=LARGE)
@@ -117,7 +117,7 @@ def algebra(examples: int, derandomize: bool) -> None:
 
     collect()
     calls = [{"answer": text, "truth": ("3", "x", "(1,2)", "\\frac{1}{2}")[n % 4]} for n, text in enumerate(texts)]
-    pool = KillablePool(fuzzing.compared_by_value, budget=Budget(timeout_s=3.0, memory_mb=2048))
+    pool = KillablePool(fuzzing.compared_by_value, budget=Budget(timeout_s=15.0, memory_mb=2048))
     outcomes = pool.map(calls)
     pool.close()
     for call, outcome in zip(calls, outcomes, strict=True):

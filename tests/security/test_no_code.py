@@ -18,21 +18,21 @@ import torch
 import yaml
 from omegaconf import OmegaConf
 
-from tests.config.support import Run
-from tests.models import tiny_model_dir
 from tests.security.malicious import pickle_bomb, torch_bomb
+from tests.trainer.config.support import Run
+from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.shards import read_state
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.model_merger import merge
 from verl.protocol import DataProto
-from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
+from verl.sandbox import Sandbox, SandboxUnavailableError
+from verl.sandbox.fusion import outcome_of
+from verl.sandbox.types import Limits
+from verl.supervision.killable_pool.calls import Reply
+from verl.testing.models import tiny_model_dir
 from verl.trainer.config import load_config
-from verl.trainer.config.overrides import compose
+from verl.trainer.config.command_line import compose
 from verl.utils.dataset.files import open_files
-from verl.utils.killable_pool.process import Reply
-from verl.utils.sandbox import Sandbox, SandboxUnavailableError
-from verl.utils.sandbox.fusion import outcome_of
-from verl.utils.sandbox.types import Limits
-from verl.workers.engine.fsdp.checkpoint import read_state
 
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted((ROOT / "verl").rglob("*.py"))
@@ -68,23 +68,28 @@ RUNS_CODE = {
 
 ALLOWED = {
     # What the parent of these processes wrote; the way back is JSON.
-    ("utils/killable_pool/child.py", "pickle.loads"): 4,
+    ("supervision/killable_pool/child.py", "pickle.loads"): 4,
     # A name in our own code, or from a fixed list.
-    ("utils/killable_pool/child.py", "importlib.import_module"): 1,
-    ("utils/dataset/__init__.py", "importlib.import_module"): 1,
+    ("supervision/killable_pool/child.py", "importlib.import_module"): 1,
     ("utils/tracking/base.py", "importlib.import_module"): 1,
     ("workers/rollout/base.py", "importlib.import_module"): 2,
-    ("trainer/controller.py", "importlib.import_module"): 1,
+    ("trainer/driver.py", "importlib.import_module"): 1,
+    ("base/lazy.py", "importlib.import_module"): 2,
     # Code that the user names in the configuration or the environment.
-    ("utils/import_utils.py", "importlib.import_module"): 2,
-    ("utils/import_utils.py", "importlib.util.spec_from_file_location"): 1,
+    ("base/import_utils.py", "importlib.import_module"): 2,
+    ("toolkit/imports.py", "importlib.import_module"): 1,  # import_external_libs
+    ("toolkit/config.py", "importlib.import_module"): 1,  # _target_
+    ("base/import_utils.py", "importlib.util.spec_from_file_location"): 1,
     ("workers/engine/fsdp/model.py", "importlib.import_module"): 1,  # model.external_lib
     ("workers/engine/fsdp/optimizer.py", "importlib.import_module"): 1,  # optim.optimizer_impl
+    # What the policy wrote for its Python tool; this file runs inside the sandbox alone.
+    ("sandbox/cells.py", "exec"): 1,
+    ("sandbox/cells.py", "eval"): 1,
+    ("sandbox/cells.py", "compile"): 2,
     # Files of this package, from an interpreter that need not have it.
-    ("workers/rollout/vllm/engine_side/verl_vllm_extension.py", "importlib.util.spec_from_file_location"): 1,
-    ("workers/rollout/sglang/engine_side/verl_sglang.py", "importlib.util.spec_from_file_location"): 1,
+    ("workers/rollout/engine_side/verl_sglang.py", "importlib.util.spec_from_file_location"): 1,
     # The library that was compiled here, into a folder that nobody else may write to.
-    ("utils/cpu_kernels/__init__.py", "ctypes.CDLL"): 1,
+    ("backends/cpu/kernels/__init__.py", "ctypes.CDLL"): 1,
 }
 
 

@@ -14,19 +14,19 @@ import fsspec
 import pytest
 import torch
 
-from tests.config.support import Run
-from tests.models import tiny_model_dir
+from tests.trainer.config.support import Run
+from verl.base import env
+from verl.base.fs import below, copy_to_local, name_problem
+from verl.checkpoint import steps
+from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.shards import read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.model_merger import merge
 from verl.model_merger.fsdp import whole_weights
-from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
+from verl.testing.models import tiny_model_dir
 from verl.trainer.config import load_config
-from verl.trainer.config.overrides import compose
-from verl.utils import env
-from verl.utils.checkpoint import steps
-from verl.utils.fs import below, copy_to_local, name_problem
+from verl.trainer.config.command_line import compose
 from verl.utils.tracking import Tracking
-from verl.workers.engine.fsdp.checkpoint import read_shards, saved_world_size
 
 ESCAPES = ["..", "../x", "a/../../x", "a/..", "/etc/x", "/", "", ".", "./x", "a/./b", "x\0y", "a" * 300]
 NAMES = ["x", "a/b", "run-1", "qwen2.5_7b..v2", "...", "ünï", "a b", "-x", "~x", "a\\..\\b"]

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 
-from tests.config.support import Run
-from verl.base_config import BaseConfig, section, setting, subsection
+from tests.trainer.config.support import Run
+from verl.base.redact import MASK, is_secret, redacted, secrets_in, without_secrets
+from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.problems import Problem
 from verl.errors import ConfigError
-from verl.trainer.config import PPOConfig, load_config
-from verl.trainer.config.load import hydra_entry
-from verl.trainer.config.problems import Problem
-from verl.utils.redact import MASK, is_secret, redacted, secrets_in, without_secrets
+from verl.trainer.config import PPOConfig, command_line, load_config
 from verl.utils.tracking import TRACKERS, Tracker, Tracking
 
 MARK = "s3cret-Marked-0451"
@@ -162,7 +161,7 @@ class Command:
         root = logging.getLogger()
         level, handlers = root.level, list(root.handlers)
         try:
-            hydra_entry(main, config_name="ppo_trainer", root=PPOConfig)
+            command_line.command(main, config_name="ppo_trainer", root=PPOConfig)()
         finally:
             root.setLevel(level)
             root.handlers[:] = handlers
@@ -224,9 +223,6 @@ def test_trackers_see_a_command_line_without_secrets(monkeypatch: pytest.MonkeyP
 
     arguments = ["main.py", f"a.note={MARK}", "lr=1"]
     monkeypatch.setattr(sys, "argv", arguments)
-    try:
-        Tracking("p", "e", "nosy", {"a": {"api_key": MARK, "note": MARK}})
-    finally:
-        del TRACKERS._entries["nosy"]
+    Tracking("p", "e", "nosy", {"a": {"api_key": MARK, "note": MARK}})
     assert seen == [["main.py", "a.note=***", "lr=1"], {"a": {"api_key": MASK, "note": MASK}}]
     assert sys.argv is arguments

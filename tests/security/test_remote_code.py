@@ -13,21 +13,20 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification
 
-from tests.models import tiny_model_dir
 from tests.security.malicious import code_bomb, torch_bomb, with_remote_code, with_tokenizer_code
-from verl.base_config import BaseConfig, config_fields, meta_of
+from verl.config.base import BaseConfig, config_fields, meta_of
 from verl.errors import CheckpointError, ConfigError
-from verl.model_merger import compare
+from verl.model_merger import compare, merge
 from verl.model_merger.__main__ import parser
-from verl.model_merger.fsdp import _config
+from verl.testing.models import tiny_model_dir
 from verl.trainer.config import GenerationConfig, PPOConfig, SFTConfig
 from verl.utils import hf_processor, hf_tokenizer, model_code
 from verl.utils.model import load_causal_lm, load_hf_config
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine.fsdp.model import _classifier
-from verl.workers.rollout.sglang.settings import engine_arguments as sglang_arguments
-from verl.workers.rollout.vllm.settings import command_line
-from verl.workers.rollout.vllm.settings import engine_arguments as vllm_arguments
+from verl.workers.rollout.sglang_rollout.settings import engine_arguments as sglang_arguments
+from verl.workers.rollout.vllm_rollout.settings import command_line
+from verl.workers.rollout.vllm_rollout.settings import engine_arguments as vllm_arguments
 
 CPU = torch.device("cpu")
 
@@ -131,7 +130,7 @@ def test_the_merger_refuses_code(model: Path, mark: Path, tmp_path: Path):
     (tmp_path / "actor").mkdir()
     model.rename(tmp_path / "actor" / "huggingface")
     with pytest.raises(ConfigError, match=r"--trust-remote-code of verl\.model_merger"):
-        _config(tmp_path / "actor", trust_remote_code=False)
+        merge(tmp_path / "actor", tmp_path / "merged", trust_remote_code=False)
 
 
 @pytest.mark.parametrize("where", ["top", "part"])
@@ -153,7 +152,7 @@ def test_code_that_was_asked_for_runs_and_the_run_says_so(
 ):
     ran = tmp_path / "asked-for"
     with_remote_code(model, ran)
-    model_code._tell.cache_clear()
+    model_code._warn_once.cache_clear()
     with caplog.at_level(logging.WARNING):
         config = load_hf_config(str(model), trust_remote_code=True)
         load_causal_lm(str(model), config, torch.float32, trust_remote_code=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import importlib
 import inspect
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -21,14 +23,14 @@ import ray
 import torch
 
 from verl.errors import ConfigError, RolloutError
-from verl.single_controller.ray import access, session
+from verl.single_controller.ray import session
 from verl.workers.config import RolloutConfig
-from verl.workers.rollout.engine_kwargs import extra_arguments
-from verl.workers.rollout.server import EngineServer, Patience, new_token
-from verl.workers.rollout.sglang.backends import Server
-from verl.workers.rollout.vllm.engine_side import verl_vllm_extension
-from verl.workers.rollout.vllm.engine_side.verl_vllm_extension import TOKEN_VARIABLE, RequireToken
-from verl.workers.rollout.vllm.served import ServedEngine
+from verl.workers.rollout.client import ENGINE_SIDE
+from verl.workers.rollout.engine_kwargs import Launch, extra_arguments
+from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
+from verl.workers.rollout.server import EngineServer, new_token
+from verl.workers.rollout.sglang_rollout.served import SGLangServer
+from verl.workers.rollout.vllm_rollout.served import VLLMServer
 
 ENGINE = """
 import os, sys
@@ -122,11 +124,11 @@ class Recorder:
 def test_vllm_is_told_to_listen_on_loopback_and_has_its_token_in_the_environment(tmp_path: Path):
     recorder = Recorder(tmp_path)
     with pytest.raises(RolloutError, match="ended while it started") as caught:
-        ServedEngine(str(recorder.python), {"model": "m"}, torch.device("cpu"))
+        VLLMServer({"model": "m"}, torch.device("cpu"), Launch(str(recorder.python)))
     arguments, environment = recorder.called()
     token = environment[TOKEN_VARIABLE]
     assert "--host 127.0.0.1" in arguments
-    assert "--middleware verl_vllm_extension.RequireToken" in arguments
+    assert "--middleware verl_vllm.RequireToken" in arguments
     assert len(token) >= 32
     assert token not in arguments
     assert token not in str(caught.value)
@@ -135,11 +137,11 @@ def test_vllm_is_told_to_listen_on_loopback_and_has_its_token_in_the_environment
 def test_sglang_has_its_token_in_the_environment(tmp_path: Path):
     recorder = Recorder(tmp_path)
     with pytest.raises(RolloutError, match="ended while it started"):
-        Server({"tp_size": 1, "model_path": "m"}, {}, str(recorder.python), 30.0, Patience())
+        SGLangServer({"tp_size": 1, "model_path": "m"}, {}, Launch(str(recorder.python), 30.0))
     arguments, environment = recorder.called()
     assert len(environment["VERL_ENGINE_TOKEN"]) >= 32
     assert environment["VERL_ENGINE_TOKEN"] not in arguments
-    source = (Path(verl_vllm_extension.__file__).parents[2] / "sglang/engine_side/verl_sglang_server.py").read_text()
+    source = (ENGINE_SIDE / "verl_sglang_server.py").read_text()
     assert 'host="127.0.0.1"' in source
 
 
@@ -152,7 +154,14 @@ def test_a_secret_for_an_engine_is_not_put_on_its_command_line(engine: Any, name
     assert "s3cret" not in str(caught.value)
 
 
-def ask(path: str, *headers: tuple[bytes, bytes], kind: str = "http") -> int:
+@pytest.fixture
+def verl_vllm(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module as vLLM's processes import it, from a folder on their path."""
+    monkeypatch.syspath_prepend(str(ENGINE_SIDE))
+    return importlib.import_module("verl_vllm")
+
+
+def ask(verl_vllm: ModuleType, path: str, *headers: tuple[bytes, bytes], kind: str = "http") -> int:
     """Status of the answer to a request through the middleware; 200 is the server's own."""
     sent: list[dict[str, Any]] = []
 
@@ -162,7 +171,7 @@ def ask(path: str, *headers: tuple[bytes, bytes], kind: str = "http") -> int:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    asyncio.run(RequireToken(app)({"type": kind, "path": path, "headers": list(headers)}, None, send))
+    asyncio.run(verl_vllm.RequireToken(app)({"type": kind, "path": path, "headers": list(headers)}, None, send))
     return sent[0]["status"]
 
 
@@ -172,9 +181,9 @@ def token(monkeypatch: pytest.MonkeyPatch) -> bytes:
     return b"secret-token"
 
 
-def test_who_has_the_token_is_let_in(token: bytes):
-    assert ask("/inference/v1/generate", (b"authorization", b"Bearer " + token)) == 200
-    assert ask("/health") == 200
+def test_who_has_the_token_is_let_in(verl_vllm: ModuleType, token: bytes):
+    assert ask(verl_vllm, "/inference/v1/generate", (b"authorization", b"Bearer " + token)) == 200
+    assert ask(verl_vllm, "/health") == 200
 
 
 @pytest.mark.parametrize(
@@ -182,27 +191,27 @@ def test_who_has_the_token_is_let_in(token: bytes):
     [b"", b"Bearer", b"Bearer ", b"Bearer secret-toke", b"Bearer secret-tokenx", b"bearer secret-token",
      b"secret-token", b"Bearer secret-token ", b"Basic secret-token", b"Bearer \xff\x00", b"Bearer None"],
 )  # fmt: skip
-def test_who_has_another_is_not(token: bytes, given: bytes):
+def test_who_has_another_is_not(verl_vllm: ModuleType, token: bytes, given: bytes):
     for kind in ("http", "websocket"):
-        assert ask("/collective_rpc", (b"authorization", given), kind=kind) == 401
+        assert ask(verl_vllm, "/collective_rpc", (b"authorization", given), kind=kind) == 401
 
 
 @pytest.mark.parametrize(
     "path", ["/", "/health/", "//health", "/health/../sleep", "/HEALTH", "/metrics", "/docs", "/v1/models"]
 )
-def test_only_the_health_check_is_open(token: bytes, path: str):
-    assert ask(path) == 401
+def test_only_the_health_check_is_open(verl_vllm: ModuleType, token: bytes, path: str):
+    assert ask(verl_vllm, path) == 401
 
 
-def test_an_empty_token_is_no_token(monkeypatch: pytest.MonkeyPatch):
+def test_an_empty_token_is_no_token(verl_vllm: ModuleType, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(KeyError):
-        ask("/x")
+        ask(verl_vllm, "/x")
 
 
-def test_tokens_are_compared_in_constant_time():
-    assert verl_vllm_extension.hmac.compare_digest is hmac.compare_digest
-    assert "compare_digest(given, self.expected)" in inspect.getsource(RequireToken)
+def test_tokens_are_compared_in_constant_time(verl_vllm: ModuleType):
+    assert verl_vllm.hmac.compare_digest is hmac.compare_digest
+    assert "compare_digest(given, self.expected)" in inspect.getsource(verl_vllm.RequireToken)
 
 
 # ---- Ray -----------------------------------------------------------------------------------------
@@ -210,14 +219,14 @@ def test_tokens_are_compared_in_constant_time():
 
 def test_the_dashboard_listens_on_loopback_unless_the_user_says_otherwise():
     assert inspect.signature(ray.init).parameters["dashboard_host"].default == "127.0.0.1"
-    assert "dashboard_host" not in session._init_arguments({"num_cpus": 2})
-    assert session._init_arguments({"dashboard_host": "0.0.0.0"})["dashboard_host"] == "0.0.0.0"
+    assert "dashboard_host" not in session.init_arguments({"num_cpus": 2})
+    assert session.init_arguments({"dashboard_host": "0.0.0.0"})["dashboard_host"] == "0.0.0.0"
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name in ("RAY_ADDRESS", access.MODE, access.TOKEN, access.TOKEN_PATH):
+    for name in ("RAY_ADDRESS", session.MODE, session.TOKEN, session.TOKEN_PATH):
         monkeypatch.setenv(name, "")  # so that monkeypatch takes away what the test sets
         monkeypatch.delenv(name)
     return tmp_path
@@ -225,12 +234,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_the_token_of_ray_can_be_read_by_its_owner_alone(home: Path):
     path = home / ".ray" / "auth_token"
-    access.prepare_token()
+    session.prepare_token()
     token = path.read_text()
     assert len(token) == 64
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.chmod(0o644)  # as Ray itself writes it
-    access.prepare_token()
+    session.prepare_token()
     assert path.read_text() == token
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "RAY_AUTH_TOKEN" not in os.environ
@@ -238,10 +247,10 @@ def test_the_token_of_ray_can_be_read_by_its_owner_alone(home: Path):
 
 def test_what_the_user_has_set_for_ray_stays(home: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    access.prepare_token()
+    session.prepare_token()
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
-    access.prepare_token()
+    session.prepare_token()
     assert os.environ["RAY_AUTH_TOKEN"] == "mine"
     assert not (home / ".ray").exists()
 
@@ -250,7 +259,7 @@ def test_a_link_in_the_place_of_the_token_is_not_followed(home: Path):
     (home / ".ray").mkdir()
     (home / "elsewhere").write_text("")
     (home / ".ray" / "auth_token").symlink_to(home / "elsewhere")
-    access.prepare_token()
+    session.prepare_token()
     assert (home / "elsewhere").read_text() == ""
     assert len(os.environ["RAY_AUTH_TOKEN"]) == 64
 
@@ -259,11 +268,11 @@ def test_secrets_are_handed_to_ray_in_the_environment(home: Path, monkeypatch: p
     monkeypatch.setenv("WANDB_API_KEY", "")
     variables = {"WANDB_API_KEY": "s3cret", "NCCL_DEBUG": "INFO"}
     given = {"num_cpus": 1, "runtime_env": {"env_vars": variables, "pip": ["x"]}}
-    left = access.secrets_to_environment(given)
+    left = session.secrets_to_environment(given)
     assert left == {"num_cpus": 1, "runtime_env": {"env_vars": {"NCCL_DEBUG": "INFO"}, "pip": ["x"]}}
     assert os.environ["WANDB_API_KEY"] == "s3cret"
     assert given["runtime_env"]["env_vars"] == variables
-    assert access.secrets_to_environment({"num_cpus": 1}) == {"num_cpus": 1}
+    assert session.secrets_to_environment({"num_cpus": 1}) == {"num_cpus": 1}
 
 
 RUN = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 
 import pytest
@@ -83,9 +84,55 @@ def test_proto_of_a_batch_without_rows(echo):
     assert (len(out), out.meta_info) == (0, {"metrics": {"loss": 0.5}, "constant": 3})
 
 
-def test_proto_refuses_bare_tensors(echo):
-    with pytest.raises(SchemaError, match=r"argument 0 is a bare Tensor.*DataProto"):
-        echo.proto(torch.ones(4))
+@pytest.mark.parametrize(
+    ("args", "what"),
+    [
+        ([torch.ones(4)], "argument 0 is a bare Tensor: it could be meant for every rank, or be cut"),
+        ([{"x": torch.ones(4)}], "argument 0 is a dict: it could be meant"),
+        ([{"x": 1}], "argument 0 is a dict: it could be meant"),
+        ([[1.0, 2.0]], "argument 0 is a list: it could be meant"),
+        ([batch_of([1.0, 2.0]), [torch.ones(2)]], "argument 1 is a list: it could be meant"),
+        ([batch_of([1.0, 2.0])[0:0]], "argument 0 is a batch without rows"),
+        ([TensorDict({"x": torch.ones(0)}, batch_size=[0])], "argument 0 is a batch without rows"),
+    ],
+    ids=["tensor", "dict of tensors", "dict", "list", "list beside a batch", "no rows", "TensorDict without rows"],
+)
+@pytest.mark.parametrize("method", ["proto", "metric"])
+def test_what_is_no_batch_is_refused_at_the_call(echo, method, args, what):
+    with pytest.raises(SchemaError, match=f"^{method}: {what}"):
+        getattr(echo, method)(*args)
+
+
+def test_settings_beside_a_batch_go_to_every_rank(echo):
+    assert echo.returns(batch_of([1.0, 2.0]), what="None") is None
+    part = batch_of([1.0, 2.0])
+    doubled = echo.execute_with_func_generator(lambda worker, part, names: part, part, ["a"])
+    assert doubled.batch["x"].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("what", "kinds"), [("42", "int"), ("a dict", "dict"), ("None on rank 0", "DataProto and NoneType")]
+)
+def test_a_result_that_is_no_batch_is_refused(echo, what, kinds):
+    if what == "None on rank 0" and echo.world_size == 1:
+        assert echo.returns(batch_of([1.0]), what) is None
+        return
+    with pytest.raises(SchemaError, match=f"^returns returned {kinds}; its dispatch mode joins .*ONE_TO_ALL"):
+        echo.returns(batch_of([1.0, 2.0]), what)
+
+
+def test_meta_info_that_differs_between_ranks(echo, caplog):
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            out = echo.own_meta_info(batch_of([1.0, 2.0]))
+    metrics = by_world(echo, {"loss": 0.5, "grads": [0, 7]}, {"loss": [0.5, 1.5], "grads": [0, 7, 1, 7]})
+    assert out.meta_info == {"metrics": metrics, "temperature": 1.0, "host": "node0"}
+    said = [
+        text for text in caplog.messages if "meta_info['host'] from own_meta_info; the first rank's is kept" in text
+    ]
+    assert len(said) == echo.world_size - 1
+    later = echo.own_meta_info_later(batch_of([1.0, 2.0])).get()
+    assert later.meta_info == {"metrics": by_world(echo, {"loss": 0.5}, {"loss": [0.5, 1.5]})}
 
 
 def test_metric_is_a_list(echo):

@@ -15,12 +15,13 @@ import torch
 from tensordict import TensorDict
 
 from tests.single_controller.workers import Broken, Doubler, Echo, batch_of
-from tests.waiting import eventually
 from verl.errors import ConfigError, ProcessLostError, ResourceError, WorkerError
 from verl.protocol import DataProto
 from verl.single_controller.base import ClassWithInitArgs, Worker
 from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.base.dispatch import PendingOutputs
 from verl.single_controller.local import LocalWorkerGroup
+from verl.testing.waiting import eventually
 
 
 def test_workers_of_one_process_are_groups_of_their_own(pair):
@@ -182,7 +183,7 @@ def test_detached_workers_are_found_and_a_dead_one_frees_those_who_wait_for_it(p
     places.detached = True
     made = RayWorkerGroup(places, echo, detached=True, name_prefix="left_behind")
     assert made.worker_names == ["left_behind_Echo_0", "left_behind_Echo_1"]
-    found = RayWorkerGroup.from_detached(worker_names=made.worker_names, ray_cls_with_init=echo)
+    found = RayWorkerGroup.from_detached(worker_names=made.worker_names, ray_cls_with_init=echo, device_name="cpu")
     assert found.about() == made.about()
     assert (found.master_address, found.master_port) == (made.master_address, made.master_port)
     assert found.execute_all_sync("not_registered", 1) == [6, 6]
@@ -197,7 +198,7 @@ def test_detached_workers_are_found_and_a_dead_one_frees_those_who_wait_for_it(p
         made.die(1)
     # Rank 0 alone is in this one, and would sleep on.
     with pytest.raises(ProcessLostError, match=r"(?s)^rank 1 of 2 died .*left_behind_Echo_1, .*Found by Echo.sleep"):
-        found._wait([waiting], "sleep", [0])
+        found.wait_for(PendingOutputs([waiting], "sleep", [0]))
     assert time.monotonic() - start < 50
     with pytest.raises(ProcessLostError, match=r"(?s)^rank 1 of 2 .*Found by Echo.about"):
         found.about()
@@ -320,8 +321,9 @@ def test_threads_of_a_worker_may_write_to_one_column(echo):
 def test_a_received_batch_is_freed_when_the_method_returns(echo):
     batch = DataProto.from_dict({"x": torch.zeros(4, 1 << 16)})
     ranks = echo.world_size
-    assert echo.execute_with_func_generator(earlier_batch, batch) == ["none"] * ranks
-    assert echo.execute_with_func_generator(earlier_batch, batch) == ["freed"] * ranks
+    for state in ("none", "freed"):
+        found = echo.execute_with_func_generator(earlier_batch, batch)
+        assert found.non_tensor_batch["earlier"].tolist() == [state] * ranks
 
 
 def earlier_batch(worker, batch):
@@ -329,9 +331,11 @@ def earlier_batch(worker, batch):
     earlier = getattr(worker, "earlier", None)
     worker.earlier = weakref.ref(batch)
     if earlier is None:
-        return "none"
-    gc.enable()
-    return "freed" if earlier() is None else "alive"
+        state = "none"
+    else:
+        gc.enable()
+        state = "freed" if earlier() is None else "alive"
+    return DataProto.from_dict(non_tensors={"earlier": [state]})
 
 
 def test_the_object_store_does_not_grow(ray_pair):
@@ -375,3 +379,10 @@ def store_bytes():
 
 def wait_until_in_use_are_less_than(size):
     eventually(lambda: store_bytes() < size, lambda: f"{store_bytes()} bytes are in use")
+
+
+def test_a_worker_outside_of_a_group_takes_its_devices(monkeypatch):
+    for name, value in {"WORLD_SIZE": "1", "RANK": "0", "CUDA_VISIBLE_DEVICES": "0,1"}.items():
+        monkeypatch.setenv(name, value)
+    assert Worker().get_cuda_visible_devices() == "0,1"
+    assert Worker(cuda_visible_devices="1").get_cuda_visible_devices() == "1"

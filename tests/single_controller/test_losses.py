@@ -14,8 +14,9 @@ import pytest
 
 from tests.single_controller.mortal import Mortal
 from tests.single_controller.workers import Echo, batch_of
-from tests.waiting import eventually, is_alive
 from verl.errors import ProcessLostError, WorkerError
+from verl.single_controller.base.dispatch import PendingOutputs
+from verl.testing.waiting import eventually, is_alive
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_a_death_that_only_the_broken_connection_of_another_tells_is_found(place
         with pytest.raises(
             ProcessLostError, match=r"(?s)^rank 1 of 2 died in Mortal.all_reduce .*rank 0: RuntimeError"
         ):
-            group._wait(pending[:1], "all_reduce", [0])  # nobody asks for the answer of rank 1
+            group.wait_for(PendingOutputs(pending[:1], "all_reduce", [0]))  # nobody asks for the answer of rank 1
     monkeypatch.setattr(failures, "DEATH_GRACE_S", 0.1)
     with group_of(places) as group:
         with pytest.raises(WorkerError, match=r"^Mortal.all_reduce on rank 0 of 2: RuntimeError: Connection") as caught:
@@ -111,7 +112,7 @@ def test_a_constructor_that_hangs_says_where(places):
 
     worker = RayWorkerGroup.describe(Mortal, 1, "spin")
     with pytest.raises(ProcessLostError, match=r"^2 of 2 ranks of Mortal did not start within 10 s") as caught:
-        RayWorkerGroup(places, worker, device_name="cpu", start_timeout_s=10)
+        RayWorkerGroup(places, worker, device_name="cpu", ray_wait_register_center_timeout=10)
     assert re.search(r"rank 0 .*: in .*, called by __init__ \(.*mortal.py", str(caught.value))
     assert re.search(r"rank 1 .*: in _spin \(.*mortal.py", str(caught.value))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.single_controller.workers import batch_of
 from verl.errors import SchemaError, WorkerError
 from verl.protocol import DataProto, DataProtoFuture
-from verl.single_controller.base.dispatch import receive, remove_padding, take_share
+from verl.single_controller.base.dispatch import receive, remove_padding, take_part
 from verl.single_controller.base.worker_group import _checked_mesh
 
 
@@ -99,44 +99,44 @@ def test_a_mesh_needs_one_collected_rank_per_part(dp_ranks, collects, wrong):
 
 def test_parts_are_filled_up_with_the_first_rows():
     batch = batch_of([0.0, 1.0, 2.0, 3.0, 4.0])
-    shares = [take_share(batch, i, 4, "always") for i in range(4)]  # size 2, three rows of padding
-    assert [share.rows.batch["x"].tolist() for share in shares] == [[0, 1], [2, 3], [4, 0], [1, 2]]
-    assert [share.padding for share in shares] == [0, 0, 1, 2]
+    cut = [take_part(batch, i, 4, "always") for i in range(4)]  # size 2, three rows of padding
+    assert [part.rows.batch["x"].tolist() for part in cut] == [[0, 1], [2, 3], [4, 0], [1, 2]]
+    assert [part.padding for part in cut] == [0, 0, 1, 2]
 
 
 def test_padding_needs_permission():
     with pytest.raises(SchemaError, match=r"5 rows cannot be dealt to 2.*e.g. 4 rows.*auto_padding=True"):
-        take_share(batch_of([0.0] * 5), 0, 2, "if enabled")
+        take_part(batch_of([0.0] * 5), 0, 2, "if enabled")
     with pytest.raises(SchemaError, match=r"e\.g\. 2 rows\.$"):
-        take_share(batch_of([0.0]), 0, 2, "never")
+        take_part(batch_of([0.0]), 0, 2, "never")
 
 
 @given(rows=st.integers(1, 20), parts=st.integers(1, 7))
 def test_parts_without_their_padding_are_the_batch(rows, parts):
     batch = DataProto.from_dict({"x": torch.arange(rows)}, {"name": [f"row {i}" for i in range(rows)]})
-    shares = [take_share(batch, i, parts, "always") for i in range(parts)]
-    assert {len(share.rows) for share in shares} == {-(-rows // parts)}
-    whole = DataProto.concat([remove_padding(share.rows, share if share.padding else None) for share in shares])
+    cut = [take_part(batch, i, parts, "always") for i in range(parts)]
+    assert {len(part.rows) for part in cut} == {-(-rows // parts)}
+    whole = DataProto.concat([remove_padding(part.rows, part if part.padding else None) for part in cut])
     assert whole.batch["x"].tolist() == list(range(rows))
     assert whole.non_tensor_batch["name"].tolist() == [f"row {i}" for i in range(rows)]
 
 
 def test_batches_of_one_call_must_agree_in_rows_if_padded():
     def last_part(rows):
-        share = take_share(batch_of([float(i) for i in range(rows)]), 1, 2, "always")
-        return share if share.padding else share.rows
+        part = take_part(batch_of([float(i) for i in range(rows)]), 1, 2, "always")
+        return part if part.padding else part.rows
 
-    (args, kwargs), share = receive((last_part(3),), {"other": last_part(3), "mode": "x"}, True)
+    (args, kwargs), part = receive((last_part(3),), {"other": last_part(3), "mode": "x"}, True)
     assert [args[0].batch["x"].tolist(), kwargs["other"].batch["x"].tolist()] == [[2.0, 0.0], [2.0, 0.0]]
-    assert (kwargs["mode"], share.padding) == ("x", 1)
+    assert (kwargs["mode"], part.padding) == ("x", 1)
     for rows in (4, 5):  # parts of (2, 0) and (3, 1) beside one of (2, 1)
         with pytest.raises(SchemaError, match="same number of rows"):
             receive((last_part(3), last_part(rows)), {}, True)
 
 
 def test_padding_is_removed_only_where_rows_correspond():
-    share = take_share(batch_of([0.0, 1.0, 2.0]), 1, 2, "always")
-    assert remove_padding(DataProto.from_dict({"y": torch.tensor([5, 6])}), share).batch["y"].tolist() == [5]
+    part = take_part(batch_of([0.0, 1.0, 2.0]), 1, 2, "always")
+    assert remove_padding(DataProto.from_dict({"y": torch.tensor([5, 6])}), part).batch["y"].tolist() == [5]
     for output in (DataProto.from_dict({"y": torch.zeros(4)}), {"loss": 1.0}, None):
         with pytest.raises(SchemaError, match="cannot be removed"):
-            remove_padding(output, share)
+            remove_padding(output, part)

@@ -88,6 +88,19 @@ class Echo(Worker):
     def metrics_without_rows(self, batch):
         return DataProto(meta_info={"metrics": {"loss": 0.5}, "constant": batch.meta_info.get("step")})
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def returns(self, batch, what):
+        return {"42": 42, "a dict": {"x": 1}, "None": None, "None on rank 0": None if self.rank == 0 else batch}[what]
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def own_meta_info(self, batch):
+        metrics = {"loss": self.rank + 0.5, "grads": [self.rank, 7]}
+        return DataProto(meta_info={"metrics": metrics, "temperature": 1.0, "host": f"node{self.rank}"})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def own_meta_info_later(self, batch):
+        return DataProto(meta_info={"metrics": {"loss": self.rank + 0.5}})
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def proto_later(self, batch):
         return DataProto.from_dict({"x": batch.batch["x"] + 10 * (self.rank + 1)})

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.forks import Program, run
-from tests.tiny_run import make_tiny_run, overrides
-from verl.trainer.config.overrides import compose
+from verl.base.import_utils import prepare_process
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
-from verl.utils.import_utils import prepare_process
 
 ROOT = Path(__file__).parents[2]
 ACTOR = "actor_rollout_ref__actor"
@@ -74,7 +74,7 @@ def test_a_batch_of_one_sequence(train, estimator):
 HUNGRY = '''
 import os
 import torch
-from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
+from verl.algorithms import get_policy_loss_fn, register_policy_loss
 
 @register_policy_loss("hungry")
 def hungry(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode="token-mean", config=None, **_):
@@ -178,7 +178,12 @@ def test_a_clock_that_jumps_during_a_step_changes_no_duration(train, monkeypatch
 
 def test_no_duration_is_taken_from_the_clock_on_the_wall():
     # Which of several machines failed first, and since when a lock is held: words for people, nothing is decided by it.
-    allowed = {"verl/single_controller/base/decorator.py", "verl/utils/lock.py"}
+    # An instance of a cloud ends at a time of day.
+    allowed = {
+        "verl/single_controller/base/decorator.py",
+        "verl/supervision/lock.py",
+        "verl/toolkit/checkpoints.py",
+    }
     wall = re.compile(r"\btime\.time\(|\bdatetime\.(now|utcnow|today)\(|from time import .*\btime\b")
     found = {
         str(path.relative_to(ROOT)) for path in (ROOT / "verl").rglob("*.py") if wall.search(path.read_text("utf-8"))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bad_inputs import BAD_INPUTS, BadInput
 from verl.errors import VerlError
-from verl.trainer.config.overrides import compose
+from verl.testing.bad_inputs import BAD_INPUTS, BadInput
+from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_run import make_tiny_run, overrides
+from verl.algorithms import get_policy_loss_fn, register_policy_loss
 from verl.errors import NonFiniteError
 from verl.protocol import DataProto
-from verl.trainer.bad_steps import KEPT, BadSteps
-from verl.trainer.config.overrides import compose
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
-from verl.trainer.ppo.core_algos import get_policy_loss_fn, register_policy_loss
+from verl.trainer.recovery import SAVED_BATCHES, BadSteps
 from verl.workers.engine.non_finite import NonFinite, in_batch_order
 
 BAD_UPDATES: set[int] = set()
@@ -112,7 +112,7 @@ def problem(row: int | None = 1) -> NonFinite:
 
 
 def see(counter: BadSteps, step: int, skipped: float = 1.0) -> None:
-    counter.see(step, "update", {"train/skipped_steps": skipped}, batch(), [problem()])
+    counter.record(step, "update", {"train/skipped_steps": skipped}, batch(), [problem()])
 
 
 def test_a_resumed_run_goes_on_counting(tmp_path):
@@ -140,11 +140,11 @@ def test_actor_and_critic_of_one_step_are_one_bad_step(tmp_path):
 
 def test_the_folder_is_bounded_and_null_never_stops(tmp_path):
     counter = BadSteps(None, tmp_path / "bad")
-    for step in range(1, 4 * KEPT, 2):
+    for step in range(1, 4 * SAVED_BATCHES, 2):
         see(counter, step)
         counter.stop_if_too_many(step)
     kept = sorted(int(file.stem.split("_")[1]) for file in (tmp_path / "bad").iterdir())
-    assert kept == list(range(4 * KEPT - 1, 2 * KEPT, -2))[::-1]  # the newest
+    assert kept == list(range(4 * SAVED_BATCHES - 1, 2 * SAVED_BATCHES, -2))[::-1]  # the newest
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):

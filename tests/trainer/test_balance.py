@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.trainer.ppo.balance import layout_for_ranks
+from verl.trainer.balance import layout_for_ranks
 from verl.utils.seqlen_balancing import get_reverse_idx
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from tests.trainer.test_run import assert_same_steps
 from verl.errors import ConfigError
-from verl.trainer.config.overrides import compose
+from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
+from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
 REWARD = (
@@ -46,11 +48,20 @@ class Harder(AbstractDataGenerator):
 """
 
 
+def of_the_guide(name: str) -> str:
+    """The example of docs/extending.md that holds the class ``name``."""
+    guide = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
+    [code] = [block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if f"class {name}(" in block]
+    return code
+
+
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     paths = make_tiny_run(tmp_path)
     (tmp_path / "reward.py").write_text(REWARD)
     (tmp_path / "sampler.py").write_text(SAMPLER.replace("DIARY", str(tmp_path / "diary.jsonl")))
+    (tmp_path / "my_data.py").write_text(of_the_guide("MyDataset"))
+    (tmp_path / "my_manager.py").write_text(of_the_guide("Digits"))
     (tmp_path / "generator.py").write_text(GENERATOR)
     log = tmp_path / "metrics.jsonl"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
@@ -68,8 +79,20 @@ def diary(folder: Path) -> list[list[int]]:
     return [json.loads(line) for line in (folder / "diary.jsonl").read_text().splitlines()]
 
 
-def test_a_sampler_is_told_of_every_response(train, tmp_path):
-    train(data__sampler__class_path=tmp_path / "sampler.py", data__sampler__class_name="Diary")
+def test_a_run_with_data_set_sampler_and_reward_manager_of_a_user(train, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.import_module("my_manager")  # as VERL_USE_EXTERNAL_MODULES=my_manager does
+    steps = train(
+        data__custom_cls__path=tmp_path / "my_data.py",
+        data__custom_cls__name="MyDataset",
+        data__sampler__class_path=tmp_path / "sampler.py",
+        data__sampler__class_name="Diary",
+        reward_model__reward_manager="digits",
+        **{"+reward_model__reward_kwargs__bonus": 0.5},
+    )
+    assert all(0.5 <= steps[step]["critic/score/mean"] <= 8.5 for step in (1, 2))
+    assert all(0 <= steps[step]["reward/digits/max"] <= 8 for step in (1, 2))
+    assert all(0 <= steps[step]["reward/equal_group_rate"] <= 1 for step in (1, 2))
     assert diary(tmp_path) == [[row for row in batch for _ in range(4)] for batch in ([0, 1, 2, 3], [4, 5, 6, 7])]
 
 

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import tiny_model_dir
-from tests.rollout.test_lost_engines import killer
-from tests.tiny_run import make_tiny_run, overrides
 from tests.trainer.test_run import assert_same_steps
-from verl.trainer.config.overrides import compose
+from tests.workers.rollout.test_remote import killer
+from verl.testing.models import tiny_model_dir
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
-from verl.workers.rollout import restarting
+from verl.workers.rollout import remote
 
-SMALL_ENGINE = Path(__file__).parents[1] / "rollout" / "small_engine.py"
+SMALL_ENGINE = Path(__file__).parents[1] / "workers" / "rollout" / "small_engine.py"
 
 
 def test_a_killed_engine_changes_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine is a small program with vLLM's protocol; its tokens depend on the trainer's weights, to the bit."""
-    monkeypatch.setattr(restarting, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.05)
     log, engine = tmp_path / "metrics.jsonl", tmp_path / "python"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
     monkeypatch.setenv("SMALL_ENGINE_FOLDER", str(tmp_path))

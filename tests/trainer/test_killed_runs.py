@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from tests.forks import FORKS, as_started_by_hand
-from tests.models import tiny_model_dir
-from tests.tiny_run import make_tiny_run, overrides, write_jsonl
-from verl.trainer.config.overrides import compose
+from verl.testing.models import tiny_model_dir
+from verl.testing.tiny_run import make_tiny_run, overrides, write_jsonl
+from verl.trainer.config.command_line import compose
 
 ROWS, STEPS = 12, 6
 """Two epochs of three steps: 12 rows in batches of 4."""

@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from tests.models import tiny_model, tiny_model_dir, tiny_tokenizer
 from verl.errors import ConfigError, DataError
+from verl.testing.models import tiny_model, tiny_model_dir, tiny_tokenizer
 from verl.trainer.config import GenerationConfig, load_config
 from verl.trainer.main_generation import run_generation, write_rows
 

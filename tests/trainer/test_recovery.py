@@ -13,12 +13,12 @@ import pytest
 import ray
 import torch
 
-from tests.tiny_run import make_tiny_run, overrides
 from verl.errors import ProcessLostError
-from verl.trainer.config.overrides import compose
+from verl.supervision.termination import EXIT_CODE
+from verl.testing.tiny_run import make_tiny_run, overrides, same
+from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
-from verl.trainer.termination import EXIT_CODE
 
 STEPS = 3
 NOT_COMPARED = ("timing", "perf/", "recovery/")
@@ -46,9 +46,9 @@ class FragileTrainer(RayPPOTrainer):
         self._strike("testing")
         return super()._validate()
 
-    def _save_checkpoint(self) -> None:
+    def _begin_save(self) -> None:
         self._strike("save_checkpoint")
-        super()._save_checkpoint()
+        super()._begin_save()
 
 
 def kill_rank(group: Any, rank: int) -> None:
@@ -107,16 +107,6 @@ def undisturbed(run: Run) -> Outcome:
     outcome = run("undisturbed", [])
     assert "recovery/restarts" not in outcome[0][STEPS]
     return outcome
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b or (a != a and b != b)
 
 
 def assert_same_run(disturbed: Outcome, undisturbed: Outcome) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny_run import make_tiny_run, overrides
 from verl.errors import CheckpointError
-from verl.trainer.config.overrides import compose
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
 CLOCKS = ("timing", "perf/", "global_seqlen/")
@@ -119,6 +119,30 @@ def test_a_resumed_run_continues_where_it_stopped(train, tmp_path):
         train(trainer__total_training_steps=stop, trainer__save_freq=stop, trainer__default_local_dir=folder, **common)
         rest = train(trainer__total_training_steps=6, trainer__default_local_dir=folder, **common)
         assert_same_steps({step: straight[step] for step in range(stop + 1, 7)}, rest, rel=0)
+
+
+def test_a_changed_setting_holds_after_a_resume_and_is_shown(train, caplog):
+    train(trainer__total_training_steps=1, trainer__save_freq=0)  # at the end
+    assert "other settings" not in caplog.text
+    steps = train(
+        trainer__total_training_steps=2, trainer__save_freq=0, actor_rollout_ref__actor__optim__lr=1e-4,
+        actor_rollout_ref__actor__clip_ratio_high=0.3,
+    )  # fmt: skip
+    assert {step: metrics["actor/lr"] for step, metrics in steps.items()} == {2: 1e-4}
+    (shown,) = [record.getMessage() for record in caplog.records if "other settings" in record.getMessage()]
+    assert "\n  actor_rollout_ref.actor.optim.lr: 0.001 in the checkpoint, 0.0001 now" in shown
+    assert "\n  actor_rollout_ref.actor.clip_ratio_high: 0.2 in the checkpoint, 0.3 now" in shown
+    assert "\n  trainer.total_training_steps: 1 in the checkpoint, 2 now" in shown
+
+
+def test_a_run_that_saves_nothing_says_so(train, tmp_path, caplog):
+    train(trainer__total_training_steps=1)
+    told = [record.getMessage() for record in caplog.records if "save_freq=-1" in record.getMessage()]
+    assert [text.split(":")[0] for text in told] == [
+        "trainer.save_freq=-1",
+        "The run is over, and no model was saved (trainer.save_freq=-1).",
+    ]
+    assert not list((tmp_path / "checkpoints").glob("global_step_*"))
 
 
 def test_old_checkpoints_go_and_the_latest_is_named(train, tmp_path):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.models import tiny_model_dir
-from tests.tiny_run import write_jsonl
 from verl.errors import DataError
-from verl.trainer.config.overrides import compose
+from verl.testing.models import tiny_model_dir
+from verl.testing.tiny_run import write_jsonl
+from verl.trainer.config.command_line import compose
 from verl.trainer.sft_trainer import run_sft
 from verl.trainer.supervised import read_first
 

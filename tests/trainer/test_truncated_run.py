@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny_run import make_tiny_run, overrides
-from verl.trainer.config.overrides import compose
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
 ROLLOUT = "actor_rollout_ref__rollout"
@@ -35,7 +35,7 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_token_weights_of_a_nucleus_are_its_mass(train):
-    step = train(**{f"{ROLLOUT}__top_p": 0.8, f"{CORRECTION}__rollout_is": "token"})
+    step = train(**{f"{ROLLOUT}__top_p": 0.8})  # rollout_is=token is the default of truncated sampling
     # The kept tokens have at least 0.8 of the mass and at most all of it, at every place.
     assert 0.8 - 1e-4 < step["rollout_corr/rollout_is_min"] < step["rollout_corr/rollout_is_max"] < 1 + 1e-4
     assert step["rollout_corr/rollout_is_ratio_fraction_high"] == 0.0

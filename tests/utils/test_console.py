@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import io
 import math
+import time
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
-from verl.utils.console import Progress, clock, metrics_line, show, write_line
+from verl.utils.console import Progress, clock, metrics_line, show, status, working, write_step
 from verl.utils.tracking import Tracking
 
 METRICS = {
@@ -32,9 +33,27 @@ def test_line_per_step_by_hand():
 
 
 def test_a_log_gets_whole_lines(capsys: pytest.CaptureFixture):
-    write_line("x" * 500)
     show("y" * 300)
-    assert capsys.readouterr().out == "x" * 500 + "\n" + "y" * 300 + "\n"
+    assert capsys.readouterr().out == "y" * 300 + "\n"
+
+
+def test_a_long_wait_is_told_again_until_it_ends(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("verl.utils.console.REMINDERS_S", (0.01, 0.01))
+    with working("loading"):
+        seen = ""
+        while seen.count("still loading (") < 3:  # the last pause repeats
+            time.sleep(0.01)
+            seen += capsys.readouterr().out
+    assert seen.splitlines()[0].endswith("  loading")
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_short_wait_is_told_once(capsys: pytest.CaptureFixture):
+    with working("loading"):
+        pass
+    assert capsys.readouterr().out.count("loading") == 1
 
 
 def test_a_table_is_drawn(capsys: pytest.CaptureFixture):
@@ -49,15 +68,15 @@ def test_a_table_is_drawn(capsys: pytest.CaptureFixture):
 
 def test_markup_is_not_interpreted(capsys: pytest.CaptureFixture):
     show("[bold]x[/bold]")
-    write_line("[red]y")
-    assert capsys.readouterr().out == "[bold]x[/bold]\n[red]y\n"
+    write_step(1, {"[red]y": 2})
+    assert capsys.readouterr().out == "[bold]x[/bold]\nstep:1 - [red]y:2\n"
 
 
 def test_live_display_shows_what_matters():
     screen = terminal()
     with Progress(10, first_step=3, enabled="on", console=screen) as progress:
         progress.update(4, METRICS)
-        progress.message("checkpoint saved")
+        status("checkpoint saved")
     out = screen.file.getvalue()
     assert "step 4  reward 0.431  length 118.2  tokens/s 4,210" in out
     assert "4/10 steps" in out
@@ -74,12 +93,31 @@ def test_supervised_runs_show_their_loss():
     assert "val loss 2.0000" in screen.file.getvalue()
 
 
-def test_without_a_terminal_there_is_no_display(capsys: pytest.CaptureFixture):
-    with Progress(2) as progress:
-        progress.update(1, METRICS)
-        progress.message("checkpoint saved")
-    assert capsys.readouterr().out == "checkpoint saved\n"
-    assert progress.step == 1
+def test_without_a_terminal_a_step_is_a_short_line(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    """The order of the metrics does not depend on the step, and what a run has many of is left to other trackers."""
+    now = [100.0]
+    monkeypatch.setattr("verl.utils.console.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("verl.utils.console._began", 93.0)
+    with Tracking("p", "e", "console", {}) as tracking, Progress(10) as progress:
+        tracking.log({"val-core/gsm8k/acc/mean@4": 0.25}, step=0)
+        now[0] = 103.5
+        for step, metrics in ((1, METRICS | {"actor/pg_clipfrac": 0.5}), (2, dict(reversed(METRICS.items())))):
+            progress.update(step, metrics)
+            tracking.log(metrics, step)
+            now[0] += 3.5
+        status("checkpoint saved")
+    assert capsys.readouterr().out.splitlines() == [
+        "step 0/10  val gsm8k 0.250",
+        "step 1/10  reward 0.431  length 118.2  tokens/s 4,210  val gsm8k 0.480  3.5 s  0:32 left",
+        "step 2/10  reward 0.431  length 118.2  tokens/s 4,210  val gsm8k 0.480  3.5 s  0:28 left",
+        "0:18  checkpoint saved",
+    ]
+
+
+def test_all_metrics_in_one_line_sorted_by_name(capsys: pytest.CaptureFixture):
+    with Tracking("p", "e", "console_full", {}) as tracking, Progress(10):
+        tracking.log({"b": 1.0, "a": 0.25}, step=1)
+    assert capsys.readouterr().out == "step:1 - a:0.25 - b:1\n"
 
 
 @pytest.mark.parametrize("enabled", ["off", False])
@@ -101,8 +139,8 @@ def test_the_console_tracker_is_quiet_under_a_live_display(capsys: pytest.Captur
 def test_an_error_inside_takes_the_display_down(capsys: pytest.CaptureFixture):
     with pytest.raises(KeyError), Progress(2, enabled="on", console=terminal()):
         raise KeyError
-    write_line("after")
-    assert capsys.readouterr().out == "after\n"
+    write_step(1, {"a": 2})
+    assert capsys.readouterr().out == "step:1 - a:2\n"
 
 
 def test_time_left_follows_the_recent_pace(monkeypatch: pytest.MonkeyPatch):

@@ -1,17 +1,31 @@
-"""Devices, the process group of one process, local copies of remote files, folders that appear whole."""
+"""Devices, the process group of one process, local copies of remote files."""
 
-import random
+import logging
+from pathlib import Path
 
 import fsspec
-import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
-from verl.errors import CheckpointError, DataError, ResourceError
-from verl.utils.checkpoint import LocalFolder, on_all_ranks, rng_state, set_rng_state
-from verl.utils.device import backend_for, ensure_process_group, get_device, memory_metrics
-from verl.utils.fs import copy_to_local, is_remote
+from verl.base import fs
+from verl.base.fs import copy_to_local, is_remote
+from verl.errors import DataError, ResourceError
+from verl.utils.device import (
+    auto_set_device,
+    backend_for,
+    ensure_process_group,
+    get_device,
+    get_device_id,
+    get_nccl_backend,
+    get_resource_name,
+    get_torch_device,
+    is_cuda_available,
+    memory_metrics,
+    set_expandable_segments,
+)
 
 CPU = torch.device("cpu")
 
@@ -33,7 +47,42 @@ def test_one_process_is_a_group_of_its_own():
     ensure_process_group(CPU)
     ensure_process_group(CPU)  # the second worker of a process joins what there is
     assert dist.get_world_size() == 1
-    assert memory_metrics(CPU)["perf/cpu_memory_used_gb"] > 0.01
+    in_use = psutil.virtual_memory().used / 2**30  # of the machine, not of this process
+    assert memory_metrics(CPU)["perf/cpu_memory_used_gb"] == pytest.approx(in_use, rel=0.2)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_workers_of_users_find_the_cpu(caplog):
+    assert torch.zeros(1).to(get_device_id()).device == CPU
+    assert (get_nccl_backend(), get_resource_name(), get_torch_device()) == ("gloo", "CPU", torch.cpu)
+    assert not is_cuda_available
+    set_expandable_segments(True)
+    config = OmegaConf.create({"trainer": {"device": "cuda"}})
+    OmegaConf.set_struct(config, True)
+    auto_set_device(config)
+    assert config.trainer.device == "cpu"
+    assert "this machine has no such device" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
+def test_a_model_is_copied_into_shared_memory_once(tmp_path, monkeypatch, caplog):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    place = fs.in_shared_memory(str(model), shared=shared)
+    assert Path(place).is_relative_to(shared)
+    assert (Path(place) / "config.json").read_text() == "{}"
+    assert fs.in_shared_memory(str(model), shared=shared) == place
+    (model / "config.json").write_text('{"changed": 1}')
+    assert (Path(fs.in_shared_memory(str(model), shared=shared)) / "config.json").read_text() == '{"changed": 1}'
+    assert copy_to_local("Qwen/Qwen3-0.6B", use_shm=True) == "Qwen/Qwen3-0.6B"  # a name on the hub
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(fs.shutil, "disk_usage", lambda _: fs.shutil._ntuple_diskusage(9, 8, 1))
+    (model / "config.json").write_text('{"changed": 2}')
+    assert fs.in_shared_memory(str(model), shared=shared) == str(model)
+    assert "it is read where it is" in caplog.text
 
 
 def test_local_paths_stay_where_they_are(monkeypatch, tmp_path):
@@ -58,6 +107,8 @@ def test_remote_files_are_copied_once(tmp_path):
     assert copy_to_local("memory://store/train.jsonl", str(tmp_path)) == copy
     with open(copy) as file:
         assert file.read() == "first"
+    with open(copy_to_local("memory://store/train.jsonl", str(tmp_path), always_recopy=True)) as file:
+        assert file.read() == "second"
 
 
 def test_what_cannot_be_copied_is_said(tmp_path):
@@ -65,35 +116,3 @@ def test_what_cannot_be_copied_is_said(tmp_path):
         copy_to_local("memory://nowhere/x", str(tmp_path))
     with pytest.raises(DataError, match="nosuch://a/b cannot be read"):
         copy_to_local("nosuch://a/b", str(tmp_path))
-
-
-def test_a_folder_appears_whole_or_not_at_all(tmp_path):
-    ensure_process_group(CPU)
-    folder = LocalFolder(tmp_path / "save")
-    folder.open()
-    (folder.partial / "a").write_text("1")
-    assert not folder.final.exists()
-    folder.commit()
-    assert (folder.final / "a").read_text() == "1"
-    assert not folder.partial.exists()
-
-
-def test_an_error_is_raised_with_the_task_and_the_rank():
-    ensure_process_group(CPU)
-    with pytest.raises(CheckpointError, match=r"cannot write x: .*No space.*\(rank 0\)"), on_all_ranks("write x"):
-        raise OSError("No space left on device")
-    with pytest.raises(CheckpointError, match="division by zero"), on_all_ranks("write x"):
-        1 / 0  # noqa: B018
-    with pytest.raises(KeyboardInterrupt), on_all_ranks("write x"):
-        raise KeyboardInterrupt
-
-
-def test_all_random_numbers_continue(tmp_path):
-    def draw():
-        return torch.rand(2).tolist() + np.random.rand(2).tolist() + [random.random(), random.gauss(0, 1)]
-
-    random.gauss(0, 1)  # leaves a second number in store
-    torch.save(rng_state(), tmp_path / "rng.pt")
-    expected = draw()
-    set_rng_state(torch.load(tmp_path / "rng.pt", weights_only=True))
-    assert draw() == expected

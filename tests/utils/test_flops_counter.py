@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import MambaConfig, MixtralConfig, Qwen3Config
 
-from tests.models import tiny_model
+from verl.testing.models import tiny_model
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 
 
@@ -88,7 +88,7 @@ def test_products_are_those_that_pytorch_counts(family):
 
 def test_achieved_is_work_over_time():
     counter = FlopsCounter(config())
-    achieved, promised = counter.estimate_flops(torch.tensor([2, 3]), 2.0)
+    achieved, promised = counter.estimate_flops(torch.tensor([2, 3]), 2.0, images_seqlens=None)
     assert achieved == counter.training_flops([2, 3]) / 2 / 1e12
     assert promised > 0
 

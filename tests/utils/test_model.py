@@ -7,18 +7,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.models import tiny_model, tiny_model_dir
 from verl.errors import ConfigError
+from verl.testing.models import tiny_model, tiny_model_dir
 from verl.utils import hf_tokenizer
 from verl.utils.model import (
     check_tokenizer_fits,
+    compute_position_id_with_mask,
+    convert_weight_keys,
     empty_causal_lm,
     eos_token_ids,
+    extract_multi_modal_inputs,
+    get_generation_config,
     load_causal_lm,
     load_hf_config,
+    print_model_size,
     resolve_model_path,
     torch_dtype,
     unknown_ids,
+    update_model_config,
 )
 
 CPU = torch.device("cpu")
@@ -119,3 +125,22 @@ def test_an_added_token_that_no_text_uses_needs_no_embedding(tmp_path, caplog):
         setattr(changed, attribute, value)
         with pytest.raises(ConfigError, match="token '<image>' has id 104"):
             check_tokenizer_fits(changed, config)
+
+
+def test_what_workers_of_users_ask_of_a_model(tmp_path, capsys):
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])
+    assert compute_position_id_with_mask(mask).tolist() == [[0, 0, 0, 1], [0, 1, 2, 2]]
+    model = tiny_model()
+    print_model_size(model)
+    assert capsys.readouterr().out == "Qwen3ForCausalLM has 0.000 billion parameters\n"
+    update_model_config(model.config, {"pad_token_id": 7, "new_token_id": 8})
+    assert (model.config.pad_token_id, model.config.new_token_id) == (7, 8)
+    with pytest.raises(ConfigError, match=r"override_config\.hiden_size: Qwen3Config has no such field"):
+        update_model_config(model.config, {"hiden_size": 1})
+    assert get_generation_config(str(tmp_path)) is None
+    model.save_pretrained(tmp_path)
+    assert get_generation_config(str(tmp_path)).eos_token_id == 1
+    assert convert_weight_keys(model.state_dict(), model).keys() == load_file(tmp_path / "model.safetensors").keys()
+    rows = [{"pixels": torch.tensor([1])}, {}, {"pixels": torch.tensor([2, 3])}]
+    assert extract_multi_modal_inputs(rows)["pixels"].tolist() == [1, 2, 3]
+    assert extract_multi_modal_inputs(rows, [2, 1])["pixels"].tolist() == [2, 3]

@@ -4,12 +4,14 @@ import json
 import logging
 
 import pytest
+import torch
 from transformers import PreTrainedTokenizerFast
 
-from tests.models import FAMILIES, tiny_model_dir, tiny_tokenizer
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
+from verl.testing.models import FAMILIES, tiny_model_dir, tiny_tokenizer
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.tokenizer import require_chat_template
+from verl.utils.dataset.chat import require_chat_template
+from verl.utils.tokenizer import normalize_token_ids
 
 MESSAGES = [{"role": "user", "content": "1 + 2?"}]
 
@@ -94,3 +96,13 @@ def test_files_of_a_processor_that_make_none_are_an_error_or_said(tmp_path, capl
     file.write_text("{")
     with pytest.raises(ConfigError, match="processor of"):
         hf_processor(path)
+
+
+def test_ids_of_a_text_become_one_list():
+    tokenizer = tiny_tokenizer()
+    ids = tokenizer("ab").input_ids
+    texts = (ids, tokenizer("ab"), tokenizer("ab", return_tensors="pt"), torch.tensor(ids), [ids])
+    assert [normalize_token_ids(text) for text in texts] == [ids] * len(texts)
+    for wrong in (tokenizer(["ab", "ab"]), "ab", [[ids]]):
+        with pytest.raises(DataError, match="the ids of one text are a list of integers"):
+            normalize_token_ids(wrong)

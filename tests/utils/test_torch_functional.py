@@ -149,5 +149,13 @@ def test_cosine_cycles_and_bounds():
     opt = optimizer()
     schedule = get_cosine_schedule_with_warmup(opt, 0, 4, min_lr_ratio=None, num_cycles=1.0)
     assert rates(schedule, opt, 5) == pytest.approx([2.0, 1.0, 0.0, 1.0, 2.0], abs=1e-9)
+    opt = optimizer()
+    schedule = get_cosine_schedule_with_warmup(opt, 1, 5, init_lr_ratio=0.1)
+    assert rates(schedule, opt, 2) == pytest.approx([2 * (0.1 + 0.9 * 0.5), 2.0])
+    schedule = get_cosine_schedule_with_warmup(opt := optimizer(), 2, 4, zero_indexed_step=False)
+    # 1/2 and 2/2 of the warm-up, then half of the cosine's way
+    assert rates(schedule, opt, 3) == pytest.approx([1.0, 2.0, 1.0])
+    with pytest.raises(ValueError, match=r"init_lr_ratio=2"):
+        get_cosine_schedule_with_warmup(optimizer(), 1, 4, init_lr_ratio=2)
     with pytest.raises(ValueError, match=r"min_lr_ratio=1.5"):
         get_cosine_schedule_with_warmup(optimizer(), 0, 4, min_lr_ratio=1.5)

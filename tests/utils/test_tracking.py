@@ -8,7 +8,7 @@ import os
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,19 @@ import pytest
 import torch
 
 import verl.utils.tracking
+from verl.base.redact import without_secrets
 from verl.errors import ConfigError
 from verl.utils.file_log import THIS_RUN
-from verl.utils.redact import without_secrets
 from verl.utils.tracking import TRACKERS, Tracker, Tracking, ValidationGenerationsLogger, require_trackers
 from verl.utils.tracking.base import flatten, markdown_table
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for name in ("VERL_FILE_LOGGER_PATH", "VERL_FILE_LOGGER_ROOT", "TENSORBOARD_DIR"):
         monkeypatch.delenv(name, raising=False)
-    before = dict(TRACKERS._entries)
-    yield tmp_path
-    TRACKERS._entries.clear()
-    TRACKERS._entries.update(before)
+    return tmp_path
 
 
 def lines(path: Path) -> list[dict]:
@@ -346,11 +343,16 @@ SAMPLES = [{"input": "2+2", "output": "4\nor so", "gts": "4", "score": 1.0, "ste
 
 
 def test_generations_become_a_table():
-    with Tracking("p", "e", ["console", "file"], {}) as tracking:
-        ValidationGenerationsLogger(tracking).log(SAMPLES, step=7)
-        ValidationGenerationsLogger(tracking).log([("in", "out", 0.5)], step=8)
-        ValidationGenerationsLogger(tracking).log([], step=9)
-    assert lines(Path("p/e.jsonl")) == [
+    with Tracking("p", "tables", ["console", "file"], {}) as tracking:
+        ValidationGenerationsLogger(tracking=tracking).log(None, SAMPLES, step=7)
+        ValidationGenerationsLogger("p", "tables").log(["console", "file"], [("in", "out", 0.5)], 8)
+        ValidationGenerationsLogger().log(["console"], [("in", "out", 0.5)], 8)
+        ValidationGenerationsLogger().log(None, [], step=9)
+        with pytest.raises(ConfigError, match="no open trackers of project_name=p, experiment_name=other"):
+            ValidationGenerationsLogger("p", "other").log("console", SAMPLES, 9)
+    with pytest.raises(ConfigError, match="no open trackers"):
+        ValidationGenerationsLogger("p", "tables").log("console", SAMPLES, 9)
+    assert lines(Path("p/tables.jsonl")) == [
         {"step": 7, "table": "val/generations",
          "rows": [{"step": 7, "input": "2+2", "output": "4\nor so", "gts": "4", "score": 1.0}], "run": THIS_RUN},
         {"step": 8, "table": "val/generations", "rows": [{"step": 8, "input": "in", "output": "out", "score": 0.5}],

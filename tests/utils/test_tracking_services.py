@@ -25,7 +25,7 @@ with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": "h
     for step in (1, 2):
         tracking.log({"critic/score/mean": 0.25 * step, "val-core/s/acc/mean@4": float("nan")}, step=step)
     sample = {"input": "what is 2+2", "output": "it is four", "gts": "4", "score": 1.0}
-    ValidationGenerationsLogger(tracking).log([sample], step=2)
+    ValidationGenerationsLogger("proj", "exp").log([sys.argv[1]], [sample], step=2)
 """
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.forks import FORKS
+from verl.algorithms import prepare_aggregation
 from verl.protocol import DataProto
-from verl.trainer.ppo.core_algos import prepare_aggregation
 from verl.workers.config import ActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine import EngineRegistry, FSDPEngine, MicroBatchConfig
 
@@ -145,8 +145,14 @@ def naive_update(path: str, batch: DataProto, config: ActorConfig, steps: int = 
     return {name: p.detach().clone() for name, p in model.named_parameters()}, first
 
 
-def make_engine(path: str, model_type: str = "language_model", trained: bool = True, **settings: Any) -> FSDPEngine:
-    """An initialised fp32 engine; ``settings`` go to the section that has them."""
+def make_engine(
+    path: str,
+    model_type: str = "language_model",
+    trained: bool = True,
+    optimizer: dict[str, Any] | None = None,
+    **settings: Any,
+) -> FSDPEngine:
+    """An initialised fp32 engine; ``settings`` go to the section that has them, those of the optimizer apart."""
     model_keys = HFModelConfig.__pydantic_fields__
     model = {key: value for key, value in settings.items() if key in model_keys}
     placement = {"dtype": "fp32"} | {key: value for key, value in settings.items() if key not in model_keys}
@@ -155,7 +161,9 @@ def make_engine(path: str, model_type: str = "language_model", trained: bool = T
         "fsdp2",
         model_config=HFModelConfig(path=path, **model),
         engine_config=FSDPEngineConfig(forward_only=not trained, **placement),
-        optimizer_config=FSDPOptimizerConfig(lr=LR, weight_decay=0.1, override_optimizer_config={"eps": EPS})
+        optimizer_config=FSDPOptimizerConfig(
+            **({"lr": LR, "weight_decay": 0.1, "override_optimizer_config": {"eps": EPS}} | (optimizer or {}))
+        )
         if trained
         else None,
         device_name="cpu",

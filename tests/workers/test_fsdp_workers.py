@@ -6,11 +6,12 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from tests.models import tiny_model_dir
 from tests.workers.support import P, R, ragged_batch
+from verl.config import RewardModelModelConfig
 from verl.errors import CheckpointError, ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.single_controller.local import LocalWorkerGroup
+from verl.testing.models import tiny_model_dir
 from verl.workers.config import (
     ActorRolloutRefConfig,
     FSDPActorConfig,
@@ -23,7 +24,6 @@ from verl.workers.config import (
     RewardModelConfig,
     RolloutConfig,
 )
-from verl.workers.config.reward_model import RewardModelModelConfig
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
 FP32 = FSDPEngineConfig(dtype="fp32")
@@ -275,7 +275,7 @@ def test_another_tokenizer_reads_the_conversation_anew(other_reward_path, path):
     group = reward(other_reward_path, path)
     found = group.compute_rm_score(batch).batch["rm_scores"]
     for row, answer in enumerate(answers):
-        text = f"<user>question {row}<assistant>{answer}<eos>"  # the template of tests/models.py
+        text = f"<user>question {row}<assistant>{answer}<eos>"  # the template of verl/testing/models.py
         expected = torch.zeros(R)
         expected[len(ids[row]) - 1] = score_of(other_reward_path, own(text, add_special_tokens=False)["input_ids"])
         assert_close(found[row], expected, atol=1e-5, rtol=0)

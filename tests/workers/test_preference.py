@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.models import tiny_model_dir, tiny_tokenizer
 from tests.workers.support import EPS, LR, make_engine, run_ranks, weights_of
+from verl.config import DirectPreferenceLossConfig, RewardModelLossConfig
 from verl.errors import ConfigError, DataError, SchemaError
 from verl.protocol import DataProto
+from verl.testing.models import tiny_model_dir, tiny_tokenizer
 from verl.trainer.preference import as_rows, last_response_token
 from verl.trainer.sft_trainer import to_batch
-from verl.workers.config.preference import DirectPreferenceLossConfig, RewardModelLossConfig
 from verl.workers.engine import BatchTotals, MicroBatchConfig
-from verl.workers.preference_losses import DirectPreferenceLoss, RewardModelLoss
+from verl.workers.losses import DirectPreferenceLoss, RewardModelLoss
 
 PAIRS, LENGTH = 5, 12
 LAYOUTS = {

@@ -6,15 +6,15 @@ import pytest
 import ray
 from transformers import AutoModelForCausalLM
 
-from tests.models import tiny_model_dir
 from tests.workers.support import ragged_batch
+from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.states import RunState
 from verl.errors import CheckpointError, WorkerError
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
-from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
+from verl.testing.models import tiny_model_dir
 from verl.trainer.config import SFTConfig
-from verl.trainer.run_state import RunState
 from verl.workers.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine_workers import TrainingWorker
+from verl.workers.training_workers import TrainingWorker
 
 
 @pytest.fixture

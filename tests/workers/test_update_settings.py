@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.models import tiny_model_dir
 from tests.workers.support import ragged_batch
+from verl.algorithms import get_entropy_controller, prepare_update
 from verl.errors import SchemaError
 from verl.protocol import DataProto
 from verl.single_controller.local import LocalWorkerGroup
-from verl.trainer.ppo.core_algos import get_entropy_controller, prepare_update
+from verl.testing.models import tiny_model_dir
 from verl.workers.config import (
     ActorRolloutRefConfig,
     FSDPActorConfig,

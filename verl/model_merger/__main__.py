@@ -1,4 +1,4 @@
-"""The command line of :mod:`verl.model_merger`."""
+"""Command line of :mod:`verl.model_merger`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from verl.errors import VerlError
-from verl.model_merger.fsdp import compare, merge
+from verl.supervision.interruption import interruptible
 
 logger = logging.getLogger("verl.model_merger")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments."""
+    """Build the argument parser."""
     top = argparse.ArgumentParser(
         prog="python -m verl.model_merger", description="Sharded checkpoints to model folders."
     )
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
         command.add_argument("--is-value-model", action="store_true", help="refuse anything but a value model")
         command.add_argument("--tie-word-embedding", action="store_true", help="write both embeddings as one weight")
-        command.add_argument("--use_cpu_initialization", action="store_true", help="always so; kept for scripts")
+        command.add_argument("--use_cpu_initialization", action="store_true", help="no effect: it is always so")
     merging, testing = commands.choices["merge"], commands.choices["test"]
     merging.add_argument("--target_dir", default="tmp", help="model folder to make (default: tmp)")
     merging.add_argument("--hf_upload_path", help="Hugging Face repository to upload it to")
@@ -36,12 +36,16 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command and return the exit status: 2 for an unsupported backend, 1 for other errors."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args = parser().parse_args(arguments)
     if args.backend == "megatron":
         logger.error("--backend megatron: Megatron is not in this version, so it writes no such checkpoints. Use fsdp.")
         return 2
+    if args.use_cpu_initialization:
+        logger.warning("no effect: --use_cpu_initialization (weights are always read into memory of the CPU)")
+    from verl.model_merger.fsdp import compare, merge
+
     try:
         if args.command == "test":
             compare(args.local_dir, args.test_hf_dir, args.trust_remote_code)
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def upload(folder: str, repository: str, private: bool) -> None:
-    """Upload a model folder to the Hugging Face hub, with the credentials of this machine."""
+    """Upload a model folder to the Hugging Face hub, with the credentials stored on this machine."""
     from huggingface_hub import HfApi
 
     api = HfApi()
@@ -72,4 +76,5 @@ def upload(folder: str, repository: str, private: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with interruptible():
+        sys.exit(main())

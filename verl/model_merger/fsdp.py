@@ -1,4 +1,4 @@
-"""Putting the shards of an FSDP checkpoint together."""
+"""Merge the shards of an FSDP checkpoint into one model, and compare the two."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
 from verl.utils.model import load_hf_config
-from verl.utils.model_code import LOADING_ERRORS, tell_if_code_runs, why_unreadable
+from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.engine.fsdp.checkpoint import assemble, read_shards, saved_world_size
 from verl.workers.engine.fsdp.model import own_state
 
 logger = logging.getLogger(__name__)
@@ -36,32 +36,33 @@ def merge(
     trust_remote_code: bool = False,
     is_value_model: bool = False,
 ) -> None:
-    """Write the model of ``local_dir`` to ``target_dir`` as safetensors, with config and tokenizer, and verify it.
+    """Write a checkpoint as safetensors with config and tokenizer, then read it back and compare exactly.
 
     Args:
         local_dir: a checkpoint's ``actor`` or ``critic`` folder.
-        target_dir: the model folder to make; what it holds of an earlier merge is replaced.
-        tie_word_embedding: write output and input embedding as one weight, which they must be equal for.
+        target_dir: the model folder; created if needed, its old safetensors files are removed.
+        tie_word_embedding: write output and input embedding as one weight; they must be equal.
         trust_remote_code: run Python code that comes with the model.
-        is_value_model: expect a value model, and refuse another.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, or what was written differs from the shards.
+        is_value_model: refuse any architecture but a value model.
     """
     source = Path(local_dir).expanduser()
-    config = _config(source, trust_remote_code)
+    if not (source / "huggingface" / "config.json").is_file():
+        raise CheckpointError(f"{source / 'huggingface' / 'config.json'} is missing; give a checkpoint's actor folder.")
+    config = load_hf_config(str(source / "huggingface"), trust_remote_code=trust_remote_code)
     if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
         raise CheckpointError(f"{source} holds a {(config.architectures or ['?'])[0]}, not a value model.")
     weights = whole_weights(source)
     if tie_word_embedding:
         _tie(weights, config)
     model = _empty_model(config, trust_remote_code)
+    _drop_tied(weights, set(own_state(model)))
     _check_names(weights, set(own_state(model)), source)
     target = Path(target_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
+    # An earlier merge may have split the weights into other files.
     for old in target.glob("*.safetensors*"):
         old.unlink()
-    model.save_pretrained(target, state_dict=dict(weights))  # a copy: it is emptied while saving
+    model.save_pretrained(target, state_dict=dict(weights))  # a copy, as save_pretrained empties the dict
     config.save_pretrained(target)
     _copy_tokenizer(source / "huggingface", target, trust_remote_code)
     _compare(weights, target, trust_remote_code, tolerance=0.0)
@@ -69,31 +70,17 @@ def merge(
 
 
 def compare(local_dir: str | Path, hf_dir: str | Path, trust_remote_code: bool = False) -> None:
-    """Make sure that the checkpoint ``local_dir`` and the model folder ``hf_dir`` hold the same weights.
-
-    Raises:
-        CheckpointError: they do not; the message names the first weights that differ.
-    """
+    """Check that a checkpoint and a model folder hold the same weights, up to 1e-6, else ``CheckpointError``."""
     weights = whole_weights(Path(local_dir).expanduser())
     _compare(weights, Path(hf_dir).expanduser(), trust_remote_code, tolerance=1e-6)
     logger.info("%s and %s hold the same %d weights", local_dir, hf_dir, len(weights))
 
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:
-    """Every weight of a checkpoint by its Transformers name, tied ones once.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
+    """Assemble all weights of a checkpoint, by their Transformers names, tied ones once."""
     shards = read_shards(folder, "model", saved_world_size(folder))
     shapes = shards[0]["shapes"]
     return {name: assemble(shards, name, 0, shape[0] if shape else 0) for name, shape in shapes.items()}
-
-
-def _config(folder: Path, trust_remote_code: bool) -> PretrainedConfig:
-    if not (folder / "huggingface" / "config.json").is_file():
-        raise CheckpointError(f"{folder / 'huggingface' / 'config.json'} is missing; give a checkpoint's actor folder.")
-    return load_hf_config(str(folder / "huggingface"), trust_remote_code=trust_remote_code)
 
 
 def _auto_class(config: PretrainedConfig) -> Any:
@@ -110,7 +97,7 @@ def _empty_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTraine
             model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"no model can be made: {why_unreadable(error, str(config.name_or_path))}") from error
-    tell_if_code_runs(model, str(config.name_or_path))
+    warn_if_code_runs(model, str(config.name_or_path))
     model.tie_weights()
     return model
 
@@ -121,6 +108,13 @@ def _tie(weights: dict[str, Tensor], config: PretrainedConfig) -> None:
         raise CheckpointError("--tie-word-embedding: lm_head.weight and model.embed_tokens.weight differ.")
     weights.pop("lm_head.weight", None)
     config.tie_word_embeddings = True
+
+
+def _drop_tied(weights: dict[str, Tensor], expected: set[str]) -> None:
+    """Leave out weights that the model does not have and that equal one it has: tied ones, which verl 0.8 saves too."""
+    for name in sorted(weights.keys() - expected):
+        if any(torch.equal(weights[name], weights[other]) for other in expected & weights.keys()):
+            del weights[name]
 
 
 def _check_names(weights: Mapping[str, Tensor], expected: set[str], source: Path) -> None:
@@ -149,7 +143,7 @@ def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: boo
         if weight.shape != other.shape:
             raise CheckpointError(f"'{name}' has shape {list(weight.shape)}, and {list(other.shape)} in {folder}.")
         gap = float((weight.float() - other.float()).abs().max()) if weight.numel() else 0.0
-        if not gap <= tolerance:
+        if not gap <= tolerance:  # so that NaN is refused too
             raise CheckpointError(f"'{name}' differs from the one in {folder} by up to {gap:.3g}.")
 
 

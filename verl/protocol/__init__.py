@@ -1,27 +1,20 @@
-"""What travels between the stages and the processes of a run: ``DataProto`` and its tools.
+"""``DataProto``, the batch that the stages and processes of a run exchange, and its tools."""
 
-- ``data_proto.py``: DataProto: named columns with one row per sample; select, union, chunk, concat, ...
-- ``columns.py``: the arithmetic of columns: equality, union, index checks
-- ``tensordicts.py``: TensorDicts, made and taken apart
-- ``rows.py``: rows to a batch, batches with other columns, batches whose rows are grouped
-- ``padding.py``: rows added so that a batch divides over ranks, and their removal
-- ``future.py``: DataProtoFuture: a batch that other processes are still computing
-- ``received.py``: columns that have just arrived, read where they lie until they are asked for
-- ``wire.py``: columns as flat buffers, for pickle and for collectives
-- ``files.py``: columns in a file that cannot run code
-- ``copies.py``: a value for someone in the same process, who may write to it
-- ``gather.py``: the batch of all ranks, on each of them
-"""
-
-from verl.protocol.columns import list_of_dict_to_dict_of_list, union_numpy_dict
-from verl.protocol.copies import private_copy
-from verl.protocol.data_proto import DataProto, DataProtoItem
-from verl.protocol.future import DataProtoFuture
+from verl.protocol.columns import list_of_dict_to_dict_of_list, union_numpy_dict, union_tensor_dict
+from verl.protocol.data_proto import DataProto, DataProtoConfig, DataProtoItem
+from verl.protocol.future import DataProtoFuture, private_copy
 from verl.protocol.gather import all_gather_data_proto
-from verl.protocol.padding import DataProtoConfig, pad_dataproto_to_divisor, unpad_dataproto
-from verl.protocol.rows import collate_fn, fold_batch_dim, replace_columns, unfold_batch_dim
-from verl.protocol.tensordicts import union_tensor_dict
-from verl.protocol.wire import (
+from verl.protocol.rows import (
+    collate_fn,
+    compute_response_mask,
+    fold_batch_dim,
+    pad_dataproto_to_divisor,
+    replace_columns,
+    unfold_batch_dim,
+    unpad_dataproto,
+    with_response_mask,
+)
+from verl.protocol.transport import (
     deserialize_single_tensor,
     deserialize_tensordict,
     serialize_single_tensor,
@@ -35,6 +28,7 @@ __all__ = [
     "DataProtoItem",
     "all_gather_data_proto",
     "collate_fn",
+    "compute_response_mask",
     "deserialize_single_tensor",
     "deserialize_tensordict",
     "fold_batch_dim",
@@ -48,4 +42,5 @@ __all__ = [
     "union_numpy_dict",
     "union_tensor_dict",
     "unpad_dataproto",
+    "with_response_mask",
 ]

@@ -1,16 +1,23 @@
-"""The arithmetic of columns: when two are equal, how they unite, which rows an index means."""
+"""Operations on single columns: compare, unite, index and join them.
+
+The only module that imports ``tensordict``, and only on first use of ``DataProto.batch``: tensordict loads torch's
+compiler, which more than doubles the import time.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl.errors import SchemaError
-from verl.protocol.received import ReceivedColumn
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict, TensorDictBase
 
 Columns = dict[str, np.ndarray]
 RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
@@ -20,9 +27,9 @@ RowIndex = Sequence[int] | Sequence[bool] | np.ndarray | Tensor
 
 
 def object_array(values: Iterable[Any]) -> np.ndarray:
-    """(n,) array of dtype object with one value per row, also where the values are lists of equal length.
+    """Build an (n,) object array with one value per row.
 
-    ``np.array([[1, 2], [3, 4]], dtype=object)`` would have shape (2, 2): two columns instead of two lists.
+    ``np.array([[1, 2], [3, 4]], dtype=object)`` would have shape (2, 2) instead of holding two lists.
     """
     rows = list(values)
     array = np.empty(len(rows), dtype=object)
@@ -32,11 +39,7 @@ def object_array(values: Iterable[Any]) -> np.ndarray:
 
 
 def as_column(key: str, values: Any) -> np.ndarray:
-    """An array as it is, a list or tuple as an object array.
-
-    Raises:
-        SchemaError: something else.
-    """
+    """Return arrays unchanged, lists and tuples as an object array; refuse other types."""
     if isinstance(values, np.ndarray):
         return values
     if isinstance(values, list | tuple):
@@ -47,7 +50,7 @@ def as_column(key: str, values: Any) -> np.ndarray:
 
 
 def describe(value: Any) -> str:
-    """A value in a few words, for messages: ``float32 (8, 16)`` for arrays, a short repr otherwise."""
+    """Describe a value for error messages: ``float32 (8, 16)`` for tensors and arrays, else a short repr."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, np.ndarray):
@@ -57,7 +60,7 @@ def describe(value: Any) -> str:
 
 
 def listing(names: Iterable[Any]) -> str:
-    """Names for a message, sorted; ``nothing`` if there are none."""
+    """Join names for a message, sorted; ``nothing`` if there are none."""
     return ", ".join(sorted(map(str, names))) or "nothing"
 
 
@@ -65,7 +68,7 @@ def listing(names: Iterable[Any]) -> str:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Equality of anything that a column or ``meta_info`` may hold; NaN equals NaN."""
+    """Compare any values that a column or ``meta_info`` may hold; NaN equals NaN."""
     if a is b:
         return True
     if isinstance(a, Tensor) or isinstance(b, Tensor):
@@ -96,27 +99,27 @@ def _same_array(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def union_numpy_dict(tensor_dict1: Columns, tensor_dict2: Columns) -> Columns:
-    """The columns of both, in a new dict.
-
-    Raises:
-        SchemaError: both hold a column and its values differ.
-    """
+    """Unite two dicts of columns in a new dict; a column of both must have equal values."""
     return unite(tensor_dict1, tensor_dict2, "column")
 
 
 def unite(a: Mapping[str, Any], b: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """The entries of both, in a new dict.
-
-    Raises:
-        SchemaError: both hold an entry and its values differ.
-    """
+    """Unite two dicts in a new one; an entry of both must have equal values. ``what`` names entries in errors."""
     for key in a:
         if key in b and not same_value(a[key], b[key]):
             raise SchemaError(
                 f"{what} '{key}' is in both batches with different values: {describe(a[key])} and {describe(b[key])}"
-                f"{_first_difference(a[key], b[key])}. Drop it from one side (select or pop), or rename it."
+                f"{_first_difference(a[key], b[key])}. {_remedy(key, what)}"
             )
     return {**a, **b}
+
+
+def _remedy(key: str, what: str) -> str:
+    if "meta_info" in what:
+        return (
+            f"Remove it from one side (pop(meta_info_keys=['{key}'])); what differs between rows belongs into a column."
+        )
+    return "Drop it from one side (select or pop), or rename it."
 
 
 def _first_difference(a: Any, b: Any) -> str:
@@ -130,11 +133,7 @@ def _first_difference(a: Any, b: Any) -> str:
 
 
 def only(entries: Mapping[str, Any], keys: Sequence[str] | None, where: str) -> dict[str, Any]:
-    """The entries named, in their own order; all for None.
-
-    Raises:
-        SchemaError: a name is not there.
-    """
+    """Select entries by name, in the order of ``entries``; None selects all, an unknown name is an error."""
     if keys is None:
         return dict(entries)
     missing = [key for key in keys if key not in entries]
@@ -144,11 +143,9 @@ def only(entries: Mapping[str, Any], keys: Sequence[str] | None, where: str) -> 
 
 
 def row_indices(index: RowIndex, length: int) -> Tensor:
-    """The row numbers that a list, an array or a mask selects, as (n,) int64 on the CPU.
+    """Convert a list, array or boolean mask to row numbers, (n,) int64 on the CPU.
 
-    Raises:
-        SchemaError: not one-dimensional, neither whole numbers nor booleans, a mask of another
-            length than the batch, or a row that does not exist.
+    Negative numbers count from the end; a mask must be as long as the batch.
     """
     given: Any = index
     rows = np.asarray(given.detach().cpu() if isinstance(given, Tensor) else given)
@@ -167,19 +164,15 @@ def row_indices(index: RowIndex, length: int) -> Tensor:
 
 
 def take(column: Any, rows: Tensor) -> Any:
-    """The rows of a tensor or an array, in new memory."""
+    """Select rows of a tensor or an array, in new memory."""
     return column[rows.to(column.device)] if isinstance(column, Tensor) else column[rows.numpy()]
 
 
 # ---- joining ------------------------------------------------------------------------------------
 
 
-def concat_columns(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any]:
-    """Each column of all parts, one below the other.
-
-    Raises:
-        SchemaError: a part lacks a column, or has it with other dimensions or another dtype.
-    """
+def columns_to_join(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, list[Any]]:
+    """Collect each column's values over all parts; columns, dtypes and trailing dimensions must agree."""
     first = parts[0]
     for number, part in enumerate(parts):
         for key in first.keys() ^ part.keys():
@@ -189,30 +182,18 @@ def concat_columns(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, A
                 "batches to be joined need the same columns."
             )
         for key, value in part.items():
-            # numpy may widen, as it must for texts of different lengths; torch would do so silently.
+            # numpy may widen the dtype, as strings of different lengths require; torch would widen numbers silently.
             same_dtype = value.dtype == first[key].dtype or isinstance(value, np.ndarray)
             if value.shape[1:] != first[key].shape[1:] or not same_dtype:
                 raise SchemaError(
                     f"{kind} '{key}' is {describe(first[key])} in batch 0 and {describe(value)} in batch {number}; "
                     "only the number of rows may differ. Pad to one length, or convert to one dtype, first."
                 )
-    return {key: _concat([part[key] for part in parts]) for key in first}
-
-
-def _concat(values: list[Any]) -> Any:
-    if isinstance(values[0], np.ndarray):
-        return np.concatenate(values)
-    if all(isinstance(value, ReceivedColumn) for value in values):
-        return ReceivedColumn.concat(values)
-    return torch.cat([value.tensor() if isinstance(value, ReceivedColumn) else value for value in values])
+    return {key: [part[key] for part in parts] for key in first}
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Rows to columns: ``[{"a": 1}, {"a": 2}]`` becomes ``{"a": [1, 2]}``; no rows become no columns.
-
-    Raises:
-        SchemaError: a row has other keys than the first.
-    """
+    """Turn rows with equal keys into columns: ``[{"a": 1}, {"a": 2}]`` becomes ``{"a": [1, 2]}``."""
     if not list_of_dict:
         return {}
     keys = list_of_dict[0].keys()
@@ -220,3 +201,77 @@ def list_of_dict_to_dict_of_list(list_of_dict: list[dict[str, Any]]) -> dict[str
         if row.keys() != keys:
             raise SchemaError(f"row {number} has the keys {listing(row)}, row 0 has {listing(keys)}; they must agree.")
     return {key: [row[key] for row in list_of_dict] for key in keys}
+
+
+# ---- TensorDicts --------------------------------------------------------------------------------
+
+
+def is_tensordict(value: Any) -> TypeGuard[TensorDict]:
+    """Whether ``value`` is a TensorDict."""
+    # If the library is not loaded, no TensorDict can exist.
+    tensordict = sys.modules.get("tensordict")
+    return tensordict is not None and isinstance(value, tensordict.TensorDict)
+
+
+def make_tensordict(tensors: Mapping[str, Any], batch_size: Sequence[int]) -> TensorDict:
+    """Create a TensorDict; imports the library."""
+    from tensordict import TensorDict
+
+    return TensorDict(dict(tensors), batch_size=list(batch_size))
+
+
+def common_batch_size(tensors: Mapping[str, Tensor], num_batch_dims: int) -> tuple[int, ...]:
+    """Return the first ``num_batch_dims`` dimensions, which all columns must share."""
+    for key, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise SchemaError(f"column '{key}' is a {type(value).__name__}, not a tensor; give it as a non-tensor.")
+    sizes = {tuple(value.shape[:num_batch_dims]) for value in tensors.values()}
+    if len(sizes) > 1 or len(next(iter(sizes))) < num_batch_dims:
+        raise SchemaError(
+            f"all columns need the same first {num_batch_dims} dimension(s), got "
+            f"{', '.join(f'{key}: {describe(value)}' for key, value in sorted(tensors.items()))}."
+        )
+    return sizes.pop()
+
+
+def union_tensor_dict(tensor_dict1: TensorDict, tensor_dict2: TensorDict) -> TensorDict:
+    """Unite two TensorDicts in a new one; a column of both must have equal values."""
+    if tensor_dict1.batch_size != tensor_dict2.batch_size:
+        raise SchemaError(
+            f"cannot unite tensors of batch size {tuple(tensor_dict1.batch_size)} with tensors of batch size "
+            f"{tuple(tensor_dict2.batch_size)}: rows must correspond one to one."
+        )
+    united = unite(dict(tensor_dict1.items()), dict(tensor_dict2.items()), "column")
+    return make_tensordict(united, tensor_dict1.batch_size)
+
+
+def parts_of(tensor_dict: TensorDictBase | None) -> tuple[dict[str, Tensor], dict[str, list], dict[str, Any]]:
+    """Split a TensorDict into tensors, non-tensor values per row, and non-tensor values shared by all rows."""
+    from tensordict import NonTensorData, NonTensorStack
+
+    tensors: dict[str, Tensor] = {}
+    per_row: dict[str, list] = {}
+    shared: dict[str, Any] = {}
+    for key in tensor_dict.keys() if tensor_dict is not None else ():
+        value = tensor_dict.get(key)  # type: ignore[union-attr]
+        if isinstance(value, NonTensorStack):
+            per_row[key] = value.tolist()
+        elif isinstance(value, NonTensorData):
+            shared[key] = value.data
+        else:
+            tensors[key] = value
+    return tensors, per_row, shared
+
+
+def whole_tensordict(
+    tensors: Mapping[str, Tensor], columns: Columns, shared: Mapping[str, Any], rows: int
+) -> TensorDict:
+    """Invert ``parts_of``."""
+    from tensordict import NonTensorData, NonTensorStack
+
+    whole = make_tensordict(tensors, [rows])
+    for key, column in columns.items():
+        whole.set(key, NonTensorStack(*[NonTensorData(value) for value in column]))
+    for key, value in shared.items():
+        whole.set_non_tensor(key, value)
+    return whole

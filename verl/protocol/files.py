@@ -1,12 +1,10 @@
-"""Batches in files that hold data and nothing else.
+"""Store batches in safetensors files: a JSON header and raw bytes, no code.
 
-A file is in the safetensors format: a JSON header, then raw bytes. Reading it never runs code from
-it, whoever wrote it; a pickle is refused. Beside the tensor columns there is one entry of JSON text
-with everything else; arrays, tensors and bytes inside of that are entries of their own.
+Reading never runs code from a file, so files of any origin are safe; pickles are refused. Tensor columns, and the
+arrays, tensors and bytes inside other values, are entries of the file; the rest is one entry of JSON text.
 
-Non-tensor columns and ``meta_info`` may hold None, bool, int, float, str, bytes, numpy scalars,
-numpy arrays (numbers, booleans, strings, objects of these kinds), tensors, and lists, tuples and
-dicts of all these.
+Non-tensor columns and ``meta_info`` may hold None, bool, int, float, str, bytes, numpy scalars, numpy arrays (numbers,
+booleans, strings, objects of these kinds), tensors, and lists, tuples and dicts of all these.
 """
 
 from __future__ import annotations
@@ -29,9 +27,9 @@ from verl.protocol.columns import describe, object_array
 FORMAT = "verl.DataProto.1"
 TREE = "tree"
 TAG = "$"
-NUMBERS, OBJECTS = "biufc", "UO"  # kinds of numpy dtypes: booleans and numbers; texts and objects
+NUMBERS, OBJECTS = "biufc", "UO"  # kinds of numpy dtypes: booleans and numbers; strings and objects
 
-# What decoding can meet in a file that somebody made up or cut off; a ValueError also stands for bad JSON.
+# What decoding raises for a forged or truncated file; bad JSON is a ValueError.
 DAMAGED = (safetensors.SafetensorError, KeyError, ValueError, TypeError, AttributeError, RecursionError)
 
 
@@ -42,11 +40,7 @@ def write(
     columns: dict[str, np.ndarray],
     meta_info: dict[str, Any],
 ) -> None:
-    """Write the parts of a ``DataProto``; missing folders are made, and an older file is replaced in one step.
-
-    Raises:
-        DataError: a value is of a type that data files do not hold.
-    """
+    """Write the parts of a ``DataProto``, creating missing folders and replacing an older file atomically."""
     encoder = _Encoder()
     tree = {
         "batch_size": batch_size,
@@ -56,7 +50,7 @@ def write(
     }
     entries = {**encoder.tensors, TREE: _bytes_tensor(json.dumps(tree).encode())}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    # A batch that was read from the older file still has it mapped, so that one is not written into.
+    # Not written in place: a batch read from the older file may still have it mapped into memory.
     unfinished = f"{os.fspath(path)}.unfinished"
     safetensors.torch.save_file(entries, unfinished, metadata={"format": FORMAT})
     os.replace(unfinished, path)
@@ -65,11 +59,7 @@ def write(
 def read(
     path: str | PathLike[str],
 ) -> tuple[tuple[int, ...] | None, dict[str, Tensor], dict[str, np.ndarray], dict[str, Any]]:
-    """What ``write`` wrote: batch size, tensors, other columns, meta_info.
-
-    Raises:
-        DataError: there is no such file, it is damaged, or not written by ``write``.
-    """
+    """Read batch size, tensors, other columns and ``meta_info`` from a file of :func:`write`, else ``DataError``."""
     if not Path(path).is_file():
         raise DataError(f"{path}: no such file; expected one that DataProto.save_to_disk wrote.")
     try:
@@ -97,7 +87,7 @@ def _bytes_tensor(data: bytes) -> Tensor:
 
 
 class _Encoder:
-    """Values to JSON; tensors, arrays of numbers and bytes are set apart and referred to by number."""
+    """Encode values as JSON; tensors, numeric arrays and bytes go to ``tensors`` and are referred to by number."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -115,9 +105,9 @@ class _Encoder:
         if isinstance(value, Tensor):
             if value.dtype in (torch.complex32, torch.complex128):
                 raise DataError(f"{where} holds {describe(value)}; the only complex dtype of data files is complex64.")
-            return {TAG: "tensor", "value": self._apart(value)}
+            return {TAG: "tensor", "value": self._add_tensor(value)}
         if isinstance(value, bytes):
-            return {TAG: "bytes", "value": self._apart(_bytes_tensor(value))}
+            return {TAG: "bytes", "value": self._add_tensor(_bytes_tensor(value))}
         if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in NUMBERS + OBJECTS:
             return self._array(np.asarray(value), where)
         if isinstance(value, tuple):
@@ -134,9 +124,9 @@ class _Encoder:
         kind = {"dtype": array.dtype.str, "shape": list(array.shape)}
         if array.dtype.kind in OBJECTS:
             return {TAG: "objects", "value": [self.encode(item, where) for item in array.ravel().tolist()], **kind}
-        return {TAG: "numbers", "value": self._apart(_bytes_tensor(array.tobytes())), **kind}
+        return {TAG: "numbers", "value": self._add_tensor(_bytes_tensor(array.tobytes())), **kind}
 
-    def _apart(self, tensor: Tensor) -> str:
+    def _add_tensor(self, tensor: Tensor) -> str:
         name = str(len(self.tensors))
         # safetensors refuses tensors that share memory.
         self.tensors[name] = tensor.detach().cpu().contiguous().clone()

@@ -1,4 +1,4 @@
-"""A batch that other processes are still computing."""
+"""The result of a remote call as a batch that may still be computed, and copies of batches within a process."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+from torch import Tensor
+
 from verl.errors import SchemaError
-from verl.protocol.copies import private_copy
+from verl.protocol.columns import is_tensordict, make_tensordict
 from verl.protocol.data_proto import DataProto
 
 DispatchFn = Callable[[DataProto], DataProto]
@@ -17,18 +20,17 @@ DispatchFn = Callable[[DataProto], DataProto]
 
 @dataclass
 class DataProtoFuture:
-    """The parts of a batch that is not here yet, one per rank, and what to do when they are.
+    """A batch whose parts, one per rank, may still be computed.
 
-    The driver can hand it on to other workers without waiting: each of them gets its own chunk and
-    resolves it there, so that the columns never pass through the driver.
+    The driver can pass it on to other workers without waiting: each of them resolves it and takes its own chunk, so the
+    columns never pass through the driver.
 
     Args:
         collect_fn: joins the parts, as ``DataProto.concat`` does.
-        futures: references of Ray; also batches that are here already, as the local controller has
-            them, and other ``DataProtoFuture``.
-        dispatch_fn: takes from the joined batch what is meant for the receiver; None takes all.
-        wait_fn: gives the results of ``futures`` in the process that made them, with the errors of the group
-            that computes them; elsewhere, and for None, references are resolved as they are.
+        futures: Ray references, finished batches (from the local controller), or other ``DataProtoFuture``.
+        dispatch_fn: takes the receiver's share of the joined batch; None takes all.
+        wait_fn: fetches ``futures`` in the process that created them and raises the errors of the worker group that
+            computes them. It is not pickled: elsewhere, and for None, references are resolved with ``ray.get``.
     """
 
     collect_fn: Callable[[list[DataProto]], DataProto]
@@ -42,18 +44,17 @@ class DataProtoFuture:
         return DataProtoFuture(collect_fn=DataProto.concat, futures=data)
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """``chunks`` futures: the i-th gives the i-th of ``chunks`` equal parts."""
+        """Split into ``chunks`` futures of contiguous parts, with the sizes of ``DataProto.chunk``."""
         return [replace(self, dispatch_fn=partial(_take, self.dispatch_fn, i, chunks)) for i in range(chunks)]
 
     def __getstate__(self) -> dict[str, Any]:
-        """What another process gets: it does not know the group."""
-        return {**vars(self), "wait_fn": None}
+        return {**vars(self), "wait_fn": None}  # it needs the worker group of this process
 
     def get(self) -> DataProto:
         """Wait for the parts and join them.
 
         Raises:
-            SchemaError: a worker returned something else than a ``DataProto``.
+            SchemaError: a worker returned something other than a ``DataProto``.
             ProcessLostError: a worker died before it answered.
         """
         parts = _resolve(self.futures, self.wait_fn or _fetch)
@@ -72,13 +73,13 @@ def _take(first: DispatchFn | None, i: int, chunks: int, data: DataProto) -> Dat
 
 
 def _resolve(futures: list[Any], wait_fn: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    # A reference of Ray exists only where Ray is loaded, so nothing needs to be imported here.
+    # A Ray reference can only exist where Ray is loaded already, so Ray is not imported here.
     ray = sys.modules.get("ray")
     is_reference = [ray is not None and isinstance(future, ray.ObjectRef) for future in futures]
     references = [future for future, is_ref in zip(futures, is_reference, strict=True) if is_ref]
     fetched = iter(wait_fn(references) if references else [])
     values = [
-        # A reference gives everyone who resolves it a batch of their own; so does a batch that is here already.
+        # Resolving a reference gives each receiver its own batch; a batch of this process is copied to match that.
         next(fetched) if is_ref else private_copy(future)
         for future, is_ref in zip(futures, is_reference, strict=True)
     ]
@@ -87,3 +88,25 @@ def _resolve(futures: list[Any], wait_fn: Callable[[list[Any]], list[Any]]) -> l
 
 def _fetch(references: list[Any]) -> list[Any]:
     return sys.modules["ray"].get(references)
+
+
+def private_copy(value: Any) -> Any:
+    """Copy a value for a receiver in the same process, so that neither side sees the other's writes.
+
+    This is what pickling does between processes. Tensors, arrays, ``TensorDict`` and ``DataProto`` (with the tensors
+    and arrays of its ``meta_info``) are copied; tensors lose their gradient, as in pickling. Objects inside object
+    arrays are shared, and any other value is returned as it is.
+    """
+    if isinstance(value, Tensor) or is_tensordict(value):
+        # Not torch's lazy clones: they abort the process when two threads write to one of them.
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, DataProto):
+        batch = make_tensordict(
+            {key: private_copy(column) for key, column in value.batch.items()}, value.batch.batch_size
+        )
+        others = {key: column.copy() for key, column in value.non_tensor_batch.items()}
+        meta_info = {key: private_copy(entry) for key, entry in value.meta_info.items()}
+        return DataProto(batch, others, meta_info, value.auto_padding)
+    return value

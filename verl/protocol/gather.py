@@ -1,4 +1,4 @@
-"""The batch of all ranks, on each of them."""
+"""Collect the batches of all ranks on every rank (all-gather)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.protocol.data_proto import DataProto
-from verl.protocol.wire import WireTensorDict, deserialize_tensordict, serialize_tensordict
+from verl.protocol.transport import WireTensorDict, deserialize_tensordict, serialize_tensordict
 
 
 @dataclass(frozen=True)
 class _Header:
-    """What the other ranks must know to read a rank's bytes: everything but the tensors' values."""
+    """Everything of a rank's batch but the tensors' values; needed to decode its bytes."""
 
-    batch_size: tuple[int, ...] | None
+    batch_size: tuple[int, ...]
     columns: dict[str, tuple[str, tuple[int, ...], int]]  # dtype, shape, bytes
     rest: DataProto
 
@@ -27,10 +27,10 @@ class _Header:
 
 
 def all_gather_data_proto(data: DataProto, process_group: Any = None) -> DataProto:
-    """Replace ``data``, in place, by the concatenation of all ranks' batches in the order of ranks.
+    """Replace ``data``, in place, by the concatenation of all ranks' batches in rank order. Collective.
 
-    Ranks may hold different numbers of rows, but must hold the same columns, all on one device.
-    Tensors travel as bytes, the rest pickled. Every rank of the group must call it.
+    Ranks may hold different numbers of rows, but must hold the same columns, all on one device. Tensors travel as
+    bytes, the rest pickled.
 
     Returns:
         ``data`` itself.
@@ -43,14 +43,14 @@ def all_gather_data_proto(data: DataProto, process_group: Any = None) -> DataPro
     dist.all_gather_object(headers, header, group=process_group)
     payloads = _all_gather_bytes(payload, [h.num_bytes for h in headers], process_group)
     whole = DataProto.concat([_unpack(h, p) for h, p in zip(headers, payloads, strict=True)])
-    if data.batch is not None and whole.batch is not None and len(data.batch.keys()):
-        whole = whole.to(next(iter(data.batch.values())).device)
+    if tensors := list(data.batch.values()):
+        whole = whole.to(tensors[0].device)
     data.batch, data.non_tensor_batch, data.meta_info = whole.batch, whole.non_tensor_batch, whole.meta_info
     return data
 
 
 def _pack(data: DataProto) -> tuple[_Header, Tensor]:
-    batch_size, columns = (None, {}) if data.batch is None else serialize_tensordict(data.batch)
+    batch_size, columns = serialize_tensordict(data.batch)
     rest = DataProto(None, data.non_tensor_batch, data.meta_info)
     header = _Header(batch_size, {key: (dtype, shape, len(raw)) for key, (dtype, shape, raw) in columns.items()}, rest)
     parts = [torch.from_numpy(raw) for _, _, raw in columns.values()]
@@ -58,8 +58,6 @@ def _pack(data: DataProto) -> tuple[_Header, Tensor]:
 
 
 def _unpack(header: _Header, payload: Tensor) -> DataProto:
-    if header.batch_size is None:
-        return header.rest
     sizes = [size for _, _, size in header.columns.values()]
     # Each column gets memory of its own, aligned for its dtype.
     raws = [raw.clone().numpy() for raw in payload.split(sizes)] if sizes else []
@@ -71,8 +69,8 @@ def _unpack(header: _Header, payload: Tensor) -> DataProto:
 
 
 def _all_gather_bytes(payload: Tensor, sizes: list[int], process_group: Any) -> list[Tensor]:
-    """Each rank's bytes, on the CPU; padded to the longest on the way, as collectives want equal sizes."""
-    # NCCL moves only what lies on the accelerator.
+    """Gather each rank's bytes on the CPU, padded to the longest in transit as collectives need equal sizes."""
+    # NCCL transfers only tensors on the accelerator.
     device = "cuda" if dist.get_backend(process_group) == "nccl" else "cpu"
     longest = max(sizes)
     padded = torch.nn.functional.pad(payload, (0, longest - len(payload))).to(device)

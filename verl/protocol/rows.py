@@ -1,4 +1,4 @@
-"""Rows to a batch, batches with other columns, and batches whose rows are grouped."""
+"""Functions on batches: collate rows, replace or derive columns, pad and unpad, fold and unfold the batch dimension."""
 
 from __future__ import annotations
 
@@ -6,52 +6,81 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from verl.errors import SchemaError
 from verl.protocol.data_proto import DataProto, DataProtoItem
 
 
 def collate_fn(x: list[DataProtoItem]) -> DataProto:
-    """The batch of these rows: tensors are stacked, other values become object columns.
-
-    Raises:
-        SchemaError: there are no rows, or they do not have the same columns and ``meta_info``.
-    """
-    return DataProto.concat([_single(item) for item in x])
-
-
-def _single(item: DataProtoItem) -> DataProto:
-    tensors = {key: value.unsqueeze(0) for key, value in item.batch.items()} if item.batch is not None else {}
-    others = {key: [value] for key, value in item.non_tensor_batch.items()}
-    return DataProto.from_dict(tensors, others, item.meta_info)
+    """Join rows with equal columns and ``meta_info``: tensors are stacked, other values become object columns."""
+    return DataProto.concat(
+        [
+            DataProto.from_dict(
+                {key: value.unsqueeze(0) for key, value in item.batch.items()},
+                {key: [value] for key, value in item.non_tensor_batch.items()},
+                item.meta_info,
+            )
+            for item in x
+        ]
+    )
 
 
 def replace_columns(batch: DataProto, columns: DataProto) -> DataProto:
-    """A new batch: ``batch`` with the columns of ``columns`` in place of its own of the same name.
-
-    Where ``batch | columns`` refuses two columns that differ, this takes those of ``columns``.
-    """
-    tensors = () if batch.batch is None else batch.batch.keys()
-    replaced = () if columns.batch is None else set(columns.batch.keys())
+    """Return ``batch`` with ``columns`` added or overwritten, where ``batch | columns`` would refuse to overwrite."""
+    replaced = set(columns.batch.keys())
     kept = batch.select(
-        batch_keys=[key for key in tensors if key not in replaced],
+        batch_keys=[key for key in batch.batch.keys() if key not in replaced],
         non_tensor_batch_keys=[key for key in batch.non_tensor_batch if key not in columns.non_tensor_batch],
     )
     return kept | columns
 
 
-def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """Every column (bsz, ...) as (new_bsz, bsz / new_bsz, ...): consecutive rows become one.
+def compute_response_mask(data: DataProto) -> torch.Tensor:
+    """Slice the attention mask of the responses; (bsz, response_length)."""
+    attention_mask = data.batch["attention_mask"]
+    prompt_length = attention_mask.size(1) - data.batch["responses"].size(1)
+    return attention_mask[:, prompt_length:]  # not [:, -response_length:], which would take all for length 0
 
-    Raises:
-        SchemaError: ``new_batch_size`` does not divide the number of rows.
+
+def with_response_mask(data: DataProto) -> DataProto:
+    """Add ``response_mask`` if the batch has none: 1 on all tokens of the response, as if the policy chose them all."""
+    if "response_mask" in data.batch.keys():
+        return data
+    return data | DataProto.from_dict(tensors={"response_mask": compute_response_mask(data)})
+
+
+def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
+    """Repeat rows at the end until ``size_divisor`` divides the length; return the batch and the number added.
+
+    Padding repeats the batch's own rows from the first on, so that it is valid input. An empty batch stays empty.
+    Undone by ``unpad_dataproto``.
     """
+    if size_divisor < 1:
+        raise SchemaError(f"a batch cannot be padded to a multiple of {size_divisor}; use a positive number.")
+    length = len(data)
+    pad_size = -length % size_divisor
+    if pad_size == 0:
+        return data, 0
+    return data.select_idxs(torch.arange(length + pad_size) % length), pad_size
+
+
+def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
+    """Remove the last ``pad_size`` rows."""
+    if not 0 <= pad_size <= len(data):
+        raise SchemaError(f"cannot remove {pad_size} rows of padding from a batch of {len(data)} rows.")
+    return data.slice(end=len(data) - pad_size) if pad_size else data
+
+
+def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
+    """Reshape every column (bsz, ...) to (new_bsz, bsz / new_bsz, ...); ``new_batch_size`` must divide bsz."""
     if new_batch_size < 1 or len(data) % new_batch_size:
         raise SchemaError(f"{len(data)} rows do not fold into {new_batch_size}; use a divisor.")
     return _reshape(data, 1, lambda _: (new_batch_size, len(data) // new_batch_size))
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Every column (b1, b2, ..., rest) as (b1·b2·..., rest), over the first ``batch_dims`` dimensions."""
+    """Flatten the first ``batch_dims`` dimensions of every column: (b1, b2, ..., rest) to (b1·b2·..., rest)."""
     return _reshape(data, batch_dims, lambda old: (math.prod(old),))
 
 
@@ -59,7 +88,7 @@ def _reshape(data: DataProto, old_dims: int, new: Callable[[tuple[int, ...]], tu
     def reshaped(value: Any) -> Any:
         return value.reshape(*new(tuple(value.shape[:old_dims])), *value.shape[old_dims:])
 
-    tensors = {key: reshaped(value) for key, value in data.batch.items()} if data.batch is not None else {}
+    tensors = {key: reshaped(value) for key, value in data.batch.items()}
     others = {key: reshaped(value) for key, value in data.non_tensor_batch.items()}
     return DataProto.from_dict(
         tensors, others, data.meta_info, num_batch_dims=len(new((len(data),))), auto_padding=data.auto_padding

@@ -1,0 +1,3 @@
+from verl.supervision.interruption import on_import
+
+on_import(__name__)

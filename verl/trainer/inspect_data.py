@@ -6,9 +6,9 @@
     python -m verl.trainer.inspect_data sft data.train_files=… model.path=…
     python -m verl.trainer.inspect_data dpo --no-color data.train_files=… model.path=…
 
-The first word is the kind of run (ppo if it is left out, sft, rm, dpo); what follows are the settings
-of that run, all of them or those of the data and the model. ``--no-color`` marks what is trained on by
-[[brackets]] instead of colours, ``--cfg job`` prints the settings. The tokenizer is loaded and no model.
+The first word is the kind of run: ppo (the default), sft, rm or dpo; the settings of that run follow, at
+least those of the data and the model. ``--no-color`` marks trained text by [[brackets]] instead of colours,
+``--cfg job`` prints the settings. Loads the tokenizer, but no model.
 The exit code is 1 if a run would stop at a row, 2 if files or settings cannot be used.
 """
 
@@ -22,9 +22,9 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from verl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from verl.errors import ConfigError
-from verl.trainer.config.inspection import InspectedDPO, InspectedPPO, InspectedRM, InspectedSFT
-from verl.trainer.config.load import hydra_entry
+from verl.trainer.config.command_line import command
 from verl.utils.console import console, show
 from verl.utils.dataset.inspection import DataReport, Sample, histogram, inspect_dataset, quantiles
 from verl.utils.dataset.mixing import check_weights
@@ -33,12 +33,12 @@ NO_COLOR = "--no-color"
 BAR = 40
 """Characters of the longest bar."""
 SHOWN_TEXT = 2000
-"""Characters of a sample that are shown."""
+"""Characters shown of a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """One kind of run: how its files are opened and what a step reads."""
+    """A kind of run: how to open its files and which settings bound its sequences."""
 
     root: Any
     config_name: str
@@ -46,9 +46,9 @@ class Kind:
     open: Callable[[Any, Any, Any, int], Any]
     """(files, data section, tokenizer, max_samples) to a data set that refuses no row for its length."""
     limit: str
-    """Field of the data section that holds the longest sequence."""
+    """Field of the data section with the maximal sequence length."""
     sequence: str
-    """What the lengths are lengths of."""
+    """Name of a sequence in the length table."""
 
 
 def _open_prompts(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:
@@ -72,7 +72,7 @@ def _open_pairs(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:
 
 KINDS = {
     "ppo": Kind(
-        root=InspectedPPO,
+        root=PPOConfig,
         config_name="ppo_trainer",
         model=lambda config: config.actor_rollout_ref.model,
         open=_open_prompts,
@@ -80,7 +80,7 @@ KINDS = {
         sequence="prompt",
     ),
     "sft": Kind(
-        root=InspectedSFT,
+        root=SFTConfig,
         config_name="sft_trainer",
         model=lambda config: config.model,
         open=_open_conversations,
@@ -88,7 +88,7 @@ KINDS = {
         sequence="conversation",
     ),
     "rm": Kind(
-        root=InspectedRM,
+        root=RMConfig,
         config_name="rm_trainer",
         model=lambda config: config.model,
         open=_open_pairs,
@@ -96,11 +96,11 @@ KINDS = {
         sequence="pair (its longer side)",
     ),
 }
-KINDS["dpo"] = replace(KINDS["rm"], root=InspectedDPO, config_name="dpo_trainer")
+KINDS["dpo"] = replace(KINDS["rm"], root=DPOConfig, config_name="dpo_trainer")
 
 
 def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
-    """Write the findings about training and validation files.
+    """Print a report on training and validation files.
 
     Args:
         config: the whole configuration of the run.
@@ -108,12 +108,7 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
         is_plain: mark trained tokens by brackets instead of colours.
 
     Returns:
-        how many rows a run would stop at.
-
-    Raises:
-        DataError: the files cannot be used.
-        ConfigError: the data set is a class that cannot be inspected; data.source_weights and the data
-            name other sources.
+        number of rows at which a run would stop.
     """
     from verl.utils import hf_tokenizer
 
@@ -136,7 +131,7 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
                 f"data.custom_cls: {type(dataset).__name__} cannot be inspected, since it has none of the methods "
                 "files, texts, sequences and place. Let it inherit from one of verl.utils.dataset."
             )
-        dataset.config = data  # from here on rows are read as the run reads them
+        dataset.config = data  # opened leniently; from here on rows are read as the run reads them
         report = inspect_dataset(dataset, key, data[kind.limit], filters)
         if split == "train" and data.get("source_weights"):
             check_weights(data.source_weights, list(report.sources))
@@ -230,13 +225,13 @@ def _tokens_per_step(report: DataReport, kind: Kind, config: Any, filters: bool)
     if not kept:
         return "a step: no row is left"
     mean, steps = sum(kept) / len(kept), len(kept) // batch
-    if kind.root is InspectedPPO:
+    if kind.root is PPOConfig:
         n = config.actor_rollout_ref.rollout.n
         return (
             f"a step: {batch:,} prompts x {n} responses: about {batch * n * mean:,.0f} prompt tokens and at most "
             f"{batch * n * data.max_response_length:,} response tokens; {steps:,} steps an epoch"
         )
-    sides = 2 if kind.limit == "max_length" and kind.root is not InspectedSFT else 1
+    sides = 2 if kind.limit == "max_length" and kind.root is not SFTConfig else 1
     about = "at most" if sides == 2 else "about"
     return (
         f"a step: {batch:,} rows: {about} {batch * sides * mean:,.0f} tokens, {report.trained:.1%} of them trained on; "
@@ -248,13 +243,13 @@ def _legend(kind: Kind, is_plain: bool) -> Text:
     text = Text("\nsamples: ")
     text.append("context", style="" if is_plain else "dim")
     text.append(", ")
-    _append_trained(text, "the response is sampled here" if kind.root is InspectedPPO else "trained on", is_plain)
+    _append_trained(text, "the response is sampled here" if kind.root is PPOConfig else "trained on", is_plain)
     return text
 
 
 def _sample_text(sample: Sample, kind: Kind, is_plain: bool) -> Text:
     text = Text(f"--- {sample.title}: {sample.tokens:,} tokens")
-    if kind.root is not InspectedPPO:
+    if kind.root is not PPOConfig:
         text.append(f", {sample.trained:,} trained on")
     text.append("\n")
     left = SHOWN_TEXT
@@ -265,7 +260,7 @@ def _sample_text(sample: Sample, kind: Kind, is_plain: bool) -> Text:
             _append_trained(text, shown, is_plain)
         else:
             text.append(shown, style="" if is_plain else "dim")
-    if kind.root is InspectedPPO:
+    if kind.root is PPOConfig:
         _append_trained(text, "…", is_plain)
     return text
 
@@ -283,7 +278,7 @@ def _show_overlap(train: DataReport, val: DataReport) -> None:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     arguments = [argument for argument in sys.argv[1:] if argument != NO_COLOR]
     if arguments and arguments[0] in ("-h", "--help"):
         sys.stdout.write(__doc__ or "")
@@ -294,7 +289,7 @@ def main() -> None:
         raise SystemExit(2)
     is_plain = NO_COLOR in sys.argv or not console().is_terminal
     if not any(argument.lstrip("+").startswith("data.val_files=") for argument in arguments):
-        arguments.append("data.val_files=[]")  # no file that was not named
+        arguments.append("data.val_files=[]")  # inspect only files that the user named
     sys.argv[1:] = arguments
     kind, stops = KINDS[name], 0
 
@@ -303,8 +298,8 @@ def main() -> None:
         stops = inspect(config, kind, is_plain)
 
     try:
-        hydra_entry(run, config_name=kind.config_name, root=kind.root)
-    except SystemExit as end:  # Hydra ends with 1 when it cannot read the command line
+        command(run, config_name=kind.config_name, root=kind.root, data_only=True)()
+    except SystemExit as end:  # Hydra exits with 1 for a bad command line, but 1 means unusable rows here
         raise SystemExit(2 if end.code else 0) from None
     if stops:
         raise SystemExit(1)

@@ -1,159 +1,315 @@
-"""What the trainers share: steps until the last one, tracked and shown, saved and resumed."""
+"""The training loop of all trainers: steps, validation, metrics, checkpoints and resumption."""
 
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from verl.trainer.bad_steps import BadSteps
-from verl.trainer.checkpoint import TrainerCheckpoint
-from verl.trainer.pass_limits import PassLimits
-from verl.trainer.recovery import Recovery
-from verl.trainer.run_state import RunState
-from verl.trainer.schedule import Schedule
-from verl.trainer.termination import EXIT_CODE, StepInterrupted, Termination
-from verl.trainer.timing import Stopwatch, stage
-from verl.utils.checkpoint import rng_state, set_rng_state
-from verl.utils.console import Progress
-from verl.utils.dataset.loading import batches, load_position
-from verl.utils.lock import FolderLock
+from verl.base.redact import without_secrets
+from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.states import RunState, rng_state, set_rng_state
+from verl.checkpoint.steps import saved_steps
+from verl.protocol import DataProto
+from verl.supervision.lock import FolderLock
+from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination
+from verl.trainer.recovery import BadSteps, PassLimits, Recovery
+from verl.trainer.worker_groups import WorkerGroups
+from verl.utils.console import Progress, status
+from verl.utils.dataset.loading import batches, load_position, skip_batches
+from verl.utils.metric import Metrics, simple_timer
 from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
-    from verl.trainer.config.trainer import BaseTrainerConfig
+    from verl.config import BaseTrainerConfig, PPOConfig, SupervisedConfig
 
 logger = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
+
+@dataclass
+class StepContext:
+    """Metrics, times and FLOPs of one step.
+
+    Example:
+        >>> context = StepContext(number=1)
+        >>> with context.stage("gen"):
+        ...     pass
+        >>> list(context.seconds)
+        ['gen']
+    """
+
+    number: int
+    """The step, counted from 1; 0 before the first one."""
+    metrics: Metrics = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall-clock time by stage."""
+    flops: dict[str, float | None] = field(default_factory=dict)
+    """Useful floating-point operations by stage, over all ranks; None where they are not known."""
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a part of the step, and add its name and the step's number as a note to an error raised inside.
+
+        Times of a stage that is entered twice are summed. With nested stages the note names the innermost one.
+        """
+        with simple_timer(name, self.seconds):
+            try:
+                yield
+            except Exception as error:
+                if not any(note.startswith("This happened in stage") for note in getattr(error, "__notes__", ())):
+                    error.add_note(f"This happened in stage '{name}' of step {self.number}.")
+                raise
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Events that happen every ``frequency`` steps and at the last step; a frequency ≤ 0 turns that off."""
+
+    total_steps: int
+    frequencies: dict[str, int] = field(default_factory=dict)
+    at_end: frozenset[str] = frozenset()
+    """Events that happen at the last step whatever their frequency."""
+
+    @classmethod
+    def of(cls, trainer: BaseTrainerConfig, total_steps: int) -> Schedule:
+        """Read ``trainer.save_freq`` and ``trainer.test_freq`` as the events ``save`` and ``test``."""
+        at_end = frozenset({"save"} if trainer.save_freq >= 0 else ())
+        return cls(total_steps, {"save": trainer.save_freq, "test": trainer.test_freq}, at_end)
+
+    def due(self, event: str, step: int) -> bool:
+        """Whether ``event`` happens after ``step`` (counted from 1)."""
+        frequency, is_last = self.frequencies[event], step == self.total_steps
+        return (is_last and event in self.at_end) or (frequency > 0 and (is_last or step % frequency == 0))
 
 
 class EpochCounter:
-    """How often the data has been gone through; part of a checkpoint."""
+    """Number of completed passes over the data; part of a checkpoint."""
 
     def __init__(self) -> None:
         self.epoch = 0
 
     def state_dict(self) -> dict[str, float]:
-        """What a checkpoint has to hold."""
+        """The state for a checkpoint."""
         return {"epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.epoch = int(state["epoch"])
 
 
 class TrackerRuns:
-    """What the services of the trackers call this run, for a later process to go on with; part of a checkpoint."""
+    """The run's ids at the tracking services, so that a resumed run continues the same curves; part of a checkpoint."""
 
     def __init__(self) -> None:
         self.ids: dict[str, str] = {}
 
     def state_dict(self) -> dict[str, str]:
-        """What a checkpoint has to hold."""
+        """The state for a checkpoint."""
         return self.ids
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the state of a checkpoint."""
         self.ids = dict(state)
 
 
-class DecisiveSettings:
-    """Settings that a run may be resumed with other values of, and is another run from there on; in a checkpoint."""
+class RunSettings:
+    """The settings of a run, by dotted name and without secrets; part of a checkpoint.
 
-    NAMES = ("data.train_batch_size", "data.gen_batch_size", "data.seed", "actor_rollout_ref.rollout.n")
+    On resumption the current settings hold. Those that differ from the checkpoint's are logged once.
+    """
 
-    def __init__(self) -> None:
-        self.values: dict[str, Any] = {}
+    NOT_COMPARED = ("trainer.resume_mode", "trainer.resume_from_path", "trainer.logger", "trainer.progress")
+    """Settings that say how to resume or what to show."""
+    OF_THE_CHECKPOINT = ("model.path",)
+    """Endings of settings that have no effect after a checkpoint is loaded."""
+    SHOWN = 40
 
-    def read(self, description: Mapping[str, Any]) -> None:
-        """Take the values of a whole configuration."""
-        for name in self.NAMES:
-            value: Any = description
-            for key in name.split("."):
-                value = value.get(key) if isinstance(value, Mapping) else None
-            self.values[name] = value
+    def __init__(self, description: Mapping[str, Any]) -> None:
+        plain = json.loads(json.dumps(without_secrets(description)))  # tuples become lists, as in a checkpoint
+        self.values: dict[str, Any] = dict(_leaves("", plain))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has to hold."""
+        """The state for a checkpoint."""
         return self.values
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Say what has changed since."""
-        changed = [name for name, value in self.values.items() if name in state and state[name] != value]
+        """Log the settings that differ from the checkpoint's; the current ones are kept."""
+        names = (name for name in sorted(state.keys() & self.values.keys()) if name not in self.NOT_COMPARED)
+        changed = [self._difference(name, state[name]) for name in names if state[name] != self.values[name]]
         if changed:
+            rest = [f"and {len(changed) - self.SHOWN} more"] if len(changed) > self.SHOWN else []
             logger.warning(
-                "the checkpoint was made with other settings: %s. The run goes on with the new ones.",
-                ", ".join(f"{name}={state[name]}, now {self.values[name]}" for name in changed),
+                "The checkpoint was made with other settings. The run goes on with its own:\n  %s",
+                "\n  ".join(changed[: self.SHOWN] + rest),
             )
+
+    def _difference(self, name: str, before: Any) -> str:
+        text = f"{name}: {before} in the checkpoint, {self.values[name]} now"
+        is_loaded = name.endswith(self.OF_THE_CHECKPOINT) and not name.startswith("reward_model")
+        return f"{text} (the weights that are trained are the checkpoint's all the same)" if is_loaded else text
+
+
+def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, inner in value.items():
+        yield from _leaves(f"{prefix}.{key}" if prefix else key, inner)
 
 
 class TrainingLoop:
-    """Base of the trainers; a subclass says what one batch of rows does (:meth:`_one_step`)."""
+    """Base class of the trainers; a subclass defines the step and starts the workers."""
 
     train_dataloader: Any
     total_training_steps: int
-    checkpoint: TrainerCheckpoint
     schedule: Schedule
+    context_class: ClassVar[type[StepContext]] = StepContext
 
-    def __init__(self, trainer: BaseTrainerConfig) -> None:
+    def __init__(self, config: PPOConfig | SupervisedConfig, plan: CheckpointPlan, worker_groups: WorkerGroups) -> None:
+        self.typed_config: Any = config
+        self.worker_groups = worker_groups
+        trainer = config.trainer
         self.global_steps = 0
         self.epochs = EpochCounter()
         self.bad_steps = BadSteps.of(trainer)
         self.tracker_runs = TrackerRuns()
-        self.settings = DecisiveSettings()
+        self.settings = RunSettings(config.to_dict())
         self.controllers: dict[str, Any] = {
             "epochs": self.epochs,
             "bad_steps": self.bad_steps,
             "trackers": self.tracker_runs,
             "settings": self.settings,
         }
-        """What changes from step to step, by name: each has ``state_dict`` (as JSON has it) and ``load_state_dict``."""
-        self.recovery = Recovery(trainer.recovery, self)
+        """The driver's state in a checkpoint, by name: objects with ``state_dict`` (JSON) and ``load_state_dict``."""
         self.lock = FolderLock(trainer.default_local_dir)
+        self.checkpoint = TrainerCheckpoint(plan, {})
         self.pass_limits = PassLimits(trainer.recovery.split_on_out_of_memory)
-        self.stopwatch = Stopwatch()
-        self.rows = self._epochs()
         self.termination = Termination()
-        self._reported = 0
+        self.recovery = Recovery(trainer.recovery, self, self.checkpoint, self.pass_limits, self.termination)
+        self.rows = self._epochs()
+        self._reported_step = 0
+        self._shown_save: int | None = None
 
-    def own_draws(self) -> torch.Generator:
-        """For a data loader, which draws a number whenever it is gone through.
+    # ---- what a subclass defines ----------------------------------------------------------------
 
-        From the process's generator it would move the random numbers of a resumed run, which goes through its first
-        epoch twice.
-        """
-        return torch.Generator().manual_seed(0)
+    @property
+    def trained_groups(self) -> dict[str, Any]:
+        """Worker groups with training state, by the checkpoint sub-folder that each writes."""
+        raise NotImplementedError(f"{type(self).__name__} must say which workers it trains.")
 
-    def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
-        """Train on one batch of rows, then save and validate if they are due; the metrics of the step."""
+    @property
+    def has_workers(self) -> bool:
+        """Whether the workers run."""
+        return bool(self.worker_groups.groups)
+
+    def start_workers(self) -> None:
+        """Start all workers of the run and load their models."""
+        raise NotImplementedError(f"{type(self).__name__} must say how its workers start.")
+
+    def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
+        """Convert collated rows of the data set to the batch of a step."""
+        raise NotImplementedError(f"{type(self).__name__} must say what a batch looks like.")
+
+    def step(self, batch: DataProto, context: StepContext) -> DataProto:
+        """Train on one batch, add metrics and times to ``context``, and return the batch with the step's columns."""
         raise NotImplementedError(f"{type(self).__name__} must say what a step is.")
 
-    def _epochs(self) -> Iterator[Mapping[str, Any]]:
-        """Batches without end, epoch after epoch; a step may take more than one.
+    def step_metrics(self, batch: DataProto, context: StepContext) -> Metrics:
+        """Metrics of a finished step, from the batch that :meth:`step` returned and the times of its stages."""
+        raise NotImplementedError(f"{type(self).__name__} must say what is measured in a step.")
 
-        Begins where the loader was resumed, maybe with an empty rest of an epoch.
+    @property
+    def validates(self) -> bool:
+        """Whether the run can validate."""
+        raise NotImplementedError(f"{type(self).__name__} must say whether it validates.")
+
+    def _validate(self) -> Metrics:
+        """Compute metrics over the whole validation set."""
+        raise NotImplementedError(f"{type(self).__name__} must say how it validates.")
+
+    def _before_first_step(self, tracking: Tracking) -> None:
+        """Called once per process, before the first step of a new or resumed run."""
+
+    # ---- the run --------------------------------------------------------------------------------
+
+    def init_workers(self) -> None:
+        """Start all workers and load their models, unless they run already."""
+        with self.recovery.guard():
+            if not self.has_workers:
+                self.start_workers()
+
+    def fit(self) -> None:
+        """Train to the last step: resume, step, validate, save, log; restart the workers when a process is lost.
+
+        Raises:
+            SystemExit: with :data:`EXIT_CODE`, after SIGTERM and once the state is saved.
+            ProcessLostError: processes were lost more often in a row than ``trainer.recovery.max_restarts``.
+            NonFiniteError: the updates of ``trainer.recovery.max_bad_steps`` steps in a row were not finite.
         """
-        while True:
-            yield from batches(self.train_dataloader)
-            self.epochs.epoch += 1
+        if not self.has_workers:
+            self.init_workers()
+        with self.recovery.guard():
+            self.resume()
+        with self._reporting() as (tracking, progress):
+            has_begun = False
+            first = self.global_steps
+            while True:
+                with self.recovery.guard():
+                    self.recovery.hold()
+                    if not has_begun:
+                        self._before_first_step(tracking)
+                        has_begun = True
+                        if not self._is_over():
+                            status(f"training from step {first + 1} to {self.total_training_steps}")
+                    if self._is_over():
+                        self.checkpoint.finish()
+                        self._show_saved()
+                        self._show_end(first)
+                        return
+                    batch, context = self._next_step()
+                    with context.stage("step"), self.termination.interrupting(self.recovery.can_save):
+                        batch = self.step(batch, context)
+                        self._validate_and_save(context)
+                    self._report(self._all_metrics(batch, context), tracking, progress)
+                    self.checkpoint.poll()
+                    self._show_saved()
+                    self.bad_steps.stop_if_too_many(context.number)
 
-    def _train(self, trainer: BaseTrainerConfig, description: dict[str, Any]) -> None:
-        """Train to the last step: resume, step, validate, save, log; go on when a process is lost.
+    def shutdown(self) -> None:
+        """End the workers after the run; the trainer cannot be used afterwards."""
+        self.end_workers()
 
-        Args:
-            trainer: the run's settings.
-            description: the whole configuration, for the trackers.
-        """
-        self.settings.read(description)
-        self.recovery.protect(self._resume)
-        # From a folder that the user names a run may branch off; only one that goes on by itself is the same run.
+    def end_workers(self) -> None:
+        """End all workers and release their pools; they can be started again."""
+        self.worker_groups.end()
+
+    def restart_workers(self) -> None:
+        """End all workers and start new ones."""
+        self.end_workers()
+        self.start_workers()
+
+    def resume(self) -> None:
+        """Load the checkpoint that ``trainer.resume_mode`` selects, if there is one."""
+        found = self.checkpoint.load()
+        if found is not None:
+            self.go_on_from(found)
+            status(f"resumed from step {found.global_step} in {self.checkpoint.root}")
+
+    @contextmanager
+    def _reporting(self) -> Iterator[tuple[Tracking, Progress]]:
+        """Open trackers and progress display, handle SIGTERM; after an error, finish the checkpoint in progress."""
+        trainer = self.typed_config.trainer
+        # A run resumed from a folder that the user names may be a branch, so only `auto` continues the same curves.
         same = trainer.resume_mode == "auto"
         done, ids = (self.global_steps, self.tracker_runs.ids) if same else (0, {})
+        description = self.typed_config.to_dict()
         with (
             closing(self.lock),
             self.termination,
@@ -162,78 +318,101 @@ class TrainingLoop:
         ):
             self.tracker_runs.ids = tracking.run_ids
             try:
-                self.recovery.protect(lambda: self._to_the_last_step(tracking, progress))
+                yield tracking, progress
+            except KeyboardInterrupt as interrupt:
+                interrupt.add_note(self._how_to_go_on())
+                raise
             except StepInterrupted:
                 self.end_workers()
-                self.recovery.save()
+                self._log_saved(self.recovery.save())
                 raise SystemExit(EXIT_CODE) from None
-            except Exception:
+            except Exception:  # raised again below; an interrupt must not wait for the save in progress
                 self.checkpoint.rescue()
                 raise
 
-    def start_workers(self) -> None:
-        """Start all workers of the run and load their models."""
-        raise NotImplementedError(f"{type(self).__name__} must say how its workers start.")
+    def _show_saved(self) -> None:
+        """Say which step was saved since the last call, if any."""
+        step = self.checkpoint.last_saved
+        if step is not None and step != self._shown_save:
+            status(f"saved step {step} to {self.checkpoint.root}")
+        self._shown_save = step
 
-    def end_workers(self) -> None:
-        """End all workers, and give their places back; they can be started again."""
-        raise NotImplementedError(f"{type(self).__name__} must say how its workers end.")
-
-    def restart_workers(self) -> None:
-        """End all workers and start new ones."""
-        self.end_workers()
-        self.start_workers()
-
-    def _resume(self) -> None:
-        found = self.checkpoint.load()
-        if found is not None:
-            self.go_on_from(found)
-            logger.info("resumed from step %d", found.global_step)
-
-    def _to_the_last_step(self, tracking: Tracking, progress: Progress) -> None:
-        """From the step that the run is at to the last one."""
-        self.recovery.hold()
-        while self.global_steps < self.total_training_steps:
-            self._stop_if_terminated()
-            rows = next(self.rows)
-            self.global_steps += 1
-            with self.termination.interrupting(self.recovery.can_save):
-                metrics = self._one_step(rows)
-            self._report(
-                metrics | self.checkpoint.metrics() | self.recovery.metrics() | self.pass_limits.metrics(),
-                tracking,
-                progress,
+    def _show_end(self, first: int) -> None:
+        trainer, done = self.typed_config.trainer, self.global_steps - first
+        if done:
+            status(f"finished: {done} step{'s' * (done != 1)}, up to step {self.global_steps}")
+        elif not getattr(trainer, "val_only", False):
+            status(
+                f"nothing left to do: step {self.global_steps} of {self.total_training_steps} is done. For more steps "
+                "raise trainer.total_training_steps or trainer.total_epochs; to start anew set "
+                "trainer.resume_mode=disable or another trainer.default_local_dir."
             )
-            self.checkpoint.poll()
-            self.bad_steps.stop_if_too_many(self.global_steps)
-            self.recovery.hold()
-        self.checkpoint.finish()
 
-    def _stop_if_terminated(self) -> None:
-        """Save and exit, if the machine is taken away."""
-        if not self.termination.requested:
-            return
-        self._save_checkpoint()
-        self.checkpoint.finish()
-        logger.warning("Saved step %d of %d.", self.global_steps, self.total_training_steps)
-        raise SystemExit(EXIT_CODE)
+    def _how_to_go_on(self) -> str:
+        """Sentences for a run that was interrupted: where it was, and how it goes on."""
+        trainer = self.typed_config.trainer
+        saved = list(saved_steps(Path(trainer.default_local_dir).expanduser()).values())
+        where = f"The run was at step {self.global_steps} of {self.total_training_steps}."
+        if not saved:
+            return f"{where} There is no checkpoint yet (trainer.save_freq): the same command begins anew."
+        with_auto = "" if trainer.resume_mode == "auto" else " with trainer.resume_mode=auto"
+        return f"{where} The last checkpoint is {saved[-1]}: the same command{with_auto} goes on from there."
+
+    def _is_over(self) -> bool:
+        return self.global_steps >= self.total_training_steps
+
+    def _next_step(self) -> tuple[DataProto, StepContext]:
+        """The batch and the context of the next step; after SIGTERM, save and exit instead."""
+        if self.termination.requested:
+            with self.context_class(self.global_steps).stage("save_checkpoint"):
+                self._save_checkpoint()
+            self._log_saved(self.global_steps)
+            raise SystemExit(EXIT_CODE)
+        rows = next(self.rows)
+        self.global_steps += 1
+        return self.to_batch(rows), self.context_class(self.global_steps)
+
+    def _log_saved(self, step: int) -> None:
+        logger.warning("Saved step %d of %d.", step, self.total_training_steps)
+
+    def _validate_and_save(self, context: StepContext) -> None:
+        """Validate and save when they are due; after a failed save, try again at the next step."""
+        if self.validates and self.schedule.due("test", context.number):
+            with context.stage("testing"):
+                context.metrics |= self._validate()
+        if self.checkpoint.owed or self.schedule.due("save", context.number):
+            with context.stage("save_checkpoint"):
+                self._begin_save()
+
+    def _all_metrics(self, batch: DataProto, context: StepContext) -> Metrics:
+        own = context.metrics | self.step_metrics(batch, context)
+        return own | self.checkpoint.metrics() | self.recovery.metrics() | self.pass_limits.metrics()
 
     def _report(self, metrics: Metrics, tracking: Tracking, progress: Progress) -> None:
-        if self.global_steps <= self._reported:  # done again after a loss
+        if self.global_steps <= self._reported_step:  # a step repeated after a restart is logged once only
             return
-        tracking.log(metrics, step=self.global_steps)
         progress.update(self.global_steps, metrics)
-        self._reported = self.global_steps
+        tracking.log(metrics, step=self.global_steps)
+        self._reported_step = self.global_steps
 
     # ---- states ---------------------------------------------------------------------------------
 
-    @property
-    def trained_groups(self) -> dict[str, Any]:
-        """The worker groups that hold training state, by the sub-folder of a checkpoint that each writes."""
-        raise NotImplementedError(f"{type(self).__name__} must say which workers it trains.")
+    def own_draws(self) -> torch.Generator:
+        """Create a separate random generator for a data loader.
+
+        A loader draws a number at each iteration over it. From the process's generator that would shift the random
+        numbers of a resumed run, which starts its first epoch twice.
+        """
+        return torch.Generator().manual_seed(0)
+
+    def _epochs(self) -> Iterator[Mapping[str, Any]]:
+        """Iterate over the data without end, from the position of the loader; the rest of an epoch may be empty."""
+        while True:
+            yield from batches(self.train_dataloader)
+            self.epochs.epoch += 1
 
     def state(self) -> RunState:
-        """The driver as it is now, between two steps."""
+        """The driver's state between two steps: step, data position, controllers, random generators."""
         return RunState(
             global_step=self.global_steps,
             dataloader=copy.deepcopy(self.train_dataloader.state_dict()),
@@ -242,21 +421,25 @@ class TrainingLoop:
         )
 
     def go_on_from(self, state: RunState) -> None:
-        """Put the driver back to where it was after ``state.global_step`` steps."""
+        """Restore the driver to ``state``."""
         self.global_steps = state.global_step
-        load_position(self.train_dataloader, copy.deepcopy(state.dataloader))
+        if state.dataloader is None:
+            self.epochs.epoch = skip_batches(self.train_dataloader, state.global_step)
+        else:
+            load_position(self.train_dataloader, copy.deepcopy(state.dataloader))
         self.rows = self._epochs()
         for name, controller in self.controllers.items():
-            if state.controllers.get(name) is not None:  # a run may switch a controller on between two checkpoints
+            if state.controllers.get(name) is not None:  # the checkpoint may be older than a controller's activation
                 controller.load_state_dict(state.controllers[name])
-        set_rng_state(state.rng)
+        if state.rng is not None:
+            set_rng_state(state.rng)
 
-    @stage("save_checkpoint")
     def _save_checkpoint(self) -> None:
-        self.lock.acquire()  # a run that was not to save may have to, at SIGTERM
-        self.checkpoint.save(self.state())
+        """Save the state after ``global_steps`` and wait until it is complete: a run can then resume from it."""
+        self._begin_save()
+        self.checkpoint.finish()
 
-    def _save_if_due(self) -> None:
-        """Save by the schedule, and after a step whose save has failed."""
-        if self.checkpoint.owed or self.schedule.due("save", self.global_steps):
-            self._save_checkpoint()
+    def _begin_save(self) -> None:
+        """Start a save, which ``checkpoint.poll`` completes once the trackers have the step."""
+        self.lock.acquire()  # with save_freq=-1 the folder is not locked yet, and SIGTERM saves all the same
+        self.checkpoint.save(self.state())

@@ -1,9 +1,9 @@
-"""``python -m verl.trainer.main_ppo``: configuration in, trained policy out.
+"""``python -m verl.trainer.main_ppo``: train a policy by reinforcement learning.
 
 ::
 
     main ──► run_ppo ──► TaskRunner.run ──► RayPPOTrainer.init_workers, .fit
-    (Hydra)  (Ray or     (who works where,
+    (Hydra)  (Ray or     (workers, pools,
               local)      data, rewards)
 """
 
@@ -13,48 +13,80 @@ from collections.abc import Sized
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
-from verl.trainer.config import PPOConfig
-from verl.trainer.config.load import hydra_entry, load_config
+from verl.base.lazy import importing, on_first_use
+from verl.config import PPOConfig
+from verl.trainer.config.command_line import command
 from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
-from verl.trainer.controller import load_controller, run_under_controller
-from verl.trainer.ppo.utils import Needs, Role
-from verl.trainer.supervisor import supervised
-from verl.utils.console import show
-from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
+from verl.trainer.driver import driving, load_controller
+from verl.trainer.ppo.utils import Role, need_critic, need_reference_policy
+from verl.utils.console import show, status
 
 if TYPE_CHECKING:
-    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from omegaconf import DictConfig
 
-__all__ = ["TaskRunner", "create_rl_dataset", "create_rl_sampler", "main", "run_ppo"]
+    from verl.trainer.constants_ppo import get_ppo_ray_runtime_env
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.reward import load_reward_manager
+    from verl.utils.dataset import create_rl_dataset, create_rl_sampler
+
+__all__ = [
+    "TaskRunner",
+    "create_rl_dataset",
+    "create_rl_sampler",
+    "get_ppo_ray_runtime_env",
+    "load_reward_manager",
+    "main",
+    "need_critic",
+    "need_reference_policy",
+    "run_ppo",
+]
+
+# `--help` and `--cfg job` answer at once: what needs torch or transformers is imported where it is used.
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "create_rl_dataset": "verl.utils.dataset",
+        "create_rl_sampler": "verl.utils.dataset",
+        "get_ppo_ray_runtime_env": "verl.trainer.constants_ppo",
+        "load_reward_manager": "verl.trainer.ppo.reward",
+        "validate_config": "verl.toolkit.config",
+    },
+)
+
+
+_IMPORTED_BY_RUN = ("verl.trainer.ppo.ray_trainer", "verl.workers.fsdp_workers", "verl.utils.dataset")
 
 
 class TaskRunner:
-    """Assembles a run from its configuration and drives it, in a process of its own or in this one.
+    """Assemble a run from its configuration and drive it.
 
-    The ``add_*`` methods say which worker class plays which role in which pool; override one in a
-    subclass, and hand the subclass to :func:`run_ppo`, to use workers of your own.
+    The ``add_*`` methods choose the worker class and the pool of each role. To use your own workers, override them in
+    a subclass and pass the subclass to :func:`run_ppo`.
     """
 
     def __init__(self) -> None:
         self.role_worker_mapping: dict[Role, type] = {}
         self.mapping: dict[Role, str] = {}
 
-    def add_actor_rollout_worker(self, config: PPOConfig) -> None:
-        """Actor and rollout engine share processes and weights."""
+    def add_actor_rollout_worker(self, config: PPOConfig) -> tuple[type, type]:
+        """Add the actor and the rollout engine, which share processes; return their class and the controller's."""
         from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
         self.role_worker_mapping[Role.ActorRollout] = ActorRolloutRefWorker
         self.mapping[Role.ActorRollout] = "global_pool"
+        return ActorRolloutRefWorker, load_controller(config.trainer.controller).WorkerGroup
 
     def add_critic_worker(self, config: PPOConfig) -> None:
-        """The value model, where the estimator reads values."""
+        """Add the critic (value model)."""
         from verl.workers.fsdp_workers import CriticWorker
 
         self.role_worker_mapping[Role.Critic] = CriticWorker
         self.mapping[Role.Critic] = "global_pool"
 
     def add_reward_model_worker(self, config: PPOConfig) -> None:
-        """The discriminative reward model, in a pool of its own if ``reward_model.enable_resource_pool``."""
+        """Add the discriminative reward model, if any, in its own pool if ``reward_model.enable_resource_pool``."""
+        if not config.reward_model.enable:
+            return
         from verl.workers.fsdp_workers import RewardModelWorker
 
         self.role_worker_mapping[Role.RewardModel] = RewardModelWorker
@@ -62,46 +94,55 @@ class TaskRunner:
         self.mapping[Role.RewardModel] = "reward_pool" if own_pool else "global_pool"
 
     def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type | None = None) -> None:
-        """The frozen reference policy."""
+        """Add the frozen reference policy, if the configuration needs one."""
+        if not need_reference_policy(config):
+            return
         from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
         self.role_worker_mapping[Role.RefPolicy] = ref_policy_cls or ActorRolloutRefWorker
         self.mapping[Role.RefPolicy] = "global_pool"
 
-    def init_resource_pool_mgr(self, config: PPOConfig, controller: Any) -> Any:
-        """The pools: ranks per node, for the whole run and for a reward model apart."""
+    def init_resource_pool_mgr(self, config: PPOConfig) -> Any:
+        """Create the pools of processes: one for the run and, if configured, one for the reward model."""
         pools = {"global_pool": [config.trainer.n_gpus_per_node] * config.trainer.nnodes}
         if "reward_pool" in self.mapping.values():
             pools["reward_pool"] = [config.reward_model.n_gpus_per_node] * config.reward_model.nnodes
-        return controller.pool_manager(pools, self.mapping, resolve_device(config))
+        controller = load_controller(config.trainer.controller)
+        return controller.ResourcePoolManager(pools, self.mapping, resolve_device(config))
 
     def trainer_class(self) -> type[RayPPOTrainer]:
-        """The trainer; imported here, so that a refused configuration is answered before the engines are loaded."""
+        """The trainer class; imported inside, so that an invalid configuration fails before the slow engine imports."""
         from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
         return RayPPOTrainer
 
-    def run(self, config: PPOConfig) -> None:
-        """Load what the driver needs, start the workers, train.
+    def run(self, config: PPOConfig | DictConfig) -> None:
+        """Load tokenizer, data and reward functions, start the workers and train.
+
+        Args:
+            config: typed configuration, or a composed Hydra config, which is validated first.
 
         Raises:
             DataError: a data file or the tokenizer is unusable.
-            ResourceError: there are fewer processes or devices than asked for.
+            ResourceError: fewer processes or devices are available than configured.
         """
-        from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
-        from verl.utils import hf_processor, hf_tokenizer
-        from verl.utils.model import check_tokenizer_fits, hf_config_of
-        from verl.workers.reward_manager import AbstractRewardManager
+        with importing():
+            from verl.agents.tool_agent import described_tools
+            from verl.trainer.config.load import load_config
+            from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
+            from verl.utils import hf_processor, hf_tokenizer
+            from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
+            from verl.utils.model import check_tokenizer_fits, hf_config_of
+            from verl.workers.reward_manager import AbstractRewardManager
 
-        needs = Needs.of(config)
+        config = config if isinstance(config, PPOConfig) else load_config(config)
         self.add_actor_rollout_worker(config)
-        if needs.critic:
+        if need_critic(config):
             self.add_critic_worker(config)
-        if needs.reward_model:
-            self.add_reward_model_worker(config)
-        if needs.reference:
-            self.add_ref_policy_worker(config)
+        self.add_reward_model_worker(config)
+        self.add_ref_policy_worker(config)
 
+        status("reading the tokenizer and the data")
         model = config.actor_rollout_ref.model
         path = model.tokenizer_path or model.path
         tokenizer = hf_tokenizer(
@@ -109,8 +150,10 @@ class TaskRunner:
         )
         check_tokenizer_fits(tokenizer, hf_config_of(model))
         processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
-        # One seed for a run: the order of the prompts follows trainer.seed unless it has a seed of its own.
-        data = config.data if config.data.seed is not None else replace(config.data, seed=config.trainer.seed)
+        data = config.data
+        if tools := described_tools(config.actor_rollout_ref.rollout):
+            # The policy reads them in front of the prompt, so they count for the prompt's length.
+            data = replace(data, apply_chat_template_kwargs={**(data.apply_chat_template_kwargs or {}), "tools": tools})
         train = create_rl_dataset(
             data.train_files, data, tokenizer, processor, is_train=True, max_samples=data.train_max_samples
         )
@@ -126,15 +169,13 @@ class TaskRunner:
                 manager.warm_up()  # its processes start while the models load
         show(sizes_table(derived_sizes(config, len(cast(Sized, train)))))
 
-        controller = load_controller(config.trainer.controller)
-        pools = self.init_resource_pool_mgr(config, controller)
+        pools = self.init_resource_pool_mgr(config)
         trainer = self.trainer_class()(
             config=config,
             tokenizer=tokenizer,
             processor=processor,
             role_worker_mapping=self.role_worker_mapping,
             resource_pool_manager=pools,
-            ray_worker_group_cls=controller.WorkerGroup,
             reward_fn=reward_fn,
             val_reward_fn=val_reward_fn,
             train_dataset=train,
@@ -148,23 +189,30 @@ class TaskRunner:
             trainer.fit()
             trainer.shutdown()
         finally:
-            pools.release()  # a Ray cluster that goes on may have another run to place
+            trainer.end_agent_loops()
+            pools.release()  # the Ray cluster may outlive this run and place another one
 
 
-def run_ppo(config: PPOConfig, task_runner_class: type[TaskRunner] | None = None) -> None:
+def run_ppo(config: PPOConfig | DictConfig, task_runner_class: Any = None) -> None:
     """Run one training, on Ray or in this process (``trainer.controller``).
 
     Args:
-        config: typed configuration, or a composed Hydra config, which is validated here.
-        task_runner_class: a subclass of TaskRunner that assembles the run differently.
+        config: typed configuration, or a composed Hydra config, which is validated first.
+        task_runner_class: a class that assembles the run differently, such as a subclass of TaskRunner, plain or
+            wrapped by ``ray.remote``; it runs in this process. Its ``run`` gets the configuration as it was given here.
     """
-    config = config if isinstance(config, PPOConfig) else load_config(config)
-    run_under_controller(task_runner_class or TaskRunner, config)
+    from verl.trainer.config.load import load_config
+
+    runner_class = task_runner_class or TaskRunner
+    if not isinstance(runner_class, type):
+        from verl.single_controller.ray import RayClassWithInitArgs
+
+        runner_class = RayClassWithInitArgs(runner_class).cls
+    with driving(config if isinstance(config, PPOConfig) else load_config(config), _IMPORTED_BY_RUN):
+        runner_class().run(config)
 
 
-def main() -> None:
-    """The command line."""
-    hydra_entry(supervised(run_ppo), config_name="ppo_trainer", root=PPOConfig)
+main = command(run_ppo, config_name="ppo_trainer", root=PPOConfig, restarts=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Training on pairs of a chosen and a rejected response: what reward models and direct preference optimisation share.
+"""Training on pairs of a chosen and a rejected response: the common part of reward models and DPO.
 
-A batch of P pairs becomes 2P rows, chosen and rejected in turn. Pairs are dealt out to ranks and cut
-into micro-batches whole, and the denominators count the pairs of the whole batch; so the loss and its
-gradient do not depend on how they are laid out.
+A batch of P pairs becomes 2P rows, alternating chosen and rejected. A pair is never split between ranks or
+micro-batches, and the loss is divided by the pairs of the whole batch, so that loss and gradient do not depend on
+their number.
 """
 
 from __future__ import annotations
@@ -15,43 +15,41 @@ from torch import Tensor
 
 from verl.errors import DataError
 from verl.protocol import DataProto
-from verl.trainer.loop import Metrics
 from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer
-from verl.trainer.timing import stage
 from verl.utils.dataset.loading import batches
-from verl.workers.engine.base import BatchTotals, LossFn, Share
+from verl.utils.metric import Metrics
+from verl.workers.engine import BatchTotals, LossFunction, PartialSum
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from verl.trainer.config.preference import PreferenceConfig
+    from verl.config import PreferenceConfig
 
 
 class PreferenceTrainer(SupervisedTrainer):
-    """Fits a model to pairs: input_ids, attention_mask, position_ids, loss_mask, each (pairs, 2, length).
+    """Train a model on pairs: input_ids, attention_mask, position_ids, loss_mask, each (pairs, 2, length).
 
     For the arguments see :class:`verl.trainer.supervised.SupervisedTrainer`.
     """
 
     rows_per_unit = 2
-    loss: LossFn
-    """What is minimised, also measured on the validation pairs; set by subclasses."""
+    loss: LossFunction
+    """The loss for training and validation; subclasses set it."""
 
     def with_reference(self, batch: DataProto) -> DataProto:
-        """The batch with what the loss compares with; nothing more, unless a subclass says so."""
+        """Add the reference columns that the loss reads; by default there are none."""
         return batch
 
     def outputs(self, batch: DataProto) -> DataProto:
-        """The model's outputs that the loss reads."""
+        """Compute the model outputs that the loss reads, for validation."""
         raise NotImplementedError(f"{type(self).__name__} must say what the loss reads.")
 
     def train_on(self, batch: DataProto) -> DataProto:
-        """One optimizer step."""
+        """Take one optimizer step; return its metrics."""
         return self.workers.train_batch(self.with_reference(batch))
 
-    @stage("testing")
-    def validate(self) -> Metrics:
-        """The loss and its metrics, as means over all validation pairs."""
+    def _validate(self) -> Metrics:
+        """Average the loss and its metrics over all validation pairs."""
         assert self.val_dataloader is not None
         sums: dict[str, float] = {}
         pairs = 0
@@ -62,14 +60,14 @@ class PreferenceTrainer(SupervisedTrainer):
             _, metrics = self.loss(dict(columns.items()), batch, totals)
             count = len(batch) // 2
             for name, mean in metrics.items():
-                assert isinstance(mean, Share)
+                assert isinstance(mean, PartialSum)
                 sums[name] = sums.get(name, 0.0) + float(mean.value) * count
             pairs += count
         return {f"val/{name}": total / pairs for name, total in sums.items()}
 
 
 def as_rows(pairs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Columns of (pairs, 2, length) to (2 · pairs, length): chosen and rejected in turn.
+    """Reshape columns of (pairs, 2, length) to (2 · pairs, length), alternating chosen and rejected.
 
     Raises:
         DataError: a column has another shape, or a side has no token with ``loss_mask`` 1.
@@ -90,22 +88,22 @@ def as_rows(pairs: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def last_response_token(loss_mask: Tensor) -> Tensor:
-    """1 at the last token of each row with ``loss_mask`` 1, 0 elsewhere; (rows, length)."""
+    """Mask of the last token of each row with ``loss_mask`` 1; (rows, length)."""
     to_the_end = loss_mask.flip(-1).cumsum(-1).flip(-1)
     return loss_mask * (to_the_end == 1)
 
 
 class PreferenceRunner(SupervisedRunner):
-    """Assembles a run on pairs."""
+    """Assemble and drive a training on pairs."""
 
     def open_data(self, config: PreferenceConfig, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
-        """Pairs."""
+        """Open the data set of pairs."""
         from verl.utils.dataset.build import create_rm_dataset
 
         return create_rm_dataset(files, config.data, tokenizer, max_samples=max_samples)
 
     def collate_fn(self, config: PreferenceConfig, tokenizer: Any) -> Callable[..., dict[str, torch.Tensor]]:
-        """Pads at the right."""
+        """A function that pads pairs on the right into a batch."""
         from verl.utils.dataset import pair_collate_fn
 
         return pair_collate_fn(tokenizer, config.data)

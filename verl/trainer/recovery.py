@@ -1,65 +1,115 @@
-"""A run that goes on when one of its processes is lost.
+"""Handling of failed steps: a process is lost, a pass does not fit into memory, an update is not finite.
 
 ::
 
     hold ── step ── hold ── step ── ✗ rank 1 died in update_actor
                      │                 │ all workers end, a pause, new workers start
-                     └──── restore ◄───┘ the state after the last step that was held: from the memory of Ray's
-                                         object store, else the newest checkpoint, else the beginning
+                     └──── restore ◄───┘ the last state that was held: in memory (Ray's object store), else the
+                                         newest checkpoint, else the beginning
 
-Whatever is random in a step follows from its number or is part of the state, so a step that is done again
-gives the same bits. What was logged already is not logged again.
+All randomness of a step follows from its number or is part of the state, so a repeated step gives the same bits.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from verl.errors import ProcessLostError
-from verl.trainer.run_state import RunState
-from verl.trainer.termination import EXIT_CODE, StepInterrupted
+from verl.checkpoint.run import TrainerCheckpoint
+from verl.checkpoint.states import RunState
+from verl.errors import DataError, NonFiniteError, PassTooLargeError, ProcessLostError
+from verl.protocol import DataProto
+from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination
+from verl.workers.engine.non_finite import NonFinite
 
 if TYPE_CHECKING:
-    from verl.trainer.config.recovery import RecoveryConfig
-    from verl.trainer.loop import TrainingLoop
+    from verl.config import BaseTrainerConfig, RecoveryConfig
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 LONGEST_PAUSE_S = 60.0
+SAVED_IN_A_ROW = 3
+"""Batches saved of consecutive bad steps: the first ones."""
+SAVED_BATCHES = 12
+"""Batches kept in the folder; older ones are deleted."""
+SHOWN_PROBLEMS = 4
+"""Problems listed in a message."""
+SPLITS_METRIC = "recovery/micro_batch_splits"
 
 
 @dataclass(frozen=True)
 class HeldState:
-    """The run after a step."""
+    """A snapshot of the run after a step."""
 
     driver: RunState
     workers: dict[str, Any]
-    """References of every rank's snapshot, by the name of its group; Ray's object store holds them."""
+    """References to the snapshots of all ranks in Ray's object store, by worker group."""
+
+
+class RecoverableRun(Protocol):
+    """A run that can be restored to an earlier state; the methods that :class:`Recovery` calls."""
+
+    global_steps: int
+
+    @property
+    def trained_groups(self) -> Mapping[str, Any]:
+        """Worker groups with training state, by the checkpoint sub-folder that each writes."""
+        ...
+
+    def state(self) -> RunState:
+        """The driver's state between two steps."""
+        ...
+
+    def go_on_from(self, state: RunState) -> None:
+        """Restore the driver to ``state``."""
+
+    def resume(self) -> None:
+        """Load the state with which the run begins into workers and driver."""
+
+    def restart_workers(self) -> None:
+        """End all workers and start new ones."""
 
 
 class Recovery:
-    """Takes a run back to its last whole state when a process is lost, and counts what that costs.
+    """Restore a run to its newest complete state when a process is lost, and count restarts and lost time.
+
+    ::
+
+        while steps are left:
+            with recovery.guard():      # if a process is lost inside, the run is restored to the last hold()
+                recovery.hold()
+                step()
 
     Args:
-        settings: how often, and from what.
-        run: what is taken back.
+        checkpoint: the run's checkpoints, for states that are not in memory.
+        limits: updated if a process ended because a pass did not fit into memory.
+        termination: after SIGTERM, workers are not restarted.
     """
 
-    def __init__(self, settings: RecoveryConfig, run: TrainingLoop) -> None:
+    def __init__(
+        self,
+        settings: RecoveryConfig,
+        run: RecoverableRun,
+        checkpoint: TrainerCheckpoint,
+        limits: PassLimits,
+        termination: Termination,
+    ) -> None:
         self.settings = settings
         self.run = run
+        self.checkpoint = checkpoint
+        self.limits = limits
+        self.termination = termination
         self.restarts = 0
-        """Since the run was started."""
+        """Restarts of the workers since this process began."""
         self.lost_s = 0.0
-        """Seconds that were lost by them: from the end of the step that was gone back to, until work went on."""
+        """Seconds lost by restarts: from the last call of :meth:`hold` until training continues."""
         self.redone_steps = 0
-        """Finished steps that had to be done again."""
+        """Finished steps that had to be repeated."""
         self._in_a_row = 0
         self._first: ProcessLostError | None = None
         self._furthest = -1
@@ -68,22 +118,26 @@ class Recovery:
         self._documents: dict[str, dict[str, bytes]] = {}
         self._held_at = time.monotonic()
 
-    def protect(self, task: Callable[[], T]) -> T:
-        """Do ``task``, which drives the run from whatever step it is at; after a loss go back and do it again.
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Restore the run to its newest state if a process is lost inside the block; the caller then continues.
 
         Raises:
-            ProcessLostError: more losses than ``max_restarts`` without a step that was not done before.
-            StepInterrupted: a loss and SIGTERM, and there is a state that :meth:`save` can write.
-            SystemExit: a loss and SIGTERM, and there is none.
+            ProcessLostError: processes were lost more than ``max_restarts`` times without a new step in between.
+            StepInterrupted: a process was lost after SIGTERM, and :meth:`save` can write a state from memory.
+            SystemExit: a process was lost after SIGTERM, and no state is held in memory.
         """
-        while True:
-            try:
-                return task()
-            except ProcessLostError as error:
-                self._go_back(error)
+        try:
+            yield
+        except ProcessLostError as error:
+            self._go_back(error)
 
     def hold(self) -> None:
-        """Remember the run as it is now, between two steps. Workers copy their state before their next call."""
+        """Take a snapshot of the run between two steps, every ``trainer.recovery.snapshot_freq`` steps.
+
+        Returns before the workers have copied their state, which they do before their next call. Repeated calls for
+        one step do nothing. Without Ray no snapshots are taken, as they would end with the workers.
+        """
         state = self.run.state()
         self._begin = self._begin or state
         if state.global_step > self._furthest:
@@ -92,7 +146,7 @@ class Recovery:
             return
         self._held_at = time.monotonic()
         frequency, groups = self.settings.snapshot_freq, self.run.trained_groups
-        survive = all(group.outlived_by_outputs for group in groups.values())
+        survive = all(group.outputs_survive_workers for group in groups.values())
         if not survive or not frequency or state.global_step % frequency:
             return
         if self._held and not self._is_whole(self._held[-1]):
@@ -100,16 +154,17 @@ class Recovery:
         if not self._documents:
             self._documents = {name: group.documents()[0] for name, group in groups.items()}
         snapshots = {name: group.execute_all_async("snapshot", state.global_step) for name, group in groups.items()}
-        # The one before stays until this one is whole, which it is when the workers have answered once more.
+        # Keep the previous snapshot until this one is complete, which is known only after the workers' next answer.
         self._held = [*self._held[-1:], HeldState(state, snapshots)]
 
     @property
     def can_save(self) -> bool:
-        """Whether a state is held that :meth:`save` can write without the workers."""
+        """Whether :meth:`save` can write a state from memory, without the workers."""
+        # Of two snapshots the older one is complete; see hold.
         return len(self._held) > 1 or bool(self._held and self._is_whole(self._held[-1]))
 
-    def save(self) -> None:
-        """Write the newest whole state that is held as a checkpoint; the workers may be gone.
+    def save(self) -> int:
+        """Write the newest complete snapshot as a checkpoint and return its step; the workers may have ended.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -117,11 +172,11 @@ class Recovery:
         held = next(held for held in reversed(self._held) if self._is_whole(held))
         groups = self.run.trained_groups
         ranks = {name: groups[name].wait_for(references) for name, references in held.workers.items()}
-        self.run.checkpoint.save_held(held.driver, ranks, self._documents)
-        logger.warning("Saved step %d of %d.", held.driver.global_step, self.run.total_training_steps)
+        self.checkpoint.save_held(held.driver, ranks, self._documents)
+        return held.driver.global_step
 
     def metrics(self) -> dict[str, float]:
-        """``recovery/restarts``, ``recovery/redone_steps`` and ``recovery/lost_s`` so far, if anything was lost."""
+        """``recovery/restarts``, ``recovery/redone_steps`` and ``recovery/lost_s`` so far; empty without a restart."""
         if not self.restarts:
             return {}
         return {
@@ -141,11 +196,11 @@ class Recovery:
             if self.settings.max_restarts == 0:
                 raise error
             self._in_a_row += 1
-            self.run.pass_limits.learn(error)
+            self.limits.learn(error)
             if self._in_a_row > self.settings.max_restarts:
-                raise self._gave_up(self._first, error) from error
+                raise self._restart_limit_error(self._first, error) from error
             pause = min(LONGEST_PAUSE_S, self.settings.backoff_s * 2 ** (self._in_a_row - 1))
-            logger.error("%s", _told(error))
+            logger.error("%s", _full_text(error))
             logger.error(
                 "Restart %d of at most %d in %.1f s: all workers are started anew.",
                 self._in_a_row,
@@ -153,7 +208,8 @@ class Recovery:
                 pause,
             )
             time.sleep(pause)
-            self._end_if_terminated(error)  # a machine that is taken away ends its processes in any order
+            # Again after the pause: a machine that shuts down may kill workers before SIGTERM reaches this process.
+            self._end_if_terminated(error)
             self.restarts += 1
             reached = self.run.global_steps
             try:
@@ -169,19 +225,19 @@ class Recovery:
             return
 
     def _end_if_terminated(self, error: ProcessLostError) -> None:
-        """After SIGTERM no workers are started again: what is held in memory is saved, if there is anything."""
-        if not self.run.termination.requested:
+        """After SIGTERM, end the run in place of restarting it; a snapshot in memory is then saved by the caller."""
+        if not self.termination.requested:
             return
-        logger.error("%s", _told(error))
+        logger.error("%s", _full_text(error))
         if self.can_save:
             raise StepInterrupted from error
         logger.warning("No state is held in memory: the run ends, and goes on from its newest checkpoint.")
         raise SystemExit(EXIT_CODE)
 
     def _restore(self) -> str:
-        """Put workers and driver back to the newest state there is; where it was found."""
+        """Restore workers and driver to the newest state; return where it was found."""
         while self._held:
-            held = self._held.pop()  # one that cannot be put back is not tried again
+            held = self._held.pop()  # removed first, so that one that fails to load is not tried again
             if not self._is_whole(held):
                 continue
             for name, group in self.run.trained_groups.items():
@@ -189,21 +245,192 @@ class Recovery:
             self.run.go_on_from(held.driver)
             self._held.append(held)
             return "memory"
-        saved = self.run.checkpoint.load_again()
-        if saved is None and self._begin is not None:
-            self.run.go_on_from(self._begin)
-        elif saved is not None:
-            self.run.go_on_from(saved)
+        if self._begin is None:  # the process was lost before the run had resumed
+            self.run.resume()
+            return "the beginning"
+        saved = self.checkpoint.load_again()
+        self.run.go_on_from(saved or self._begin)
         return "the beginning" if saved is None else "the newest checkpoint"
 
-    def _gave_up(self, first: ProcessLostError, last: ProcessLostError) -> ProcessLostError:
-        said = [
-            _told(first),
+    def _restart_limit_error(self, first: ProcessLostError, last: ProcessLostError) -> ProcessLostError:
+        lines = [
+            _full_text(first),
             f"The run was restarted {self.settings.max_restarts} times without finishing a step, and stops "
             "(trainer.recovery.max_restarts).",
         ]
-        return ProcessLostError("\n".join(said if last is first else [*said, f"The last loss: {_told(last)}"]))
+        return ProcessLostError("\n".join(lines if last is first else [*lines, f"The last loss: {_full_text(last)}"]))
 
 
-def _told(error: ProcessLostError) -> str:
+def _full_text(error: ProcessLostError) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+class PassLimits:
+    """Size limits of passes found by workers that ran out of memory, kept for the workers started after them.
+
+    Args:
+        may_cut: ``trainer.recovery.split_on_out_of_memory``.
+    """
+
+    def __init__(self, may_cut: bool) -> None:
+        self.may_cut = may_cut
+        self.limits: dict[str, int] = {}
+        self._cuts = 0
+        self._of_workers: dict[str, float] = {}
+
+    def learn(self, error: BaseException) -> None:
+        """Record the limit of a :class:`PassTooLargeError` among the causes of ``error``; ignore other errors."""
+        found = _cause(error)
+        if found is not None:
+            self.limits[found.kind] = min(found.limit, self.limits.get(found.kind, found.limit))
+            self._cuts += 1
+            self._cuts += int(sum(self._of_workers.values()))
+            self._of_workers = {}
+
+    def send_to(self, groups: Iterable[Any]) -> None:
+        """Send the limits to newly started workers, unless they equal the workers' defaults."""
+        if self.limits or not self.may_cut:
+            for group in groups:
+                group.limit_passes(self.may_cut, self.limits)
+
+    def take_splits(self, update: str, metrics: dict[str, float]) -> None:
+        """Move an update's count of splits from ``metrics`` here: actor and critic report it under the same name."""
+        if SPLITS_METRIC in metrics:
+            self._of_workers[update] = metrics.pop(SPLITS_METRIC)
+
+    def metrics(self) -> dict[str, float]:
+        """``recovery/micro_batch_splits``: how often passes were made smaller; empty if never."""
+        cuts = self._cuts + sum(self._of_workers.values())
+        return {SPLITS_METRIC: cuts} if cuts else {}
+
+
+def _cause(error: BaseException | None) -> PassTooLargeError | None:
+    """Find the rank's PassTooLargeError among the causes of the driver's error."""
+    while error is not None:
+        if isinstance(error, PassTooLargeError):
+            return error
+        inside = getattr(error, "cause", None)  # Ray's error holds the worker's exception in this attribute
+        if isinstance(inside, PassTooLargeError):
+            return inside
+        error = error.__cause__
+    return None
+
+
+class BadSteps:
+    """Count steps with a skipped update, keep their batches, and stop the run after ``limit`` of them in a row.
+
+    Updates with non-finite values are skipped by the workers. The counts are part of a checkpoint.
+
+    Args:
+        limit: bad steps in a row that stop the run; None for no limit.
+        folder: for the batches of bad steps.
+    """
+
+    def __init__(self, limit: int | None, folder: Path) -> None:
+        self.limit = limit
+        self.folder = folder
+        self.total = 0
+        self.in_a_row = 0
+        self.last_step = 0
+        self._texts: list[str] = []
+        self._kept: Path | None = None
+
+    @classmethod
+    def of(cls, trainer: BaseTrainerConfig) -> BadSteps:
+        """Read ``trainer.recovery``."""
+        recovery = trainer.recovery
+        folder = recovery.bad_batch_dir or Path(trainer.default_local_dir) / "bad_batches"
+        return cls(recovery.max_bad_steps, Path(folder).expanduser())
+
+    def state_dict(self) -> dict[str, float]:
+        """The state for a checkpoint."""
+        return {"total": self.total, "in_a_row": self.in_a_row, "last_step": self.last_step}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Restore the state of a checkpoint."""
+        self.total, self.in_a_row, self.last_step = (int(state[name]) for name in ("total", "in_a_row", "last_step"))
+
+    def record(
+        self, step: int, update: str, metrics: Mapping[str, float], batch: DataProto, problems: Sequence[NonFinite]
+    ) -> None:
+        """Count the step, keep its batch and log a warning if the update skipped an optimizer step.
+
+        Two updates of one step (actor and critic) count once.
+
+        Args:
+            step: the training step.
+            update: name of the update, such as ``update_actor``.
+            metrics: of the update; ``.../skipped_steps`` counts the skipped optimizer steps.
+            batch: the batch that the update was computed from.
+            problems: the non-finite values, by rows of ``batch``.
+        """
+        skipped = sum(value for name, value in metrics.items() if name.endswith("/skipped_steps"))
+        if not skipped:
+            return
+        if step != self.last_step:
+            self.in_a_row = self.in_a_row + 1 if step == self.last_step + 1 else 1
+            self.total += 1
+            self.last_step = step
+        self._texts = [_named(one, batch) for one in problems]
+        if self.in_a_row <= SAVED_IN_A_ROW or self._kept is None:
+            self._kept = self._keep(step, update, metrics, batch)
+        logger.warning(
+            "%s of step %d left out %d optimizer step(s), and weights and optimizer are as they were: %s. Batch: %s",
+            update,
+            step,
+            int(skipped),
+            "; ".join(self._texts[:SHOWN_PROBLEMS]),
+            self._kept or "not kept",
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """``recovery/bad_steps``: steps with a skipped update so far."""
+        return {"recovery/bad_steps": float(self.total)}
+
+    def stop_if_too_many(self, step: int) -> None:
+        """Raise NonFiniteError if the last ``limit`` steps, including ``step``, were bad."""
+        if self.limit is None or step != self.last_step or self.in_a_row < self.limit:
+            return
+        where = f"The batch lies in {self._kept} (DataProto.load_from_disk)." if self._kept else ""
+        raise NonFiniteError(
+            f"the update of {self.in_a_row} step(s) in a row, up to step {step}, was left out because a loss or a "
+            f"gradient was not finite (trainer.recovery.max_bad_steps={self.limit}). In step {step}: "
+            f"{'; '.join(self._texts[:SHOWN_PROBLEMS])}. {where} The weights are those before these steps. If a column "
+            "of the batch is the cause, look where it is made; if it is the model's output, lower the learning rate "
+            "(optim.lr), clip more (optim.clip_grad), compute in fp32, or resume from an earlier checkpoint."
+        )
+
+    def _keep(self, step: int, update: str, metrics: Mapping[str, float], batch: DataProto) -> Path | None:
+        """Write the batch, with problems and metrics in its ``meta_info``; return None if it cannot be written."""
+        path = self.folder / f"step_{step}_{update}.dataproto"
+        about = {"global_steps": step, "non_finite": list(self._texts), "metrics": dict(metrics)}
+        try:
+            _write(replace(batch, meta_info=about), path)
+            for old in sorted(self.folder.glob("step_*.dataproto"), key=_step_of)[:-SAVED_BATCHES]:
+                old.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("the batch of step %d cannot be kept in %s: %s", step, path, error)
+            return None
+        return path
+
+
+def _step_of(path: Path) -> int:
+    """The step in a file's name; modification times would be wrong after the clock is set back."""
+    number = path.stem.split("_")[1]
+    return int(number) if number.isdecimal() else 0
+
+
+def _write(batch: DataProto, path: Path) -> None:
+    """Write the batch; without its object columns (but ``uid``) if one holds objects that a file cannot store."""
+    try:
+        batch.save_to_disk(path)
+    except DataError as error:
+        logger.warning("%s holds the tensors and uid only: %s", path, error)
+        names = [name for name in ("uid",) if name in batch.non_tensor_batch]
+        batch.select(non_tensor_batch_keys=names).save_to_disk(path)
+
+
+def _named(problem: NonFinite, batch: DataProto) -> str:
+    """Describe a problem, with the ``uid`` of its sample if known."""
+    uids = batch.non_tensor_batch.get("uid")
+    return str(problem) if problem.row is None or uids is None else f"{problem} [uid {uids[problem.row]}]"

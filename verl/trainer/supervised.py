@@ -1,99 +1,62 @@
-"""Training on data that is already there: what supervised, reward-model and preference runs share.
+"""Training on a fixed data set: the common part of supervised, reward-model and preference runs.
 
-A trainer says what a batch of rows looks like to the engine (:meth:`SupervisedTrainer.to_batch`) and what
-is measured on the validation rows; a runner says which worker, data set and trainer belong together.
+A trainer defines how rows become a batch (:meth:`SupervisedTrainer.to_batch`) and how to validate; a runner chooses
+worker, data set and trainer.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.checkpoint.run import CheckpointPlan
 from verl.errors import DataError
 from verl.protocol import DataProto
-from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
+from verl.trainer.balance import deal
 from verl.trainer.config.sizes import resolve_device
-from verl.trainer.controller import load_controller
-from verl.trainer.loop import Metrics, TrainingLoop
-from verl.trainer.ppo.balance import layout_for_ranks
-from verl.trainer.schedule import Schedule, with_total_steps
-from verl.trainer.timing import Stopwatch, stage
-from verl.utils.dataset.loading import ending_with_driver
+from verl.trainer.driver import load_controller
+from verl.trainer.loop import Schedule, StepContext, TrainingLoop
+from verl.trainer.worker_groups import WorkerGroups
+from verl.utils.console import status
+from verl.utils.dataset.loading import bound_to_driver
 from verl.utils.flops_counter import Arithmetic
-from verl.workers.engine.non_finite import in_batch_order
+from verl.utils.metric import Metrics
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-    from verl.single_controller.base import ClassWithInitArgs
-    from verl.single_controller.base.resource_pool import PoolManager
-    from verl.trainer.config import SFTConfig
-    from verl.trainer.config.preference import DPOConfig, RMConfig
-
-    Config = SFTConfig | RMConfig | DPOConfig
-
-
-@dataclass
-class Ranks:
-    """The workers of a supervised run: one group, over all ranks."""
-
-    role: str
-    worker: ClassWithInitArgs
-    pools: PoolManager
-    group_class: type
-    device: str
-    hang_timeout_s: float | None
-    group: Any = None
-    """The worker group, once started."""
-
-    def start(self) -> Any:
-        """Start the workers and load their model; the group."""
-        self.pools.create_resource_pool()
-        pool = self.pools.get_resource_pool(self.role)
-        self.group = self.group_class(resource_pool=pool, ray_cls_with_init=self.worker, device_name=self.device)
-        self.group.guard(self.hang_timeout_s)
-        self.group.init_model()
-        return self.group
-
-    def end(self) -> None:
-        """End the workers and give their places back; they can be started again."""
-        if self.group is not None:
-            self.group.shutdown()
-            self.group = None
-        self.pools.release()
+    from verl.config import SupervisedConfig
 
 
 class SupervisedTrainer(TrainingLoop):
-    """Fits a model to the rows of a data set, one optimizer step per batch.
+    """Train a model on the rows of a data set, one optimizer step per batch.
 
     Args:
         config: the whole configuration.
-        ranks: where the workers live, and how they start.
-        train_dataset, val_dataset: rows, or pairs of them; validation may be None.
-        collate_fn: items of the data set to the columns of a batch.
+        worker_groups: worker groups with a single role, the trained model.
+        train_dataset, val_dataset: map-style datasets of rows or pairs; without ``val_dataset`` nothing is validated.
+        collate_fn: turns a list of items into the columns of a batch.
         train_sampler: order of the training items.
     """
 
     rows_per_unit: ClassVar[int] = 1
-    """Rows of the engine's batch that belong together: 1, or 2 for the sides of a pair."""
+    """Adjacent rows of a batch that must stay on one rank: 1, or 2 for the sides of a pair."""
 
     def __init__(
         self,
-        config: Config,
-        ranks: Ranks,
+        config: SupervisedConfig,
+        worker_groups: WorkerGroups,
         train_dataset: Any,
         val_dataset: Any,
         collate_fn: Callable,
         train_sampler: Any,
     ) -> None:
-        super().__init__(config.trainer)
-        self.config = config
-        self.ranks = ranks
         data, trainer = config.data, config.trainer
+        plan = CheckpointPlan.of(trainer, keep={".": trainer.max_ckpt_to_keep})
+        super().__init__(config, plan, worker_groups)
         self.train_dataloader = StatefulDataLoader(
             train_dataset,
             batch_size=data.train_batch_size,
@@ -101,7 +64,7 @@ class SupervisedTrainer(TrainingLoop):
             sampler=train_sampler,
             drop_last=True,
             generator=self.own_draws(),
-            worker_init_fn=ending_with_driver(),
+            worker_init_fn=bound_to_driver(),
             collate_fn=collate_fn,
         )
         self.val_dataloader = None
@@ -111,8 +74,6 @@ class SupervisedTrainer(TrainingLoop):
             )
         self.total_training_steps = total_steps(config, len(train_dataset))
         self.schedule = Schedule.of(trainer, self.total_training_steps)
-        plan = CheckpointPlan.of(trainer, keep={".": trainer.max_ckpt_to_keep})
-        self.checkpoint = TrainerCheckpoint(plan, {})
 
     @property
     def trained_groups(self) -> dict[str, Any]:
@@ -121,76 +82,57 @@ class SupervisedTrainer(TrainingLoop):
 
     def start_workers(self) -> None:
         """See :meth:`TrainingLoop.start_workers`."""
-        self.workers: Any = self.ranks.start()
-        self.pass_limits.tell([self.workers])
+        arguments = {"config": self.typed_config, "total_steps": self.total_training_steps}
+        (role,) = self.worker_groups.worker_classes
+        self.workers: Any = self.worker_groups.start({role: arguments})[role]
+        self.pass_limits.send_to([self.workers])
         self.arithmetic = Arithmetic.of_ranks(self.workers.arithmetic())
         self.checkpoint.workers_replaced(self.trained_groups)
 
-    def end_workers(self) -> None:
-        """See :meth:`TrainingLoop.end_workers`."""
-        self.ranks.end()
+    @property
+    def validates(self) -> bool:
+        """See :meth:`TrainingLoop.validates`."""
+        return self.val_dataloader is not None
 
-    def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
-        """Columns of the data set to the layout that the engine reads."""
-        raise NotImplementedError(f"{type(self).__name__} must say what a batch looks like.")
-
-    def validate(self) -> Metrics:
-        """Metrics over the whole validation set, named ``val/...``."""
-        raise NotImplementedError(f"{type(self).__name__} must say what is measured.")
-
-    def fit(self) -> None:
-        """Train to the last step: resume, step, validate, save, log."""
-        self.recovery.protect(lambda: None if self.ranks.group else self.start_workers())
-        self._train(self.config.trainer, self.config.to_dict())
-        self.end_workers()
-
-    def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
-        self.stopwatch = Stopwatch()
-        batch = self.to_batch(rows)
-        metrics = self.update(batch)
-        if self.val_dataloader is not None and self.schedule.due("test", self.global_steps):
-            metrics |= self.validate()
-        self._save_if_due()
-        seconds = self.stopwatch.seconds["update"]
-        mfu = self.arithmetic.utilization(self.useful_flops(batch), seconds)
-        return metrics | {"train/time(s)": seconds} | ({} if mfu is None else {"train/mfu": mfu})
-
-    @stage("update")
-    def update(self, batch: DataProto) -> Metrics:
-        """One optimizer step over the batch; units are dealt out to the ranks whole."""
-        unit = self.rows_per_unit
-        lengths = batch.batch["attention_mask"].view(len(batch) // unit, -1).sum(-1).tolist()
-        order, _ = layout_for_ranks(
-            lengths, dp_size=self.workers.world_size, num_mini_batches=1, balance=self.config.data.balance_dp_token
-        )
-        dealt = batch.select_idxs([unit * i + row for i in order for row in range(unit)])
-        report = self.train_on(dealt).meta_info
-        self.pass_limits.see("update", report["metrics"])
-        metrics = {f"train/{name.removeprefix('perf/')}": value for name, value in report["metrics"].items()}
-        problems = in_batch_order(report["non_finite"], range(len(dealt)), self.workers.world_size)
-        self.bad_steps.see(self.global_steps, "update", metrics, dealt, problems)
-        return metrics | {
-            "train/global_tokens": float(sum(lengths)),
+    def step(self, batch: DataProto, context: StepContext) -> DataProto:
+        """Take one optimizer step on the batch; ``rows_per_unit`` adjacent rows go to the same rank."""
+        with context.stage("update"):
+            balance = self.typed_config.data.balance_dp_token
+            dealt = deal(batch, self.workers.world_size, balance=balance, rows_per_unit=self.rows_per_unit)
+            report = self.train_on(dealt.rows).meta_info
+            self.pass_limits.take_splits("update", report["metrics"])
+            metrics = {f"train/{name.removeprefix('perf/')}": value for name, value in report["metrics"].items()}
+            problems = dealt.problems(report["non_finite"])
+            self.bad_steps.record(context.number, "update", metrics, batch, problems)
+        context.metrics |= metrics | {
+            "train/global_tokens": float(batch.batch["attention_mask"].sum()),
             "training/epoch": self.epochs.epoch,
             **self.bad_steps.metrics(),
         }
+        return batch
+
+    def step_metrics(self, batch: DataProto, context: StepContext) -> Metrics:
+        """See :meth:`TrainingLoop.step_metrics`."""
+        seconds = context.seconds["update"]
+        mfu = self.arithmetic.utilization(self.useful_flops(batch), seconds)
+        return {"train/time(s)": seconds} | ({} if mfu is None else {"train/mfu": mfu})
 
     def useful_flops(self, batch: DataProto) -> float | None:
-        """Arithmetic of one optimizer step, None where it is not known."""
+        """Floating-point operations of one optimizer step; None if they are not known."""
         columns = batch.batch
         lengths = columns["attention_mask"].sum(-1).tolist()
         return self.arithmetic.training_flops(lengths, int(columns["response_mask"].sum()))
 
     def train_on(self, batch: DataProto) -> DataProto:
-        """What the workers do with a batch whose rows lie as the ranks get them; returns its metrics."""
+        """Take one optimizer step on a batch whose rows are ordered by rank; return its metrics."""
         return self.workers.train_batch(batch)
 
 
-def total_steps(config: Config, rows: int) -> int:
-    """Steps of a run over ``rows`` training items; an incomplete last batch of an epoch is left out.
+def total_steps(config: SupervisedConfig, rows: int) -> int:
+    """Steps of a run over ``rows`` training items; an incomplete last batch of an epoch is dropped.
 
     Raises:
-        DataError: there is not one whole batch.
+        DataError: there are fewer rows than one batch.
     """
     batch_size = config.data.train_batch_size
     if rows < batch_size:
@@ -202,45 +144,42 @@ def total_steps(config: Config, rows: int) -> int:
 
 
 def read_first(dataset: Any, count: int = 32) -> None:
-    """Read some rows before a model is loaded: a template that cannot be learned from shows in the first of them.
-
-    Raises:
-        DataError: a row cannot be used.
-    """
+    """Read the first rows before a model is loaded, so that an unusable chat template or data set fails early."""
     for item in range(min(len(dataset), count)):
         _ = dataset[item]
 
 
 class SupervisedRunner:
-    """Assembles a run from its configuration and drives it; subclasses name the parts."""
+    """Assemble a run from its configuration and drive it; subclasses choose the parts."""
 
     role: ClassVar[str]
     """Name of the worker group."""
     trainer_class: ClassVar[type[SupervisedTrainer]]
 
     def worker_class(self) -> type:
-        """The worker; imported here, so that a refused configuration is answered before the engines are loaded."""
+        """The worker class; imported inside, so that an invalid configuration fails before the slow engine imports."""
         raise NotImplementedError
 
     def open_data(self, config: Any, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
-        """The data set over ``files``."""
+        """Open the data set in ``files``."""
         raise NotImplementedError
 
     def collate_fn(self, config: Any, tokenizer: Any) -> Callable:
-        """Items of the data set to the columns of a batch."""
+        """A function that turns a list of items into the columns of a batch."""
         raise NotImplementedError
 
     def run(self, config: Any) -> None:
-        """Load data and model, train.
+        """Load the data, start the workers and train.
 
         Raises:
-            DataError: a data file is unusable.
-            ResourceError: there are fewer processes or devices than asked for.
+            DataError: a data file or the tokenizer is unusable.
+            ResourceError: fewer processes or devices are available than configured.
         """
         from verl.utils import hf_tokenizer
         from verl.utils.dataset import create_rl_sampler
         from verl.utils.model import check_tokenizer_fits, hf_config_of
 
+        status("reading the tokenizer and the data")
         model, data, trainer = config.model, config.data, config.trainer
         tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path,
@@ -251,16 +190,23 @@ class SupervisedRunner:
         train = self.open_data(config, tokenizer, data.train_files, data.train_max_samples)
         val = self.open_data(config, tokenizer, data.val_files, data.val_max_samples) if data.val_files else None
         read_first(train)
-        steps = total_steps(config, len(cast(Sized, train)))
-        config = replace(config, optim=with_total_steps(config.optim, steps))
+        total_steps(config, len(cast(Sized, train)))  # raises for too few rows before anything starts
         controller, device = load_controller(trainer.controller), resolve_device(config)
-        pools = controller.pool_manager(
+        pools = controller.ResourcePoolManager(
             {"global_pool": [trainer.n_gpus_per_node] * trainer.nnodes}, {self.role: "global_pool"}, device
         )
-        worker = controller.WorkerGroup.describe(self.worker_class(), config=config, device_name=device)
-        ranks = Ranks(self.role, worker, pools, controller.WorkerGroup, device, trainer.recovery.hang_timeout_s)
+        worker_groups = WorkerGroups(
+            worker_classes={self.role: self.worker_class()},
+            pools=pools,
+            group_class=controller.WorkerGroup,
+            device_name=device,
+            hang_timeout_s=trainer.recovery.hang_timeout_s,
+        )
+        sampler = create_rl_sampler(data, train)
+        collate_fn = self.collate_fn(config, tokenizer)
         try:
-            sampler = create_rl_sampler(data, train)
-            self.trainer_class(config, ranks, train, val, self.collate_fn(config, tokenizer), sampler).fit()
+            loop = self.trainer_class(config, worker_groups, train, val, collate_fn, sampler)
+            loop.fit()
+            loop.shutdown()
         finally:
-            pools.release()  # a Ray cluster that goes on may have another run to place
+            pools.release()  # the Ray cluster may outlive this run and place another one

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: of the machine, and of the control groups that it is in."""
+"""Memory that this process can still allocate, within the machine and its control groups."""
 
 from __future__ import annotations
 
@@ -8,46 +8,44 @@ import psutil
 
 ROOT = Path("/")
 
+# By version of cgroups(7): the files of limit and usage, and the entry of memory.stat for reclaimable file cache.
 _FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By version of cgroups(7): the limit, what is used, and in ``memory.stat`` the part of it that is given up first."""
 
 
 def available_memory(root: Path = ROOT) -> int:
-    """Bytes that are free, or file cache that the system gives up when asked.
+    """Return the available memory in bytes, including file cache that the system can reclaim.
 
-    In a container the machine may have more than the container's limit lets it take; the smaller counts.
-
-    Args:
-        root: of the file system in which the groups are looked up.
+    This is the minimum over the machine and all control groups, such as a container's, that limit this process.
+    ``root`` is the root folder below which ``proc`` and ``sys`` are read.
     """
-    return min([psutil.virtual_memory().available, *_rooms(root)])
+    return min([psutil.virtual_memory().available, *_available_by_group(root)])
 
 
-def _rooms(root: Path) -> list[int]:
-    """What is left in each control group with a limit: that of this process, and those around it."""
+def _available_by_group(root: Path) -> list[int]:
+    """Available bytes in each control group with a limit: this process's group and its ancestors."""
     try:
         memberships = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # a system without control groups
         return []
     groups = root / "sys/fs/cgroup"
-    rooms = []
+    found = []
     for membership in memberships:
         _, controllers, path = membership.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
         version, mount = (1, groups / "memory") if controllers else (2, groups)
-        # In a container, the mount often begins at the group itself, whatever its path is outside.
+        # In a container the mount point is often the group itself, although the path is the one outside.
         own = mount / path.strip("/")
         folders = [own, *(folder for folder in own.parents if folder.is_relative_to(mount))]
-        rooms += [room for folder in folders if (room := _room(folder, *_FILES[version])) is not None]
-    return rooms
+        found += [free for folder in folders if (free := _available_in(folder, *_FILES[version])) is not None]
+    return found
 
 
-def _room(folder: Path, limit: str, used: str, cache: str) -> int | None:
-    """None for a group without a limit, or without its files."""
+def _available_in(folder: Path, limit: str, used: str, cache: str) -> int | None:
+    """Available bytes in a control group; None if it has no limit or its files are missing."""
     try:
         most, taken = (folder / limit).read_text().strip(), int((folder / used).read_text())
         stat = dict(line.split(" ", 1) for line in (folder / "memory.stat").read_text().splitlines())

@@ -1,15 +1,17 @@
-"""What a run says to the person in front of it: a live display on a terminal, plain lines in a log.
+"""Output of a run: a live display on a terminal, plain lines in a log.
 
-This is the only module that writes to standard output.
+Only this module writes to standard output.
 """
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -24,12 +26,11 @@ from rich.text import Text
 
 logger = logging.getLogger(__name__)
 
-LOG_WIDTH = 120
-"""Columns of a table in a log file."""
+LOG_WIDTH = 120  # characters per line of a table in a log file
+REMINDERS_S = (3.0, 7.0, 20.0, 60.0)  # pauses before a long wait is told again; the last one repeats
+RECENT_STEPS = 20  # number of steps from which the remaining time is estimated
 
-RECENT_STEPS = 20
-"""Steps whose pace predicts the time left."""
-
+# Metrics in the live display: label, the metric names of which the first present one is shown, format.
 SHOWN = (
     ("reward", ("critic/score/mean", "critic/rewards/mean"), ".3f"),
     ("loss", ("train/loss",), ".4f"),
@@ -38,16 +39,17 @@ SHOWN = (
     ("grad", ("actor/grad_norm", "train/grad_norm"), ".3g"),
     ("tokens/s", ("perf/throughput",), ",.0f"),
 )
-"""What the live display shows of a step: label, the metrics that may give it, format."""
 
+_began = time.monotonic()  # a restarted driver is a fork of the command, and counts on
+_run: Progress | None = None
 _live: Progress | None = None
 
 
 class _Output(Console):
-    """Standard output of a run, which outlives whoever reads it."""
+    """Console that does not end the process when the reader of standard output is gone."""
 
     def on_broken_pipe(self) -> None:
-        """The reader has gone (``... | head``). Rich would end the process."""
+        """Raise the error again; Rich would end the process if the reader is gone (``... | head``)."""
         self.quiet = True
         error = sys.exc_info()[1]
         if error is not None:
@@ -55,7 +57,7 @@ class _Output(Console):
 
 
 def console() -> Console:
-    """Standard output as it is now: a terminal with its width, or a log of ``LOG_WIDTH`` columns."""
+    """Return a console on the current standard output: a terminal, or a log of ``LOG_WIDTH`` columns."""
     plain = _Output()
     return plain if plain.is_terminal else _Output(width=LOG_WIDTH)
 
@@ -64,8 +66,8 @@ _is_lost = False
 
 
 @contextmanager
-def _spared() -> Iterator[None]:
-    """Nothing that is shown is worth a run: a full disk behind the output, or a reader that has gone, is said once."""
+def _ignoring_write_errors() -> Iterator[None]:
+    """Ignore errors in writing (full disk, reader gone), which must not end a run; warn of the first one."""
     global _is_lost
     try:
         yield
@@ -73,11 +75,12 @@ def _spared() -> Iterator[None]:
         if not _is_lost:
             _is_lost = True
             logger.warning("standard output cannot be written (%s); the run goes on without what it would show.", error)
-            atexit.register(_let_go)
+            atexit.register(_flush_at_exit)
 
 
-def _let_go() -> None:
-    """Python flushes the output when it ends, and would make a failure the exit status of the run."""
+def _flush_at_exit() -> None:
+    """Flush standard output at exit, and redirect it to the null device if that fails."""
+    # Otherwise Python flushes when it ends and turns a failure into the exit status of the run.
     try:
         sys.stdout.flush()
     except OSError:
@@ -85,22 +88,49 @@ def _let_go() -> None:
 
 
 def show(content: RenderableType) -> None:
-    """Write a table or a text, above the live display if there is one."""
+    """Print a table or a text, above the live display if there is one."""
     if isinstance(content, str):
         content = Text(content)
-    with _spared():
+    with _ignoring_write_errors():
         (_live.console if _live else console()).print(content, soft_wrap=isinstance(content, Text))
 
 
-def write_line(text: str) -> None:
-    """Write one line of a log, unwrapped; nothing while a live display shows the run instead."""
+def status(text: str) -> None:
+    """Say what the run does now, with the time since the command began: ``0:07  loading actor_rollout``."""
+    show(Text(f"{clock(time.monotonic() - _began)}  {text}", style="dim"))
+
+
+@contextmanager
+def working(text: str) -> Iterator[None]:
+    """Say what the block does, as :func:`status`; and while it takes long, say so again with growing pauses."""
+    done = threading.Event()
+
+    def remind() -> None:
+        began, pauses = time.monotonic(), itertools.chain(REMINDERS_S, itertools.repeat(REMINDERS_S[-1]))
+        while not done.wait(next(pauses)):
+            status(f"still {text} ({time.monotonic() - began:.0f} s)")
+
+    status(text)
+    thread = threading.Thread(target=remind, name="verl-reminder", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def write_step(step: int, metrics: Mapping[str, Any]) -> None:
+    """Write the line of a step: the metrics in ``SHOWN`` within a run, all of them outside of one.
+
+    A run with a live display shows its steps itself.
+    """
     if _live is None:
-        with _spared():
-            console().out(text, highlight=False)
+        show(metrics_line(step, metrics) if _run is None else _run.line(step, metrics))
 
 
 def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """``step:12 - actor/pg_loss:0.1 - critic/score/mean:0.5``: six digits of each number, integers whole."""
+    """Format metrics as ``step:12 - actor/pg_loss:0.1 - critic/score/mean:0.5``, floats with six significant digits."""
     parts = [f"step:{step}"]
     for name, value in metrics.items():
         parts.append(f"{name}:{value:.6g}" if isinstance(value, float) else f"{name}:{value}")
@@ -108,21 +138,21 @@ def metrics_line(step: int, metrics: Mapping[str, Any]) -> str:
 
 
 class Progress:
-    """Live progress of a run on a terminal: steps, time left, and the numbers that matter.
+    """Live progress of a run on a terminal: steps, remaining time, and the metrics in ``SHOWN``.
 
     ::
 
         step 12  reward 0.431  length 118.2  entropy 0.512  grad 0.31  tokens/s 4,210  9.8 s
         ━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━  12/100 steps  2:10 gone  14:23 left  val 0.480
 
-    One line stays for each step; the bar below them moves. Without a terminal it shows nothing, and
-    the ``console`` tracker writes a line per step instead.
+    Each step adds a line above the bar. Without a terminal, the ``console`` tracker writes that line with the
+    remaining time.
 
     Args:
-        total_steps: last step of the run.
-        first_step: step that the run starts (or resumes) from.
-        enabled: ``auto`` on a terminal only; ``on`` always; ``off`` never.
-        console: where to draw; standard output by default.
+        total_steps: number of the last step.
+        first_step: number of the step that the run starts or resumes after.
+        enabled: ``auto`` shows it on a terminal only, ``on`` always, ``off`` never.
+        console: standard output by default.
     """
 
     def __init__(
@@ -140,47 +170,47 @@ class Progress:
         self._started = time.monotonic()
         self._finished_at: deque[float] = deque([self._started], maxlen=RECENT_STEPS + 1)
         self._validation = ""
+        self._seconds = math.nan
         self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=2)
 
     def __enter__(self) -> Progress:
-        global _live
+        global _live, _run
         self._started = time.monotonic()
         self._finished_at.clear()
         self._finished_at.append(self._started)
+        _run = self
         if self.is_shown:
-            with _spared():
+            with _ignoring_write_errors():
                 self._live.start()
             _live = self
         return self
 
     def __exit__(self, *error: object) -> None:
-        global _live
+        global _live, _run
+        _run = None
         if self.is_shown:
             _live = None
-            with _spared():
+            with _ignoring_write_errors():
                 self._live.stop()
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A step is done."""
+        """Record and show a finished step."""
         now = time.monotonic()
-        seconds = now - self._finished_at[-1]
+        self._seconds = now - self._finished_at[-1]
         self.step = step
         self._finished_at.append(now)
         self._validation = _validation_text(metrics) or self._validation
         if self.is_shown:
-            with _spared():
-                self.console.print(_step_text(step, metrics, seconds), soft_wrap=True)
+            with _ignoring_write_errors():
+                self.console.print(_step_text(step, metrics, self._seconds), soft_wrap=True)
 
-    def message(self, text: str) -> None:
-        """A line for the person, above the bar; on a log, just a line."""
-        with _spared():
-            if self.is_shown:
-                self.console.print(Text(text), soft_wrap=True)
-            else:
-                console().out(text, highlight=False)
+    def line(self, step: int, metrics: Mapping[str, Any]) -> Text:
+        """The line of a step in a log; a step before the first :meth:`update`, a validation, has no times."""
+        text = _step_text(step, metrics, self._seconds, self.total_steps)
+        return text if math.isnan(self._seconds) else text.append(f"  {clock(self.seconds_left())} left")
 
     def seconds_left(self) -> float:
-        """Time to the last step at the pace of the recent ones; NaN before the first is done."""
+        """Estimate the seconds to the end from the recent steps; NaN before the first step is done."""
         steps = len(self._finished_at) - 1
         if steps == 0:
             return math.nan
@@ -198,7 +228,7 @@ class Progress:
 
 
 def clock(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``; ``-:--`` for an unknown time."""
+    """Format seconds as ``1:02:03`` or ``2:03``; NaN as ``-:--``."""
     if math.isnan(seconds):
         return "-:--"
     minutes, rest = divmod(round(seconds), 60)
@@ -206,17 +236,19 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
-def _step_text(step: int, metrics: Mapping[str, Any], seconds: float) -> Text:
-    text = Text(f"step {step}", style="bold")
+def _step_text(step: int, metrics: Mapping[str, Any], seconds: float, total: int | None = None) -> Text:
+    text = Text(f"step {step}" if total is None else f"step {step}/{total}", style="bold")
     for label, names, form in SHOWN:
         value = next((metrics[name] for name in names if name in metrics), None)
         if value is not None:
             text.append(f"  {label} ", style="dim").append(format(float(value), form), style="not bold")
-    return text.append(f"  {seconds:.1f} s", style="dim")
+    if validation := _validation_text(metrics):
+        text.append(f"  {validation}", style="not bold green")
+    return text if math.isnan(seconds) else text.append(f"  {seconds:.1f} s", style="dim")
 
 
 def _validation_text(metrics: Mapping[str, Any]) -> str:
-    """The core validation numbers (mean@N of each data source), or the validation loss."""
+    """Core validation metrics (mean@N of each data source), or the validation loss."""
     means = {name: value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name}
     if means:
         return "  ".join(f"val {name.split('/')[1]} {value:.3f}" for name, value in means.items())

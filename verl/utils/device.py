@@ -1,9 +1,12 @@
-"""Which device this process computes on, and the process group that its ranks share."""
+"""The device of this process, its ``torch.distributed`` process group, and metrics of memory."""
 
 from __future__ import annotations
 
 import datetime
+import logging
 import os
+from types import ModuleType
+from typing import Any
 
 import psutil
 import torch
@@ -11,22 +14,25 @@ import torch.distributed as dist
 
 from verl.errors import ResourceError
 
+logger = logging.getLogger(__name__)
+
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+is_cuda_available: bool = torch.cuda.is_available()
+"""Whether this process sees a GPU of CUDA (or ROCm)."""
+is_npu_available = False
+"""Ascend NPUs are not among the devices of this version."""
 
 
 def get_device_name() -> str:
-    """``"cuda"`` if this process sees a GPU, else ``"cpu"``."""
+    """Return ``"cuda"`` if this process sees a GPU, else ``"cpu"``."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def get_device(name: str | None = None) -> torch.device:
-    """The device of this rank: its own GPU by ``LOCAL_RANK``, or the CPU.
+    """Return the device of this rank and make its GPU, chosen by ``LOCAL_RANK``, the current one.
 
-    Args:
-        name: ``"cuda"``, ``"cpu"``, or None for what there is.
-
-    Raises:
-        ResourceError: ``"cuda"`` is asked for and this process sees no GPU.
+    ``name`` is ``"cuda"`` (an error without a GPU), ``"cpu"``, or None for a GPU if there is one.
     """
     name = name or get_device_name()
     if name == "cpu":
@@ -35,7 +41,7 @@ def get_device(name: str | None = None) -> torch.device:
         raise ResourceError(f"device '{name}' is unknown. Use one of: {', '.join(_BACKENDS)}.")
     if not torch.cuda.is_available():
         raise ResourceError("device 'cuda' is asked for, but this process sees no GPU. Set trainer.device=cpu.")
-    # A launcher that shows each process one GPU makes it number 0 everywhere.
+    # Modulo, because a launcher may show each process only its own GPU, which then has index 0.
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
@@ -43,25 +49,25 @@ def get_device(name: str | None = None) -> torch.device:
 
 
 def backend_for(device: torch.device) -> str:
-    """The ``torch.distributed`` back end for tensors on ``device``."""
+    """Return the ``torch.distributed`` backend for tensors on ``device``."""
     return _BACKENDS[device.type]
 
 
-def ensure_process_group(device: torch.device, timeout_s: float = 600) -> None:
-    """Join the default process group, once per process; colocated workers share it.
+def ensure_process_group(device: torch.device, timeout_s: float = 600, backend: str | None = None) -> None:
+    """Initialise the default process group, unless it is initialised already; colocated workers share it.
 
-    Rank and world size come from the environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
-    ``MASTER_PORT``). A single process needs no address and no port.
+    ``backend`` is by default :func:`backend_for` the device.
 
-    Raises:
-        ResourceError: there are several ranks and no address at which they meet.
+    Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` from the environment; a single process needs
+    none of them.
     """
     if dist.is_initialized():
         return
+    backend = backend or backend_for(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     timeout = datetime.timedelta(seconds=timeout_s)
     if world_size == 1:
-        dist.init_process_group(backend_for(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -69,15 +75,68 @@ def ensure_process_group(device: torch.device, timeout_s: float = 600) -> None:
             f"WORLD_SIZE={world_size}, but {', '.join(missing)} is not set, so the ranks cannot meet. Start them "
             "through a worker group or torchrun."
         )
-    dist.init_process_group(backend_for(device), timeout=timeout)
+    dist.init_process_group(backend, timeout=timeout)
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """``perf/*`` memory in GiB, of the rank that uses most: host memory now; on a GPU the peaks so far. Collective."""
-    used = {"perf/cpu_memory_used_gb": float(psutil.Process().memory_info().rss)}
+    """Maximum over ranks of the memory in use on their machine and, on a GPU, of its peak, in GiB. Collective."""
+    used = {"perf/cpu_memory_used_gb": float(psutil.virtual_memory().used)}
     if device.type == "cuda":
         used["perf/max_memory_allocated_gb"] = float(torch.cuda.max_memory_allocated(device))
         used["perf/max_memory_reserved_gb"] = float(torch.cuda.max_memory_reserved(device))
     largest = torch.tensor(list(used.values()), dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return dict(zip(used, (largest / 2**30).tolist(), strict=True))
+
+
+# ---- for users' workers ---------------------------------------------------------------------------
+
+
+def get_torch_device() -> ModuleType:
+    """Return ``torch.cuda``, or ``torch.cpu`` without a GPU."""
+    return getattr(torch, get_device_name())
+
+
+def get_device_id() -> int | str:
+    """Return the index of the current GPU, or ``"cpu"``: in both cases what ``tensor.to`` takes."""
+    return get_torch_device().current_device()
+
+
+def get_nccl_backend() -> str:
+    """Return the backend of collectives on this process's device: ``nccl``, or ``gloo`` without a GPU."""
+    return "nccl" if get_device_name() == "cuda" else "gloo"
+
+
+def get_resource_name() -> str:
+    """Return the name under which Ray counts this device: ``GPU``, or ``CPU`` without one."""
+    return "GPU" if get_device_name() == "cuda" else "CPU"
+
+
+def get_visible_devices_keyword() -> str:
+    """Return the environment variable that lists the GPUs which a process sees."""
+    return "CUDA_VISIBLE_DEVICES"
+
+
+def auto_set_device(config: Any) -> None:
+    """Set ``config.trainer.device`` in place to ``cpu`` if it says ``cuda`` and there is no GPU.
+
+    A frozen configuration stays as it is: verl's own commands resolve its device when they start workers.
+    """
+    from omegaconf import DictConfig, open_dict
+
+    if not isinstance(config, DictConfig) or config.get("trainer") is None:
+        return
+    wanted, found = config.trainer.get("device"), get_device_name()
+    if wanted not in (None, "cpu", found):
+        logger.warning("trainer.device=%s, and this machine has no such device: the run uses %s.", wanted, found)
+        with open_dict(config):
+            config.trainer.device = found
+
+
+auto_set_ascend_device_name = auto_set_device  # its name before verl 0.6
+
+
+def set_expandable_segments(enable: bool) -> None:
+    """Let PyTorch's CUDA allocator grow its segments (less fragmentation) or not; nothing without a GPU."""
+    if is_cuda_available:
+        torch.cuda.memory._set_allocator_settings(f"expandable_segments:{enable}")

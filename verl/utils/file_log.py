@@ -1,4 +1,4 @@
-"""Whose the lines of a ``file`` log are: several runs may write into one, and each takes off its own only."""
+"""Run ids in the lines of a ``file`` log, by which a resumed run removes its own later lines from a shared file."""
 
 from __future__ import annotations
 
@@ -11,20 +11,15 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+# Value of the key "run" in each line of a run that begins in this process or in a fork of it.
 THIS_RUN = uuid.uuid4().hex[:16]
-"""Under ``run`` in each line of a run that begins in this process, or in one that is forked from it."""
 
 
 def cut_own_end(path: Path, run: str | None, after_step: int, keep_bytes: int = 0) -> None:
-    """Take off the end of a log what ``run`` wrote of steps after ``after_step``, and a line that is not finished.
+    """Remove an unfinished line and the lines of ``run`` for steps after ``after_step`` from the end of a log.
 
-    Lines that another run wrote behind them hold them where they are; a warning says so.
-
-    Args:
-        path: of the log.
-        run: id of the run; None takes lines without an id, as they were written before there were any.
-        after_step: these steps will be logged again.
-        keep_bytes: how much of the file stays whatever it holds.
+    Lines before one of another run are not removed, only reported in a warning. ``run=None`` removes lines without an
+    id, which older versions wrote. The first ``keep_bytes`` of the file are kept in any case.
     """
     content = path.read_bytes()
     head, lines = content[:keep_bytes], content[keep_bytes:].splitlines(keepends=True)

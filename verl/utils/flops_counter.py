@@ -1,4 +1,4 @@
-"""How much arithmetic a training step is, and how much of it a device can do: model FLOP utilisation (MFU)."""
+"""FLOPs of a model's passes and peak FLOP/s of a device, for model FLOP utilisation (MFU)."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig
 
+# Published peaks of dense bf16 matrix products, FLOP/s. The first key contained in the device's name counts.
 _BF16_PEAKS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -29,18 +30,12 @@ _BF16_PEAKS = {
     "4090": 165e12,
     "3090": 71e12,
 }
-"""Published dense matrix-product peaks in bf16, FLOP/s; the first name that the device's name holds counts."""
 
 
 def device_peak_flops(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> float | None:
-    """Matrix products at best, in FLOP/s: the published figure of a known GPU, a measurement on a CPU.
+    """Return the peak FLOP/s of matrix products: published for a known GPU, measured on a CPU.
 
-    Args:
-        device: of the model.
-        dtype: in which it computes. A GPU's figure is the one of bf16 and fp16, so others have none.
-
-    Returns:
-        None where no honest figure is known; then there is no MFU to report.
+    Returns None for an unknown GPU, and on GPUs for dtypes other than bf16 and fp16, which the table does not cover.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -53,22 +48,21 @@ def device_peak_flops(device: torch.device | str, dtype: torch.dtype = torch.bfl
 
 @cache
 def _measured_peak(dtype: torch.dtype, num_threads: int, size: int = 1024, repeats: int = 4) -> float:
-    """The best of a few square matrix products; ``num_threads`` is part of the key.
-
-    PyTorch gives fp32 products to MKL and convolutions to oneDNN. Either may be the faster, by which processor it is.
-    """
-    del num_threads
+    """Peak FLOP/s over a few square matrix products, cached by dtype and number of threads."""
+    del num_threads  # only a key of the cache
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     out = torch.empty_like(a)
-    image, kernel = a[None, None].permute(0, 3, 1, 2), b[:, :, None, None]  # one line: a column takes twice the time
+    # An image of one row; one of one column takes twice the time.
+    image, kernel = a[None, None].permute(0, 3, 1, 2), b[:, :, None, None]
     ways: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
+    # PyTorch computes fp32 products with MKL and convolutions with oneDNN; which is faster depends on the processor.
     if dtype == torch.float32 and torch.backends.mkldnn.is_available():
         ways.append(lambda: functional.conv2d(image, kernel))
     return 2 * size**3 / min(_fastest(way, repeats) for way in ways)
 
 
 def _fastest(call: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of some calls, after one that only prepares."""
+    """Minimum duration in seconds over ``repeats`` calls, after a warm-up call."""
     call()
     best = float("inf")
     for _ in range(repeats):
@@ -79,19 +73,19 @@ def _fastest(call: Callable[[], object], repeats: int) -> float:
 
 
 class FlopsCounter:
-    """Arithmetic of one model's passes, from its shape.
+    """Useful FLOPs of a decoder's passes, computed from its shape.
 
-    A forward pass takes two operations (multiply, add) per weight of a matrix and token, and in causal attention
-    4·D per pair of a token and one that it sees, for heads·head_dim = D; a backward pass takes twice as much:
+    A forward pass takes two operations (multiply, add) per token and matrix weight, and in causal attention 4·D per
+    pair of a token and one that it attends to, with D = heads · head_dim. A backward pass takes twice as much:
 
         3 · (2 · tokens · weights  +  Σ_sequences 4 · D · layers · L (L + 1) / 2)
 
-    Embedding look-ups, norms and activations count as nothing, so do recomputation and padding: it is the useful
-    work. A sliding window shortens what a token sees. Of a mixture of experts only the active experts count.
+    Embedding look-ups, norms, activations, recomputation and padding are not counted. A sliding window limits the
+    number of attended tokens. In a mixture of experts only the active experts count.
 
     Args:
         config: the Transformers config of a decoder.
-        outputs: of the model's head; None is its vocabulary, a value or reward model has 1.
+        outputs: width of the model's head; None is the vocabulary size, a value or reward model has 1.
     """
 
     def __init__(self, config: PretrainedConfig, outputs: int | None = None) -> None:
@@ -109,17 +103,15 @@ class FlopsCounter:
 
     @classmethod
     def of(cls, config: PretrainedConfig, outputs: int | None = None) -> FlopsCounter | None:
-        """A counter, or None if the config is not that of a decoder with attention in its layers."""
+        """Create a counter; None if the config is not one of a decoder with attention layers."""
         text = config.get_text_config()
         needed = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
         return cls(config, outputs) if all(getattr(text, name, None) for name in needed) else None
 
     def forward_flops(self, lengths: Sequence[int], head_tokens: int | None = None) -> float:
-        """One forward pass over sequences of these lengths.
+        """FLOPs of one forward pass over sequences of these lengths in tokens.
 
-        Args:
-            lengths: tokens of each sequence.
-            head_tokens: tokens at which the output projection is read; None is all.
+        ``head_tokens`` is the number of tokens for which the output projection is computed; None is all.
         """
         tokens = sum(lengths)
         head = 2 * self.hidden_size * self.outputs * (tokens if head_tokens is None else head_tokens)
@@ -127,18 +119,16 @@ class FlopsCounter:
         return float(2 * tokens * self.weights + head + 4 * self.attention_width * pairs)
 
     def training_flops(self, lengths: Sequence[int], head_tokens: int | None = None) -> float:
-        """One forward and one backward pass; as ``forward_flops``."""
+        """FLOPs of one forward and one backward pass; arguments as in :meth:`forward_flops`."""
         return 3 * self.forward_flops(lengths, head_tokens)
 
-    def estimate_flops(self, batch_seqlens: Sequence[int] | Tensor, delta_time: float) -> tuple[float, float]:
-        """Achieved and promised TFLOP/s of a training step, in that order.
+    def estimate_flops(
+        self, batch_seqlens: Sequence[int] | Tensor, delta_time: float, **kargs: Any
+    ) -> tuple[float, float]:
+        """Useful TFLOP/s of a training step over all ranks, and the bf16 peak of one device (NaN if unknown).
 
-        Args:
-            batch_seqlens: tokens of each sequence that all ranks computed.
-            delta_time: seconds.
-
-        Returns:
-            useful TFLOP/s of all ranks together, and the bf16 peak of one device (NaN if unknown).
+        ``batch_seqlens`` are the tokens of each sequence over all ranks, ``delta_time`` the seconds of the step.
+        Public code passes further arguments, on images and the like; they have no effect on a language model.
         """
         lengths = [int(length) for length in batch_seqlens]
         peak = device_peak_flops("cuda" if torch.cuda.is_available() else "cpu")
@@ -147,34 +137,34 @@ class FlopsCounter:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What the utilisation of a model is computed from: its useful work, and what its devices can do at best."""
+    """FLOPs counter and peak FLOP/s, from which the utilisation of a model is computed."""
 
     counter: FlopsCounter | None
-    """None for a model whose arithmetic is not known."""
+    """None for a model whose FLOPs cannot be counted."""
     peak_flops: float | None
-    """FLOP/s of one rank, or of all; None where it is not known."""
+    """Peak FLOP/s of one rank, or of all ranks together after :meth:`of_ranks`; None if unknown."""
 
     @classmethod
     def of_ranks(cls, parts: Sequence[Arithmetic]) -> Arithmetic:
-        """One model on several ranks."""
+        """Combine the values of several ranks with the same model."""
         peaks = [part.peak_flops for part in parts if part.peak_flops is not None]
         return cls(parts[0].counter, sum(peaks) if len(peaks) == len(parts) else None)
 
     def forward_flops(self, lengths: Sequence[int], head_tokens: int) -> float | None:
-        """As ``FlopsCounter.forward_flops``."""
+        """As :meth:`FlopsCounter.forward_flops`; None without a counter."""
         return None if self.counter is None else self.counter.forward_flops(lengths, head_tokens)
 
     def training_flops(self, lengths: Sequence[int], head_tokens: int) -> float | None:
-        """As ``FlopsCounter.training_flops``."""
+        """As :meth:`FlopsCounter.training_flops`; None without a counter."""
         return None if self.counter is None else self.counter.training_flops(lengths, head_tokens)
 
     def utilization(self, flops: float | None, seconds: float) -> float | None:
-        """Model FLOP utilisation (MFU): flops / (seconds · peak); None where something is not known."""
+        """Model FLOP utilisation (MFU): flops / (seconds · peak); None if one of them is unknown."""
         return None if flops is None or not self.peak_flops else flops / (seconds * self.peak_flops)
 
 
 def _feed_forward_weights(text: Any) -> int:
-    """Weights of gate, up and down projection that each token meets, over all layers."""
+    """Number of feed-forward weights (gate, up and down projection) used per token, over all layers."""
     experts_per_token = getattr(text, "num_experts_per_tok", None) or 0
     dense = 3 * text.hidden_size * text.intermediate_size
     if not experts_per_token:
@@ -188,7 +178,7 @@ def _feed_forward_weights(text: Any) -> int:
 
 
 def _windows(text: Any) -> list[int | None]:
-    """Tokens that a token of each layer sees at most; None is all before it."""
+    """Attention window of each layer in tokens; None for full causal attention."""
     window = getattr(text, "sliding_window", None)
     types = getattr(text, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * (
         text.num_hidden_layers
@@ -197,6 +187,6 @@ def _windows(text: Any) -> list[int | None]:
 
 
 def _visible_pairs(length: int, window: int | None) -> int:
-    """Pairs of a token and one that it sees, itself included."""
+    """Number of pairs of a token and one that it attends to, itself included."""
     seen = length if window is None else min(window, length)
     return seen * (seen + 1) // 2 + (length - seen) * seen

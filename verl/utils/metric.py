@@ -1,29 +1,128 @@
-"""Metrics that any process can make or reduce, the driver and the workers alike."""
+"""Reduction of metrics over parts, and times of stages; for the driver and the workers."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
+
+from verl.errors import ConfigError, SchemaError
+
+Metrics = dict[str, float]
+"""Numbers by name."""
 
 GB = 1024**3
 
 
-def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """One number for each metric of several parts: the mean; the largest, if a word of its name is ``max``; the
-    smallest, if one is ``min``.
+class AggregationType(Enum):
+    """How the values of a :class:`Metric` become one."""
 
-        {"actor/loss": [1.0, 3.0], "critic/score/max": [1.0, 3.0]}  →  2.0 and 3.0
+    MEAN = "mean"
+    SUM = "sum"
+    MIN = "min"
+    MAX = "max"
+
+
+class Metric:
+    """Values of one metric with the way in which they become one, whatever its name.
 
     Args:
-        metrics: a number or a sequence of numbers by name.
+        aggregation: a member of ``AggregationType``, or its name.
+        value: the first value, or several.
+
+    >>> Metric("max", [1.0, 3.0]).aggregate()
+    3.0
     """
-    return {name: float(_reducer(name)(np.asarray(values, dtype=np.float64))) for name, values in metrics.items()}
+
+    def __init__(self, aggregation: str | AggregationType, value: Any = None) -> None:
+        known = {kind.value: kind for kind in AggregationType}
+        name = aggregation.value if isinstance(aggregation, AggregationType) else aggregation.lower()
+        if name not in known:
+            raise ConfigError(f"aggregation '{aggregation}' is unknown. Use one of: {', '.join(known)}.")
+        self.aggregation = known[name]
+        self.values: list[float] = []
+        if value is not None:
+            (self.extend if isinstance(value, list) else self.append)(value)
+
+    def append(self, value: Any) -> None:
+        """Add a number (also a tensor or array of one), or all values of another metric."""
+        if isinstance(value, Metric):
+            self.extend(value)
+        else:
+            self.values.append(float(value))
+
+    def extend(self, values: Metric | Sequence[Any]) -> None:
+        """Add several values, or those of another metric with the same aggregation."""
+        if isinstance(values, Metric):
+            if values.aggregation != self.aggregation:
+                raise ConfigError(
+                    f"a metric of {self.aggregation.value} cannot take the values of one of {values.aggregation.value}."
+                )
+            self.values += values.values
+        else:
+            for value in values:
+                self.append(value)
+
+    def aggregate(self) -> float:
+        """Return the one value; NaN if there are none."""
+        reduce = {"mean": np.mean, "sum": np.sum, "min": np.min, "max": np.max}[self.aggregation.value]
+        return float(reduce(self.values)) if self.values else math.nan
+
+    @classmethod
+    def chain(cls, metric_lists: Sequence[Metric]) -> Metric:
+        """Join metrics of the same aggregation, as of several ranks, to one with all their values."""
+        joined = metric_lists[0].init_list()
+        for metric in metric_lists:
+            joined.extend(metric)
+        return joined
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], aggregation: str | AggregationType) -> dict[str, Metric]:
+        """Make a metric of each value."""
+        return {name: cls(aggregation, value) for name, value in data.items()}
+
+    def init_list(self) -> Metric:
+        """Return an empty metric of the same aggregation."""
+        return Metric(self.aggregation)
+
+
+def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Reduce each metric to its mean; to its maximum or minimum if a word of its name is ``max`` or ``min``.
+
+    A :class:`Metric` is reduced in its own way. A metric without values is left out.
+
+    {"actor/loss": [1.0, 3.0], "critic/score/max": [1.0, 3.0]}  →  2.0 and 3.0
+
+    Raises:
+        SchemaError: a value is no number.
+    """
+    found: dict[str, float] = {}
+    for name, values in metrics.items():
+        if isinstance(values, Metric):
+            if values.values:
+                found[name] = values.aggregate()
+        elif (numbers := _numbers(name, values)).size:
+            found[name] = float(_reducer(name)(numbers))
+    return found
+
+
+def _numbers(name: str, values: Any) -> np.ndarray:
+    try:
+        if any(value is None for value in (values if isinstance(values, (list, tuple)) else [values])):  # NumPy: NaN
+            raise TypeError("None is no number")
+        return np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(
+            f"metric '{name}' is {values!r:.100}, which cannot be reduced: {error}. A metric is a number or a list of "
+            "numbers; leave out what has no value, and use NaN for one that is undefined."
+        ) from error
 
 
 def _reducer(name: str) -> Any:
@@ -34,7 +133,7 @@ def _reducer(name: str) -> Any:
 
 
 def distribution(values: Sequence[float] | torch.Tensor, prefix: str) -> dict[str, float]:
-    """``{prefix}/mean``, ``/max``, ``/min``; NaN where there is nothing to describe."""
+    """``{prefix}/mean``, ``/max``, ``/min``; NaN if there are no values."""
     numbers = torch.as_tensor(values, dtype=torch.float32)
     if numbers.numel() == 0:
         return {f"{prefix}/{name}": float("nan") for name in ("mean", "max", "min")}
@@ -46,20 +145,22 @@ def distribution(values: Sequence[float] | torch.Tensor, prefix: str) -> dict[st
 
 
 def extreme(name: str, values: Sequence[float]) -> float:
-    """The largest of ``values`` for a name that ends in ``_max``, else the smallest; NaN if one is, wherever it is.
+    """The maximum for a name that ends in ``_max``, else the minimum; NaN if any value is, whatever the order.
 
     >>> extreme("x_max", [1.0, 2.0]), extreme("x_max", [2.0, float("nan")])
     (2.0, nan)
     """
+    # max() and min() compare with NaN, so their result would depend on the order.
     if any(math.isnan(value) for value in values):
         return math.nan
     return max(values) if name.endswith("_max") else min(values)
 
 
-def memory_metrics() -> dict[str, float]:
-    """``perf/`` memory of this process's GPU (peaks, if it has one) and of the machine, in GiB."""
-    metrics = {"perf/cpu_memory_used_gb": psutil.virtual_memory().used / GB}
-    if torch.cuda.is_available():
-        metrics["perf/max_memory_allocated_gb"] = torch.cuda.max_memory_allocated() / GB
-        metrics["perf/max_memory_reserved_gb"] = torch.cuda.max_memory_reserved() / GB
-    return metrics
+@contextmanager
+def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[None]:
+    """Add the wall-clock seconds of the block to ``timing_raw[name]``, also if it raises."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start

@@ -1,16 +1,24 @@
-"""From a model's path to its Transformers config, its causal language model, its weights and its end tokens."""
+"""Load a model's Transformers config, its causal language model and its end tokens, and check its tokenizer."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import torch
-from torch import nn
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+)
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,10 +27,12 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.initialization import no_init_weights
 
+from verl.base.doors import absent_names
 from verl.errors import ConfigError
-from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, tell_if_code_runs, why_unreadable
+from verl.utils.console import show
+from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
+from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +50,7 @@ ATTN_IMPLEMENTATION = "attn_implementation"
 
 
 def torch_dtype(name: str | torch.dtype) -> torch.dtype:
-    """``"bf16"``, ``"bfloat16"``, ``"fp32"`` ... as PyTorch knows them.
-
-    Raises:
-        ConfigError: the name is none of these.
-    """
+    """Convert ``"bf16"``, ``"bfloat16"``, ``"fp32"`` ... to a PyTorch dtype."""
     if isinstance(name, torch.dtype):
         return name
     if name not in _DTYPES:
@@ -53,11 +59,7 @@ def torch_dtype(name: str | torch.dtype) -> torch.dtype:
 
 
 def resolve_model_path(name_or_path: str) -> str:
-    """A folder on this machine, with ``~`` expanded, or the name of a model on the Hugging Face hub.
-
-    Raises:
-        ConfigError: it is written as a folder, and there is no such folder.
-    """
+    """Return an existing local folder with ``~`` expanded, or the unchanged name of a model on the Hugging Face hub."""
     folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         return str(folder)
@@ -74,22 +76,52 @@ def resolve_model_path(name_or_path: str) -> str:
     return name_or_path
 
 
+@functools.cache
+def require_on_hub(name: str) -> None:
+    """Refuse a name that is neither in the local Hugging Face cache nor on a hub that answers.
+
+    Transformers tries each file of an unreachable hub for half a minute.
+
+    Raises:
+        ConfigError: there is no such model, or the hub cannot be reached.
+    """
+    if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "tokenizer_config.json")):
+        return
+    advice = "Give the folder of a model on this machine, or a name such as 'Qwen/Qwen3-0.6B' (model.path)."
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
+    except (EntryNotFoundError, GatedRepoError):
+        return  # the model exists; reading its files says what is missing, or that a login is
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ConfigError(
+            f"there is no model folder '{name}', and the hub has no model of that name. {advice}"
+        ) from error
+    except (OSError, httpx2.TransportError) as error:
+        why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"there is no model folder '{name}', the local Hugging Face cache does not have it, and the hub "
+            f"cannot be asked ({why}). {advice}"
+        ) from error
+
+
 def load_hf_config(
     name_or_path: str, overrides: Mapping[str, Any] | None = None, trust_remote_code: bool = False
 ) -> PretrainedConfig:
-    """The Transformers config of a model folder or hub name.
+    """Load the Transformers config of a model folder or hub name.
 
     Args:
         name_or_path: ``model.hf_config_path`` if set, else ``model.path``.
-        overrides: ``model.override_config``, fields to replace; a nested mapping goes into a nested config.
-            ``attn_implementation`` chooses the attention kernel.
+        overrides: fields to replace (``model.override_config``); a nested mapping changes a nested config.
+            ``attn_implementation`` selects the attention kernel.
         trust_remote_code: run the Python files of the model folder.
 
     Raises:
-        ConfigError: there is no config to read, it asks for code that nobody asked for, or an override names a field
-            that the config lacks.
+        ConfigError: the config cannot be read, needs Python code or kernels that were not allowed, or lacks a field
+            that is overridden.
     """
     path = resolve_model_path(name_or_path)
+    if not Path(path).is_dir():
+        require_on_hub(path)
     fields = dict(overrides or {})
     options = {key: fields.pop(key) for key in (ATTN_IMPLEMENTATION,) if key in fields}
     try:
@@ -99,17 +131,17 @@ def load_hf_config(
             f"model config of '{path}' cannot be read: {why_unreadable(error, path)} A model folder holds config.json; "
             "a hub name needs network access, or the model in the local Hugging Face cache (model.path)."
         ) from error
-    tell_if_code_runs(config, path)
+    warn_if_code_runs(config, path)
     if ATTN_IMPLEMENTATION in options:
-        config._attn_implementation = options[ATTN_IMPLEMENTATION]  # a private field of config.json would win
+        set_attention(config, options[ATTN_IMPLEMENTATION])  # a private field in config.json would take precedence
     else:
         refuse_foreign_kernels(config, path)
-    _override(config, fields, "model.override_config")
+    update_model_config(config, fields, "model.override_config")
     return config
 
 
 def training_randomness(config: PretrainedConfig) -> dict[str, float]:
-    """The settings that make the model's forward pass random in training: dropout, jitter or noise above 0."""
+    """Return the config fields that make the forward pass random in training: dropout, jitter or noise above 0."""
     fields = config.get_text_config().to_dict()
     words = ("drop", "jitter", "noise")
     return {
@@ -119,15 +151,23 @@ def training_randomness(config: PretrainedConfig) -> dict[str, float]:
     }
 
 
-def _override(config: PretrainedConfig, overrides: Mapping[str, Any], where: str) -> None:
-    for key, value in overrides.items():
-        if not hasattr(config, key):
+def update_model_config(
+    module_config: PretrainedConfig, override_config_kwargs: Mapping[str, Any], where: str = "override_config"
+) -> None:
+    """Replace fields of a Transformers config in place; a nested mapping changes a nested config.
+
+    Raises:
+        ConfigError: the config lacks a field; ids of tokens (``pad_token_id`` ...) may be new.
+    """
+    config = module_config
+    for key, value in override_config_kwargs.items():
+        if not hasattr(config, key) and not key.endswith("_token_id"):
             near = difflib.get_close_matches(key, list(config.to_dict()), n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise ConfigError(f"{where}.{key}: {type(config).__name__} has no such field.{hint}")
-        inner = getattr(config, key)
+        inner = getattr(config, key, None)
         if isinstance(inner, PretrainedConfig):
-            _override(inner, value, f"{where}.{key}")
+            update_model_config(inner, value, f"{where}.{key}")
         else:
             setattr(config, key, value)
 
@@ -135,11 +175,10 @@ def _override(config: PretrainedConfig, overrides: Mapping[str, Any], where: str
 def load_causal_lm(
     name_or_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The pretrained causal language model of a folder or hub name, on the CPU.
+    """Load the pretrained causal language model of a folder or hub name, on the CPU.
 
     Raises:
-        ConfigError: it cannot be read, or the files lack some of its weights, which Transformers
-            would fill with random numbers.
+        ConfigError: it cannot be read, or files lack some of its weights, which Transformers would initialise randomly.
     """
     path = resolve_model_path(name_or_path)
     try:
@@ -149,19 +188,37 @@ def load_causal_lm(
         module, info = loaded
     except LOADING_ERRORS as error:
         raise ConfigError(f"model weights of '{path}' cannot be read: {why_unreadable(error, path)}") from error
-    tell_if_code_runs(module, path)
+    warn_if_code_runs(module, path)
     if info["missing_keys"]:
         raise ConfigError(
             f"the files of '{path}' lack {len(info['missing_keys'])} weights of {type(module).__name__}: "
             f"{_some(info['missing_keys'])}. Point model.path at the folder of a complete causal language model."
         )
+    check_finite_weights(module, path)
     return module
+
+
+def check_finite_weights(module: nn.Module, path: str) -> None:
+    """Refuse weights that are NaN or infinite, before a model runs with them.
+
+    Raises:
+        ConfigError: the message names them.
+    """
+    # A sum is NaN or infinite if a term is, and takes no memory; finite terms may overflow, so these are looked at.
+    suspects = {n: p for n, p in module.named_parameters() if not bool(p.detach().sum(dtype=torch.float32).isfinite())}
+    bad = {name: int((~weight.isfinite()).sum()) for name, weight in suspects.items()}
+    found = [f"{name} ({count} of {suspects[name].numel()} values)" for name, count in bad.items() if count]
+    if found:
+        raise ConfigError(
+            f"the weights in '{path}' are not finite (nan or infinite): {_some(found)}. The training that wrote them "
+            "diverged, or a conversion overflowed: take an earlier checkpoint, or download or convert the model again."
+        )
 
 
 def empty_causal_lm(
     hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The causal language model of ``hf_config`` on ``device`` with unset weights; nothing is read from disk."""
+    """Create the causal language model of ``hf_config`` on ``device`` with uninitialised, frozen weights."""
     with no_init_weights(), torch.device(device):
         module = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
     module.tie_weights()
@@ -171,54 +228,46 @@ def empty_causal_lm(
 def causal_lm_without_weights(
     hf_config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """The causal language model of ``hf_config`` with its buffers on ``device`` and parameters that take no memory.
-
-    Parameters are on the meta device until they are replaced.
-    """
-    with no_init_weights(), _parameters_on_meta():
-        module = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
-    module.tie_weights()
+    """Create the causal language model of ``hf_config`` with buffers on ``device`` and meta parameters."""
+    # Unset parameters take no physical memory on the CPU, because their pages are never written.
+    module = empty_causal_lm(hf_config, dtype, torch.device("cpu"), trust_remote_code)
+    weightless: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
     for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter not in weightless:
+                weightless[parameter] = nn.Parameter(parameter.to("meta"), requires_grad=False)
+            part.register_parameter(name, weightless[parameter])
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, buffer.to(device))
-    return module.eval().requires_grad_(False)
-
-
-@contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    def register(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None:
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=False)
-        register_parameter(module, name, parameter)
-
-    register_parameter = nn.Module.register_parameter
-    nn.Module.register_parameter = register  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register_parameter
+    return module
 
 
 def longrope_threshold(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest text in a pass beyond which Transformers rotates all its texts in another way, or None."""
+    """Length beyond which one sequence makes Transformers use LongRoPE's long factors for its whole pass, or None."""
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    rules = [parameters, *(rule for rule in parameters.values() if isinstance(rule, dict))]  # maybe by type of layer
+    rules = [parameters, *(rule for rule in parameters.values() if isinstance(rule, dict))]  # maybe one per layer type
     return min((r["original_max_position_embeddings"] for r in rules if r.get("rope_type") == "longrope"), default=None)
 
 
+def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:
+    """Read ``generation_config.json`` of a model folder or hub name; None if there is none, as the file is optional.
+
+    ``trust_remote_code`` makes no difference, because the file holds no code.
+    """
+    try:
+        return GenerationConfig.from_pretrained(resolve_model_path(model))
+    except OSError:
+        return None
+
+
 def eos_token_ids(name_or_path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a response, sorted: those of ``generation_config.json`` and the tokenizer's own.
+    """Return all tokens that end a response, sorted: those of ``generation_config.json`` and the tokenizer's.
 
-    A chat model often has several (the end of a turn and the end of a text).
-
-    Raises:
-        ConfigError: there is none, so no response would ever end.
+    A chat model often has several (end of turn and end of text). None at all is an error.
     """
     path = resolve_model_path(name_or_path)
-    try:
-        found = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # the file is optional; without it the tokenizer alone says what ends a text
-        found = None
+    config = get_generation_config(path)
+    found = None if config is None else config.eos_token_id
     ids = {i for i in (*(found if isinstance(found, list) else [found]), tokenizer.eos_token_id) if isinstance(i, int)}
     if not ids:
         raise ConfigError(
@@ -229,19 +278,19 @@ def eos_token_ids(name_or_path: str, tokenizer: PreTrainedTokenizerBase) -> tupl
 
 
 def hf_config_of(model: Any) -> PretrainedConfig:
-    """The Transformers config that a ``model`` section describes; see :func:`load_hf_config`."""
+    """Load the Transformers config of a ``model`` section of the configuration; see :func:`load_hf_config`."""
     return load_hf_config(model.hf_config_path or model.path, model.override_config, model.trust_remote_code)
 
 
-def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> None:
-    """Refuse a tokenizer that makes ids for which the model has no embedding.
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig, warns: bool = True) -> None:
+    """Refuse a tokenizer that produces ids for which the model has no embedding.
 
-    A model with spare rows is fine: many vocabularies are padded to a round number. So is an added token that text
-    does not turn into by itself, such as the place of an image in a model for text alone; it is a warning.
+    An embedding larger than the vocabulary is allowed, as many are padded to a round number. An added token without
+    an embedding, such as an image placeholder in a text model, only causes a warning, unless ``warns`` is False.
 
     Raises:
-        ConfigError: a token of the vocabulary itself, or one that pads, begins, ends or writes a prompt, has an id
-            that is not below ``hf_config.vocab_size``.
+        ConfigError: a token of the vocabulary, a pad, bos or eos token, or one in the chat template has an id that is
+            not below ``hf_config.vocab_size``.
     """
     rows = hf_config.get_text_config().vocab_size
     beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= rows}
@@ -258,6 +307,8 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Pretrain
             "rows. Use the model's own tokenizer (model.tokenizer_path), or a model whose embedding was resized "
             f"to at least {largest + 1} rows."
         )
+    if not warns:
+        return
     logger.warning(
         "the model has no embedding for %d added token(s) of its tokenizer, such as '%s' (id %d; the embedding has %d "
         "rows). A prompt that holds one is refused.",
@@ -269,7 +320,7 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Pretrain
 
 
 def unknown_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[int]:
-    """Ids that the model can emit and the tokenizer does not know: rows that pad the embedding, and holes."""
+    """Return ids that the model can sample but the tokenizer lacks: padding of the embedding, and gaps."""
     known = set(tokenizer.get_vocab().values())
     return [number for number in range(hf_config.get_text_config().vocab_size) if number not in known]
 
@@ -277,3 +328,46 @@ def unknown_ids(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig)
 def _some(names: list[str] | set[str], shown: int = 5) -> str:
     ordered = sorted(names)
     return ", ".join(ordered[:shown]) + (f" and {len(ordered) - shown} more" if len(ordered) > shown else "")
+
+
+# ---- for users' workers ---------------------------------------------------------------------------
+
+
+def compute_position_id_with_mask(mask: Tensor) -> Tensor:
+    """Number the tokens of each row from 0, (bsz, length) int64; padding before the first one is 0 too.
+
+    >>> compute_position_id_with_mask(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 0]])).tolist()
+    [[0, 0, 0, 1], [0, 1, 2, 2]]
+    """
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)
+
+
+def print_model_size(model: nn.Module, name: str | None = None) -> None:
+    """Write the number of parameters of a model, in billions, to standard output."""
+    count = sum(parameter.numel() for parameter in model.parameters())
+    show(f"{name or type(model).__name__} has {count / 1e9:.3f} billion parameters")
+
+
+def convert_weight_keys(state_dict: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """Return whole weights under the names that the model's files have, which rollout engines expect."""
+    return names_on_disk(model, state_dict)
+
+
+def extract_multi_modal_inputs(
+    batch_data: Sequence[Mapping[str, Any]], indices: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Join the inputs of a processor, such as ``pixel_values``, over the rows of a batch.
+
+    Args:
+        batch_data: the inputs of each row by name; a row without images may lack them.
+        indices: the rows to join, in this order; by default all.
+
+    Returns:
+        each input joined along its first dimension.
+    """
+    rows = batch_data if indices is None else [batch_data[index] for index in indices]
+    names = dict.fromkeys(name for row in rows for name, value in row.items() if value is not None)
+    return {name: torch.cat([row[name] for row in rows if row.get(name) is not None]) for name in names}
+
+
+__getattr__ = absent_names(__name__)

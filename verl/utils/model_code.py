@@ -1,4 +1,4 @@
-"""Python code that comes with a model: it runs only if asked for, and then the run says so."""
+"""Refuse Python code that comes with a model unless the user allows it, and warn when it runs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,25 @@ import pickle
 import sys
 from pathlib import Path
 
+from safetensors import SafetensorError
 from transformers import PretrainedConfig
-from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 
 from verl.errors import ConfigError
+from verl.utils.model_files import file_problem
+from verl.utils.transformers_private import attention_of, is_from_model_folder
 
 logger = logging.getLogger(__name__)
 
-LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, pickle.UnpicklingError)
-"""What Transformers raises where the files of a model cannot be used."""
+# Exceptions that Transformers raises if the files of a model cannot be used.
+LOADING_ERRORS = (
+    OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, pickle.UnpicklingError, SafetensorError,
+)  # fmt: skip
 
 
 def why_unreadable(error: Exception, path: str) -> str:
-    """Why Transformers could not read the files at ``path``, in one sentence or two."""
+    """Explain in one or two sentences why Transformers could not read the files at ``path``."""
+    if Path(path).is_dir() and (damage := file_problem(Path(path))):
+        return f"{damage}."
     text = str(error).strip()
     if "trust_remote_code" in text:
         files = sorted(file.name for file in Path(path).glob("*.py")) if Path(path).is_dir() else []
@@ -38,26 +44,22 @@ def why_unreadable(error: Exception, path: str) -> str:
     return text.splitlines()[0] if text else type(error).__name__
 
 
-def tell_if_code_runs(loaded: object, path: str) -> None:
+def warn_if_code_runs(loaded: object, path: str) -> None:
     """Warn, once per model and process, if the class of ``loaded`` is code that came with the model at ``path``."""
     name = type(loaded).__module__
-    if name.split(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME:
-        _tell(path, getattr(sys.modules.get(name), "__file__", None) or name)
+    if is_from_model_folder(name):
+        _warn_once(path, getattr(sys.modules.get(name), "__file__", None) or name)
 
 
 @functools.cache
-def _tell(path: str, file: str) -> None:
+def _warn_once(path: str, file: str) -> None:
     logger.warning("trust_remote_code=true: Python code that came with the model '%s' runs here: %s", path, file)
 
 
 def refuse_foreign_kernels(config: PretrainedConfig, path: str) -> None:
-    """Refuse a model whose own config wants attention kernels from a hub: that is code, too.
-
-    Raises:
-        ConfigError: it names one, for the model or for a part of it.
-    """
+    """Refuse a model whose config names attention kernels on a hub, because they are code."""
     for part in (config, *(value for value in vars(config).values() if isinstance(value, PretrainedConfig))):
-        wanted = part._attn_implementation
+        wanted = attention_of(part)
         if isinstance(wanted, str) and "/" in wanted:
             raise ConfigError(
                 f"the config.json of '{path}' asks for the attention kernel '{wanted}', which is code from a hub and "

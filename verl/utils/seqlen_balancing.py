@@ -1,36 +1,38 @@
-"""Dealing out sequences so that every rank and every forward pass gets about equally many tokens.
+"""Distribute sequences so that ranks and forward passes get about the same number of tokens.
 
-Pure functions of lengths, and deterministic: the same lengths give the same parts everywhere, so
-ranks need not talk to agree.
+The functions are deterministic, so ranks with the same lengths compute the same parts without communication.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch import Tensor
 
 from verl.errors import ConfigError
 
-Partitions = list[list[int]]
-"""Positions in the list of lengths, by part; each part in ascending order."""
+Partitions = list[list[int]]  # for each part the indices of its sequences, in ascending order
 
 
 def get_seqlen_balanced_partitions(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
-    """Split sequences into ``k_partitions`` parts of about equal token totals.
+    """Split sequences into ``k_partitions`` parts with about the same number of tokens.
 
-    By the largest differencing method (Karmarkar and Karp, 1982).
+    Uses the largest differencing method (Karmarkar and Karp, 1982).
 
     Args:
         seqlen_list: tokens of each sequence.
         k_partitions: number of parts; none is empty.
-        equal_size: every part gets the same number of sequences.
-
-    Returns:
-        for each part the positions of its sequences.
+        equal_size: give every part the same number of sequences.
 
     Raises:
-        ValueError: there are fewer sequences than parts, or they do not divide into equal ones.
+        ValueError: there are fewer sequences than parts, or ``equal_size`` is set and they do not divide evenly.
     """
     total = len(seqlen_list)
     if not 1 <= k_partitions <= total:
@@ -55,10 +57,10 @@ class _Part:
 
 
 def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bool) -> Partitions:
-    """Largest differencing: keep joining the two most uneven partial solutions, heavy parts onto light ones.
+    """Largest differencing method: repeatedly join the two partial solutions with the largest difference of parts.
 
-    A partial solution has ``k_partitions`` parts. With ``equal_size`` the first ones hold k
-    sequences of similar length, one in each part; otherwise a single sequence and empty parts.
+    Heavy parts are joined with light ones. A partial solution has ``k_partitions`` parts; initially, with
+    ``equal_size``, one sequence of similar length in each part, otherwise one sequence and empty parts.
     """
     order = sorted(range(len(seqlen_list)), key=lambda i: (seqlen_list[i], i))
     step = k_partitions if equal_size else 1
@@ -79,25 +81,27 @@ def karmarkar_karp(seqlen_list: Sequence[int], k_partitions: int, equal_size: bo
 
 
 def _entry(parts: list[_Part], number: int) -> tuple[int, int, list[_Part]]:
-    """A heap entry: the most uneven solution first, then the oldest; parts from heavy to light, empty ones last."""
+    """Create a heap entry that sorts by largest difference, then age; its parts go from heavy to light."""
     parts = sorted(parts, key=_Part.weight, reverse=True)
     return parts[-1].tokens - parts[0].tokens, number, parts
 
 
 def micro_batches_by_tokens(lengths: Sequence[int], max_tokens: int, min_count: int = 1) -> Partitions:
-    """Pack sequences into as few parts as it finds of at most ``max_tokens`` tokens, of about equal totals.
+    """Pack sequences into few parts of at most ``max_tokens`` tokens, with about the same number of tokens each.
+
+    The number of parts is found by a heuristic and need not be the minimum.
 
     Args:
         lengths: tokens of each sequence.
-        max_tokens: budget of a part.
-        min_count: make at least this many parts (one sequence each, if there are no more sequences).
+        max_tokens: limit for a part.
+        min_count: minimum number of parts, as far as there are sequences.
 
     Returns:
-        parts from heavy to light, none empty: where memory does not suffice, the first part shows
-        it, and parts of equal rank on different processes take about equally long.
+        non-empty parts from heavy to light, so that the first one shows whether memory suffices, and the n-th parts on
+        different ranks take about the same time.
 
     Raises:
-        ConfigError: a single sequence is over the budget.
+        ConfigError: a single sequence exceeds the limit.
     """
     if not lengths:
         return []
@@ -123,7 +127,7 @@ def micro_batches_by_tokens(lengths: Sequence[int], max_tokens: int, min_count: 
 
 
 def _first_fit(lengths: Sequence[int], max_tokens: int) -> Partitions:
-    """Longest first, each into the first part that has room."""
+    """First-fit decreasing: put each sequence, longest first, into the first part with enough room."""
     parts: Partitions = []
     room: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -151,10 +155,10 @@ def _tokens(lengths: Sequence[int], part: list[int]) -> int:
 
 
 def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Partitions, prefix: str) -> dict[str, float]:
-    """Tokens per part as the sequences came (contiguous parts) and as they were dealt.
+    """Metrics of the tokens per part without and with balancing.
 
     Returns:
-        ``{prefix}/min``, ``max``, ``minmax_diff`` of contiguous parts, ``balanced_min``,
+        ``{prefix}/min``, ``max``, ``minmax_diff`` of contiguous parts in the original order, ``balanced_min`` and
         ``balanced_max`` of ``partitions``, and ``mean``.
     """
     share = -(-len(seqlen_list) // len(partitions))
@@ -171,8 +175,153 @@ def log_seqlen_unbalance(seqlen_list: Sequence[int], partitions: Partitions, pre
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """The permutation that undoes ``idx_map``: ``[idx_map[i] for i in get_reverse_idx(idx_map)]`` is sorted."""
+    """Return the inverse permutation: ``[idx_map[i] for i in get_reverse_idx(idx_map)]`` is sorted."""
     undo = [0] * len(idx_map)
     for position, sample in enumerate(idx_map):
         undo[sample] = position
     return undo
+
+
+def calculate_workload(seqlen_list: Tensor) -> Tensor:
+    """Estimate the relative cost of a forward pass over each sequence: 24576·n + n² for n tokens.
+
+    Linear layers cost 24·h² per token and attention 4·h·n, here with the hidden size h = 4096 of a model of 7B
+    parameters: 24·h²·n + 4·h·n² = 4·h·(24576·n + n²).
+    """
+    return 24576 * seqlen_list + seqlen_list**2
+
+
+def get_group_balanced_partitions(
+    seqlen_list: Sequence[int], uid_list: Sequence[Hashable], k_partitions: int
+) -> Partitions:
+    """Split sequences into parts of about the same cost, with all sequences of one ``uid`` in the same part.
+
+    Raises:
+        ValueError: there are fewer uids than parts, or the lists differ in length.
+    """
+    groups: dict[Hashable, list[int]] = {}
+    for i, (_, uid) in enumerate(zip(seqlen_list, uid_list, strict=True)):
+        groups.setdefault(uid, []).append(i)
+    costs = calculate_workload(torch.as_tensor(list(seqlen_list))).tolist()
+    members = list(groups.values())
+    parts = get_seqlen_balanced_partitions([sum(costs[i] for i in group) for group in members], k_partitions, False)
+    return [sorted(i for number in part for i in members[number]) for part in parts]
+
+
+def rearrange_micro_batches(
+    batch: TensorDict,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+    force_group_size: int = 1,
+) -> tuple[list[TensorDict], Partitions]:
+    """Split a batch into micro-batches of at most ``max_token_len`` tokens, see :func:`micro_batches_by_tokens`.
+
+    Args:
+        batch: with attention_mask (bsz, sequence_length), or else input_ids as a nested tensor.
+        max_token_len: most tokens of a micro-batch.
+        dp_group: data-parallel ranks, which all call this.
+        num_batches_divided_by: the number of micro-batches is a multiple of this.
+        same_micro_num_in_dp: give all ranks of ``dp_group`` the same number of micro-batches.
+        min_num_micro_batch: smallest number of micro-batches.
+        use_dynamic_bsz_balance: order them from heavy to light; else by their first row.
+        force_group_size: so many consecutive rows stay together.
+
+    Returns:
+        the micro-batches, and the rows of each.
+
+    Raises:
+        ConfigError: one row, or one group of rows, exceeds the limit.
+        ValueError: there are too few rows for the number of micro-batches, or they do not divide into groups.
+    """
+    parts = _micro_batch_rows(
+        _row_lengths(batch),
+        max_token_len,
+        dp_group if same_micro_num_in_dp else None,
+        num_batches_divided_by or 1,
+        min_num_micro_batch or 1,
+        force_group_size,
+    )
+    if not use_dynamic_bsz_balance:
+        parts = sorted(parts)
+    return [batch[torch.tensor(part)] for part in parts], parts
+
+
+def _row_lengths(batch: TensorDict) -> list[int]:
+    if "attention_mask" in batch.keys():
+        return batch["attention_mask"].sum(-1).tolist()
+    return batch["input_ids"].offsets().diff().tolist()
+
+
+def _micro_batch_rows(
+    lengths: list[int], max_tokens: int, group: dist.ProcessGroup | None, multiple: int, least: int, together: int
+) -> Partitions:
+    if len(lengths) % together:
+        raise ValueError(f"{len(lengths)} rows do not divide into groups of {together} (force_group_size).")
+    sums = [sum(lengths[start : start + together]) for start in range(0, len(lengths), together)]
+    count = 0
+    needed = -(-least // multiple) * multiple
+    while needed != count:  # a larger number may need more parts again, here or on another rank
+        count = needed
+        parts = micro_batches_by_tokens(sums, max_tokens, count)
+        needed = _largest(max(count, -(-len(parts) // multiple) * multiple), group)
+    if len(parts) != count:
+        raise ValueError(f"{len(sums)} rows or groups of rows cannot make {count} micro-batches.")
+    return [[first * together + i for first in part for i in range(together)] for part in parts]
+
+
+def _largest(count: int, group: dist.ProcessGroup | None) -> int:
+    """Return the largest count of the ranks of a group."""
+    if group is None:
+        return count
+    found = torch.tensor(count, device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=group)
+    return int(found)
+
+
+class _Rows(Protocol):
+    """What :func:`prepare_dynamic_batch` needs of a ``DataProto``, which stands above this module."""
+
+    batch: Any
+
+    def select_idxs(self, idxs: Any) -> Self: ...
+
+
+D = TypeVar("D", bound=_Rows)
+
+
+def prepare_dynamic_batch(
+    data: D,
+    max_token_len: int,
+    dp_group: dist.ProcessGroup | None = None,
+    num_batches_divided_by: int | None = None,
+    same_micro_num_in_dp: bool = True,
+    min_num_micro_batch: int | None = None,
+    use_dynamic_bsz_balance: bool = True,
+) -> tuple[list[D], Partitions]:
+    """Split a ``DataProto`` as :func:`rearrange_micro_batches` splits its tensors; all its columns are split."""
+    _, parts = rearrange_micro_batches(
+        data.batch,
+        max_token_len,
+        dp_group,
+        num_batches_divided_by,
+        same_micro_num_in_dp,
+        min_num_micro_batch,
+        use_dynamic_bsz_balance,
+    )
+    return [data.select_idxs(part) for part in parts], parts
+
+
+def restore_dynamic_batch(data: Tensor, batch_idx_list: Partitions) -> Tensor:
+    """Put the rows of concatenated micro-batches back into the order of the batch that was split.
+
+    ``data`` may be a nested tensor; ``batch_idx_list`` holds the rows of each micro-batch.
+    """
+    order = get_reverse_idx(list(itertools.chain.from_iterable(batch_idx_list)))
+    if data.is_nested:
+        rows = data.unbind()
+        return torch.nested.as_nested_tensor([rows[i] for i in order], layout=data.layout)
+    return data[order]

@@ -1,8 +1,10 @@
-"""Load a tokenizer or a processor, and say what is wrong with it before a run starts."""
+"""Load and check tokenizers and multi-modal processors."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +15,54 @@ from transformers import (
     PreTrainedTokenizerFast,
     ProcessorMixin,
 )
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from verl.errors import ConfigError
-from verl.utils.model import resolve_model_path
-from verl.utils.model_code import LOADING_ERRORS, tell_if_code_runs, why_unreadable
+from verl.errors import ConfigError, DataError
+from verl.utils.model import require_on_hub, resolve_model_path
+from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
+from verl.utils.model_files import tokenizer_problem
+from verl.utils.transformers_private import get_tokenizer_config
 
 logger = logging.getLogger(__name__)
 
+_REMEDY = (
+    "A tokenizer's folder holds tokenizer.json and tokenizer_config.json; if it lies apart from the model, set "
+    "model.tokenizer_path."
+)
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 
 def hf_tokenizer(
     name_or_path: str,
     correct_pad_token: bool = True,
+    correct_gemma2: bool = True,
     chat_template: str | None = None,
     **kwargs: Any,
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder or hub name, ready to pad.
+    """Load the tokenizer of a model folder or hub name.
 
     Args:
         name_or_path: model folder or hub name.
-        correct_pad_token: give a tokenizer without pad token its end token as pad, and log that. Padding
-            is told apart by masks alone, so the end token that a policy emits stays a token like any other.
+        correct_pad_token: use the end token for padding if there is no pad token, with a warning. Padding is
+            recognised by masks only, so end tokens in responses are not affected.
+        correct_gemma2: no effect: the end of a turn is one of the model's end tokens (:func:`eos_token_ids`) here.
         chat_template: Jinja text that replaces the tokenizer's own (``model.custom_chat_template``).
         kwargs: for ``AutoTokenizer.from_pretrained``, for example ``trust_remote_code=True``.
 
     Raises:
-        ConfigError: the folder does not exist, holds no tokenizer, or there is nothing to pad with.
+        ConfigError: the folder does not exist or holds no tokenizer, or there is neither a pad nor an end token.
     """
     path = resolve_model_path(name_or_path)
-    kwargs.setdefault("trust_remote_code", False)  # None would ask whoever sits at the terminal
+    kwargs.setdefault("trust_remote_code", False)  # None would prompt on the terminal
+    if not Path(path).is_dir():
+        require_on_hub(path)
+    elif problem := tokenizer_problem(Path(path)):
+        raise ConfigError(f"no tokenizer can be read from '{path}': {problem}. {_REMEDY}")
     try:
         loader = PreTrainedTokenizerFast if _is_plain(path) else AutoTokenizer
         tokenizer = loader.from_pretrained(path, **kwargs)
     except LOADING_ERRORS as error:
-        raise ConfigError(
-            f"no tokenizer can be read from '{path}': {why_unreadable(error, path)} A tokenizer's folder holds "
-            "tokenizer.json and tokenizer_config.json; if it lies apart from the model, set model.tokenizer_path."
-        ) from error
-    tell_if_code_runs(tokenizer, path)
+        raise ConfigError(f"no tokenizer can be read from '{path}': {why_unreadable(error, path)} {_REMEDY}") from error
+    warn_if_code_runs(tokenizer, path)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     if tokenizer.pad_token_id is None and correct_pad_token:
@@ -61,11 +71,9 @@ def hf_tokenizer(
 
 
 def _is_plain(path: str) -> bool:
-    """The folder says that its tokenizer.json is all there is to the tokenizer.
-
-    AutoTokenizer does not believe that for some model types (qwen2 among them) and puts the family's own
-    splitting rules in place of those in tokenizer.json, so that text becomes other tokens, without a word.
-    """
+    """Whether tokenizer.json defines the tokenizer completely, according to tokenizer_config.json."""
+    # For some model types, e.g. qwen2, AutoTokenizer ignores that and silently replaces the splitting rules of
+    # tokenizer.json by those of the model family, so that text is split into different tokens.
     declared = get_tokenizer_config(path)
     return declared.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in declared
 
@@ -86,26 +94,8 @@ def _pad_with_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     )
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that cannot turn messages into a prompt.
-
-    Raises:
-        ConfigError: it has no chat template.
-    """
-    if tokenizer.chat_template is None:
-        raise ConfigError(
-            f"the tokenizer of '{tokenizer.name_or_path}' has no chat template, so messages cannot be turned into a "
-            "prompt. Give one as model.custom_chat_template='...', add chat_template to its tokenizer_config.json, "
-            "or use the tokenizer of the model's chat or instruct variant (model.tokenizer_path)."
-        )
-
-
 def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
-    """The processor of a multi-modal model; None for a model of text alone.
-
-    Raises:
-        ConfigError: the folder does not exist, or its processor cannot be read.
-    """
+    """Load the processor of a multi-modal model; return None for a text model."""
     path = resolve_model_path(name_or_path)
     kwargs.setdefault("trust_remote_code", False)
     files = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
@@ -115,9 +105,28 @@ def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
         processor = AutoProcessor.from_pretrained(path, **kwargs)
     except LOADING_ERRORS as error:
         raise ConfigError(f"the processor of '{path}' cannot be read: {why_unreadable(error, path)}") from error
-    tell_if_code_runs(processor, path)
+    warn_if_code_runs(processor, path)
     if isinstance(processor, ProcessorMixin):
         return processor
     if Path(path).is_dir():
         logger.warning("'%s' has files of a processor, but Transformers makes none of them: text alone is used.", path)
     return None
+
+
+def normalize_token_ids(tokenized_output: Any) -> list[int]:
+    """Return the ids of one text as a list, from whatever a tokenizer or ``apply_chat_template`` returns.
+
+    That is a list, a tensor or an array, also with a batch dimension of one, or a mapping with ``input_ids``.
+
+    Raises:
+        DataError: it holds several texts, or something other than ids.
+    """
+    found = tokenized_output
+    if isinstance(found, Mapping) or hasattr(found, "input_ids"):
+        found = found["input_ids"] if isinstance(found, Mapping) else found.input_ids
+    found = found.tolist() if hasattr(found, "tolist") else list(found)
+    if len(found) == 1 and isinstance(found[0], list | tuple):
+        found = list(found[0])
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in found):
+        raise DataError(f"the ids of one text are a list of integers, got {found!r:.120}.")
+    return [int(token) for token in found]

@@ -1,6 +1,6 @@
-"""Small pure functions of tensors: masked statistics, log-probs, entropy, padding, learning-rate schedules.
+"""Pure functions of tensors: masked statistics, log-probs, entropy, padding, learning-rate schedules.
 
-A masked entry has no influence on any result, whatever it holds (also NaN or infinity), and gets
+A masked entry does not affect any result, whatever it holds (NaN and infinity included), and gets
 no gradient.
 """
 
@@ -10,26 +10,24 @@ import math
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from tensordict import TensorDict
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from verl.base.doors import absent_names
 
 Axis = int | tuple[int, ...] | None
 
 
 def zero_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """``values`` with 0 where ``mask`` is 0, so that what stands there cannot reach a result or a gradient."""
+    """``values`` with 0 where ``mask`` is 0; even NaN there reaches neither result nor gradient."""
     return torch.where(mask.bool(), values, torch.zeros((), dtype=values.dtype, device=values.device))
 
 
 def masked_sum(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
-    """Σ values·mask, over ``axis`` or over everything.
-
-    Args:
-        values: any shape.
-        mask: same shape (or broadcastable), 1 on valid entries.
-        axis: dimensions to reduce; None reduces all.
-    """
+    """Σ values·mask, over ``axis`` or over everything; ``mask`` is broadcast."""
     return zero_masked(values, mask).sum(dim=axis)
 
 
@@ -40,13 +38,7 @@ def masked_mean(values: Tensor, mask: Tensor, axis: Axis = None) -> Tensor:
 
 
 def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
-    """Variance of the valid entries of the whole tensor.
-
-    Args:
-        values: any shape.
-        mask: same shape, 1 on valid entries.
-        unbiased: divide by n - 1 instead of n. A single entry has variance 0 either way.
-    """
+    """Variance of the valid entries of the whole tensor; 0 for a single entry."""
     values = zero_masked(values, mask)
     mean = masked_mean(values, mask)
     count = mask.bool().expand_as(values).sum()
@@ -54,14 +46,11 @@ def masked_var(values: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
 
 def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """Valid entries scaled to variance 1 and shifted to mean 0; 0 where ``mask`` is 0.
+    """Scale the valid entries to variance 1 and shift them to mean 0; 0 where ``mask`` is 0.
 
         (x - mean) / √(var + 1e-8)        var unbiased, over the whole tensor
 
-    Args:
-        values: any shape.
-        mask: same shape, 1 on valid entries.
-        shift_mean: if false, scale only and keep the mean.
+    With ``shift_mean=False`` they are scaled only and keep their mean.
     """
     # In float64: where the spread is small beside the mean, float32 sums would shift every entry by their rounding.
     is_masked, count = mask == 0, mask.count_nonzero()
@@ -72,15 +61,13 @@ def masked_whiten(values: Tensor, mask: Tensor, shift_mean: bool = True) -> Tens
     return (whitened if shift_mean else whitened.add_(mean).masked_fill_(is_masked, 0.0)).to(values.dtype)
 
 
-def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """log softmax(logits)[labels], in float32 at least.
+def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
+    """log softmax(logits)[labels], in float32, or float64 if the logits are.
 
     Args:
         logits: (..., vocabulary), of any floating dtype.
-        labels: (...) token ids; the id -100 stands for no token and gives 0.
-
-    Returns:
-        (...) float32 (float64 if the logits are).
+        labels: (...) token ids; the id -100 means no token and gives 0.
+        inplace_backward: a hint of public code, which may overwrite the logits; they are never overwritten here.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     loss = torch.nn.functional.cross_entropy(wide.reshape(-1, wide.shape[-1]), labels.reshape(-1), reduction="none")
@@ -88,26 +75,38 @@ def logprobs_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """-Σ_v p_v log p_v of p = softmax(logits), in float32 at least.
+    """-Σ_v p_v log p_v of p = softmax(logits), in float32, or float64 if the logits are.
 
-    A logit of -inf (a forbidden token) counts as p log p = 0.
-
-    Args:
-        logits: (..., vocabulary), of any floating dtype.
-
-    Returns:
-        (...) float32 (float64 if the logits are).
+    From (..., vocabulary) to (...). A logit of -inf (a forbidden token) counts as p log p = 0.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_p = torch.log_softmax(wide, dim=-1)
     return -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1)
 
 
+def allgather_dict_tensors(
+    tensors: dict[str, Tensor] | TensorDict, size: int, group: dist.ProcessGroup | None, dim: int = 0
+) -> dict[str, Tensor] | TensorDict:
+    """Concatenate the tensors of all ``size`` ranks of a group along ``dim``, by name and in the order of the ranks.
+
+    All ranks must have the same names and shapes. A ``TensorDict`` gives a ``TensorDict``.
+    """
+    gathered = {}
+    for name in sorted(map(str, tensors.keys())):
+        mine = tensors[name].contiguous()
+        parts = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(parts, mine, group=group)
+        gathered[name] = torch.cat(parts, dim=dim)
+    return (
+        TensorDict(gathered, batch_size=[tensors.batch_size[0] * size]) if isinstance(tensors, TensorDict) else gathered
+    )
+
+
 # ---- padding and masks ------------------------------------------------------------------------
 
 
 def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: float, left_pad: bool = False) -> Tensor:
-    """Widen the last dimension to ``max_seq_len``; what is as long already comes back as it is."""
+    """Pad the last dimension to ``max_seq_len``; a tensor of at least that length is returned as it is."""
     missing = max_seq_len - tensors.shape[-1]
     if missing <= 0:
         return tensors
@@ -117,15 +116,9 @@ def pad_sequence_to_length(tensors: Tensor, max_seq_len: int, pad_token_id: floa
 def pad_2d_list_to_length(
     response: Sequence[Sequence[int]], pad_token_id: int, max_length: int | None = None
 ) -> Tensor:
-    """Ragged token lists as one right-padded tensor.
+    """Convert ragged token lists to one right-padded (rows, width) int64 tensor; rows may be empty.
 
-    Args:
-        response: one list of token ids per row; rows may be empty.
-        pad_token_id: fills the rest.
-        max_length: width at least; None takes the longest row. Longer rows are kept whole.
-
-    Returns:
-        (rows, width) int64.
+    The width is that of the longest row, but at least ``max_length``: longer rows are not truncated.
     """
     width = max([len(row) for row in response] + [max_length or 0])
     padded = torch.full((len(response), width), pad_token_id, dtype=torch.int64)
@@ -137,17 +130,11 @@ def pad_2d_list_to_length(
 def get_response_mask(
     response_id: Tensor, eos_token: int | Sequence[int] = 2, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """1 up to and including the first end token of each row, 0 after it.
+    """1 up to and including the first end token of each row, 0 after it; all 1 in a row without an end token.
 
         ids 5 7 2 9 2 with end token 2  →  1 1 1 0 0
 
-    Args:
-        response_id: (bsz, response_length) token ids.
-        eos_token: the id, or ids, that end a response.
-        dtype: of the result.
-
-    Returns:
-        (bsz, response_length); all 1 in a row without an end token.
+    ``response_id`` and the result are (bsz, response_length); ``eos_token`` is one id or several.
     """
     ends = torch.isin(response_id, torch.as_tensor(eos_token, device=response_id.device))
     ended_before = ends.long().cumsum(dim=-1) - ends.long()
@@ -155,17 +142,15 @@ def get_response_mask(
 
 
 get_eos_mask = get_response_mask
-"""Older name that scripts still use."""
+"""Older name of :func:`get_response_mask`, used by existing scripts."""
 
 
 # ---- learning-rate schedules ------------------------------------------------------------------
 
 
 def warmup_factor(step: int, num_warmup_steps: int) -> float:
-    """Linear warm-up: (step + 1) / (w + 1) for the steps 0 … w-1, then 1.
-
-    The first step already moves: a factor of 0 would spend a step, and its rollout, on nothing.
-    """
+    """Linear warm-up: (step + 1) / (w + 1) for the steps 0 … w-1, then 1."""
+    # Not from 0: the first step, with its rollout, would then change nothing.
     return min(1.0, (step + 1) / (num_warmup_steps + 1))
 
 
@@ -181,7 +166,7 @@ def cosine_factor(
 
 
 def get_constant_schedule_with_warmup(optimizer: Optimizer, num_warmup_steps: int, last_epoch: int = -1) -> LambdaLR:
-    """The learning rate rises linearly over ``num_warmup_steps``, then stays."""
+    """Learning rate with linear warm-up, then constant."""
     return LambdaLR(optimizer, lambda step: warmup_factor(step, num_warmup_steps), last_epoch)
 
 
@@ -192,25 +177,37 @@ def get_cosine_schedule_with_warmup(
     min_lr_ratio: float | None = 0.0,
     num_cycles: float = 0.5,
     last_epoch: int = -1,
+    init_lr_ratio: float | None = None,
+    zero_indexed_step: bool = True,
 ) -> LambdaLR:
-    """The learning rate rises linearly, then falls along a cosine to ``min_lr_ratio`` of its peak.
+    """Learning rate with linear warm-up, then a cosine decay to ``min_lr_ratio`` of its peak.
 
     Args:
         optimizer: its learning rates are the peak.
-        num_warmup_steps: steps of the rise.
-        num_training_steps: step at which the fall ends; later steps stay there.
-        min_lr_ratio: end of the fall, as a fraction of the peak; None is 0.
-        num_cycles: cosine periods of the fall; 0.5 is one descent.
+        num_warmup_steps: steps of the warm-up.
+        num_training_steps: step at which the decay ends; later steps keep its last value.
+        min_lr_ratio: final rate as a fraction of the peak; None is 0.
+        num_cycles: cosine periods of the decay; 0.5 is one descent.
         last_epoch: step to resume from.
+        init_lr_ratio: rate from which the warm-up rises, as a fraction of the peak; None is 0.
+        zero_indexed_step: the first update is step 0, at 1/(w+1) of the warm-up; with False it is step 1, at 1/w.
 
     Raises:
-        ValueError: ``min_lr_ratio`` is outside of [0, 1].
+        ValueError: ``min_lr_ratio`` or ``init_lr_ratio`` is outside of [0, 1].
     """
-    ratio = min_lr_ratio or 0.0
-    if not 0.0 <= ratio <= 1.0:
-        raise ValueError(f"min_lr_ratio={ratio} is no fraction of the peak: use a number from 0 to 1.")
-    return LambdaLR(
-        optimizer,
-        lambda step: cosine_factor(step, num_warmup_steps, num_training_steps, ratio, num_cycles),
-        last_epoch,
-    )
+    ratio, start = min_lr_ratio or 0.0, init_lr_ratio or 0.0
+    for name, value in (("min_lr_ratio", ratio), ("init_lr_ratio", start)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{name}={value} is no fraction of the peak: use a number from 0 to 1.")
+
+    def factor(step: int) -> float:
+        step += not zero_indexed_step
+        if step < num_warmup_steps:
+            risen = warmup_factor(step, num_warmup_steps) if zero_indexed_step else step / num_warmup_steps
+            return start + (1.0 - start) * risen
+        return cosine_factor(step, num_warmup_steps, num_training_steps, ratio, num_cycles)
+
+    return LambdaLR(optimizer, factor, last_epoch)
+
+
+__getattr__ = absent_names(__name__)

@@ -1,25 +1,19 @@
-"""The workers of a PPO run: what the driver may ask of one process. All work is done by engines.
+"""The workers of a PPO run: the remote methods that the driver calls for policy, rollout, reference, critic and reward.
 
-ActorRolloutRefWorker   policy, rollout engine, frozen reference: whichever its role names
-CriticWorker            value model
-RewardModelWorker       discriminative reward model
+Workers configure engines and call them; the engines compute.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import TypeVar
 
+from omegaconf import DictConfig
 from torch import Tensor
 
-from verl.errors import ConfigError
-from verl.protocol import DataProto
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils.device import get_device
-from verl.utils.model import hf_config_of, load_causal_lm, torch_dtype, training_randomness
-from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.config import (
+from verl.base.doors import absent_names
+from verl.config import (
     ActorConfig,
     ActorRolloutRefConfig,
     CheckpointConfig,
@@ -28,15 +22,23 @@ from verl.workers.config import (
     HFModelConfig,
     RewardModelConfig,
 )
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
+from verl.utils.device import get_device
+from verl.utils.model import hf_config_of, load_causal_lm, torch_dtype, training_randomness
+from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import BaseEngine, MicroBatchConfig
-from verl.workers.engine_workers import EngineWorker
 from verl.workers.losses import OwnForwardLoss, PolicyLoss, ValueLoss
 from verl.workers.reward_input import RewardInput
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, get_rollout_class
-from verl.workers.update import UpdatePlan, mini_batch_size_per_rank, update
+from verl.workers.rollout.serving import EngineRequests, RequestQueue
+from verl.workers.training_workers import EngineWorker
+from verl.workers.update import OptimizerSteps, UpdatePlan, mini_batch_size_per_rank
 
 T = TypeVar("T")
 
+# Models and engines that the worker of each role holds.
 _PARTS = {
     "actor": {"actor"},
     "rollout": {"rollout"},
@@ -44,25 +46,31 @@ _PARTS = {
     "actor_rollout": {"actor", "rollout"},
     "actor_rollout_ref": {"actor", "rollout", "ref"},
 }
-"""What the worker of each role holds."""
 
 
 class ActorRolloutRefWorker(EngineWorker):
-    """The policy and what belongs to it.
+    """Worker with the trained policy, a rollout engine and the frozen reference, or some of them.
 
     Args:
-        config: ``actor_rollout_ref``.
         role: ``actor``, ``rollout``, ``ref``, ``actor_rollout`` or ``actor_rollout_ref``.
-        device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
+        device_name: see :class:`EngineWorker`.
+        total_steps: see :class:`EngineWorker`.
 
     Raises:
-        ConfigError: there is no such role.
+        ConfigError: the role is unknown.
     """
 
-    def __init__(self, config: ActorRolloutRefConfig, role: str, device_name: str | None = None) -> None:
+    def __init__(
+        self,
+        config: ActorRolloutRefConfig | DictConfig,
+        role: str,
+        device_name: str | None = None,
+        total_steps: int = 0,
+    ) -> None:
         if role not in _PARTS:
             raise ConfigError(f"role '{role}' of ActorRolloutRefWorker is unknown. Use one of: {', '.join(_PARTS)}.")
-        super().__init__(config.actor.checkpoint, device_name, config.nccl_timeout)
+        config = ActorRolloutRefConfig.of(config)
+        super().__init__(config.actor.checkpoint, device_name, config.nccl_timeout, total_steps)
         self.config = config
         self.parts = _PARTS[role]
         self.ref: BaseEngine | None = None
@@ -71,17 +79,18 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load what the role names; the rollout engine last, because it takes the memory that is left."""
+        """Load the models and engines of the role."""
         model, actor, ref = self.config.model, self.config.actor, self.config.ref
         if "actor" in self.parts:
-            packed = dataclasses.replace(model, use_remove_padding=actor.use_remove_padding)
-            self.engine = self.make_engine("language_model", actor.strategy, packed, actor.fsdp_config, actor.optim)
+            self.engine = self.make_engine(
+                "language_model", actor.strategy, self.config.trained_model, actor.fsdp_config, actor.optim
+            )
             self.policy_loss = PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
         if "ref" in self.parts:
             self.ref = self.make_engine("language_model", ref.strategy, model, ref.fsdp_config)
             self.join_mesh("ref", self.ref)
-        if "rollout" in self.parts:
+        if "rollout" in self.parts:  # last, because the rollout engine takes a share of the memory that is left
             self._init_rollout()
 
     def _init_rollout(self) -> None:
@@ -98,13 +107,30 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="rollout"))
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response to each row, by the policy as it is now; see :mod:`verl.workers.rollout.batch`."""
+        """Generate one response to each row with the current policy; see :mod:`verl.workers.rollout.request`."""
         rollout = _present(self.rollout, "rollout")
         if self.engine is None:
             with rollout.awake(self._pretrained_weights, version=0):
                 return rollout.generate_sequences(prompts)
         with self.engine.eval_mode(), rollout.awake(self.engine.get_per_tensor_param, self.engine.weight_version):
             return rollout.generate_sequences(prompts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def serve(self, requests: EngineRequests) -> None:
+        """Answer requests with the current policy, one by one as they come, until they are closed."""
+        rollout = _present(self.rollout, "rollout")
+        engine = self.engine
+        weights = self._pretrained_weights if engine is None else engine.get_per_tensor_param
+        with ExitStack() as entered:
+            if engine is not None:
+                entered.enter_context(engine.eval_mode())
+            entered.enter_context(rollout.awake(weights, version=0 if engine is None else engine.weight_version))
+            if rollout.leads:
+                queue = entered.enter_context(requests.of_engine(self.rank // rollout.ranks_per_engine))
+            else:  # the engine's requests are for its first rank alone
+                queue = RequestQueue(lambda number, answer: None)
+                queue.close()
+            rollout.serve(queue)
 
     def _pretrained_weights(self) -> Iterable[tuple[str, Tensor]]:
         model = self.config.model
@@ -113,10 +139,10 @@ class ActorRolloutRefWorker(EngineWorker):
         return load_causal_lm(model.path, hf_config, dtype, model.trust_remote_code).named_parameters()
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys under the policy as it is now, each (bsz, response_length).
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """Compute ``old_log_probs`` and ``entropys`` under the current policy, each (bsz, response_length).
 
-        With ``actor.calculate_sum_pi_squared`` also sum_pi_squared.
+        With ``actor.calculate_sum_pi_squared`` also ``sum_pi_squared``.
         """
         rollout = self.config.rollout
         micro = MicroBatchConfig(
@@ -125,20 +151,20 @@ class ActorRolloutRefWorker(EngineWorker):
             max_token_len_per_gpu=rollout.log_prob_max_token_len_per_gpu,
         )
         with self.trained.eval_mode():
-            found = self.trained.infer_batch(batch, set(self._log_prob_columns), micro, self.temperature)
+            found = self.trained.infer_batch(data, set(self._log_prob_columns), micro, self.temperature)
         return DataProto.from_dict(tensors={column: found[name] for name, column in self._log_prob_columns.items()})
 
     @property
     def _log_prob_columns(self) -> dict[str, str]:
-        """The engine's output → the column that it becomes."""
+        """Map from outputs of the engine to columns of the batch."""
         columns = {"log_probs": "old_log_probs", "entropy": "entropys"}
         if self.config.actor.calculate_sum_pi_squared:
             columns["sum_pi_squared"] = "sum_pi_squared"
         return columns
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """ref_log_prob under the frozen reference, (bsz, response_length)."""
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """Compute ``ref_log_prob`` under the frozen reference, (bsz, response_length)."""
         ref, engine = self.config.ref, _present(self.ref, "ref")
         micro = MicroBatchConfig(
             micro_batch_size_per_gpu=ref.log_prob_micro_batch_size_per_gpu,
@@ -146,73 +172,77 @@ class ActorRolloutRefWorker(EngineWorker):
             max_token_len_per_gpu=ref.log_prob_max_token_len_per_gpu,
         )
         with engine.eval_mode():
-            found = engine.infer_batch(batch, {"log_probs"}, micro, self.temperature)
+            found = engine.infer_batch(data, {"log_probs"}, micro, self.temperature)
         return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def update_actor(
-        self, batch: DataProto, entropy_coeff: float | None = None, own_forward: bool = False
-    ) -> DataProto:
-        """Improve the policy on this batch; ``meta_info["metrics"]``, the same on every rank.
+    def update_actor(self, data: DataProto, entropy_coeff: float | None = None, own_forward: bool = False) -> DataProto:
+        """Update the policy on this batch.
 
         Args:
-            batch: mini-batches as ``layout_for_ranks`` deals them, with the columns of ``prepare_update``.
-            entropy_coeff: weight of the entropy bonus in this step; None takes ``actor.entropy_coeff``.
-            own_forward: the batch is one optimizer step without ``old_log_probs``: those of its own forward pass
-                are taken, and returned with ``entropys``.
+            data: mini-batches in the order of ``layout_for_ranks``, with the columns of ``prepare_update``.
+            entropy_coeff: weight of the entropy bonus in this step; None uses ``actor.entropy_coeff``.
+            own_forward: take ``old_log_probs`` from the update's own forward pass, because the batch has none; only for
+                a batch that is one optimizer step.
+
+        Returns:
+            ``meta_info["metrics"]`` and ``meta_info["non_finite"]``, the same on every rank; with ``own_forward`` also
+            the columns ``old_log_probs`` and ``entropys``.
 
         Raises:
-            ConfigError: ``own_forward`` with more than one optimizer step; the later ones would compare the
-                policy with itself instead of with the one that sampled.
+            ConfigError: ``own_forward`` with more than one optimizer step; later steps would compare the policy with
+                itself instead of with the one that sampled.
         """
         engine, loss = self.trained, _present(self.policy_loss, "actor").with_entropy_coeff(entropy_coeff)
         plan = _plan("actor", self.config.actor, self.config.rollout.n, engine, self.temperature)
-        if not own_forward:
-            with engine.train_mode():
-                return self.report(*update(engine, batch, loss, plan, prefix="actor"), engine)
-        if len(batch) != plan.mini_batch_size or plan.epochs != 1:
+        if own_forward and (len(data) != plan.mini_batch_size or plan.epochs != 1):
             raise ConfigError(
-                f"{len(batch)} sequences of this rank in mini-batches of {plan.mini_batch_size}, {plan.epochs} times "
+                f"{len(data)} sequences of this rank in mini-batches of {plan.mini_batch_size}, {plan.epochs} times "
                 "over, are more than one optimizer step: they need old_log_probs. Call compute_log_prob first."
             )
-        scoring = OwnForwardLoss(loss, len(batch))
+        if own_forward:
+            loss = OwnForwardLoss(loss, len(data))
+            data = loss.numbered(data)
+        steps = OptimizerSteps()
         with engine.train_mode():
-            metrics, problems = update(engine, scoring.numbered(batch), scoring, plan, prefix="actor")
-        assert batch.batch is not None
-        return self.report(metrics, problems, engine) | scoring.columns(batch.batch["response_mask"].shape[1])
+            for rows in plan.mini_batches(len(data), engine.weight_version):
+                report = engine.train_batch(data.select_idxs(rows), loss, plan.micro, plan.temperature)
+                steps.add(report, engine.non_finite, rows)
+            metrics = steps.metrics("actor", engine.lr_scheduler_step())
+        made = loss.columns(data.batch["response_mask"].shape[1]) if isinstance(loss, OwnForwardLoss) else DataProto()
+        return self.report(metrics, steps.problems, engine) | made
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def training_randomness(self) -> dict[str, float]:
-        """Settings that make the policy's forward pass random in training; see :mod:`verl.utils.model`."""
+        """Return the settings that make the policy's forward pass random in training, such as dropout rates."""
         model = self.config.model
         return training_randomness(hf_config_of(model))
 
     @property
     def temperature(self) -> float:
-        """Of the policy as it samples; a greedy one is scored at temperature 1."""
+        """Temperature at which log-probs are computed: that of sampling, or 1 if sampling is greedy."""
         rollout = self.config.rollout
         return rollout.temperature if rollout.do_sample and rollout.temperature > 0 else 1.0
 
     def weights_replaced(self) -> None:
-        """The rollout engine's copy is of other weights, whatever their version says."""
+        """Make the rollout engine load the weights again."""
+        # A restored version number may equal that of the engine's weights, although they differ.
         if self.rollout is not None:
             self.rollout.weight_version = NO_WEIGHTS
 
 
 AsyncActorRolloutRefWorker = ActorRolloutRefWorker
-"""The name that scripts use with ``rollout.mode=async``; an engine decides itself how it serves requests."""
+"""The same class under the name that scripts use with ``rollout.mode=async``; only rollout engines read that."""
 
 
 class CriticWorker(EngineWorker):
-    """The value model.
+    """Worker with the value model; see :class:`EngineWorker` for ``device_name`` and ``total_steps``."""
 
-    Args:
-        config: ``critic``.
-        device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
-    """
-
-    def __init__(self, config: FSDPCriticConfig, device_name: str | None = None) -> None:
-        super().__init__(config.checkpoint, device_name)
+    def __init__(
+        self, config: FSDPCriticConfig | DictConfig, device_name: str | None = None, total_steps: int = 0
+    ) -> None:
+        config = FSDPCriticConfig.of(config)
+        super().__init__(config.checkpoint, device_name, total_steps=total_steps)
         self.config = config
         self.value_loss = ValueLoss(config)
 
@@ -235,8 +265,8 @@ class CriticWorker(EngineWorker):
         self.join_mesh("critic", self.engine)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
-    def compute_values(self, batch: DataProto) -> DataProto:
-        """Values of the state before each response token, (bsz, response_length)."""
+    def compute_values(self, data: DataProto) -> DataProto:
+        """Compute ``values``, (bsz, response_length), of the state before each response token."""
         config = self.config
         micro = MicroBatchConfig(
             micro_batch_size_per_gpu=config.forward_micro_batch_size_per_gpu,
@@ -244,34 +274,34 @@ class CriticWorker(EngineWorker):
             max_token_len_per_gpu=config.forward_max_token_len_per_gpu,
         )
         with self.trained.eval_mode():
-            return DataProto.from_dict(tensors=self.trained.infer_batch(batch, {"values"}, micro))
+            return DataProto.from_dict(tensors=self.trained.infer_batch(data, {"values"}, micro))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
-    def update_critic(self, batch: DataProto) -> DataProto:
-        """Fit the values to the returns of this batch; ``meta_info["metrics"]``, the same on every rank."""
+    def update_critic(self, data: DataProto) -> DataProto:
+        """Fit the values to the returns of this batch; return metrics, the same on every rank, in ``meta_info``."""
         engine = self.trained
         plan = _plan("critic", self.config, self.config.rollout_n, engine)
+        steps = OptimizerSteps()
         with engine.train_mode():
-            return self.report(*update(engine, batch, self.value_loss, plan, prefix="critic"), engine)
+            for rows in plan.mini_batches(len(data), engine.weight_version):
+                report = engine.train_batch(data.select_idxs(rows), self.value_loss, plan.micro)
+                steps.add(report, engine.non_finite, rows)
+            metrics = steps.metrics("critic", engine.lr_scheduler_step())
+        return self.report(metrics, steps.problems, engine)
 
 
 class RewardModelWorker(EngineWorker):
-    """A discriminative reward model: one score per response.
+    """Worker with a frozen discriminative reward model, which gives one score per response."""
 
-    Args:
-        config: ``reward_model``.
-        device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
-    """
-
-    def __init__(self, config: RewardModelConfig, device_name: str | None = None) -> None:
+    def __init__(self, config: RewardModelConfig | DictConfig, device_name: str | None = None) -> None:
         super().__init__(CheckpointConfig(), device_name)
-        self.config = config
+        self.config = RewardModelConfig.of(config)
         self.model: BaseEngine | None = None
         self.inputs: RewardInput | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the reward model, and both tokenizers where they may differ."""
+        """Load the reward model, and tokenizers if its own may differ from the policy's."""
         section = self.config.model
         model = HFModelConfig(
             path=section.path,
@@ -285,8 +315,8 @@ class RewardModelWorker(EngineWorker):
         self.join_mesh("reward", self.model)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))
-    def compute_rm_score(self, batch: DataProto) -> DataProto:
-        """rm_scores, (bsz, response_length): the score on the last response token, 0 elsewhere."""
+    def compute_rm_score(self, data: DataProto) -> DataProto:
+        """Compute ``rm_scores``, (bsz, response_length): the score at the last response token, 0 elsewhere."""
         config, engine = self.config, _present(self.model, "reward model")
         inputs = _present(self.inputs, "reward model")
         micro = MicroBatchConfig(
@@ -295,14 +325,14 @@ class RewardModelWorker(EngineWorker):
             max_token_len_per_gpu=config.forward_max_token_len_per_gpu,
         )
         with engine.eval_mode():
-            scores = engine.infer_batch(inputs.read(batch), {"scores"}, micro)["scores"].sum(-1)
-        return DataProto.from_dict(tensors={"rm_scores": inputs.place(scores, batch)})
+            scores = engine.infer_batch(inputs.read(data), {"scores"}, micro)["scores"].sum(-1)
+        return DataProto.from_dict(tensors={"rm_scores": inputs.place(scores, data)})
 
 
 def _plan(
     name: str, section: ActorConfig | CriticConfig, n: int, engine: BaseEngine, temperature: float = 1.0
 ) -> UpdatePlan:
-    """The update that a section describes, on the ranks of ``engine``."""
+    """Make the update plan of a configuration section for the ranks of ``engine``."""
     key = f"{name}.ppo_mini_batch_size"
     return UpdatePlan(
         mini_batch_size=mini_batch_size_per_rank(key, section.ppo_mini_batch_size, n, engine.get_data_parallel_size()),
@@ -321,3 +351,6 @@ def _present(part: T | None, name: str) -> T:
     if part is None:
         raise ConfigError(f"this worker holds no {name}: its role does not include it, or init_model was not called.")
     return part
+
+
+__getattr__ = absent_names(__name__)

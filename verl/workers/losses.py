@@ -1,50 +1,70 @@
-"""What is minimised: the policy, value and supervised losses, composed of the pure functions of core_algos.
+"""Training losses of the policy, the critic, supervised training, reward models and preferences.
 
-A loss is called by the engine for each micro-batch, with the denominators of the whole mini-batch. Its
-scalar carries the factor ``dp_size``, because gradients are averaged over ranks; the metrics that are
-parts of a loss are reported without it, as shares that add up to the value of the whole mini-batch.
+Each is a :class:`LossFunction` built from the pure functions of :mod:`verl.algorithms`. A metric that is a term of a
+loss is reported as a :class:`PartialSum` without the factor ``dp_size``, so the parts add up to the value of the
+mini-batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from verl.errors import ConfigError
-from verl.protocol import DataProto
-from verl.schema import require
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
+    LossTotals,
     agg_loss,
     compute_value_loss,
-    get_policy_loss_fn,
+    evaluate_policy_loss,
     kl_penalty,
-    loss_and_metrics,
     policy_loss_info,
     update_columns,
 )
+from verl.algorithms.preference import (
+    Pairs,
+    bradley_terry_loss,
+    direct_preference_loss,
+    implicit_rewards,
+    reward_centering,
+    sequence_log_probs,
+    split_pairs,
+)
+from verl.config import ActorConfig, CriticConfig, DirectPreferenceLossConfig, RewardModelLossConfig
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.schema import require
 from verl.utils.torch_functional import masked_mean, zero_masked
-from verl.workers.config import ActorConfig, CriticConfig
-from verl.workers.engine.base import BatchTotals, Metrics, Share
+from verl.workers.engine import BatchTotals, LossMetrics, PartialSum
+
+
+def denominators(totals: BatchTotals, loss_agg_mode: str, columns: Mapping[str, Tensor]) -> LossTotals:
+    """Convert totals to arguments of ``agg_loss``, with the ``row_weights`` of these rows if the mode needs them."""
+    counts = cast(LossTotals, asdict(totals))
+    if loss_agg_mode == "prompt-mean":
+        counts["row_weights"] = columns["row_weights"]
+    return counts
 
 
 class PolicyLoss:
-    """The policy's loss: surrogate - entropy_coeff · H + kl_loss_coef · KL(policy ‖ reference).
+    """Policy loss - entropy_coeff · H + kl_loss_coef · KL(policy ‖ reference).
 
     Args:
-        config: ``actor_rollout_ref.actor``; it chooses the surrogate and weighs the other terms.
+        config: ``actor_rollout_ref.actor``.
+        entropy_coeff: weight of the entropy bonus; None takes the one of ``config``.
 
     Raises:
-        ConfigError: there is no such surrogate, or tokens shall be taken out of one that knows no weights.
+        ConfigError: there is no such policy loss, or ``top_entropy_quantile`` is set for one that takes no weights.
     """
 
-    def __init__(self, config: ActorConfig) -> None:
+    rows_per_unit = 1
+
+    def __init__(self, config: ActorConfig, entropy_coeff: float | None = None) -> None:
         name, quantile = config.policy_loss.loss_mode, config.policy_loss.top_entropy_quantile
         self.config = config
-        self.surrogate = get_policy_loss_fn(name)
+        self.entropy_coeff = config.entropy_coeff if entropy_coeff is None else entropy_coeff
         self.info = policy_loss_info(name)
         if quantile < 1 and not self.info.takes_weights:
             raise ConfigError(
@@ -53,84 +73,64 @@ class PolicyLoss:
             )
         self.required = ("old_log_probs", "advantages", *sorted(update_columns(config)))
         follows_target = config.entropy_target is not None
-        with_entropy = config.entropy_coeff != 0 or config.calculate_entropy or follows_target
+        with_entropy = self.entropy_coeff != 0 or config.calculate_entropy or follows_target
         self.outputs = frozenset({"log_probs", "entropy"} if with_entropy else {"log_probs"})
-        self._config_of: tuple[BatchTotals, ActorConfig] | None = None
 
     def with_entropy_coeff(self, entropy_coeff: float | None) -> PolicyLoss:
-        """The same loss with another weight of the entropy bonus; itself for None."""
-        if entropy_coeff is None or entropy_coeff == self.config.entropy_coeff:
+        """Return the same loss with another weight of the entropy bonus; itself for None."""
+        if entropy_coeff is None or entropy_coeff == self.entropy_coeff:
             return self
-        return PolicyLoss(dataclasses.replace(self.config, entropy_coeff=entropy_coeff))
+        return PolicyLoss(self.config, entropy_coeff)
 
-    def __call__(self, outputs: dict[str, Tensor], data: DataProto, totals: BatchTotals) -> tuple[Tensor, Metrics]:
-        """Loss and metrics of one micro-batch; see the head of this file."""
-        require(data, self.required, "the policy update")
-        assert data.batch is not None
-        columns, log_probs = data.batch, outputs["log_probs"]
-        config = self._with_totals(totals, columns)
-        mode, counts = config.loss_agg_mode, config.global_batch_info
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; reads the columns of :func:`update_columns`, and ``ref_log_prob`` for the KL."""
+        config, mode = self.config, self.config.loss_agg_mode
+        require(micro_batch, self.required, "the policy update")
+        columns, log_probs = micro_batch.batch, outputs["log_probs"]
         mask = columns["response_mask"]
-        optional = {name for name in self.info.optional_columns if name in columns}
-        extra = self.info.columns | self.info.prepared_columns | optional
-        result = self.surrogate(
-            old_log_prob=columns["old_log_probs"],
-            log_prob=log_probs,
-            advantages=columns["advantages"],
-            response_mask=mask,
-            loss_agg_mode=mode,
-            config=config,
-            rollout_is_weights=self._token_weights(columns),
-            **{name: columns[name] for name in extra},
+        counts = denominators(totals, mode, columns) | LossTotals(loss_scale_factor=config.loss_scale_factor)
+        weights = self._token_weights(columns)
+        loss, found = evaluate_policy_loss(
+            self.info, log_probs, columns, weights, mode, config, counts, self.entropy_coeff
         )
-        loss, found = loss_and_metrics(config.policy_loss.loss_mode, result)
-        metrics: dict[str, Any] = {**found, "actor/pg_loss": Share(loss.detach() / totals.dp_size)}
+        metrics: dict[str, Any] = {**found, "actor/pg_loss": PartialSum(loss.detach() / totals.dp_size)}
         if "entropy" in outputs:
             entropy = agg_loss(outputs["entropy"], mask, mode, **counts)
-            metrics["actor/entropy_loss"] = Share(entropy.detach() / totals.dp_size)
-            metrics["actor/entropy_coeff"] = config.entropy_coeff
-            loss = loss - config.entropy_coeff * entropy
+            metrics["actor/entropy_loss"] = PartialSum(entropy.detach() / totals.dp_size)
+            metrics["actor/entropy_coeff"] = self.entropy_coeff
+            loss = loss - self.entropy_coeff * entropy
         if config.use_kl_loss:
-            require(data, ("ref_log_prob",), "the KL loss (actor.use_kl_loss=true)")
+            require(micro_batch, ("ref_log_prob",), "the KL loss (actor.use_kl_loss=true)")
             kl = kl_penalty(log_probs, columns["ref_log_prob"], config.kl_loss_type)
             kl_loss = agg_loss(kl, mask, mode, **counts)
-            metrics["actor/kl_loss"] = Share(kl_loss.detach() / totals.dp_size)
+            metrics["actor/kl_loss"] = PartialSum(kl_loss.detach() / totals.dp_size)
             metrics["actor/kl_coef"] = config.kl_loss_coef
             loss = loss + config.kl_loss_coef * kl_loss
-        metrics["actor/loss"] = Share(loss.detach() / totals.dp_size)
+        metrics["actor/loss"] = PartialSum(loss.detach() / totals.dp_size)
         return loss, metrics
 
     def _token_weights(self, columns: Mapping[str, Tensor]) -> Tensor | None:
-        """Importance weights, 0 on tokens whose entropy is too low for them to be learned from."""
+        """Importance weights, set to 0 on tokens outside ``top_entropy_mask``; None if there are neither."""
         weights = columns.get("rollout_is_weights", None)
         if self.config.policy_loss.top_entropy_quantile == 1:
             return weights
         kept = columns["top_entropy_mask"]
         return kept.to(columns["advantages"].dtype) if weights is None else zero_masked(weights, kept)
 
-    def _with_totals(self, totals: BatchTotals, columns: Mapping[str, Tensor]) -> ActorConfig:
-        """A copy of the configuration that carries the counts of the mini-batch, and the weights of these rows."""
-        if self._config_of is None or self._config_of[0] != totals:
-            counts = counts_of(totals, self.config.loss_scale_factor)
-            self._config_of = totals, dataclasses.replace(self.config, global_batch_info=counts)
-        config = self._config_of[1]
-        if config.loss_agg_mode != "prompt-mean":
-            return config
-        return dataclasses.replace(
-            config, global_batch_info={**config.global_batch_info, "row_weights": columns["row_weights"]}
-        )
-
 
 class OwnForwardLoss:
     """A policy loss for a batch that is one optimizer step and has no ``old_log_probs`` yet.
 
-    The policy before the update is the one that the update's forward pass sees, so ``old_log_probs`` are its
-    log-probs without their gradient. They are kept, with the entropy, for whoever reads them after the update.
+    The update's forward pass already runs the policy before the update, so its log-probs without gradient are used as
+    ``old_log_probs``. They are kept, with the entropy, for later stages; see :meth:`columns`.
 
     Args:
-        loss: what is minimised.
         bsz: rows of this rank.
     """
+
+    rows_per_unit = 1
 
     def __init__(self, loss: PolicyLoss, bsz: int) -> None:
         self.loss = loss
@@ -139,20 +139,21 @@ class OwnForwardLoss:
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def numbered(self, batch: DataProto) -> DataProto:
-        """The batch with the column ``row``, by which the micro-batches are put together again."""
+        """Add the column ``row``, the position of each row in this rank's batch."""
         return batch | DataProto.from_dict(tensors={"row": torch.arange(self._bsz)})
 
-    def __call__(self, outputs: dict[str, Tensor], data: DataProto, totals: BatchTotals) -> tuple[Tensor, Metrics]:
-        """Loss and metrics of one micro-batch; see the head of this file."""
-        require(data, ("row", "response_mask"), "the policy update")
-        assert data.batch is not None
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; reads ``row`` and the columns of the policy loss except ``old_log_probs``."""
+        require(micro_batch, ("row", "response_mask"), "the policy update")
         old, entropy = outputs["log_probs"].detach(), outputs["entropy"].detach()
         # A row may come again: after a pass that did not fit the memory, and without its tokens in one that only
         # keeps the ranks in step.
-        there = data.batch["response_mask"].any(-1)
-        self._seen.append((data.batch["row"][there], old[there], entropy[there]))
-        data = data | DataProto.from_dict(tensors={"old_log_probs": old})
-        return self.loss({name: outputs[name] for name in self.loss.outputs}, data, totals)
+        there = micro_batch.batch["response_mask"].any(-1)
+        self._seen.append((micro_batch.batch["row"][there], old[there], entropy[there]))
+        micro_batch = micro_batch | DataProto.from_dict(tensors={"old_log_probs": old})
+        return self.loss({name: outputs[name] for name in self.loss.outputs}, micro_batch, totals)
 
     def columns(self, response_length: int) -> DataProto:
         """old_log_probs and entropys, (bsz, response_length) float32 on the CPU, 0 where ``response_mask`` is 0."""
@@ -163,47 +164,141 @@ class OwnForwardLoss:
 
 
 class ValueLoss:
-    """The clipped squared error of the values against the returns.
-
-    Args:
-        config: ``critic``.
-    """
+    """The clipped squared error of the values against the returns, for the section ``critic``."""
 
     outputs = frozenset({"values"})
+    rows_per_unit = 1
 
     def __init__(self, config: CriticConfig) -> None:
         self.config = config
 
-    def __call__(self, outputs: dict[str, Tensor], data: DataProto, totals: BatchTotals) -> tuple[Tensor, Metrics]:
-        """Loss and metrics of one micro-batch; see the head of this file."""
-        by_prompt = self.config.loss_agg_mode == "prompt-mean"
-        require(data, ("values", "returns", *(("row_weights",) if by_prompt else ())), "the critic's update")
-        assert data.batch is not None
-        columns, mask = data.batch, data.batch["response_mask"]
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; reads the old ``values``, ``returns``, and ``row_weights`` for ``prompt-mean``."""
+        mode = self.config.loss_agg_mode
+        by_prompt = ("row_weights",) if mode == "prompt-mean" else ()
+        require(micro_batch, ("values", "returns", *by_prompt), "the critic's update")
+        columns, mask = micro_batch.batch, micro_batch.batch["response_mask"]
         loss, clip_fraction = compute_value_loss(
             outputs["values"],
             columns["returns"],
             columns["values"],
             mask,
             self.config.cliprange_value,
-            self.config.loss_agg_mode,
-            **counts_of(totals),
-            row_weights=columns["row_weights"] if by_prompt else None,
+            mode,
+            **denominators(totals, mode, columns),
         )
         return loss, {
-            "critic/vf_loss": Share(loss.detach() / totals.dp_size),
+            "critic/vf_loss": PartialSum(loss.detach() / totals.dp_size),
             "critic/vf_clipfrac": clip_fraction.detach(),
             "critic/vpred_mean": masked_mean(outputs["values"].detach(), mask),
         }
 
 
-def sft_loss(outputs: dict[str, Tensor], data: DataProto, totals: BatchTotals) -> tuple[Tensor, Metrics]:
-    """Mean of -log p over the tokens of the mini-batch that are learned from (``response_mask``)."""
-    assert data.batch is not None
-    loss = agg_loss(-outputs["log_probs"], data.batch["response_mask"], "token-mean", **counts_of(totals))
-    return loss, {"loss": Share(loss.detach() / totals.dp_size)}
+class SFTLoss:
+    """Mean of -log p over the trained tokens (``response_mask``) of the mini-batch."""
+
+    outputs = frozenset({"log_probs"})
+    rows_per_unit = 1
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; reads ``response_mask``."""
+        mask = micro_batch.batch["response_mask"]
+        loss = agg_loss(-outputs["log_probs"], mask, "token-mean", **denominators(totals, "token-mean", {}))
+        return loss, {"loss": PartialSum(loss.detach() / totals.dp_size)}
 
 
-def counts_of(totals: BatchTotals, loss_scale_factor: float | None = None) -> dict[str, Any]:
-    """The denominators as ``agg_loss`` names them."""
-    return {**dataclasses.asdict(totals), "loss_scale_factor": loss_scale_factor}
+sft_loss = SFTLoss()
+
+
+# ---- pairs ------------------------------------------------------------------------------------
+
+
+class PairLoss:
+    """Base of losses on pairs: rows 2p and 2p + 1 are the chosen and the rejected side of pair p.
+
+    Loss and metrics are sums over the pairs of a micro-batch, divided by the pairs of the whole batch, so they do not
+    depend on micro-batches, packing or ranks.
+    """
+
+    rows_per_unit = 2
+
+    def mean(self, of_pairs: Tensor, totals: BatchTotals) -> Tensor:
+        """The mean over all pairs: the part of this micro-batch, times ``dp_size``."""
+        column, pairs = of_pairs.unsqueeze(-1), totals.global_batch_size // 2
+        mask = torch.ones_like(column)
+        return agg_loss(column, mask, "seq-mean-token-sum", dp_size=totals.dp_size, global_batch_size=pairs)
+
+    def part_of_mean(self, of_pairs: Tensor, totals: BatchTotals) -> PartialSum:
+        """The mean over all pairs as a metric: the part of this micro-batch."""
+        return PartialSum(of_pairs.detach().float().sum() / (totals.global_batch_size // 2))
+
+    def compared(self, losses: Tensor, rewards: Pairs, totals: BatchTotals) -> tuple[Tensor, dict[str, PartialSum]]:
+        """Average the losses of the pairs, and compute metrics of how well ``rewards`` separate the two sides."""
+        gap = (rewards.chosen - rewards.rejected).detach()
+        # A tie counts half, the expected accuracy of guessing.
+        right = (gap > 0).float() + 0.5 * (gap == 0).float()
+        of_pairs = {
+            "loss": losses,
+            "accuracy": right,
+            "margin": gap,
+            "rewards/chosen": rewards.chosen,
+            "rewards/rejected": rewards.rejected,
+        }
+        metrics = {name: self.part_of_mean(values, totals) for name, values in of_pairs.items()}
+        return self.mean(losses, totals), metrics
+
+
+class RewardModelLoss(PairLoss):
+    """Bradley-Terry loss on the scores of both sides, with optional centring."""
+
+    outputs = frozenset({"scores"})
+
+    def __init__(self, config: RewardModelLossConfig) -> None:
+        self.config = config
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; each row has one score, where ``response_mask`` is 1."""
+        config = self.config
+        rewards = split_pairs(outputs["scores"].sum(-1))
+        losses = bradley_terry_loss(rewards, config.margin, config.label_smoothing)
+        if config.center_rewards_coefficient:
+            losses = losses + config.center_rewards_coefficient * reward_centering(rewards)
+        return self.compared(losses, rewards, totals)
+
+
+class DirectPreferenceLoss(PairLoss):
+    """Direct preference optimisation (DPO, IPO, hinge, SimPO) on the log-probs of both sides."""
+
+    outputs = frozenset({"log_probs"})
+
+    def __init__(self, config: DirectPreferenceLossConfig) -> None:
+        self.config = config
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; reads ``response_mask``, and ``ref_log_prob`` unless the loss is reference-free."""
+        config, columns, mask = self.config, micro_batch.batch, micro_batch.batch["response_mask"]
+        log_probs = sequence_log_probs(outputs["log_probs"], mask, config.average_log_prob)
+        reference = None
+        if not config.reference_free:
+            require(micro_batch, ("ref_log_prob",), "direct preference optimisation (loss.reference_free=false)")
+            reference = sequence_log_probs(columns["ref_log_prob"], mask, config.average_log_prob)
+        rewards = split_pairs(implicit_rewards(log_probs, reference, config.beta))
+        losses = direct_preference_loss(rewards, config.beta, config.loss_type, config.margin, config.label_smoothing)
+        loss, metrics = self.compared(losses, rewards, totals)
+        sides = split_pairs(log_probs.detach())
+        metrics |= {f"logps/{side}": self.part_of_mean(getattr(sides, side), totals) for side in Pairs._fields}
+        if config.sft_coef:
+            # By the mean of each response's tokens, as in iterative RPO (arXiv:2404.19733).
+            own = split_pairs(-sequence_log_probs(outputs["log_probs"], mask, average=True)).chosen
+            loss = loss + config.sft_coef * self.mean(own, totals)
+            metrics["sft_loss"] = self.part_of_mean(own, totals)
+            metrics["loss"] = PartialSum(loss.detach() / totals.dp_size)
+        return loss, metrics

@@ -1,4 +1,4 @@
-"""What a reward model reads: the policy's tokens, or the same conversation in its own tokens and template."""
+"""Input of a reward model: the policy's tokens, or the conversation in the reward model's own tokens and template."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from torch import Tensor
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.schema import require
-from verl.utils.tokenizer import hf_tokenizer, require_chat_template
+from verl.utils.dataset.chat import require_chat_template
+from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.torch_functional import pad_2d_list_to_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.workers.config.reward_model import RewardModelModelConfig
+    from verl.config import RewardModelModelConfig
 
 
 @dataclass(frozen=True)
 class RewardInput:
-    """How responses become the reward model's input.
+    """Converts responses to the reward model's input.
 
     Args:
-        policy_tokenizer: that made the batch; None if the reward model reads the same tokens.
-        own_tokenizer: of the reward model; None likewise.
-        max_length: tokens that the reward model reads, from the end; None is all.
+        policy_tokenizer: tokenizer of the batch; None if the reward model has the same tokens and template.
+        own_tokenizer: tokenizer of the reward model; None in the same case.
+        max_length: number of last tokens that the reward model reads; None is all.
     """
 
     policy_tokenizer: PreTrainedTokenizerBase | None = None
@@ -36,10 +37,10 @@ class RewardInput:
 
     @classmethod
     def of(cls, model: RewardModelModelConfig, max_length: int | None = None) -> RewardInput:
-        """From ``reward_model.model``: ``input_tokenizer`` null, or equal to the model's own, needs no translation.
+        """Build from ``reward_model.model``; only a different ``input_tokenizer`` makes translation necessary.
 
         Raises:
-            ConfigError: a tokenizer cannot be read, or the reward model's has no chat template to translate into.
+            ConfigError: a tokenizer cannot be read, or the reward model's has no chat template.
         """
         if model.input_tokenizer is None or model.input_tokenizer == model.path:
             return cls(max_length=max_length)
@@ -57,12 +58,11 @@ class RewardInput:
         return cls(policy, own, max_length)
 
     def read(self, batch: DataProto) -> DataProto:
-        """The columns that the engine reads; ``response_mask`` is 1 on the last token of each row alone.
+        """Return the columns that the engine reads; ``response_mask`` is 1 only on the last token of each row.
 
         Raises:
-            SchemaError: translation needs ``raw_prompt``, which the batch lacks.
+            SchemaError: the batch lacks ``raw_prompt``, which translation needs.
         """
-        assert batch.batch is not None
         if self.own_tokenizer is None:
             ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
         else:
@@ -84,8 +84,7 @@ class RewardInput:
         return DataProto.from_dict(tensors=columns)
 
     def _translate(self, batch: DataProto) -> list[list[int]]:
-        """Each conversation with its response in the reward model's chat template and tokens."""
-        assert batch.batch is not None
+        """Token ids of each conversation, with its response, in the reward model's chat template."""
         assert self.policy_tokenizer is not None
         assert self.own_tokenizer is not None
         require(batch, ("raw_prompt",), "a reward model with another tokenizer (set data.return_raw_chat=true);")
@@ -98,7 +97,7 @@ class RewardInput:
         ):
             response = ids[:length]
             while response and response[-1] in self.policy_tokenizer.all_special_ids:
-                response = response[:-1]  # end tokens are the template's business
+                response = response[:-1]  # the template adds its own end tokens
             text = self.policy_tokenizer.decode(response)
             chat: list[dict[str, Any]] = [*messages, {"role": "assistant", "content": text}]
             rendered = cast(str, self.own_tokenizer.apply_chat_template(chat, tokenize=False))
@@ -107,15 +106,13 @@ class RewardInput:
         return rows
 
     def place(self, scores: Tensor, batch: DataProto) -> Tensor:
-        """(bsz,) scores on the last response token of each row, (bsz, response_length); an empty response has none."""
-        assert batch.batch is not None
+        """Put (bsz,) scores on the last response token: (bsz, response_length). An empty response gets no score."""
         lengths = _lengths(batch)
         columns = torch.arange(batch.batch["responses"].shape[1])
         return scores.unsqueeze(-1) * (columns == (lengths - 1).unsqueeze(-1))
 
 
 def _lengths(batch: DataProto) -> Tensor:
-    """(bsz,) tokens of each response, those of tools included."""
-    assert batch.batch is not None
+    """(bsz,) number of tokens of each response, including those of tools."""
     response_length = batch.batch["responses"].shape[1]
     return batch.batch["attention_mask"][:, -response_length:].sum(-1)

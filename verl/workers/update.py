@@ -1,45 +1,63 @@
-"""The loop over mini-batches and epochs that the actor's and the critic's update share."""
+"""Partition of a batch into optimizer steps, and reduction of their metrics, for actor and critic."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from verl.errors import ConfigError
-from verl.protocol import DataProto
-from verl.utils.metric import extreme
-from verl.workers.engine.base import BaseEngine, LossFn, MicroBatchConfig
+from verl.utils.metric import Metrics, extreme
+from verl.workers.engine import MicroBatchConfig
 from verl.workers.engine.non_finite import NonFinite
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """How one batch becomes optimizer steps."""
+    """How one batch is divided into optimizer steps."""
 
     mini_batch_size: int
-    """Sequences of one rank per optimizer step."""
+    """Sequences per rank and optimizer step."""
     micro: MicroBatchConfig
     epochs: int = 1
     """Passes over the batch."""
     shuffle_seed: int | None = None
-    """Take the mini-batches in an order drawn from this seed and the step; None keeps theirs."""
+    """Seed of a random order of the mini-batches, different in each step; None keeps their order."""
     temperature: float = 1.0
+
+    def mini_batches(self, size: int, step: int) -> Iterator[list[int]]:
+        """Iterate over the row numbers of each optimizer step, epoch after epoch.
+
+        Args:
+            size: rows of this rank; mini-batch k is the k-th contiguous part.
+            step: of the training; the order of the mini-batches depends on it.
+
+        Raises:
+            ConfigError: ``size`` is no multiple of the mini-batch size.
+        """
+        if self.mini_batch_size < 1 or size % self.mini_batch_size:
+            raise ConfigError(
+                f"{size} sequences of this rank do not divide into mini-batches of {self.mini_batch_size}. Make "
+                "train_batch_size a multiple of ppo_mini_batch_size."
+            )
+        parts = [list(range(k, k + self.mini_batch_size)) for k in range(0, size, self.mini_batch_size)]
+        # The same order on every rank: rank r holds its share of mini-batch k as its own k-th part.
+        # A large prime apart, so that neighbouring seeds do not give the same orders some steps later.
+        generator = torch.Generator().manual_seed((self.shuffle_seed or 0) * 1_000_003 + step)
+        for _ in range(self.epochs):
+            count = len(parts)
+            keeps_order = self.shuffle_seed is None
+            for k in range(count) if keeps_order else torch.randperm(count, generator=generator).tolist():
+                yield parts[k]
 
 
 def mini_batch_size_per_rank(name: str, prompts: int, n: int, dp_size: int) -> int:
-    """Sequences of one rank per optimizer step, from prompts of all ranks.
-
-    Args:
-        name: the setting, for the error.
-        prompts: ``ppo_mini_batch_size``.
-        n: responses per prompt.
-        dp_size: data-parallel ranks.
+    """Convert ``ppo_mini_batch_size``, prompts of all ranks, to sequences per rank with ``n`` responses per prompt.
 
     Raises:
-        ConfigError: the responses of a mini-batch do not divide over the ranks.
+        ConfigError: the responses of a mini-batch do not divide over the ranks; ``name`` is the setting in the message.
     """
     if prompts * n % dp_size:
         raise ConfigError(
@@ -49,54 +67,39 @@ def mini_batch_size_per_rank(name: str, prompts: int, n: int, dp_size: int) -> i
     return prompts * n // dp_size
 
 
-def update(
-    engine: BaseEngine, batch: DataProto, loss_fn: LossFn, plan: UpdatePlan, prefix: str
-) -> tuple[dict[str, float], list[NonFinite]]:
-    """All optimizer steps of one batch, then one step of the schedule.
+@dataclass
+class OptimizerSteps:
+    """Reports of the optimizer steps of one batch."""
 
-    Args:
-        engine: in its training mode.
-        batch: this rank's rows; mini-batch k is the k-th contiguous part.
-        loss_fn: what is minimised.
-        plan: sizes and order.
-        prefix: ``actor`` or ``critic``: names the engine's own metrics.
+    reports: list[dict[str, float]] = field(default_factory=list)
+    problems: list[NonFinite] = field(default_factory=list)
+    """Non-finite values that made steps be skipped, by rows of this rank's batch."""
 
-    Returns:
-        the mean of each metric over the steps, with ``{prefix}/grad_norm`` over the steps taken, their
-        ``{prefix}/lr``, and in ``{prefix}/skipped_steps`` how many were not; and why they were not, with the
-        rows of ``batch``.
+    def add(self, report: dict[str, float], non_finite: Sequence[NonFinite], rows: Sequence[int]) -> None:
+        """Add the metrics and the non-finite values of a step on ``rows`` of this rank's batch."""
+        self.reports.append(report)
+        self.problems += [one if one.row is None else replace(one, row=rows[one.row]) for one in non_finite]
 
-    Raises:
-        ConfigError: the batch does not divide into mini-batches.
-    """
-    steps, problems = [], []
-    for rows in _mini_batches(batch, plan, engine.weight_version):
-        steps.append(engine.train_batch(batch.select_idxs(rows), loss_fn, plan.micro, plan.temperature))
-        problems += [one if one.row is None else replace(one, row=rows[one.row]) for one in engine.non_finite]
-    own = {"grad_norm", "skipped_steps"}
-    metrics = {name: _over_steps(name, steps) for name in sorted({key for step in steps for key in step} - own)}
-    taken = [step["grad_norm"] for step in steps if not step["skipped_steps"]]
-    metrics[f"{prefix}/grad_norm"] = sum(taken) / len(taken) if taken else math.nan
-    metrics[f"{prefix}/skipped_steps"] = sum(step["skipped_steps"] for step in steps)
-    metrics[f"{prefix}/lr"] = engine.lr_scheduler_step()
-    return metrics, problems
+    def metrics(self, prefix: str, lr: float) -> Metrics:
+        """Reduce the metrics of all steps.
 
+        Args:
+            prefix: of the engine's own metrics: ``actor`` or ``critic``.
+            lr: learning rate of the steps.
 
-def _mini_batches(batch: DataProto, plan: UpdatePlan, step: int) -> Iterator[list[int]]:
-    size = plan.mini_batch_size
-    if size < 1 or len(batch) % size:
-        raise ConfigError(
-            f"{len(batch)} sequences of this rank do not divide into mini-batches of {size}. Make train_batch_size a "
-            "multiple of ppo_mini_batch_size."
-        )
-    parts = [list(range(start, start + size)) for start in range(0, len(batch), size)]
-    # The same order on every rank: rank r holds its share of mini-batch k as its own k-th part.
-    generator = torch.Generator().manual_seed((plan.shuffle_seed or 0) * 1_000_003 + step)
-    for _ in range(plan.epochs):
-        count = len(parts)
-        order = range(count) if plan.shuffle_seed is None else torch.randperm(count, generator=generator).tolist()
-        for k in order:
-            yield parts[k]
+        Returns:
+            the mean of each metric (names that end in ``_max`` or ``_min``: the extreme), ``{prefix}/grad_norm`` over
+            the steps that were not skipped, the number of skipped ones as ``{prefix}/skipped_steps``, and
+            ``{prefix}/lr``.
+        """
+        own = {"grad_norm", "skipped_steps"}
+        names = sorted({key for report in self.reports for key in report} - own)
+        metrics = {name: _over_steps(name, self.reports) for name in names}
+        taken = [report["grad_norm"] for report in self.reports if not report["skipped_steps"]]
+        metrics[f"{prefix}/grad_norm"] = sum(taken) / len(taken) if taken else math.nan
+        metrics[f"{prefix}/skipped_steps"] = sum(report["skipped_steps"] for report in self.reports)
+        metrics[f"{prefix}/lr"] = lr
+        return metrics
 
 
 def _over_steps(name: str, steps: list[dict[str, float]]) -> float:

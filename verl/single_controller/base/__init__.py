@@ -1,7 +1,7 @@
-"""What every controller shares: workers, groups of them, pools to put them in. Imports no Ray."""
+"""Workers, worker groups and resource pools as the Ray and the local controller share them; imports no Ray."""
 
 from verl.single_controller.base.resource_pool import ResourcePool
-from verl.single_controller.base.worker import Worker
-from verl.single_controller.base.worker_group import ClassWithInitArgs, WorkerGroup
+from verl.single_controller.base.worker import ClassWithInitArgs, Worker
+from verl.single_controller.base.worker_group import WorkerGroup
 
 __all__ = ["ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"]

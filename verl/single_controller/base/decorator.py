@@ -1,4 +1,4 @@
-"""``@register``: how a method of a worker becomes one call of the driver.
+"""The decorator ``@register``, which makes a worker's method callable on its worker group.
 
 ::
 
@@ -6,22 +6,22 @@
         @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
         def double(self, batch: DataProto) -> DataProto: ...
 
-    group.double(batch)     # cut over the data-parallel ranks, run on all, joined again
+    group.double(batch)     # split over the data-parallel ranks, run on all, outputs concatenated
 
-What each mode does is in :mod:`verl.single_controller.base.dispatch`:
+The dispatch modes, implemented in :mod:`verl.single_controller.base.dispatch`:
 
-====================== ============================================= ==============================
+====================== ============================================= ===================================
 ``Dispatch``           rank r gets                                   the driver gets
-====================== ============================================= ==============================
+====================== ============================================= ===================================
 RANK_ZERO              everything, on rank 0 only                    rank 0's output
 ONE_TO_ALL             everything                                    list of outputs
 ALL_TO_ALL, DP_COMPUTE element r of each argument                    list of outputs
 DP_COMPUTE_PROTO       part r of each batch, the rest as it is       concatenated outputs
-..._PROTO_WITH_FUNC    the same, after a function                    concatenated outputs
+..._PROTO_WITH_FUNC    a function, then as DP_COMPUTE_PROTO          concatenated outputs
 DP_COMPUTE_METRIC      part r of each batch, never padded            list of outputs
 DIRECT_ROLLOUT_METHOD  (called on the worker itself)
-nd compute             the part of its data-parallel rank in a mesh  concatenated, one rank for each
-====================== ============================================= ==============================
+nd compute             the part of its data-parallel rank in a mesh  concatenated, one per data-parallel rank
+====================== ============================================= ===================================
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
+from types import MethodType
 from typing import Any, ClassVar, TypedDict, TypeVar
 
+from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.single_controller.base import dispatch as modes
-from verl.utils.registry import suggest
 
 MAGIC_ATTR = "__verl_registration__"
 
@@ -44,14 +45,14 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class DispatchPair(TypedDict):
-    """The two functions of a dispatch mode."""
+    """The functions of a dispatch mode that split arguments over the ranks and combine their outputs."""
 
     dispatch_fn: Callable[..., Any]
     collect_fn: Callable[..., Any]
 
 
 class _Members(type):
-    """Makes the class of a dynamic enumeration iterable and subscriptable, like those of ``enum``."""
+    """Metaclass that makes :class:`DynamicEnum` classes iterable and subscriptable, like those of ``enum``."""
 
     _members: dict[str, Any]
 
@@ -72,7 +73,7 @@ class _Members(type):
 
 
 class DynamicEnum(metaclass=_Members):
-    """Named members to which :meth:`register` adds more."""
+    """Enumeration that :meth:`register` can extend at run time."""
 
     _members: ClassVar[dict[str, Any]]
 
@@ -85,7 +86,7 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def register(cls, name: str) -> Any:
-        """Add the member ``name``, in capitals; an existing one is returned as it is."""
+        """Add the member ``name`` in upper case and return it; return an existing one unchanged."""
         name = name.upper()
         if name not in cls._members:
             member = cls(name, len(cls._members))
@@ -97,12 +98,12 @@ class DynamicEnum(metaclass=_Members):
         return f"{type(self).__name__}.{self.name}"
 
     def __reduce__(self) -> Any:
-        # A worker process has not seen the modes that the driver's own script registered.
+        # Unpickling registers the member: a worker process has not run the script that registered it in the driver.
         return type(self).register, (self.name,)
 
 
 class Dispatch(DynamicEnum):
-    """How arguments are dealt to the ranks and outputs collected; see the table of this module."""
+    """How arguments are split over the ranks and outputs collected; see the table of this module."""
 
     RANK_ZERO: ClassVar[Dispatch]
     ONE_TO_ALL: ClassVar[Dispatch]
@@ -138,11 +139,7 @@ def _checked_pair(pair: Mapping[str, Any]) -> DispatchPair:
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Give a registered mode its functions, or other ones.
-
-    Raises:
-        ConfigError: ``dispatch_mode`` is no member of Dispatch, or something is not callable.
-    """
+    """Set or replace the functions of a dispatch mode."""
     if dispatch_mode not in Dispatch:
         raise ConfigError(f"{dispatch_mode!r} is no dispatch mode. Register it first: Dispatch.register(name).")
     _PAIRS[dispatch_mode] = _checked_pair({"dispatch_fn": dispatch_fn, "collect_fn": collect_fn})
@@ -151,15 +148,12 @@ def update_dispatch_mode(
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
-    """Add a mode of your own: ``Dispatch.<NAME>`` with its pair of functions.
+    """Add the dispatch mode ``Dispatch.<NAME>``.
 
     Args:
-        dispatch_mode_name: name of the new member.
+        dispatch_mode_name: name of the new member, in any case.
         dispatch_fn: ``(group, *args, **kwargs) -> args, kwargs``, each value a list with one element per rank.
         collect_fn: ``(group, outputs) -> result``.
-
-    Raises:
-        ConfigError: the name is taken; change an existing mode with :func:`update_dispatch_mode`.
     """
     if dispatch_mode_name.upper() in [member.name for member in Dispatch]:
         raise ConfigError(
@@ -190,12 +184,12 @@ Execute.register("RANK_ZERO")
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchPair:
-    """Dispatch over the data-parallel ranks of a device mesh, which the workers describe when they know it.
+    """Dispatch mode that splits batches over the data-parallel ranks of a device mesh.
 
-    Each rank files its place with ``_register_dispatch_collect_info(mesh_name, dp_rank, is_collect)``;
-    the group asks for it at the first call. Ranks of equal ``dp_rank`` get the same part of a batch;
-    of their outputs only that of the rank with ``is_collect`` is used. A batch that does not divide
-    over the data-parallel ranks is padded with repeated samples, and the output is cut again.
+    Each rank registers its coordinates with ``_register_dispatch_collect_info(mesh_name, dp_rank, is_collect)``
+    before the first call. Ranks with the same ``dp_rank`` get the same part of a batch, and only the output of the
+    one with ``is_collect`` is used. A batch that does not divide evenly is padded with repeated rows, which are
+    removed from the output.
     """
     return {
         "dispatch_fn": functools.partial(modes.dispatch_nd_compute_data_proto, mesh_name),
@@ -204,11 +198,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchPair:
 
 
 def get_dispatch_pair(dispatch_mode: Dispatch | Mapping[str, Any]) -> DispatchPair:
-    """The functions of a mode.
-
-    Raises:
-        ConfigError: the mode was registered by name only.
-    """
+    """Return the functions of a dispatch mode."""
     if not isinstance(dispatch_mode, Dispatch):
         return _checked_pair(dispatch_mode)
     if dispatch_mode not in _PAIRS:
@@ -218,11 +208,14 @@ def get_dispatch_pair(dispatch_mode: Dispatch | Mapping[str, Any]) -> DispatchPa
 
 @dataclass(frozen=True)
 class Registration:
-    """What ``@register`` says about a method."""
+    """Arguments that ``@register`` stores on a method."""
 
     dispatch_mode: Dispatch | Mapping[str, Any]
     execute_mode: Execute
     blocking: bool
+    materialize_futures: bool
+    wrapper: Callable[..., Any]
+    """The decorated method."""
 
 
 def register(
@@ -236,13 +229,12 @@ def register(
     Args:
         dispatch_mode: a member of :class:`Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
         execute_mode: run on all ranks, or on rank 0 alone (``Dispatch.RANK_ZERO`` implies it).
-        blocking: wait for the result. Otherwise the driver gets a ``DataProtoFuture`` where outputs are
-            concatenated, and what the controller has for a result to come elsewhere: references of
-            Ray, or the values themselves when the worker lives in the driver's process.
-        materialize_futures: resolve a ``DataProtoFuture`` before the method sees it.
+        blocking: wait for the result. Otherwise the call returns a ``DataProtoFuture`` for modes that concatenate
+            outputs, and for other modes Ray object references, or plain values with the local controller.
+        materialize_futures: resolve ``DataProtoFuture`` arguments before the method runs.
 
     Raises:
-        ConfigError: a mode is none, or the method is a coroutine.
+        ConfigError: a mode is invalid, the two modes contradict each other, or the method is a coroutine.
     """
     if not isinstance(dispatch_mode, Dispatch):
         _checked_pair(dispatch_mode)
@@ -259,22 +251,35 @@ def register(
 
         @functools.wraps(method)
         def inner(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with _naming_the_rank(self, method.__name__):
+            with noting_rank(self, method.__name__):
                 (args, kwargs), padded = modes.receive(args, kwargs, materialize_futures)
                 return modes.remove_padding(method(self, *args, **kwargs), padded)
 
-        setattr(inner, MAGIC_ATTR, Registration(dispatch_mode, execute_mode, blocking))
+        setattr(inner, MAGIC_ATTR, Registration(dispatch_mode, execute_mode, blocking, materialize_futures, inner))
         return inner  # pyright: ignore[reportReturnType]
 
     return decorate
 
 
+@contextmanager
+def noting_rank(worker: Any, method: str) -> Iterator[None]:
+    """Add worker, method, rank and time (``failed_at``) to an exception that leaves the block."""
+    try:
+        yield
+    except Exception as error:
+        # Registered methods may call each other; only the innermost one, where the error arose, is noted.
+        if not hasattr(error, "failed_at"):
+            error.add_note(f"raised in {type(worker).__name__}.{method} on rank {getattr(worker, 'rank', '?')}")
+            error.failed_at = time.time()  # pyright: ignore[reportAttributeAccessIssue]
+        raise
+
+
 def _reconciled(mode: Dispatch | Mapping[str, Any], execute: Execute) -> tuple[Dispatch | Mapping[str, Any], Execute]:
-    """Rank 0 alone gets its arguments as the driver passes them, not as one element of a list."""
     if mode is Dispatch.RANK_ZERO:
         return mode, Execute.RANK_ZERO
     if execute is Execute.RANK_ZERO:
         if mode in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL):
+            # Rank 0 gets the arguments as the driver passes them, not wrapped into lists with one element per rank.
             return Dispatch.RANK_ZERO, execute
         if mode in (Dispatch.DP_COMPUTE, *_BATCH_MODES):
             raise ConfigError(
@@ -284,17 +289,15 @@ def _reconciled(mode: Dispatch | Mapping[str, Any], execute: Execute) -> tuple[D
     return mode, execute
 
 
-class _naming_the_rank:  # noqa: N801  (a context manager, read as a verb)
-    """Adds to an exception that passes where it was raised: worker class, method, rank, and when."""
+def undecorated(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a bound method without the wrapper of ``@register``, for callers that do the wrapper's work themselves.
 
-    def __init__(self, worker: Any, method: str) -> None:
-        self.worker, self.method = worker, method
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        # A worker may call its own registered methods: the innermost one is where it happened.
-        if error is not None and not hasattr(error, "failed_at"):
-            rank = getattr(self.worker, "rank", "?")
-            error.add_note(f"raised in {type(self.worker).__name__}.{self.method} on rank {rank}")
-            error.failed_at = time.time()  # pyright: ignore[reportAttributeAccessIssue]
+    A method with a further decorator around ``@register`` is returned unchanged.
+    """
+    bound: Any = method
+    function: Any = getattr(bound, "__func__", None)
+    registration = getattr(function, MAGIC_ATTR, None)
+    # functools.wraps of an outer decorator copies the attribute, so it may belong to another function.
+    if registration is None or registration.wrapper is not function:
+        return method
+    return MethodType(function.__wrapped__, bound.__self__)

@@ -1,4 +1,4 @@
-"""How the arguments of one call are dealt to the ranks, and how their outputs become one result.
+"""How the arguments of a call are split over the ranks, and how their outputs are combined into one result.
 
 A dispatch mode is a pair of functions::
 
@@ -6,94 +6,125 @@ A dispatch mode is a pair of functions::
     collect_fn(group, outputs)          -> result            outputs: a list in the order of ranks
 
 With ``Execute.RANK_ZERO`` the values and the output are those of rank 0, without lists around them.
-The outputs of a call that is not waited for come as :class:`Pending`.
+The outputs of a non-blocking call are :class:`PendingOutputs`.
 
-A batch (``DataProto``, ``TensorDict``, ``DataProtoFuture``) is cut into contiguous equal parts, one
-for each data-parallel rank. Where the rows do not divide, the parts are filled up with repeated rows;
-the part itself knows how many (:class:`Share`), and the worker that received it takes them off its
-output again, so that the padding is never seen outside of the call.
+A batch (``DataProto``, ``TensorDict``, ``DataProtoFuture``) is split into contiguous parts of equal size, one per
+data-parallel rank. If the rows do not divide evenly, the last parts are padded with repeated rows. A padded part
+carries their number (:class:`BatchPart`), and the worker removes these rows from its output, so the caller never
+sees padding.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar
 
 import numpy as np
 import torch
 
 from verl.errors import SchemaError, WorkerError
 from verl.protocol import DataProto, DataProtoConfig, DataProtoFuture
-from verl.protocol.tensordicts import is_tensordict
+from verl.protocol.columns import is_tensordict, same_value
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from verl.single_controller.base.worker_group import WorkerGroup
+logger = logging.getLogger(__name__)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Padding = Literal["always", "if enabled", "never"]
 T = TypeVar("T")
 
+_ROWS = torch.Tensor | np.ndarray
 
-class Pending(list[T]):
-    """Outputs of a call that was not waited for: references of Ray, or values that are here already.
 
-    Args:
-        outputs: one for each rank, or for some of them.
-        method: what was called, for messages.
-        ranks: whose outputs they are; None if it is all of them in their order.
-    """
+class CallOutputs(list[T]):
+    """Outputs of a call of ``method``, one per rank."""
 
-    def __init__(self, outputs: Iterable[T], method: str, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, outputs: Iterable[T], method: str) -> None:
         super().__init__(outputs)
         self.method = method
-        self.ranks = range(len(self)) if ranks is None else ranks
+
+
+class PendingOutputs(CallOutputs[T]):
+    """Outputs of a non-blocking call, one per rank in ``ranks``: Ray object references, or values if local."""
+
+    def __init__(self, outputs: Iterable[T], method: str, ranks: Sequence[int]) -> None:
+        super().__init__(outputs, method)
+        self.ranks = ranks
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Assignment of batch parts to the ranks of a group."""
+
+    dp_ranks: list[int]
+    """For each rank, the index of the part that it computes."""
+    collecting_ranks: list[int]
+    """For each part, the rank whose output is used."""
+
+
+class CalledGroup(Protocol):
+    """The members of a worker group that dispatch modes use."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def mesh(self, mesh_name: str) -> Mesh:
+        """Assignment of batch parts to ranks in a mesh."""
+        ...
+
+    def wait_for(self, outputs: PendingOutputs[Any]) -> list[Any]:
+        """Wait for the outputs and return their values."""
+        ...
 
 
 # ---- parts of a batch -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Share:
-    """One rank's part of a batch, whose last ``padding`` rows only fill it up."""
+class BatchPart:
+    """One rank's part of a batch, whose last ``padding`` rows are repeated rows."""
 
     rows: DataProto | TensorDict
     padding: int
 
 
 @dataclass(frozen=True)
-class FutureShare:
-    """One rank's part of a batch that is not here yet; cut by the worker that receives it."""
+class FutureBatchPart:
+    """One rank's part of a batch that is still being computed; the receiving worker takes the part."""
 
     future: DataProtoFuture
     index: int
     parts: int
     pad: Padding
 
-    def get(self) -> Share:
-        """Wait for the batch and take this part of it."""
-        return take_share(self.future.get(), self.index, self.parts, self.pad)
+    def get(self) -> BatchPart:
+        """Wait for the batch and return this part of it."""
+        return take_part(self.future.get(), self.index, self.parts, self.pad)
 
     def later(self) -> DataProtoFuture:
-        """The part, still unresolved; the batch must divide, because nobody could remove padding from it."""
+        """Return this part unresolved; the batch must divide evenly, since its padding could not be removed later."""
         return self.future.chunk(self.parts)[self.index]
 
 
 def is_batch(value: Any) -> TypeGuard[DataProto | TensorDict]:
-    """Whether rows can be taken from ``value``."""
+    """Whether ``value`` is a DataProto or a TensorDict."""
     return isinstance(value, DataProto) or is_tensordict(value)
 
 
-def take_share(batch: DataProto | TensorDict, index: int, parts: int, pad: Padding) -> Share:
-    """The ``index``-th of ``parts`` equal parts of ``batch``, filled up with its first rows where they end.
+def take_part(batch: DataProto | TensorDict, index: int, parts: int, pad: Padding) -> BatchPart:
+    """Return part ``index`` of ``parts`` equal parts of a batch, padded with the batch's first rows.
 
-    Five rows in two parts: rows 0 1 2 and rows 3 4 0, the second with ``padding=1``.
+    Five rows in two parts: rows 0 1 2, and rows 3 4 0 with ``padding=1``.
 
     Raises:
-        SchemaError: the rows do not divide and must not be padded.
+        SchemaError: the rows do not divide evenly and ``pad`` forbids padding.
     """
     rows = len(batch)
     if rows % parts and not _may_pad(batch, pad):
@@ -105,9 +136,9 @@ def take_share(batch: DataProto | TensorDict, index: int, parts: int, pad: Paddi
     size = -(-rows // parts)
     start, stop = index * size, (index + 1) * size
     if stop <= rows:
-        return Share(_slice(batch, start, stop), 0)
+        return BatchPart(_slice(batch, start, stop), 0)
     wrapped = torch.arange(start, stop) % rows
-    return Share(batch[wrapped], min(stop - rows, size))
+    return BatchPart(batch[wrapped], min(stop - rows, size))
 
 
 def _may_pad(batch: DataProto | TensorDict, pad: Padding) -> bool:
@@ -117,31 +148,28 @@ def _may_pad(batch: DataProto | TensorDict, pad: Padding) -> bool:
 
 
 def _slice(batch: DataProto | TensorDict, start: int, stop: int) -> DataProto | TensorDict:
-    # A view of a TensorDict would drag its whole storage along when it is pickled; DataProto does not.
+    # Pickling a view of a TensorDict includes its whole storage; pickling a DataProto does not.
     return batch[start:stop] if isinstance(batch, DataProto) else batch[start:stop].clone()
 
 
-def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) -> tuple[Arguments, Share | None]:
-    """What a worker does with the arguments that reach it: futures are resolved, parts unpacked.
+def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) -> tuple[Arguments, BatchPart | None]:
+    """Resolve futures and unpack batch parts among the arguments that a worker received.
 
-    Args:
-        args: positional arguments, as they were dealt to this rank.
-        kwargs: the arguments by name.
-        materialize: wait for futures; otherwise the method gets ``DataProtoFuture`` objects.
+    With ``materialize=False`` the method gets ``DataProtoFuture`` objects.
 
     Returns:
-        The arguments for the method, and the part whose padding :func:`remove_padding` has to remove.
+        The arguments for the method, and the padded part, if any, for :func:`remove_padding`.
 
     Raises:
         SchemaError: the batches of one call have different numbers of rows, and one is padded.
     """
-    shares: list[Share] = []
+    parts: list[BatchPart] = []
     unpacked = (
-        tuple(_unpack(value, materialize, shares) for value in args),
-        {name: _unpack(value, materialize, shares) for name, value in kwargs.items()},
+        tuple(_unpack(value, materialize, parts) for value in args),
+        {name: _unpack(value, materialize, parts) for name, value in kwargs.items()},
     )
-    padded = next((share for share in shares if share.padding), None)
-    sizes = {(len(share.rows), share.padding) for share in shares}
+    padded = next((part for part in parts if part.padding), None)
+    sizes = {(len(part.rows), part.padding) for part in parts}
     if padded and len(sizes) > 1:
         raise SchemaError(
             "the batches of one call must have the same number of rows if they do not divide over the ranks; this "
@@ -150,36 +178,36 @@ def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) ->
     return unpacked, padded
 
 
-# No closure of `receive`: a function that calls itself by a variable of its surroundings is kept, with all that it
-# sees, until the garbage collector comes by, and a batch is nothing that it counts as large.
-def _unpack(value: Any, materialize: bool, shares: list[Share]) -> Any:
-    if isinstance(value, FutureShare):
-        return _unpack(value.get(), materialize, shares) if materialize else value.later()
+# Not a closure of `receive`: a recursive closure is a reference cycle, which would keep the batch in memory until the
+# garbage collector runs, and the collector counts objects, not bytes.
+def _unpack(value: Any, materialize: bool, parts: list[BatchPart]) -> Any:
+    if isinstance(value, FutureBatchPart):
+        return _unpack(value.get(), materialize, parts) if materialize else value.later()
     if isinstance(value, DataProtoFuture):
         return value.get() if materialize else value
-    if isinstance(value, Share):
-        shares.append(value)
+    if isinstance(value, BatchPart):
+        parts.append(value)
         return value.rows
     if is_batch(value) and len(value):
-        shares.append(Share(value, 0))
+        parts.append(BatchPart(value, 0))
     return value
 
 
-def remove_padding(output: Any, share: Share | None) -> Any:
-    """``output`` without the rows that belong to the padding of ``share``.
+def remove_padding(output: Any, part: BatchPart | None) -> Any:
+    """Return ``output`` without the rows that correspond to the padding of ``part``.
 
     Raises:
-        SchemaError: the output has not one row per row of the input, so the repeated samples are
-            part of its numbers and nobody can take them out.
+        SchemaError: the output does not have one row per input row, so the contribution of repeated samples cannot
+            be removed.
     """
-    if share is None:
+    if part is None:
         return output
-    rows = len(share.rows)
+    rows = len(part.rows)
     if is_batch(output) and len(output) == rows:
-        return output[: rows - share.padding]
+        return output[: rows - part.padding]
     found = f"a {type(output).__name__}" + (f" of {len(output)} rows" if hasattr(output, "__len__") else "")
     raise SchemaError(
-        f"the batch did not divide over the ranks and was padded ({share.padding} of the {rows} rows of this rank are "
+        f"the batch did not divide over the ranks and was padded ({part.padding} of the {rows} rows of this rank are "
         f"repeated samples), but the method returned {found}, from which they cannot be removed. Pass a number of "
         "rows that is a multiple of the data-parallel size, or return one row per row."
     )
@@ -188,52 +216,44 @@ def remove_padding(output: Any, share: Share | None) -> Any:
 # ---- dispatch functions ---------------------------------------------------------------------------
 
 
-def dispatch_one_to_all(group: WorkerGroup, *args: Any, **kwargs: Any) -> Arguments:
-    """Every rank gets the same arguments."""
+def dispatch_one_to_all(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+    """Give every rank the same arguments."""
     n = group.world_size
     return tuple([value] * n for value in args), {name: [value] * n for name, value in kwargs.items()}
 
 
-def dispatch_as_is(group: WorkerGroup, *args: Any, **kwargs: Any) -> Arguments:
-    """The arguments are lists with one element per rank already, or go to rank 0 alone."""
+def dispatch_as_is(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+    """Pass arguments through: they are lists with one element per rank already, or are for rank 0 alone."""
     return args, kwargs
 
 
-def dispatch_dp_compute_data_proto(group: WorkerGroup, *args: Any, **kwargs: Any) -> Arguments:
-    """Batches are cut into one part per rank; padded only if the batch allows it. The rest is replicated."""
+def dispatch_dp_compute_data_proto(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+    """Split batches into one part per rank, padded only if the batch allows it; replicate other arguments."""
     return _deal(list(range(group.world_size)), "if enabled", args, kwargs)
 
 
-def dispatch_dp_compute_data_proto_with_func(group: WorkerGroup, *args: Any, **kwargs: Any) -> Arguments:
-    """The first argument is a function for every rank, the others as in DP_COMPUTE_PROTO.
-
-    Raises:
-        WorkerError: the first argument cannot be called.
-    """
+def dispatch_dp_compute_data_proto_with_func(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+    """Give every rank the function that is the first argument; dispatch the others as DP_COMPUTE_PROTO does."""
     if not args or not callable(args[0]):
         raise WorkerError("Dispatch.DP_COMPUTE_PROTO_WITH_FUNC expects a function as its first argument.")
     return dispatch_dp_compute_data_proto(group, *args, **kwargs)
 
 
-def dispatch_dp_compute_metric(group: WorkerGroup, *args: Any, **kwargs: Any) -> Arguments:
-    """Batches are cut into one part per rank, and never padded: a repeated sample would count twice."""
+def dispatch_dp_compute_metric(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+    """Split batches into one part per rank, never padded: a repeated sample would count twice in a metric."""
     return _deal(list(range(group.world_size)), "never", args, kwargs)
 
 
-def dispatch_nd_compute_data_proto(mesh_name: str, group: WorkerGroup, *args: Any, **kwargs: Any) -> Arguments:
-    """Batches are cut into one part per data-parallel rank of the mesh, padded where they do not divide.
+def dispatch_nd_compute_data_proto(mesh_name: str, group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+    """Split batches into one part per data-parallel rank of the mesh, padded if they do not divide evenly.
 
-    Ranks that share a data-parallel rank (tensor or sequence parallel) get the same part.
+    Ranks with the same data-parallel rank (tensor or sequence parallel) get the same part.
     """
     return _deal(group.mesh(mesh_name).dp_ranks, "always", args, kwargs)
 
 
-def dispatch_refused(group: WorkerGroup, *args: Any, **kwargs: Any) -> Arguments:
-    """A method of this mode is called on the workers themselves.
-
-    Raises:
-        WorkerError: always.
-    """
+def dispatch_refused(group: CalledGroup, *args: Any, **kwargs: Any) -> Arguments:
+    """Raise a WorkerError: methods of this mode are called on a worker, not through the group."""
     raise WorkerError(
         "a method with Dispatch.DIRECT_ROLLOUT_METHOD is not called through its worker group. Call it on one rank: "
         "group.workers[rank]."
@@ -242,69 +262,144 @@ def dispatch_refused(group: WorkerGroup, *args: Any, **kwargs: Any) -> Arguments
 
 def _deal(dp_ranks: list[int], pad: Padding, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     parts = max(dp_ranks) + 1
+    given = [*enumerate(args), *kwargs.items()]
+    has_batch = any(isinstance(value, DataProtoFuture) or is_batch(value) for _, value in given)
+    for name, value in given:
+        _check_argument(name, value, has_batch)
 
-    def deal(name: str | int, value: Any) -> list[Any]:
-        shares = _cut(name, value, parts, pad)
-        return [shares[dp_rank] for dp_rank in dp_ranks]
+    def deal(value: Any) -> list[Any]:
+        cut = _cut(value, parts, pad)
+        return [cut[dp_rank] for dp_rank in dp_ranks]
 
-    return tuple(deal(i, value) for i, value in enumerate(args)), {k: deal(k, value) for k, value in kwargs.items()}
+    return tuple(map(deal, args)), {name: deal(value) for name, value in kwargs.items()}
 
 
-def _cut(name: str | int, value: Any, parts: int, pad: Padding) -> list[Any]:
+def _check_argument(name: str | int, value: Any, has_batch: bool) -> None:
+    """Refuse what could be meant as rows of a batch, and would go whole to every rank."""
+    if is_batch(value):
+        if not len(value) and _has_columns(value):
+            raise SchemaError(f"argument {name!r} is a batch without rows: there is nothing to compute.")
+        return
+    if isinstance(value, _ROWS):
+        inside = f"a bare {type(value).__name__}"
+    elif isinstance(value, Mapping | list | tuple) and (
+        not has_batch or any(isinstance(item, _ROWS) or is_batch(item) for item in _items(value))
+    ):
+        inside = f"a {type(value).__name__}"
+    else:
+        return
+    raise SchemaError(
+        f"argument {name!r} is {inside}: it could be meant for every rank, or be cut into one part for each. Put it "
+        "into a DataProto (DataProto.from_dict) to have it cut, or use Dispatch.ONE_TO_ALL."
+    )
+
+
+def _items(value: Mapping[Any, Any] | Sequence[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, Mapping) else value
+
+
+def _has_columns(batch: DataProto | TensorDict) -> bool:
+    """Whether it has any; a ``DataProto`` may consist of ``meta_info`` alone, which goes to every rank."""
+    return not isinstance(batch, DataProto) or bool(list(batch.batch.keys()) or batch.non_tensor_batch)
+
+
+def _cut(value: Any, parts: int, pad: Padding) -> list[Any]:
     if isinstance(value, DataProtoFuture):
-        return [FutureShare(value, i, parts, pad) for i in range(parts)]
+        return [FutureBatchPart(value, i, parts, pad) for i in range(parts)]
     if is_batch(value) and len(value):
-        shares = [take_share(value, i, parts, pad) for i in range(parts)]
-        return [share if share.padding else share.rows for share in shares]
-    if isinstance(value, torch.Tensor | np.ndarray):
-        raise SchemaError(
-            f"argument {name!r} is a bare {type(value).__name__}: it could be meant for every rank, or be cut into one "
-            "part for each. Put it into a DataProto to have it cut, or use Dispatch.ONE_TO_ALL."
-        )
+        cut = [take_part(value, i, parts, pad) for i in range(parts)]
+        return [part if part.padding else part.rows for part in cut]
     return [value] * parts
 
 
 # ---- collect functions ----------------------------------------------------------------------------
 
 
-def collect_as_is(group: WorkerGroup, outputs: T) -> T:
-    """The outputs as they are: a list in the order of ranks, or the output of rank 0."""
+def collect_as_is(group: CalledGroup, outputs: T) -> T:
+    """Return the outputs unchanged: a list in the order of ranks, or the output of rank 0."""
     return outputs
 
 
-def collect_dp_compute_data_proto(group: WorkerGroup, outputs: list[Any]) -> Any:
-    """The outputs of all ranks as one batch, see :func:`join`; a future if the call is not waited for."""
-    if isinstance(outputs, Pending):
-        future = DataProtoFuture.concat(list(outputs))
-        future.wait_fn = functools.partial(group._wait, method=outputs.method, ranks=outputs.ranks)
-        return future
-    return join(outputs)
+def collect_dp_compute_data_proto(group: CalledGroup, outputs: list[Any]) -> Any:
+    """Combine the outputs of all ranks with :func:`join`, or return a future of a non-blocking call."""
+    method = outputs.method if isinstance(outputs, CallOutputs) else "the method"
+    if not isinstance(outputs, PendingOutputs):
+        return join(outputs, method)
+    ranks = outputs.ranks
+    future = DataProtoFuture(functools.partial(join_batches, method=method), list(outputs))
+    future.wait_fn = lambda references: group.wait_for(PendingOutputs(references, method, ranks))
+    return future
 
 
-def collect_nd_compute_data_proto(mesh_name: str, group: WorkerGroup, outputs: list[Any]) -> Any:
-    """As ``collect_dp_compute_data_proto``, of one rank per data-parallel rank, in their order."""
+def collect_nd_compute_data_proto(mesh_name: str, group: CalledGroup, outputs: list[Any]) -> Any:
+    """Combine the outputs of one rank per data-parallel rank, as ``collect_dp_compute_data_proto`` does."""
     ranks = group.mesh(mesh_name).collecting_ranks
     chosen = [outputs[rank] for rank in ranks]
-    waiting = isinstance(outputs, Pending)
-    return collect_dp_compute_data_proto(group, Pending(chosen, outputs.method, ranks) if waiting else chosen)
+    if isinstance(outputs, PendingOutputs):
+        chosen = PendingOutputs(chosen, outputs.method, ranks)
+    elif isinstance(outputs, CallOutputs):
+        chosen = CallOutputs(chosen, outputs.method)
+    return collect_dp_compute_data_proto(group, chosen)
 
 
-def join(outputs: list[Any]) -> Any:
-    """One result from the outputs of the data-parallel ranks.
+def join(outputs: list[Any], method: str) -> Any:
+    """Combine the outputs of the data-parallel ranks.
 
-    Batches are concatenated. Batches without rows, such as the metrics of an update, become one
-    without rows, whose ``meta_info`` is merged as in ``DataProto.concat``. Whatever else a method
-    returns comes back as a list, or as None if every rank returned None.
+    Batches are concatenated (see :func:`join_batches`); this includes batches without rows, such as the metrics of an
+    update. If all ranks return None, so does the call.
 
     Raises:
-        SchemaError: some ranks returned a batch and others did not.
+        SchemaError: a rank returned anything else, or some ranks a batch and others not.
     """
+    if all(output is None for output in outputs):
+        return None
     kinds = {type(output) for output in outputs}
     if all(isinstance(output, DataProto) for output in outputs):
-        return DataProto.concat(outputs)
+        return join_batches(outputs, method)
     if all(is_batch(output) for output in outputs) and len(kinds) == 1:
         return torch.cat(outputs)
-    if any(is_batch(output) for output in outputs):
-        names = sorted(kind.__name__ for kind in kinds)
-        raise SchemaError(f"the ranks returned different kinds of results ({', '.join(names)}); all must return one.")
-    return None if kinds == {type(None)} else list(outputs)
+    names = " and ".join(sorted(kind.__name__ for kind in kinds))
+    raise SchemaError(
+        f"{method} returned {names}; its dispatch mode joins the ranks' results to one batch, so every rank must "
+        "return a DataProto, or every rank None. Dispatch.ONE_TO_ALL returns any results, as a list."
+    )
+
+
+def join_batches(batches: Sequence[DataProto], method: str) -> DataProto:
+    """Concatenate the batches that the ranks returned.
+
+    An entry of ``meta_info`` that is equal on all ranks is kept. ``metrics`` that differ are gathered: each name has
+    the list of all ranks' values, which ``reduce_metrics`` takes. Of another entry that differs the first rank's value
+    is kept, with a warning.
+    """
+    meta_info: dict[str, Any] = {}
+    for key in dict.fromkeys(key for batch in batches for key in batch.meta_info):
+        values = [batch.meta_info[key] for batch in batches if key in batch.meta_info]
+        if all(same_value(values[0], value) for value in values):
+            meta_info[key] = values[0]
+        elif key == "metrics" and all(isinstance(value, Mapping) for value in values):
+            meta_info[key] = _gathered(values)
+        else:
+            meta_info[key] = values[0]
+            _warn_of_difference(method, key)
+    return DataProto.concat([replace(batch, meta_info=meta_info) for batch in batches])
+
+
+def _gathered(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """``[{"loss": 1}, {"loss": [2, 3]}]`` becomes ``{"loss": [1, 2, 3]}``."""
+    gathered: dict[str, list[Any]] = {}
+    for one in metrics:
+        for name, value in one.items():
+            gathered.setdefault(name, []).extend(value if isinstance(value, list | tuple) else [value])
+    return gathered
+
+
+@functools.cache
+def _warn_of_difference(method: str, key: str) -> None:
+    """Warn once per process: a method is called in every step."""
+    logger.warning(
+        "the ranks returned different values of meta_info['%s'] from %s; the first rank's is kept. What differs "
+        "between the ranks belongs into a column, or into meta_info['metrics'], which are gathered.",
+        key,
+        method,
+    )

@@ -1,4 +1,4 @@
-"""Where workers live: so many processes on each of so many nodes."""
+"""Resource pools (how many worker processes run on each node) and the manager that assigns roles to pools."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import ClassVar
 
 from verl.errors import ResourceError
+from verl.utils.device import get_device_name
 
 
 class ResourcePool:
-    """Processes on nodes; worker groups in one pool share its processors, rank by rank.
+    """Processes on nodes; worker groups in the same pool share the device of each rank.
 
     Args:
         process_on_nodes: number of processes on each node, e.g. ``[8, 8]``; None for an empty pool.
         max_colocate_count: how many worker groups may share the pool.
-        n_gpus_per_node: processes that :meth:`add_node` puts on a node unless told otherwise.
-
-    Raises:
-        ResourceError: a number is not positive.
+        n_gpus_per_node: default number of processes for :meth:`add_node`.
     """
 
     def __init__(
@@ -42,27 +40,24 @@ class ResourcePool:
         return sum(self.store)
 
     def local_world_size_list(self) -> list[int]:
-        """For each rank the number of processes on its node."""
+        """For each rank, the number of processes on its node."""
         return [count for count in self.store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """For each rank its number on its node."""
+        """For each rank, its index on its node."""
         return [local_rank for count in self.store for local_rank in range(count)]
 
     def release(self) -> None:
-        """Give the places back; workers that still live there end."""
+        """Free the reserved resources; workers that still run on them end."""
 
 
 class PoolManager:
-    """Named pools, and which role lives in which; a controller's subclass says what a pool is made of.
+    """Named pools and the mapping from roles to pools; each controller has a subclass for its kind of pool.
 
     Args:
-        resource_pool_spec: processes on each node, by the name of the pool: ``{"global_pool": [8, 8]}``.
-        mapping: name of the pool, by role.
-        device_name: ``"cuda"`` gives each process a GPU, ``"cpu"`` a core.
-
-    Raises:
-        ResourceError: a role is mapped to a pool that is not in the specification.
+        resource_pool_spec: number of processes on each node, by pool name: ``{"global_pool": [8, 8]}``.
+        mapping: pool name by role.
+        device_name: ``"cuda"`` gives each process a GPU, ``"cpu"`` a core; None is what this machine has.
     """
 
     pool_cls: ClassVar[type[ResourcePool]]
@@ -71,7 +66,7 @@ class PoolManager:
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[Hashable, str],
-        device_name: str = "cuda",
+        device_name: str | None = None,
     ) -> None:
         for role, name in mapping.items():
             if name not in resource_pool_spec:
@@ -80,14 +75,14 @@ class PoolManager:
                 )
         self.resource_pool_spec = {name: list(counts) for name, counts in resource_pool_spec.items()}
         self.mapping = dict(mapping)
-        self.device_name = device_name
+        self.device_name = device_name or get_device_name()
         self.resource_pool_dict: dict[str, ResourcePool] = {}
 
     def create_resource_pool(self) -> None:
-        """Make the pools, after a check that all of them together fit.
+        """Create the pools.
 
         Raises:
-            ResourceError: more processes are asked for than there are devices.
+            ResourceError: all pools together need more devices than there are.
         """
         self.check_resources()
         self.resource_pool_dict = {
@@ -95,7 +90,7 @@ class PoolManager:
         }
 
     def release(self) -> None:
-        """Give the places of all pools back, for another run in the same cluster."""
+        """Free the resources of all pools, for another run in the same cluster."""
         for pool in self.resource_pool_dict.values():
             pool.release()
 
@@ -106,11 +101,7 @@ class PoolManager:
         return self.pool_cls(process_on_nodes)
 
     def get_resource_pool(self, role: Hashable) -> ResourcePool:
-        """The pool of a role.
-
-        Raises:
-            ResourceError: the role is not mapped, or the pools are not made yet.
-        """
+        """Return the pool of a role."""
         if role not in self.mapping:
             raise ResourceError(f"role '{role}' has no pool; mapped are: {sorted(map(str, self.mapping))}.")
         if not self.resource_pool_dict:
@@ -118,5 +109,5 @@ class PoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Number of processes, each with a device of its own, in all pools."""
+        """Number of processes in all pools, each of which has its own device."""
         return sum(sum(counts) for counts in self.resource_pool_spec.values())

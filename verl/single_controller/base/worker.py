@@ -1,4 +1,4 @@
-"""What a rank knows about itself."""
+"""The base class of workers, and the host that holds several workers in one process."""
 
 from __future__ import annotations
 
@@ -6,32 +6,33 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl.errors import WorkerError
 from verl.single_controller.base.decorator import Dispatch, register
-from verl.utils.allocator import keep_freed_memory
-from verl.utils.stacks import write_stacks_on_signal
+from verl.supervision.stacks import write_stacks_on_signal
 
-RANK_ENV = ("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# Folder into which a worker writes its stack traces when the controller asks for them; only the Ray controller sets it.
 STACKS_FOLDER_ENV = "VERL_STACKS_FOLDER"
-"""Where the controller looks for the stacks of a worker that does not answer; not set if it does not look."""
 
 
 class Worker:
     """One rank of a worker group; subclass it and :func:`register` the methods that the driver calls.
 
-    Where the rank stands among the others is read from the environment, which the controller sets:
+    Rank and rendezvous are read from the environment, which the controller sets:
     ``WORLD_SIZE``, ``RANK``, ``LOCAL_WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``, ``MASTER_PORT``.
-    Workers that share a process share these, and one ``torch.distributed`` group.
+    Workers in the same process share these and the ``torch.distributed`` process group.
 
-    Raises:
-        WorkerError: the environment lacks ``WORLD_SIZE`` or ``RANK``.
+    Args:
+        cuda_visible_devices: the devices of this process, as in ``CUDA_VISIBLE_DEVICES``; by default the controller's
+            choice.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cuda_visible_devices: str | None = None) -> None:
+        if cuda_visible_devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = cuda_visible_devices
         missing = [name for name in ("WORLD_SIZE", "RANK") if name not in os.environ]
         if missing:
             raise WorkerError(
@@ -40,7 +41,6 @@ class Worker:
             )
         if STACKS_FOLDER_ENV in os.environ:
             write_stacks_on_signal(os.environ[STACKS_FOLDER_ENV])
-        keep_freed_memory()
         self._world_size = int(os.environ["WORLD_SIZE"])
         self._rank = int(os.environ["RANK"])
         self._local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self._world_size))
@@ -56,7 +56,7 @@ class Worker:
 
     @property
     def rank(self) -> int:
-        """Number of this rank, from 0."""
+        """Index of this rank, from 0."""
         return self._rank
 
     @property
@@ -66,35 +66,28 @@ class Worker:
 
     @property
     def local_rank(self) -> int:
-        """Number of this rank on its node, from 0."""
+        """Index of this rank on its node, from 0."""
         return self._local_rank
 
     def get_master_addr_port(self) -> tuple[str, str]:
-        """Address and port at which the ranks of the group meet.
-
-        Raises:
-            WorkerError: the environment has none.
-        """
+        """Rendezvous address and port of the group's ranks."""
         if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
             raise WorkerError("MASTER_ADDR and MASTER_PORT are not in the environment; start workers through a group.")
         return os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
 
     def get_cuda_visible_devices(self) -> str:
-        """``CUDA_VISIBLE_DEVICES`` of this process, ``"not set"`` if it is absent."""
+        """``CUDA_VISIBLE_DEVICES`` of this process, or ``"not set"``."""
         return os.environ.get("CUDA_VISIBLE_DEVICES", "not set")
 
     # ---- place in a mesh ------------------------------------------------------------------------
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """File this rank's place in a mesh, for ``make_nd_compute_dataproto_dispatch_fn(mesh_name)``.
+        """Register this rank's coordinates in a mesh, for ``make_nd_compute_dataproto_dispatch_fn(mesh_name)``.
 
         Args:
-            mesh_name: as in the decorator.
-            dp_rank: which part of a batch this rank computes.
-            is_collect: whether its output is the one that is used, among the ranks of equal ``dp_rank``.
-
-        Raises:
-            WorkerError: the mesh is filed already, with another place.
+            mesh_name: name in the decorator.
+            dp_rank: index of the batch part that this rank computes.
+            is_collect: use the output of this rank, among the ranks with the same ``dp_rank``.
         """
         place = (dp_rank, is_collect)
         known = (self._dispatch_info.get(mesh_name, dp_rank), self._collect_info.get(mesh_name, is_collect))
@@ -106,25 +99,25 @@ class Worker:
         self.set_dispatch_collect(mesh_name, dp_rank, is_collect)
 
     def set_dispatch_collect(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """File or replace this rank's place in a mesh, e.g. that of a worker which this one wraps:
+        """Set or replace this rank's coordinates in a mesh, e.g. with those of a wrapped worker:
         ``self.set_dispatch_collect("actor", **inner.get_dispatch_collect("train"))``.
         """
         self._dispatch_info[mesh_name] = dp_rank
         self._collect_info[mesh_name] = is_collect
 
     def get_dispatch_collect(self, mesh_name: str) -> dict[str, Any]:
-        """``{"dp_rank": ..., "is_collect": ...}`` of this rank in a mesh."""
+        """Coordinates of this rank in a mesh: ``{"dp_rank": ..., "is_collect": ...}``."""
         return {"dp_rank": self.query_dispatch_info(mesh_name), "is_collect": self.query_collect_info(mesh_name)}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def query_dispatch_info(self, mesh_name: str) -> int:
-        """The data-parallel rank of this worker in a mesh."""
+        """Data-parallel rank of this worker in a mesh."""
         self._check_mesh(mesh_name)
         return self._dispatch_info[mesh_name]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Whether the output of this worker is used, among those of its data-parallel rank in a mesh."""
+        """Whether this worker provides the output of its data-parallel rank in a mesh."""
         self._check_mesh(mesh_name)
         return self._collect_info[mesh_name]
 
@@ -139,11 +132,7 @@ class Worker:
     # ---- other workers and functions of the driver ----------------------------------------------
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker:
-        """The worker called ``worker_name`` in this process, if the workers were fused.
-
-        Raises:
-            WorkerError: there is none of this name.
-        """
+        """Return another worker of this process, if the workers were fused."""
         if worker_name not in self.fused_worker_dict:
             raise WorkerError(
                 f"no fused worker '{worker_name}' beside {type(self).__name__} (there are: "
@@ -154,23 +143,77 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``func(worker, part of the batch, ...)`` on every rank; the outputs are joined."""
+        """Call ``func(worker, part of the batch, ...)`` on every rank and concatenate the outputs."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``func(...)`` in the process of rank 0."""
+        """Call ``func(...)`` in the process of rank 0."""
         return func(*args, **kwargs)
 
 
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now, and that the system gives to nobody by itself.
+WorkerType = type[Worker]
+"""Type of the worker class of a role."""
 
-    Between this call and the listening of rank 0 lie seconds, in which a port of the system's own range could become
-    that of somebody's connection.
+
+class ClassWithInitArgs:
+    """A class and its constructor arguments; calling it creates the object in the current process."""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        self.cls = cls
+        self.args = args
+        self.kwargs = kwargs
+
+    def __call__(self) -> Any:
+        """Create the object."""
+        return self.cls(*self.args, **self.kwargs)
+
+    @property
+    def members(self) -> Mapping[str, ClassWithInitArgs]:
+        """Colocated workers by name; empty for a single worker."""
+        return self.kwargs["members"] if self.cls is WorkerHost else {}
+
+    @property
+    def fused(self) -> bool:
+        """Whether the colocated workers can access each other."""
+        return self.cls is WorkerHost and self.kwargs["fused"]
+
+
+class WorkerHost(Worker):
+    """Worker that holds one worker for each role in the same process.
+
+    Args:
+        members: the workers by name; they are created in this order.
+        fused: let the workers access each other with ``get_fused_worker_by_name``.
     """
+
+    def __init__(self, members: Mapping[str, ClassWithInitArgs], fused: bool) -> None:
+        super().__init__()
+        self.workers: dict[str, Any] = {name: make() for name, make in members.items()}
+        if fused:
+            for worker in self.workers.values():
+                worker.fused_worker_dict = self.workers
+
+    def invoke(self, member: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of one of the workers."""
+        return getattr(self.workers[member], method)(*args, **kwargs)
+
+
+def host_arguments(members: Mapping[str, ClassWithInitArgs], fused: bool) -> dict[str, Any]:
+    """Check and return the arguments of a :class:`WorkerHost`."""
+    if not members:
+        raise WorkerError("colocated workers: there are none. Give a dict from name to class with arguments.")
+    for name, member in members.items():
+        if not issubclass(member.cls, Worker):
+            raise WorkerError(f"colocated worker '{name}': {member.cls.__name__} is no subclass of Worker.")
+    return {"members": dict(members), "fused": fused}
+
+
+def free_port() -> int:
+    """Find a free TCP port of this machine, preferably outside the range of ephemeral ports."""
+    # Rank 0 listens seconds after this call. By then the system may have given an ephemeral port to a connection.
     first_given = _first_given_port()
-    draw = random.SystemRandom()  # not the generators of the run
+    draw = random.SystemRandom()  # leaves the seeded generators of the run unchanged
     for port in draw.sample(range(_FIRST_PORT, first_given), max(0, min(100, first_given - _FIRST_PORT))):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))
@@ -180,13 +223,12 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-_FIRST_PORT = 20_000
-"""Above the ports of Ray's workers."""
+_FIRST_PORT = 20_000  # above the ports of Ray's workers
 
 
 def _first_given_port() -> int:
-    """The first of the ports that the system gives to connections and to those who ask for any."""
+    """Start of the system's range of ephemeral ports."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except OSError:
-        return 49_152  # of IANA, which other systems follow
+        return 49_152  # IANA's start of the range, which systems other than Linux use

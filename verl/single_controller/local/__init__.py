@@ -1,11 +1,10 @@
-"""The controller that needs no other process: one rank, in this one. For debuggers and small machines."""
+"""The local controller: one rank in the driver's own process, for debuggers and small machines."""
 
-from verl.single_controller.local.resource_pool import LocalResourcePool, LocalResourcePoolManager
-from verl.single_controller.local.worker_group import LocalWorkerGroup
+from verl.single_controller.local.worker_group import LocalResourcePool, LocalResourcePoolManager, LocalWorkerGroup
 
-# What verl.trainer asks a controller for, under the same names in verl.single_controller.ray.
+# verl.trainer uses these names of either controller.
 WorkerGroup = LocalWorkerGroup
-ResourcePoolManager = pool_manager = LocalResourcePoolManager
+ResourcePoolManager = LocalResourcePoolManager
 
 __all__ = [
     "LocalResourcePool",
@@ -13,5 +12,4 @@ __all__ = [
     "LocalWorkerGroup",
     "ResourcePoolManager",
     "WorkerGroup",
-    "pool_manager",
 ]

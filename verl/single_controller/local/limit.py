@@ -1,4 +1,4 @@
-"""How long a call in this process may take."""
+"""Time limit for calls of a worker in the driver's own process."""
 
 from __future__ import annotations
 
@@ -15,30 +15,28 @@ from verl.errors import ProcessLostError
 
 INTERRUPT = signal.SIGUSR2
 
+# After this time beyond the limit, the call is taken to hang in C code that holds the interpreter's lock, so that only
+# faulthandler's own thread can still write the stacks.
 _GRACE_S = 1.0
-"""After which code that keeps the interpreter's lock, so that nothing of Python can run, is taken to hang in C."""
 
 
 class CallLimit:
-    """Ends calls that take too long; shared by all views of the same worker.
+    """Time limit for calls, shared by all groups over the same worker.
 
-    The stacks of all threads go to stderr when the time is over, whatever the process is doing. The call itself
-    can be ended where Python gets to run in it, and if it was made by the main thread: loops and sleeps of Python
-    are, a call into C that never returns is not.
+    When the time is over, the stacks of all threads are written to stderr in any case. The call itself is interrupted
+    only if it runs in the main thread and returns to the Python interpreter: loops and sleeps in Python are
+    interrupted, a call into C that never returns is not.
     """
 
     def __init__(self) -> None:
         self.hang_timeout_s: float | None = None
 
     @contextmanager
-    def over(self, stage: str) -> Iterator[None]:
-        """Limit what happens inside.
-
-        Args:
-            stage: worker and method, for the message.
+    def applied_to(self, stage: str) -> Iterator[None]:
+        """Limit the duration of the block; ``stage`` names worker and method in the message.
 
         Raises:
-            ProcessLostError: it took too long.
+            ProcessLostError: the block took longer than ``hang_timeout_s``.
         """
         if self.hang_timeout_s is None:
             yield
@@ -60,7 +58,7 @@ def _interrupted(timeout_s: float, stage: str) -> Iterator[None]:
 
     def interrupt() -> None:
         with changing:
-            # Once the call is over, nobody expects the signal any more.
+            # After the call the signal has no handler of ours any more, so it must not be sent.
             if running:
                 faulthandler.cancel_dump_traceback_later()
                 faulthandler.dump_traceback(_stderr())
@@ -84,12 +82,12 @@ def _interrupted(timeout_s: float, stage: str) -> Iterator[None]:
         timer.cancel()
         with changing:
             running.clear()
-        if before is not None:  # None: set from C, and not known to Python
+        if before is not None:  # None: the handler was installed from C and cannot be restored from Python
             signal.signal(INTERRUPT, before)
 
 
 def _stderr() -> TextIO:
-    return sys.__stderr__ or sys.stderr  # the real one has a descriptor, which faulthandler needs
+    return sys.__stderr__ or sys.stderr  # faulthandler needs a file descriptor, which a replaced sys.stderr may lack
 
 
 def _place(frame: FrameType | None) -> str:

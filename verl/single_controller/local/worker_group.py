@@ -1,4 +1,4 @@
-"""Workers in the driver's own process: a call is a call, and an exception keeps its traceback."""
+"""Worker groups of one rank in the driver's own process: calls are direct, and exceptions keep their traceback."""
 
 from __future__ import annotations
 
@@ -8,29 +8,45 @@ from typing import Any
 
 from verl.errors import ResourceError, WorkerError
 from verl.protocol import private_copy
-from verl.single_controller.base.colocate import ClassWithInitArgs
-from verl.single_controller.base.resource_pool import ResourcePool
-from verl.single_controller.base.worker import free_port
-from verl.single_controller.base.worker_group import Call, WorkerGroup
+from verl.single_controller.base.decorator import noting_rank, undecorated
+from verl.single_controller.base.dispatch import PendingOutputs, receive, remove_padding
+from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
+from verl.single_controller.base.worker import ClassWithInitArgs, free_port
+from verl.single_controller.base.worker_group import Call, RegisteredCall, WorkerGroup
 from verl.single_controller.local.limit import CallLimit
-from verl.single_controller.local.resource_pool import LocalResourcePool
+
+
+class LocalResourcePool(ResourcePool):
+    """Pool of one rank in the current process."""
+
+    def __init__(
+        self, process_on_nodes: Sequence[int] | None = None, max_colocate_count: int = 10, n_gpus_per_node: int = 8
+    ) -> None:
+        super().__init__([1] if process_on_nodes is None else process_on_nodes, max_colocate_count, n_gpus_per_node)
+        if self.world_size != 1:
+            raise ResourceError(
+                f"trainer.controller=local runs one rank, in this process; asked for {self.world_size} "
+                f"(processes on nodes: {self.store}). Set trainer.n_gpus_per_node=1 trainer.nnodes=1, or use "
+                "trainer.controller=ray for more ranks."
+            )
+
+
+class LocalResourcePoolManager(PoolManager):
+    """Pools of the local controller, each of which is the current process."""
+
+    pool_cls = LocalResourcePool
 
 
 class LocalWorkerGroup(WorkerGroup):
-    """One rank in this process, under the contract of ``RayWorkerGroup``.
+    """Worker group of one rank in this process, with the interface of ``RayWorkerGroup``.
 
-    All local groups of a process share one environment (rank 0 of 1) and one ``torch.distributed``
-    group, which the workers make. Arguments and outputs go through the same dispatch as on Ray. Batches,
-    tensors and arrays are copied, so that a write of the worker or of the driver stays where it is made, as
-    on Ray; all else is passed by reference. A call that is not waited for has run when it returns.
-
-    Args:
-        resource_pool: a pool of one process; None makes it.
-        ray_cls_with_init: the worker's class and constructor arguments.
-        device_name: ``"cuda"`` or ``"cpu"``; taken for the sake of the contract, the worker chooses.
+    All local groups of a process share one environment (rank 0 of 1) and one ``torch.distributed`` process group,
+    which the workers create. Arguments and outputs are dispatched as on Ray. Batches, tensors and arrays are copied,
+    so that in-place writes of worker and driver stay separate as on Ray; everything else is passed by reference.
+    A non-blocking call has already run when it returns. ``device_name`` is ignored: the worker chooses its device.
 
     Raises:
-        ResourceError: several ranks are asked for, by the pool or by ``WORLD_SIZE`` in the environment.
+        ResourceError: the pool or ``WORLD_SIZE`` in the environment has several ranks.
     """
 
     def __init__(
@@ -49,12 +65,12 @@ class LocalWorkerGroup(WorkerGroup):
 
     @property
     def workers(self) -> list[Any]:
-        """The worker itself; for colocated workers their host, or in a spawned group the group's own."""
-        return [self._target(self._member)] if self._workers else []
+        """The worker; for colocated workers their host, in a spawned group the group's own worker."""
+        return [self._worker()] if self._workers else []
 
     @property
     def worker_names(self) -> list[str]:
-        """Class and process number."""
+        """Class name and process id of the worker."""
         return [f"{type(worker).__name__}_{os.getpid()}" for worker in self.workers]
 
     @property
@@ -68,39 +84,50 @@ class LocalWorkerGroup(WorkerGroup):
         return os.environ["MASTER_PORT"]
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
-        """Nothing to watch: the worker lives as long as its driver."""
+        """Do nothing: the worker runs in the driver's process and cannot die alone."""
 
     def guard(self, hang_timeout_s: float | None = None) -> None:
-        """Limit the time that a call may take; what that can end, and what not, says :class:`CallLimit`."""
+        """Limit the duration of calls; see :class:`CallLimit` for which calls it can interrupt."""
         self._limit.hang_timeout_s = hang_timeout_s
 
     def shutdown(self) -> None:
-        """Let go of the worker."""
+        """Drop the reference to the worker."""
         self._workers.clear()
 
-    def _target(self, member: str | None) -> Any:
-        if not self._workers:
-            raise WorkerError("this worker group was shut down.")
-        return self._workers[0] if member is None else self._workers[0].workers[member]
-
-    def _start(self, member: str | None, method: str, calls: Sequence[Call]) -> list[Any]:
-        worker = self._target(member)
-        outputs = []
+    def _start(self, method: str, calls: Sequence[Call]) -> PendingOutputs[Any]:
+        worker, outputs = self._worker(), []
         for call in calls:
             args, kwargs = map(private_copy, call.args), {k: private_copy(v) for k, v in call.kwargs.items()}
-            with self._limit.over(f"{type(worker).__name__}.{method}"):
+            with self._limit.applied_to(f"{type(worker).__name__}.{method}"):
                 outputs.append(private_copy(getattr(worker, method)(*args, **kwargs)))
-        return outputs
+        return PendingOutputs(outputs, method, range(len(outputs)))
 
-    def _wait(self, references: Sequence[Any], method: str, ranks: Sequence[int]) -> list[Any]:
-        return list(references)
+    def _call(self, rpc: RegisteredCall, /, *args: Any, **kwargs: Any) -> Any:
+        # Does the work of the @register wrapper itself, which keeps stack traces between driver and worker short.
+        worker, outputs, materialize = self._worker(), [], rpc.registration.materialize_futures
+        for call in self._deal(rpc, args, kwargs):
+            own = tuple(map(private_copy, call.args)), {k: private_copy(v) for k, v in call.kwargs.items()}
+            with self._limit.applied_to(f"{type(worker).__name__}.{rpc.method}"), noting_rank(worker, rpc.method):
+                (given, named), padded = receive(*own, materialize)
+                output = undecorated(getattr(worker, rpc.method))(*given, **named)
+            outputs.append(private_copy(remove_padding(output, padded)))
+        return self._collect(rpc, PendingOutputs(outputs, rpc.method, range(len(outputs))))
+
+    def wait_for(self, outputs: PendingOutputs[Any]) -> list[Any]:
+        """Return the outputs; the call has run already."""
+        return list(outputs)
+
+    def _worker(self) -> Any:
+        if not self._workers:
+            raise WorkerError("this worker group was shut down.")
+        return self._workers[0] if self._member is None else self._workers[0].workers[self._member]
 
 
 def set_environment() -> None:
-    """Describe rank 0 of 1 in ``os.environ``; what the user has set stays.
+    """Set the environment variables of rank 0 of 1, unless they are set already.
 
     Raises:
-        ResourceError: a launcher has started several ranks.
+        ResourceError: the environment describes several ranks, as torchrun sets it.
     """
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         if os.environ.setdefault(name, value) != value:

@@ -1,14 +1,13 @@
-"""The controller over Ray: one actor per rank, on one machine or many."""
+"""The Ray controller: one actor per rank, on one or many machines."""
 
 try:
     import ray  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "trainer.controller=ray needs Ray, which is not installed: pip install 'verl[ray]'. Or run one rank without "
-        "it: trainer.controller=local."
+        "trainer.controller=ray needs Ray, which is not installed: pip install 'ray>=2.60,<2.62'. Or run one rank "
+        "without it: trainer.controller=local."
     ) from error
 
-from verl.single_controller.ray.colocate import create_colocated_worker_cls, create_colocated_worker_cls_fused
 from verl.single_controller.ray.resource_pool import (
     RayResourcePool,
     ResourcePoolManager,
@@ -16,12 +15,16 @@ from verl.single_controller.ray.resource_pool import (
     merge_resource_pool,
     split_resource_pool,
 )
-from verl.single_controller.ray.session import run_task
-from verl.single_controller.ray.worker_group import RayClassWithInitArgs, RayWorkerGroup
+from verl.single_controller.ray.session import ray_session, run_task, start_task
+from verl.single_controller.ray.worker_group import (
+    RayClassWithInitArgs,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+    create_colocated_worker_cls_fused,
+)
 
-# What verl.trainer asks a controller for, under the same names in verl.single_controller.local.
+# verl.trainer uses this name and ResourcePoolManager of either controller.
 WorkerGroup = RayWorkerGroup
-pool_manager = ResourcePoolManager
 
 __all__ = [
     "RayClassWithInitArgs",
@@ -33,7 +36,8 @@ __all__ = [
     "create_colocated_worker_cls",
     "create_colocated_worker_cls_fused",
     "merge_resource_pool",
-    "pool_manager",
+    "ray_session",
     "run_task",
     "split_resource_pool",
+    "start_task",
 ]

@@ -1,11 +1,19 @@
-"""What went wrong on a worker, in the words of the one who called it."""
+"""Detection of failed, dead and hanging ranks, and the error messages about them.
+
+A call fails            :func:`explain`: which rank failed first and why, and which failed in consequence
+A call takes too long   :func:`hang`: which ranks do not answer, where each rank is, and which is the cause
+Between two calls       :class:`Watchdog`: ends all ranks after one has died
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -25,15 +33,17 @@ from ray.exceptions import (
 )
 
 from verl.errors import ProcessLostError, WorkerError
-from verl.single_controller.ray.processes import Process, brief, first_to_die, processes
+from verl.single_controller.ray.private import brief, logs_folder
+from verl.single_controller.ray.processes import RankProcess, finished_of, lost_ones, on_nodes, processes_of
+from verl.supervision.stacks import Snapshot, culprits, read_stacks
 
-GRACE_S = 0.5
-"""How long the other ranks of a failed call may take to fail as well, before the caller is told."""
-DEATH_GRACE_S = 15.0
-"""How long Ray may take to notice that the other end of a broken connection is dead."""
-NODE_GRACE_S = 30.0
-"""How long it may take to notice that a node is dead whose workers do not answer."""
+logger = logging.getLogger(__name__)
 
+GRACE_S = 0.5  # for the other ranks of a failed call to fail too, so that the message can name the first
+DEATH_GRACE_S = 15.0  # for Ray to notice that the process at the other end of a broken connection is dead
+NODE_GRACE_S = 30.0  # for Ray to notice that the node of unreachable workers is dead
+
+# Errors of Ray which mean that a process or its data is lost. The death of an actor is handled by `_is_death`.
 LOSSES = (
     WorkerCrashedError,
     NodeDiedError,
@@ -42,16 +52,14 @@ LOSSES = (
     ActorPlacementGroupRemoved,
     TaskPlacementGroupRemoved,
 )
-"""Errors of Ray that say that a process or what it held is gone; beside them an actor's death."""
 
-# What gloo, NCCL, TCPStore and Ray say when the other end of a connection is gone.
+# Messages of gloo, NCCL, TCPStore and Ray when the other end of a connection is gone.
 BROKEN_CONNECTION = re.compile(
     r"connection (closed|reset|refused|was aborted|aborted)|broken pipe|socket (closed|timeout)|remote (process|peer)"
     r"|DistBackendError|DistNetworkError|DistStoreError|NCCL error|ncclRemoteError|ncclSystemError|unhandled system"
     r"|gloo[/\w]*\.(cc|h):\d+|recvValue failed|failed to recv|timed out waiting|wait timeout",
     re.IGNORECASE,
 )
-
 
 STORE_IS_FULL = (
     "what is passed between processes found no room: Ray's object store is full, and so is (to 95%) the disk that "
@@ -62,53 +70,49 @@ STORE_IS_FULL = (
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A call, for messages."""
+class GroupCall:
+    """A call of a worker group, as error messages describe it."""
 
     title: str
-    """Class of the workers."""
+    """Class name of the workers."""
     method: str
     workers: Sequence[Any]
-    """The actors of the whole group, of which some were asked."""
+    """All actors of the group, including those that were not called."""
 
     @property
     def stage(self) -> str:
-        """Class and method."""
+        """Class and method, e.g. ``"Actor.update_policy"``."""
         return f"{self.title}.{self.method}"
 
 
-def explain(error: RayError, calls: Mapping[int, Any], asked: Asked) -> WorkerError:
-    """The error for a call that failed, its message beginning with the rank that failed first.
+# ---- a call fails ---------------------------------------------------------------------------------
 
-    A broken connection is mostly the consequence of a death which Ray has yet to notice, so it is waited for.
 
-    Args:
-        error: what ``ray.get`` raised.
-        calls: reference of the result, by rank.
-        asked: whom, and for what.
+def explain(error: RayError, outputs: Mapping[int, Any], call: GroupCall) -> WorkerError:
+    """Build the error for a failed call: a ProcessLostError if a process or its data is lost, else a WorkerError.
 
-    Returns:
-        A ProcessLostError if a process or what it held is gone, else a WorkerError.
+    Its message begins with the rank that failed first. ``outputs`` are the output references by rank.
     """
-    # Those that have failed by now, in their order, then those that fail in consequence.
-    failures = _failures(calls, 0)
-    failures |= {rank: later for rank, later in _failures(calls, GRACE_S).items() if rank not in failures}
+    # The ranks that have failed by now in order of time, then those that fail in consequence.
+    failures = _failures(outputs, 0)
+    failures |= {rank: later for rank, later in _failures(outputs, GRACE_S).items() if rank not in failures}
     first = next(iter(failures.values()), error)
     if any(is_loss(failure) for failure in [*failures.values(), error]):
         unreachable = any(isinstance(failure, ActorUnavailableError) for failure in failures.values())
-        dead = _deaths(asked.workers, NODE_GRACE_S if unreachable else 0 if _says_so(first) else DEATH_GRACE_S)
-        return ProcessLostError(_lost(dead, failures, error, asked))
-    if BROKEN_CONNECTION.search(str(first)):
-        dead = _deaths(asked.workers, DEATH_GRACE_S)
-        if dead:
-            return ProcessLostError(_lost(dead, failures, error, asked))
-    return WorkerError(_failed(failures, error, asked))
+        # If a worker itself reports the loss of another process, none of this group has to be dead: no need to wait.
+        is_second_hand = isinstance(first, RayTaskError) and isinstance(first.cause, ProcessLostError)
+        dead = _deaths(call.workers, NODE_GRACE_S if unreachable else 0 if is_second_hand else DEATH_GRACE_S)
+        return ProcessLostError(_loss_message(dead, failures, error, call))
+    # A broken connection mostly follows from a death that Ray has not noticed yet, so wait for that.
+    if BROKEN_CONNECTION.search(str(first)) and (dead := _deaths(call.workers, DEATH_GRACE_S)):
+        return ProcessLostError(_loss_message(dead, failures, error, call))
+    return WorkerError(_failure_message(failures, error, call))
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error says that a process died or that what it held is gone."""
+    """Whether an error means that a process died or its data is lost."""
     if isinstance(error, RayTaskError):
-        # Raised inside of a worker, e.g. when it asks for what another one held.
+        # Raised inside a worker, e.g. when it fetches an object of a dead one.
         return isinstance(error.cause, (ProcessLostError, *LOSSES)) or _is_death(error.cause)
     return isinstance(error, LOSSES) or _is_death(error)
 
@@ -117,36 +121,44 @@ def _is_death(error: BaseException | None) -> bool:
     return isinstance(error, RayActorError) and not error.actor_init_failed
 
 
-def _says_so(error: BaseException) -> bool:
-    # The death was not noticed by Ray, but by the worker that needed the process.
-    return isinstance(error, RayTaskError) and isinstance(error.cause, ProcessLostError)
-
-
-def _deaths(workers: Sequence[Any], timeout_s: float) -> list[Process]:
+def _deaths(workers: Sequence[Any], timeout_s: float) -> list[RankProcess]:
     deadline = time.monotonic() + timeout_s
     while True:
-        dead = first_to_die(processes(workers))
+        dead = lost_ones(processes_of(workers))
         if dead or time.monotonic() >= deadline:
             return dead
         time.sleep(0.05)
 
 
-def death_of(process: Process, ranks: int, stage: str) -> str:
-    """The message for a rank that died: which, where, when, how, and where to read more.
+def _failures(outputs: Mapping[int, Any], timeout_s: float) -> dict[int, RayError]:
+    """Errors of the ranks that fail within ``timeout_s``, in order of time."""
+    finished = finished_of(list(outputs.values()), timeout_s)
+    failures: dict[int, RayError] = {}
+    for rank, reference in outputs.items():
+        if reference not in finished:
+            continue
+        try:
+            ray.get(reference)
+        except RayError as error:
+            # Its traceback would refer to this frame, and so keep the results of the other ranks in memory.
+            failures[rank] = error.with_traceback(None)
+    # `failed_at` is set where the error was raised. A dead process has none and sorts first, as the likely cause.
+    failed_at = {rank: getattr(getattr(e, "cause", None), "failed_at", 0.0) for rank, e in failures.items()}
+    return dict(sorted(failures.items(), key=lambda item: (failed_at[item[0]], item[0])))
 
-    Args:
-        process: the rank.
-        ranks: how many there are.
-        stage: what was being done, e.g. ``"in Actor.update_policy"``.
-    """
+
+def death_message(process: RankProcess, ranks: int, stage: str) -> str:
+    """Message for a rank that died; ``stage`` is what was being done, e.g. ``"in Actor.update_policy"``."""
     return f"rank {process.rank} of {ranks} died {stage} ({process.place}): {process.death}"
 
 
-def _lost(dead: Sequence[Process], failures: Mapping[int, RayError], error: RayError, asked: Asked) -> str:
+def _loss_message(
+    dead: Sequence[RankProcess], failures: Mapping[int, RayError], error: RayError, call: GroupCall
+) -> str:
     if not dead:
-        return _failed(failures, error, asked)
+        return _failure_message(failures, error, call)
     first, *others = dead
-    lines = [death_of(first, len(asked.workers), f"in {asked.stage}")]
+    lines = [death_message(first, len(call.workers), f"in {call.stage}")]
     lines += ["Failed after it:"] if others or any(rank != first.rank for rank in failures) else []
     lines += [f"  rank {other.rank} ({other.place}): {other.how}" for other in others]
     gone = {process.rank for process in dead}
@@ -154,11 +166,11 @@ def _lost(dead: Sequence[Process], failures: Mapping[int, RayError], error: RayE
     return "\n".join(lines)
 
 
-def _failed(failures: Mapping[int, RayError], error: RayError, asked: Asked) -> str:
+def _failure_message(failures: Mapping[int, RayError], error: RayError, call: GroupCall) -> str:
     if not failures:
-        return f"{asked.stage}: {_what(error)}"
+        return f"{call.stage}: {_description(error)}"
     (what, (first, *same)), *_ = _by_failure(failures).items()
-    lines = [f"{asked.stage} on rank {first} of {len(asked.workers)}: {what}"]
+    lines = [f"{call.stage} on rank {first} of {len(call.workers)}: {what}"]
     lines += [f"The same on {_ranks(same)}."] if same else []
     later = _lines({rank: failure for rank, failure in failures.items() if rank not in (first, *same)})
     return "\n".join([*lines, "Failed after it:", *later] if later else lines)
@@ -171,31 +183,11 @@ def _lines(failures: Mapping[int, RayError]) -> list[str]:
 def _by_failure(failures: Mapping[int, RayError]) -> dict[str, list[int]]:
     ranks: dict[str, list[int]] = {}
     for rank, failure in failures.items():
-        ranks.setdefault(_what(failure), []).append(rank)
+        ranks.setdefault(_description(failure), []).append(rank)
     return ranks
 
 
-def _failures(calls: Mapping[int, Any], timeout_s: float) -> dict[int, RayError]:
-    references = list(calls.values())
-    finished, _ = ray.wait(references, num_returns=len(references), timeout=timeout_s) if references else ([], [])
-    failures: dict[int, RayError] = {}
-    for rank, reference in calls.items():
-        if reference not in finished:
-            continue
-        try:
-            ray.get(reference)
-        except RayError as error:
-            # With its traceback it would hold this frame, and so itself and the results of the other ranks.
-            failures[rank] = error.with_traceback(None)
-    return dict(sorted(failures.items(), key=lambda item: (_failed_at(item[1]), item[0])))
-
-
-def _failed_at(error: RayError) -> float:
-    # Set where it was raised. A process that died tells no time, and is more often cause than effect.
-    return getattr(getattr(error, "cause", None), "failed_at", 0.0)
-
-
-def _what(error: RayError) -> str:
+def _description(error: RayError) -> str:
     full = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(full, OutOfDiskError | ObjectStoreFullError):
         return f"{type(full).__name__}: {STORE_IS_FULL}"
@@ -210,3 +202,144 @@ def _what(error: RayError) -> str:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+# ---- a call takes too long ------------------------------------------------------------------------
+
+
+def stacks_folder() -> Path:
+    """Folder in which each worker writes its stacks, on its own node."""
+    return logs_folder() / "stacks"
+
+
+def hang(outputs: Mapping[int, Any], call: GroupCall, timeout_s: float) -> ProcessLostError:
+    """Build the error for a call that takes too long: the ranks that do not answer, where each rank is, and the cause.
+
+    Writes the stacks of all ranks to files. ``outputs`` are the output references by rank.
+    """
+    waiting = _unanswered(outputs)
+    ranks = processes_of(call.workers)
+    snapshots = _snapshots(ranks)
+    guilty, why = culprits(snapshots, waiting)
+    if guilty:
+        first = ranks[guilty[0]]
+        lines = [f"rank {first.rank} of {len(ranks)} hangs in {call.stage} ({first.place}): {why}."]
+    else:
+        lines = [f"{call.stage} hangs: {why}."]
+    lines += [f"No answer within hang_timeout_s={timeout_s:g} s from {len(waiting)} of {len(outputs)} ranks:"]
+    lines += _places(ranks, snapshots, waiting)
+    others = [rank for rank in snapshots if rank not in waiting]
+    lines += ["The others have answered, or were not asked:", *_places(ranks, snapshots, others)] if others else []
+    return ProcessLostError("\n".join([*lines, _written(snapshots, call.stage)]))
+
+
+def late_start(started: Mapping[int, Any], call: GroupCall, timeout_s: float) -> WorkerError:
+    """Build the error for constructors that take too long: a ProcessLostError if a late rank has a process.
+
+    ``started`` holds for each rank a reference that resolves when its constructor has returned.
+    """
+    waiting = _unanswered(started)
+    ranks = processes_of(call.workers)
+    begun = [rank for rank in waiting if ranks[rank].pid]
+    said = f"{len(waiting)} of {len(ranks)} ranks of {call.title} did not start within {timeout_s:g} s. "
+    if not begun:
+        return WorkerError(
+            f"{said}No process was found for them: other actors hold the processors, or the node of their pool is gone."
+        )
+    snapshots = _snapshots(ranks)
+    said += "If their constructor takes that long, raise ray_wait_register_center_timeout."
+    return ProcessLostError("\n".join([said, *_places(ranks, snapshots, begun), _written(snapshots, call.stage)]))
+
+
+def _unanswered(outputs: Mapping[int, Any]) -> list[int]:
+    answered = finished_of(list(outputs.values()), 0)
+    return [rank for rank, reference in outputs.items() if reference not in answered]
+
+
+def _snapshots(ranks: Sequence[RankProcess]) -> dict[int, Snapshot]:
+    """Read the stacks of each rank on its node, by rank."""
+    by_node: dict[str, list[int]] = {}
+    for process in ranks:
+        if process.pid and not process.is_dead:
+            by_node.setdefault(process.node_id, []).append(process.pid)
+    found = on_nodes(read_stacks, {node: (str(stacks_folder()), pids) for node, pids in by_node.items()})
+    unreachable = Snapshot("", "")  # the process is dead, or its node does not answer
+    return {process.rank: found.get(process.node_id, {}).get(process.pid, unreachable) for process in ranks}
+
+
+def _places(ranks: Sequence[RankProcess], snapshots: Mapping[int, Snapshot], some: Sequence[int]) -> list[str]:
+    return [f"  rank {rank} ({ranks[rank].place}): {snapshots[rank].place}" for rank in some]
+
+
+def _written(snapshots: Mapping[int, Snapshot], stage: str) -> str:
+    folder = stacks_folder() / f"{stage}_{time.strftime('%Y%m%d_%H%M%S')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    for rank, snapshot in snapshots.items():
+        (folder / f"rank_{rank}.txt").write_text(snapshot.text or f"{snapshot.trouble}\n")
+    return f"The stacks of all threads of all ranks are in {folder}."
+
+
+# ---- between two calls ----------------------------------------------------------------------------
+
+
+class Watchdog:
+    """Ends all ranks of a group when one is lost; shared by all groups over the same processes.
+
+    Args:
+        workers: the actors in the order of ranks. This is the group's own list, which a shutdown empties.
+    """
+
+    def __init__(self, workers: Sequence[Any]) -> None:
+        self.hang_timeout_s: float | None = None
+        """Longest duration of a call; None for no limit."""
+        self._workers = workers
+        self._loss: str | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ending = threading.Lock()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the watchdog was started, so that a rank's death ends the others."""
+        return self._thread is not None
+
+    def start(self, every_n_seconds: float) -> None:
+        """Start a thread that checks the ranks every so many seconds until one is dead; later calls do nothing."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, args=(every_n_seconds,), name="verl-watchdog", daemon=True
+            )
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the checks."""
+        self._stopped.set()
+
+    def raise_if_lost(self, stage: str) -> None:
+        """Raise a ProcessLostError if a rank was lost; ``stage`` names the current call in the message."""
+        if self._loss is not None:
+            raise ProcessLostError(f"{self._loss}\nFound by {stage}.")
+
+    def end(self, loss: str) -> None:
+        """End all ranks, for the given reason, unless that was done or the watchdog was stopped."""
+        with self._ending:
+            if self._loss is not None or self._stopped.is_set():
+                return
+            self._loss = loss
+            logger.error("%s\nThe other ranks are ended.", loss)
+            for worker in self._workers:
+                ray.kill(worker)
+
+    def _run(self, every_n_seconds: float) -> None:
+        workers = list(self._workers)
+        names = [process.name for process in processes_of(workers)]
+        while not self._stopped.wait(every_n_seconds) and ray.is_initialized():
+            try:
+                alive = set(ray.util.list_named_actors())
+                dead = [] if all(name in alive for name in names) else lost_ones(processes_of(workers))
+            except RayError as error:
+                logger.warning("Ray does not say which ranks live: %s", error)
+                continue
+            if dead:
+                self.end(death_message(dead[0], len(workers), "unexpectedly"))
+                return

@@ -1,4 +1,4 @@
-"""Pools of processes on a Ray cluster: one placement group per node, one bundle per rank."""
+"""Resource pools on a Ray cluster: one placement group per node, one bundle per rank."""
 
 from __future__ import annotations
 
@@ -17,37 +17,35 @@ from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
 from verl.single_controller.ray.processes import dead_nodes
 from verl.single_controller.ray.session import restart_if_lost
 
-START_TIMEOUT_S = 30
-"""How long a pool may wait for places: finished workers are just giving them back, or a node died unnoticed."""
-REPLACEMENT_TIMEOUT_S = 60
-"""How long pools that had their places before, and lost a node, may wait for another one to join."""
+START_TIMEOUT_S = 30  # for a reservation: finished workers may still be freeing theirs, or a dead node still count
+REPLACEMENT_TIMEOUT_S = 60  # for a new node to join, after one of a pool has died
 
 
 @dataclass(eq=False)
 class Bundle:
-    """The place of one rank: a bundle of the placement group of a node."""
+    """The reserved resources of one rank: a bundle of its node's placement group."""
 
     group: PlacementGroup
     index: int
     node_id: str
     occupants: int = 0
-    """Worker groups that have a rank here; pools that were cut from one another count together."""
+    """Number of worker groups with a rank in this bundle; pools split from the same pool count together."""
 
 
 class RayResourcePool(ResourcePool):
-    """Ranks on the nodes of a Ray cluster, each with a GPU or a core that no other pool uses.
+    """Ranks on the nodes of a Ray cluster, each with its own GPU or CPU core.
 
-    The places are reserved when the first worker group moves in. Groups that share the pool share the
-    device of each rank.
+    Resources are reserved when the first worker group is created. Worker groups in the same pool share the device of
+    each rank.
 
     Args:
         process_on_nodes: number of ranks on each node.
-        use_gpu: each rank has a GPU; otherwise a core.
+        use_gpu: reserve a GPU for each rank; otherwise a core.
         name_prefix: first part of the names of the placement groups.
         max_colocate_count: how many worker groups may share the pool.
-        detached: the reservation outlives the program that made it.
-        accelerator_type: only on nodes with this type of accelerator, e.g. ``"H200"``.
-        n_gpus_per_node: ranks that :meth:`add_node` puts on a node unless told otherwise.
+        detached: keep the reservation after the program that made it has ended.
+        accelerator_type: use only nodes with this type of accelerator, e.g. ``"H200"``.
+        n_gpus_per_node: default number of ranks for :meth:`add_node`.
     """
 
     def __init__(
@@ -73,21 +71,33 @@ class RayResourcePool(ResourcePool):
         """``"cuda"`` or ``"cpu"``."""
         return "cuda" if self.use_gpu else "cpu"
 
+    def check_device(self, device_name: str | None) -> None:
+        """Raise a ResourceError unless ``device_name`` is None or the device of this pool's ranks."""
+        if device_name not in (None, self.device_name):
+            raise ResourceError(
+                f"device_name='{device_name}', but the pool gives each rank a {self.resource}. Make the pool with "
+                f"use_gpu={device_name != 'cpu'}."
+            )
+
     @property
     def resource(self) -> str:
-        """What Ray calls the device of a rank."""
+        """Ray's name of the resource that each rank has: ``"GPU"`` or ``"CPU"``."""
         return "GPU" if self.use_gpu else "CPU"
 
-    def get_placement_groups(self, strategy: str = "STRICT_PACK", name: str | None = None) -> list[PlacementGroup]:
-        """Reserve the places, once; one placement group per node, in the order of the nodes' addresses.
+    def get_placement_groups(
+        self, strategy: str = "STRICT_PACK", name: str | None = None, device_name: str | None = None
+    ) -> list[PlacementGroup]:
+        """Reserve resources on the first call and return one placement group per node, ordered by node address.
 
         Args:
-            strategy: ``STRICT_PACK`` keeps the ranks of a node together; ``PACK`` only tries to.
-            name: first part of the names of the placement groups; a random one follows it.
+            strategy: ``STRICT_PACK`` puts all ranks of a placement group on one node; ``PACK`` prefers to.
+            name: first part of the names of the placement groups, followed by a random part.
+            device_name: ``"cuda"`` or ``"cpu"``; must be the pool's, which is the default.
 
         Raises:
-            ResourceError: the cluster has fewer devices than ranks are asked for, or others use them.
+            ResourceError: the cluster has too few devices, or other programs use them; or the device is another.
         """
+        self.check_device(device_name)
         if self._placement_groups is None:
             check_fits([(self.store, self.use_gpu)])
             prefix = f"{name or self.name_prefix}_{uuid.uuid4().hex[:8]}"
@@ -131,29 +141,22 @@ class RayResourcePool(ResourcePool):
         )
 
     def bundles(self, strategy: str = "STRICT_PACK") -> list[Bundle]:
-        """The place of each rank; reserves them if that is not done yet."""
+        """Return the bundle of each rank; reserves them on the first call."""
         if self._bundles is None:
             self._bundles = _bundles_of(self.get_placement_groups(strategy))
         return self._bundles
 
     def release(self) -> None:
-        """Give the places back, for a detached pool the only way; workers that still live there end."""
+        """Free the reserved resources; workers that still run on them end. A detached pool is freed in no other way."""
         for group in self._placement_groups or []:
             remove_placement_group(group)
         self._placement_groups = self._bundles = None
 
 
 class SubRayResourcePool(RayResourcePool):
-    """Some of the ranks of a pool, as a pool.
+    """``subgroup_world_size`` consecutive ranks of a pool with these placement groups.
 
-    Args:
-        placement_groups: those of the whole pool.
-        start_bundle_index: number of the first rank, counted over all placement groups.
-        subgroup_world_size: number of ranks.
-        kwargs: further arguments of RayResourcePool.
-
-    Raises:
-        ResourceError: the whole pool does not have these ranks.
+    ``start_bundle_index`` is the index of the first rank, counted over all placement groups.
     """
 
     def __init__(
@@ -175,14 +178,9 @@ class SubRayResourcePool(RayResourcePool):
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:
-    """Cut a pool into parts.
+    """Split a pool, which may itself be a part of another, into contiguous parts.
 
-    Args:
-        resource_pool: the pool; a part may be cut again.
-        split_size: ranks of every part, or of each.
-
-    Raises:
-        ResourceError: the sizes do not add up to the pool.
+    ``split_size`` is the number of ranks of every part, or a list with that of each; they must add up to the pool.
     """
     size = resource_pool.world_size
     sizes = [split_size] * (size // split_size) if isinstance(split_size, int) else list(split_size)
@@ -207,10 +205,10 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """A pool with the ranks of ``rp1``, then those of ``rp2``.
+    """Return a pool with the ranks of ``rp1`` followed by those of ``rp2``.
 
     Raises:
-        ResourceError: one has GPUs and the other has not, or one is a part of a pool.
+        ResourceError: only one of them has GPUs, or one is a part of a pool.
     """
     if rp1.use_gpu != rp2.use_gpu:
         raise ResourceError(f"a pool of {rp1.device_name} ranks cannot be merged with one of {rp2.device_name} ranks.")
@@ -230,21 +228,15 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
 
 
 class ResourcePoolManager(PoolManager):
-    """Named pools on a Ray cluster, and which role lives in which.
-
-    Args:
-        resource_pool_spec: ranks on each node, by the name of the pool: ``{"global_pool": [8, 8]}``.
-        mapping: name of the pool, by role.
-        device_name: ``"cuda"`` gives each rank a GPU, ``"cpu"`` a core.
-    """
+    """Named pools on a Ray cluster, and the mapping from roles to pools; arguments as in PoolManager."""
 
     pool_cls = RayResourcePool
 
     def check_resources(self) -> None:
         """Raise a ResourceError unless all pools fit the cluster at the same time.
 
-        Pools that were made before, and do not fit any more because a node died, wait for another one to join. A Ray
-        that this program started itself, and that died on this node, is started anew.
+        If a node died since the pools were created, waits for a replacement to join. Restarts a Ray that this program
+        started and that died on this node.
         """
         restart_if_lost()
         asked = [(counts, self.device_name != "cpu") for counts in self.resource_pool_spec.values()]
@@ -262,13 +254,10 @@ class ResourcePoolManager(PoolManager):
 
 
 def check_fits(pools: Sequence[tuple[Sequence[int], bool]]) -> None:
-    """Raise at once if the cluster could never hold these pools, instead of waiting for it.
+    """Raise a ResourceError if even the idle cluster is too small for these pools; Ray would wait instead.
 
     Args:
-        pools: of each pool the ranks on each node, and whether a rank needs a GPU beside its core.
-
-    Raises:
-        ResourceError: they do not fit; says what is asked for, what there is, and what to set.
+        pools: for each pool the number of ranks on each node, and whether each needs a GPU besides its core.
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     for resource in ("GPU", "CPU"):

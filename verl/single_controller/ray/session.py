@@ -1,87 +1,246 @@
-"""Ray started for a run, and stopped after it."""
+"""Connect a run to a Ray cluster or start one, protect it with a token, and shut it down."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import secrets
+import signal
+import socket
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import ray
-from ray._private import worker as ray_worker
 
-from verl.single_controller.ray.access import prepare_token, secrets_to_environment
-from verl.single_controller.ray.address import with_address
+from verl.backends.cpu.allocator import keep_freed_memory
+from verl.base.redact import is_secret
+from verl.errors import ResourceError
+from verl.single_controller.ray.private import SETTINGS, address_left_behind, is_own_head, silence_token_notice
 from verl.single_controller.ray.processes import dead_nodes
-from verl.utils.allocator import keep_freed_memory
+from verl.single_controller.ray.watch import END_TIMEOUT_S, START_TIMEOUT_S, NodeWatch, ending_if_late
+from verl.supervision.processes import children_in_own_group
 
 logger = logging.getLogger(__name__)
 
-SETTINGS = {
-    # Ray would otherwise hide GPUs from actors that ask for none, and warn about it.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray collects what is to be freed for a second by default. Batches of that second would each lie in memory that
-    # was never written before, and the first write to a page of shared memory costs far more than the copy.
-    "RAY_free_objects_period_milliseconds": "10",
-}
-"""Environment of a Ray that is started here; what the user has set stays."""
-_started: list[dict[str, Any]] = []  # what the Ray of this process was started with, if it was started here
+CONNECT_TIMEOUT_S = 10.0  # for a cluster to accept a connection, and to answer
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(
+    [0, 0, 0, 4, 0, 0, 0, 0, 0]
+)  # RFC 9113, 3.4; empty SETTINGS
+LONGEST_FOLDER = 40  # of 107 characters of a socket's path; Ray appends "/ray/session_.../sockets/plasma_store"
+MODE, TOKEN, TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+
+_started: list[dict[str, Any]] = []  # arguments of ray.init, if this process started Ray
+_watches: list[NodeWatch] = []  # at most one
 
 
-def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
-    """Drive a run from this process, with Ray around it.
+@contextmanager
+def ray_session(ray_kwargs: Any) -> Iterator[None]:
+    """Initialise Ray for the duration of the block; the driver stays in this process, so that it has the terminal.
 
-    The driver stays here, where it has the terminal and where its errors are: only the ranks become
-    actors. A Ray that runs already (``ray.init`` was called, or ``RAY_ADDRESS`` is set) is used, and the
-    former is left running.
+    An existing Ray is used if ``ray.init`` was called before, or if ``RAY_ADDRESS`` is set. In the first case the
+    connection stays open afterwards.
 
     Args:
-        runner_class: made without arguments; its ``run(config)`` is the run.
-        config: the configuration, for ``run``.
-        ray_kwargs: ``ray_init`` are the arguments of ``ray.init``, None meaning not given; into
-            ``timeline_json_file`` goes Ray's timeline, if it is set.
+        ray_kwargs: ``ray_init`` holds arguments of ``ray.init`` (None: not given); ``timeline_json_file`` is the file
+            for Ray's timeline, if any.
 
     Raises:
-        ResourceError: the cluster that is asked for does not answer.
+        ResourceError: the requested cluster does not answer, or Ray cannot start.
     """
     keep_freed_memory()
     ours = not ray.is_initialized()
     if ours:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        arguments = _init_arguments(ray_kwargs.ray_init)
+        arguments = init_arguments(ray_kwargs.ray_init)
         if not os.environ.get("RAY_ADDRESS") and arguments.get("address", "local") == "local":
             prepare_token()
+            silence_token_notice()
             arguments = secrets_to_environment(arguments)
         _start(arguments)
+    else:
+        _watch()
     try:
-        runner_class().run(config)
+        yield
     finally:
         _started.clear()
         if ray_kwargs.timeline_json_file:
             ray.timeline(filename=ray_kwargs.timeline_json_file)
         if ours:
-            ray.shutdown()
+            _stop()
+        else:
+            _stop_watching()
+
+
+def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
+    """Call ``runner_class().run(config)`` within a :func:`ray_session`."""
+    with ray_session(ray_kwargs):
+        runner_class().run(config)
+
+
+def start_task(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call ``function`` in a process of Ray and return the reference of its result; Ray must be running.
+
+    It reserves no CPU, since the ranks of a run may hold them all and the task would then wait for ever.
+    """
+    return ray.remote(num_cpus=0)(_call).remote(function, *arguments)
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 def restart_if_lost() -> None:
-    """Start Ray anew where it was started by :func:`run_task` and its process on this node has died.
+    """Restart Ray if :func:`ray_session` started it and its process on this node has died.
 
-    All workers, and all that its object store held, are gone then. A Ray that others started is theirs to mend.
+    All workers and the contents of the object store are lost. A cluster that was started elsewhere is not restarted.
     """
     if not _started or ray.get_runtime_context().get_node_id() not in dead_nodes():
         return
     logger.warning("the process of Ray on this node died; Ray is started anew, and what it held is lost")
     arguments = _started.pop()
-    ray.shutdown()
+    _stop()
     _start(arguments)
 
 
 def _start(arguments: dict[str, Any]) -> None:
-    ray.init(**arguments)
-    if ray_worker._global_node is not None and ray_worker._global_node.is_head():
+    try:
+        # A SIGTERM for all processes of the run must not end Ray before the driver has saved.
+        with ending_if_late("ray.init", START_TIMEOUT_S), children_in_own_group():
+            ray.init(**arguments)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ResourceError(_no_start(error, arguments)) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _exit_on_sigterm)  # Ray's own handler exits with code 15
+    if is_own_head():
         _started.append({**arguments, "address": "local"})
+    _watch()
 
 
-def _init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
-    return with_address({str(name): value for name, value in given.items() if value is not None})
+def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
+
+
+def _no_start(error: Exception, arguments: Mapping[str, Any]) -> str:
+    said = f"Ray does not start: {type(error).__name__}: {error}."
+    if not isinstance(error, OSError) or isinstance(error, ConnectionError):
+        return f"{said} Its arguments are ray_kwargs.ray_init and the variables RAY_*."
+    folder = arguments.get("_temp_dir") or os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    return (
+        f"{said} It keeps its files and sockets below {folder}: set RAY_TMPDIR to a folder that can be written and has "
+        f"at most {LONGEST_FOLDER} characters."
+    )
+
+
+def _stop() -> None:
+    _stop_watching()
+    with ending_if_late("ray.shutdown", END_TIMEOUT_S):
+        ray.shutdown()
+
+
+def _watch() -> None:
+    watch = NodeWatch()
+    watch.start()
+    _watches.append(watch)
+
+
+def _stop_watching() -> None:
+    while _watches:
+        _watches.pop().stop()
+
+
+# ---- address and arguments ------------------------------------------------------------------------------------
+
+
+def init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete the arguments of ``ray.init`` so that Ray connects to a live cluster or starts a new one.
+
+    Values of None count as not given. Without an address, ``num_cpus``, ``num_gpus`` or ``resources`` start a new Ray.
+
+    Raises:
+        ResourceError: no Ray answers at the given address or at ``RAY_ADDRESS``.
+    """
+    # Without these checks Ray tries for minutes to reach a cluster that is gone, and then ends the process.
+    arguments = {str(name): value for name, value in given.items() if value is not None}
+    address = arguments.get("address", "auto")
+    named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
+    if named not in ("auto", "local") and not _answers(named):
+        raise ResourceError(
+            f"no Ray answers at {named} (from RAY_ADDRESS or ray_kwargs.ray_init.address): the cluster has ended, "
+            "hangs, or cannot be reached from here. Start it (ray start --head), or unset the address: the run then "
+            "starts a Ray of its own."
+        )
+    if named != "auto" or "address" in arguments:
+        return arguments
+    if arguments.keys() & {"num_cpus", "num_gpus", "resources"}:
+        # Ray refuses these arguments when it connects to a running cluster.
+        return {**arguments, "address": "local"}
+    left_behind = address_left_behind(arguments.get("_temp_dir"))
+    if left_behind and not _answers(left_behind):
+        logger.warning("a Ray at %s left its address behind and is gone; a new one is started", left_behind)
+        return {**arguments, "address": "local"}
+    return arguments
+
+
+def _answers(address: str) -> bool:
+    """Whether a gRPC server answers at ``host:port``; true for addresses of other forms.
+
+    The kernel accepts connections for a process that is stopped, so an accepted connection alone shows nothing.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if "://" in host or not port.isdigit():
+        # Ray accepts more kinds of addresses and reports itself what is wrong with this one.
+        return True
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return True
+            connection.sendall(HTTP2_GREETING)
+            return connection.recv(1) != b""
+    except OSError:
+        return False
+
+
+# ---- authentication and secrets ---------------------------------------------------------------------------
+
+
+def prepare_token() -> None:
+    """Make sure that a Ray started next has an authentication token, readable by this user only.
+
+    Ray's servers listen on all interfaces. A Ray that is started here requires the token unless ``RAY_AUTH_MODE`` is
+    set otherwise, which Ray reads at import. The token is the user's (``RAY_AUTH_TOKEN``, ``RAY_AUTH_TOKEN_PATH``) or
+    the one in ``~/.ray/auth_token``, where Ray's command-line tools look for it.
+    """
+    if os.environ.get(MODE, "token") != "token" or os.environ.get(TOKEN) or os.environ.get(TOKEN_PATH):
+        return
+    # Created here because Ray itself would make the file readable for all users.
+    path = Path.home() / ".ray" / "auth_token"
+    try:
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "r+") as file:
+            os.fchmod(descriptor, 0o600)
+            if not file.read().strip():
+                file.write(secrets.token_hex(32))
+    except OSError as error:
+        logger.warning("Ray's token cannot be kept in %s (%s): this run has one of its own.", path, error)
+        os.environ[TOKEN] = secrets.token_hex(32)
+
+
+def secrets_to_environment(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Move secrets from ``runtime_env.env_vars`` to this process's environment and return the other arguments.
+
+    Ray would write them into its logs. The processes of a Ray that is started here inherit the environment.
+    """
+    runtime = arguments.get("runtime_env")
+    if not isinstance(runtime, Mapping) or not isinstance(variables := runtime.get("env_vars"), Mapping):
+        return dict(arguments)
+    hidden = {name: str(value) for name, value in variables.items() if is_secret(name, value)}
+    os.environ.update(hidden)
+    shown = {name: value for name, value in variables.items() if name not in hidden}
+    return {**arguments, "runtime_env": {**runtime, "env_vars": shown}}

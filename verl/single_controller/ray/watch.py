@@ -1,82 +1,103 @@
-"""Watching over the ranks of a group: the first that is lost ends them all."""
+"""End the driver when Ray does not answer on its node; calls of Ray would wait for ever.
+
+A driver reads from its raylet (Ray's process on the node) over a local socket. While the raylet is stopped or hangs,
+``ray.get``, ``ray.wait``, ``ray.put`` and ``ray.shutdown`` do not return, whatever their timeout. The same holds for
+questions to the state server (GCS) of the cluster. No Python code can interrupt such a call, so the process ends, and
+with it all processes that it started; :mod:`verl.supervision.restarts` then starts a new driver.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import ray
 from ray.exceptions import RayError
 
-from verl.errors import ProcessLostError
-from verl.single_controller.ray.failures import death_of
-from verl.single_controller.ray.processes import first_to_die, processes
+from verl.single_controller.ray.private import own_raylet
+from verl.supervision.processes import end_program
 
 logger = logging.getLogger(__name__)
 
+EXIT_CODE = 69  # EX_UNAVAILABLE of sysexits.h: a service that the program needs does not answer
+START_TIMEOUT_S = 300.0  # for ray.init: it starts processes and reserves the memory of the object store
+END_TIMEOUT_S = 60.0  # for ray.shutdown
+SILENCE_S = 60.0  # for the state server to answer one question
+FROZEN_S = 10.0  # for a raylet that was declared dead to notice it and end by itself
+DEAD_S = 60.0  # for the run to start Ray again after its raylet has ended
+_TICK_S = 1.0
+_CONSEQUENCE = (
+    "Calls of Ray would wait for it without end, so this driver ends, with all processes that it started. The same "
+    "command goes on from the newest checkpoint (trainer.resume_mode=auto)."
+)
 
-class Watch:
-    """Whether a group still has all of its ranks; shared by all views of the same processes.
 
-    Args:
-        workers: the actors, in the order of ranks; the group's own list, empty once it is shut down.
+@contextmanager
+def ending_if_late(call: str, timeout_s: float) -> Iterator[None]:
+    """End this program if the block, which makes the named call of Ray, takes longer than ``timeout_s``."""
+    problem = f"{call} did not return within {timeout_s:g} s: a process of Ray is stopped or hangs. {_CONSEQUENCE}"
+    timer = threading.Timer(timeout_s, end_program, (problem, EXIT_CODE))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+class NodeWatch:
+    """Two threads: one asks the state server for the state of this node, the other judges the answers.
+
+    Waiting times are counted in turns of the second thread, not read from a clock: a driver that was stopped itself
+    has missed answers without a fault of Ray.
     """
 
-    def __init__(self, workers: Sequence[Any]) -> None:
-        self.hang_timeout_s: float | None = None
-        """Longest that a call may take; None waits for ever."""
-        self._workers = workers
-        self._loss: str | None = None
+    def __init__(self) -> None:
+        self._node_id = ray.get_runtime_context().get_node_id()
         self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._ending = threading.Lock()
+        self._is_dead = False
+        self._silent_s = 0.0
+        self._dead_s = 0.0
+        self._asking = threading.Thread(target=self._ask, name="verl-ray-watch", daemon=True)
+        self._judging = threading.Thread(target=self._judge, name="verl-ray-judge", daemon=True)
 
-    @property
-    def is_on(self) -> bool:
-        """Whether a rank's death ends the other ranks."""
-        return self._thread is not None
-
-    def start(self, every_n_seconds: float) -> None:
-        """Look every so many seconds, until one is dead."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, args=(every_n_seconds,), name="verl-watch", daemon=True)
-            self._thread.start()
+    def start(self) -> None:
+        """Start to watch."""
+        self._asking.start()
+        self._judging.start()
 
     def stop(self) -> None:
-        """Stop looking."""
+        """Stop to watch, before Ray is shut down."""
+        self._stopped.set()
+        self._asking.join(timeout=_TICK_S)  # a question after ray.shutdown would start another Ray
+
+    def _ask(self) -> None:
+        while not self._stopped.wait(_TICK_S) and ray.is_initialized():
+            try:
+                self._is_dead = any(node["NodeID"] == self._node_id and not node["Alive"] for node in ray.nodes())
+            except RayError as error:
+                logger.warning("Ray does not say which nodes live: %s", error)
+                continue
+            self._silent_s = 0.0
         self._stopped.set()
 
-    def raise_if_lost(self, stage: str) -> None:
-        """Raise a ProcessLostError if a rank was lost.
+    def _judge(self) -> None:
+        while not self._stopped.wait(_TICK_S):
+            self._silent_s += _TICK_S
+            self._dead_s = self._dead_s + _TICK_S if self._is_dead else 0.0
+            problem = self._problem()
+            if problem:
+                end_program(f"{problem} {_CONSEQUENCE}", EXIT_CODE)
 
-        Args:
-            stage: what is asked of the ranks now.
-        """
-        if self._loss is not None:
-            raise ProcessLostError(f"{self._loss}\nFound by {stage}.")
-
-    def end(self, loss: str) -> None:
-        """End all ranks, because of one that was lost."""
-        with self._ending:
-            if self._loss is not None or self._stopped.is_set():
-                return
-            self._loss = loss
-            logger.error("%s\nThe other ranks are ended.", loss)
-            for worker in self._workers:
-                ray.kill(worker)
-
-    def _run(self, every_n_seconds: float) -> None:
-        workers = list(self._workers)
-        names = [process.name for process in processes(workers)]
-        while not self._stopped.wait(every_n_seconds) and ray.is_initialized():
-            try:
-                alive = set(ray.util.list_named_actors())
-                dead = [] if all(name in alive for name in names) else first_to_die(processes(workers))
-            except RayError as error:
-                logger.warning("Ray does not say which ranks live: %s", error)
-                continue
-            if dead:
-                self.end(death_of(dead[0], len(workers), "unexpectedly"))
-                return
+    def _problem(self) -> str:
+        """What is wrong with Ray on this node, and lasts too long; empty if nothing."""
+        if self._silent_s > SILENCE_S:
+            return f"Ray's state server (gcs_server) has not answered for {SILENCE_S:g} s: it is stopped or hangs."
+        raylet = own_raylet() if self._is_dead else None
+        if raylet and self._dead_s > FROZEN_S:
+            return f"Ray's process on this node (raylet, pid {raylet}) is stopped or hangs, and was declared dead."
+        if self._dead_s > DEAD_S:
+            return "Ray declared this node dead, and was not started again."
+        return ""

@@ -1,4 +1,4 @@
-"""``RayWorkerGroup``: one actor per rank, called like one object."""
+"""Worker groups on Ray, with one actor per rank."""
 
 from __future__ import annotations
 
@@ -11,87 +11,91 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray.actor import ActorClass
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, ProcessLostError, ResourceError, WorkerError
-from verl.single_controller.base.colocate import ClassWithInitArgs
-from verl.single_controller.base.dispatch import Share, is_batch
-from verl.single_controller.base.worker import STACKS_FOLDER_ENV, free_port
+from verl.single_controller.base.dispatch import BatchPart, PendingOutputs, is_batch
+from verl.single_controller.base.worker import (
+    STACKS_FOLDER_ENV,
+    ClassWithInitArgs,
+    WorkerHost,
+    free_port,
+    host_arguments,
+)
 from verl.single_controller.base.worker_group import Call, WorkerGroup
-from verl.single_controller.ray.failures import Asked, explain
-from verl.single_controller.ray.hangs import hang, late_start, stacks_folder
-from verl.single_controller.ray.processes import brief, dead_nodes, end
+from verl.single_controller.ray.failures import GroupCall, Watchdog, explain, hang, late_start, stacks_folder
+from verl.single_controller.ray.private import brief, has_started, unwrapped
+from verl.single_controller.ray.processes import dead_nodes, end_workers, finished_of
 from verl.single_controller.ray.resource_pool import Bundle, RayResourcePool
-from verl.single_controller.ray.watch import Watch
 
-MEETING_TIMEOUT_S = 60.0
-"""How long the node of rank 0 may take to name a port."""
+MEETING_TIMEOUT_S = 60.0  # for the node of rank 0 to find a free port
 LOST_NODE = "Places on a node that died do not come back: release() the pool, and make it anew."
 
-# What is worth a place in the object store where several ranks get the same one.
-_LARGE = (Share, torch.Tensor, np.ndarray)
+# Types that are put into the object store once if several ranks get the same object.
+_LARGE = (BatchPart, torch.Tensor, np.ndarray)
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class, its constructor's arguments, and options of the actor that it becomes.
-
-    Args:
-        cls: a subclass of Worker, as it is or wrapped by ``ray.remote``.
-        args: positional arguments of its constructor.
-        kwargs: named arguments of its constructor.
-    """
+    """A worker class (plain or wrapped by ``ray.remote``), its constructor arguments, and options of its actor."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
-        self.options: dict[str, Any] = {}
-        if isinstance(cls, ActorClass):
-            wrapped: Any = cls
-            self.options = {name: value for name, value in wrapped._default_options.items() if value is not None}
-            cls = wrapped.__ray_actor_class__
+        cls, self.options = unwrapped(cls)
         super().__init__(cls, *args, **kwargs)
         for name, member in self.members.items():
-            self._adopt(name, getattr(member, "options", {}))
-
-    def _adopt(self, name: str, options: Mapping[str, Any]) -> None:
-        for key, value in options.items():
-            if self.options.setdefault(key, value) != value:
-                raise ConfigError(
-                    f"colocated worker '{name}' asks for the actor option {key}={value!r}, another one for "
-                    f"{self.options[key]!r}; they share one process. Give them the same options, or pools of their own."
-                )
+            for key, value in getattr(member, "options", {}).items():
+                if self.options.setdefault(key, value) != value:
+                    raise ConfigError(
+                        f"colocated worker '{name}' asks for the actor option {key}={value!r}, another one for "
+                        f"{self.options[key]!r}; they share one process. Give them the same options, or pools of their "
+                        "own."
+                    )
 
     def update_options(self, options: Mapping[str, Any]) -> None:
-        """Set options of the actor, as in ``ray.remote(...).options``; they win over the pool's."""
+        """Set actor options as in ``ray.remote(...).options``; they take precedence over the pool's."""
         self.options.update(options)
 
     def set_additional_resource(self, additional_resource: Mapping[str, float]) -> None:
-        """Ask for custom resources of the cluster, for each rank."""
+        """Request custom resources of the cluster for each rank."""
         self.options["resources"] = {**self.options.get("resources", {}), **additional_resource}
 
 
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> RayClassWithInitArgs:
+    """Describe named workers that share one process per rank, for ``RayWorkerGroup(..., ray_cls_with_init=...)``.
+
+    ``group.spawn(prefix_set=class_dict.keys())`` then returns one group for each. The workers may not set different
+    values of the same actor option.
+    """
+    return RayClassWithInitArgs(WorkerHost, **host_arguments(class_dict, fused=False))
+
+
+def create_colocated_worker_cls_fused(class_dict: Mapping[str, ClassWithInitArgs]) -> RayClassWithInitArgs:
+    """As :func:`create_colocated_worker_cls`; the workers can also access each other (``get_fused_worker_by_name``)."""
+    return RayClassWithInitArgs(WorkerHost, **host_arguments(class_dict, fused=True))
+
+
 class RayWorkerGroup(WorkerGroup):
-    """Workers as Ray actors: one per rank, pinned to the places of a pool.
+    """Workers as Ray actors, one per rank, each in its bundle of a resource pool.
 
     Args:
-        resource_pool: where the ranks live.
+        resource_pool: the pool whose resources the ranks use.
         ray_cls_with_init: the worker's class and constructor arguments.
-        bin_pack: keep the ranks of a node together; otherwise only try to.
-        name_prefix: first part of the actors' names; made up if not given, so that runs never clash.
-        detached: the workers outlive this program; :meth:`from_detached` finds them by name.
+        bin_pack: put all ranks of a placement group on one node; otherwise only prefer to.
+        name_prefix: first part of the actors' names; random by default, so that names of several runs differ.
+        detached: keep the workers after this program has ended; :meth:`from_detached` finds them by name.
         worker_names: names of workers that exist already, instead of a pool.
         worker_handles: handles of workers that exist already, instead of a pool.
+        ray_wait_register_center_timeout: seconds in which all constructors must return.
         device_name: ``"cuda"`` or ``"cpu"``; must be the pool's, which is the default.
-        start_timeout_s: how long all constructors may take.
 
     Raises:
-        ResourceError: the pool does not fit the cluster, holds as many groups as it may, or ends before them.
+        ResourceError: the pool does not fit the cluster, is full, or is not detached while the workers are.
         ProcessLostError: a process died or hangs in its constructor, or a node of the pool is gone.
-        WorkerError: a constructor raised, or there was no room for its process in time.
+        WorkerError: a constructor raised, or its process was not started in time.
     """
 
     class_with_args = RayClassWithInitArgs
-    outlived_by_outputs = True
+    outputs_survive_workers = True
 
     def __init__(
         self,
@@ -102,30 +106,26 @@ class RayWorkerGroup(WorkerGroup):
         detached: bool = False,
         worker_names: Sequence[str] | None = None,
         worker_handles: Sequence[Any] | None = None,
+        ray_wait_register_center_timeout: float = 300,
         device_name: str | None = None,
-        start_timeout_s: float = 300,
     ) -> None:
         if ray_cls_with_init is None:
             raise WorkerError("RayWorkerGroup needs ray_cls_with_init: RayClassWithInitArgs(cls, ...).")
         super().__init__(resource_pool, ray_cls_with_init)
         self.name_prefix = name_prefix or uuid.uuid4().hex[:8]
         self._workers: list[Any] = list(worker_handles or [])
-        self._watch = Watch(self._workers)
+        self._watchdog = Watchdog(self._workers)
         self._worker_names = list(worker_names or [])
         self._bundles: list[Bundle] = []
         self._rendezvous: tuple[str, str] | None = None
         if resource_pool is None:
             self._attach()
         else:
-            if device_name not in (None, resource_pool.device_name):
-                raise ResourceError(
-                    f"device_name='{device_name}', but the pool gives each rank a {resource_pool.resource}. Make the "
-                    f"pool with use_gpu={device_name != 'cpu'}."
-                )
+            resource_pool.check_device(device_name)
             self._create(resource_pool, resource_pool.bundles("STRICT_PACK" if bin_pack else "PACK"), detached)
-            self._wait_for_constructors(start_timeout_s)
+            self._wait_for_constructors(ray_wait_register_center_timeout)
 
-    # ---- making one -------------------------------------------------------------------------------
+    # ---- creation ---------------------------------------------------------------------------------
 
     @classmethod
     def from_detached(
@@ -134,23 +134,20 @@ class RayWorkerGroup(WorkerGroup):
         worker_names: Sequence[str] | None = None,
         worker_handles: Sequence[Any] | None = None,
         ray_cls_with_init: ClassWithInitArgs | None = None,
+        **kwargs: Any,
     ) -> RayWorkerGroup:
-        """A group over workers that run already, e.g. those that another program left (``detached=True``).
+        """Return a group over running workers, e.g. those of a program that created them with ``detached=True``.
 
-        Args:
-            name_prefix: the prefix for names of new actors of this group; a running group has none.
-            worker_names: ``group.worker_names`` of the running group, in the order of ranks.
-            worker_handles: or its ``workers``.
-            ray_cls_with_init: the class that they were made of; its arguments are not used.
-
-        Raises:
-            WorkerError: there is no such worker.
+        Needs the running group's ``worker_names`` or its ``workers`` as ``worker_handles``, in the order of ranks. Of
+        ``ray_cls_with_init`` only the class is used; ``name_prefix`` has no effect on running workers.
+        ``kwargs`` are further arguments of the class.
         """
         return cls(
             ray_cls_with_init=ray_cls_with_init,
             name_prefix=name_prefix,
             worker_names=worker_names,
             worker_handles=worker_handles,
+            **kwargs,
         )
 
     def _attach(self) -> None:
@@ -195,7 +192,8 @@ class RayWorkerGroup(WorkerGroup):
     def _options(self, rank: int, bundles: list[Bundle], pool: RayResourcePool) -> dict[str, Any]:
         bundle = bundles[rank]
         on_node = [other for other, place in enumerate(bundles) if place.node_id == bundle.node_id]
-        share = _share_of_one(pool.max_colocate_count)
+        # Ray rounds shares to the nearest 1e-4. Rounded down here, as otherwise the last group may not fit.
+        share = math.floor(1e4 / pool.max_colocate_count) / 1e4
         environment = {
             "WORLD_SIZE": len(bundles),
             "RANK": rank,
@@ -219,18 +217,18 @@ class RayWorkerGroup(WorkerGroup):
         }
 
     def _wait_for_constructors(self, timeout_s: float) -> None:
-        ready = {rank: worker.__ray_ready__.remote() for rank, worker in enumerate(self._workers)}
-        asked = self._asked("__init__")
+        ready = {rank: has_started(worker) for rank, worker in enumerate(self._workers)}
+        call = self._described("__init__")
         try:
-            # Raises as soon as one of them fails: the others may be waiting for it.
+            # Raises as soon as one constructor fails; the others may wait for that rank and never return.
             ray.get(list(ready.values()), timeout=timeout_s)
         except RayError as error:
             late = isinstance(error, GetTimeoutError)
-            explained = late_start(ready, asked, timeout_s) if late else explain(error, ready, asked)
+            explained = late_start(ready, call, timeout_s) if late else explain(error, ready, call)
             self.shutdown()
             raise explained from error
 
-    # ---- the contract -----------------------------------------------------------------------------
+    # ---- interface of WorkerGroup -----------------------------------------------------------------------------
 
     @property
     def workers(self) -> list[Any]:
@@ -244,104 +242,114 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def master_address(self) -> str:
-        """Where the ranks meet."""
-        return self._meeting_point()[0]
+        """Rendezvous address of the ranks."""
+        return self._host_and_port()[0]
 
     @property
     def master_port(self) -> str:
         """Port at :attr:`master_address`."""
-        return self._meeting_point()[1]
+        return self._host_and_port()[1]
 
-    def _meeting_point(self) -> tuple[str, str]:
+    def _host_and_port(self) -> tuple[str, str]:
         if self._rendezvous is None:
             self._rendezvous = tuple(self.execute_rank_zero_sync("get_master_addr_port"))
         return self._rendezvous
 
-    def _start(self, member: str | None, method: str, calls: Sequence[Call]) -> list[Any]:
+    def _start(self, method: str, calls: Sequence[Call]) -> PendingOutputs[Any]:
         if not self._workers:
             raise WorkerError("this worker group was shut down.")
-        self._watch.raise_if_lost(self._asked(method).stage)
+        self._watchdog.raise_if_lost(self._described(method).stage)
+        shared, references = _Shared(calls), []
         try:
-            return self._send(member, method, calls)
+            for call in calls:
+                worker = self._workers[call.rank]
+                args, kwargs = shared.place(call)
+                if self._member is None:
+                    references.append(getattr(worker, method).remote(*args, **kwargs))
+                else:
+                    references.append(worker.invoke.remote(self._member, method, *args, **kwargs))
         except RayError as error:
             raise self._explained(error, {}, method) from error
+        return PendingOutputs(references, method, [call.rank for call in calls])
 
-    def _send(self, member: str | None, method: str, calls: Sequence[Call]) -> list[Any]:
-        shared = _Shared(calls)
-        references = []
-        for call in calls:
-            worker = self._workers[call.rank]
-            args, kwargs = shared.place(call)
-            if member is None:
-                references.append(getattr(worker, method).remote(*args, **kwargs))
-            else:
-                references.append(worker.invoke.remote(member, method, *args, **kwargs))
-        return references
-
-    def _wait(self, references: Sequence[Any], method: str, ranks: Sequence[int]) -> list[Any]:
-        limit_s = self._watch.hang_timeout_s
+    def wait_for(self, outputs: PendingOutputs[Any]) -> list[Any]:
+        """See :meth:`WorkerGroup.wait_for`."""
         try:
-            return ray.get(list(references), timeout=limit_s)
+            return ray.get(list(outputs), timeout=self._watchdog.hang_timeout_s)
         except GetTimeoutError as error:
-            asked = self._asked(method)
-            self._watch.raise_if_lost(asked.stage)
-            hung = hang(dict(zip(ranks, references, strict=True)), asked, limit_s or 0)
-            self._watch.end(str(hung))
-            raise hung from error
+            raise self.end_hanging(outputs) from error
         except RayError as error:
-            raise self._explained(error, dict(zip(ranks, references, strict=True)), method) from error
+            by_rank = dict(zip(outputs.ranks, outputs, strict=True))
+            raise self._explained(error, by_rank, outputs.method) from error
 
-    def _explained(self, error: RayError, calls: Mapping[int, Any], method: str) -> WorkerError:
-        """What to raise for an error of Ray; if a process is gone, the other ranks of a guarded group end first."""
-        asked = self._asked(method)
-        self._watch.raise_if_lost(asked.stage)
-        explained = explain(error, calls, asked)
-        if isinstance(explained, ProcessLostError) and self._watch.is_on:
-            self._watch.end(str(explained))
+    @property
+    def hang_timeout_s(self) -> float | None:
+        """Seconds after which a call without an answer counts as a lost process; None waits without limit."""
+        return self._watchdog.hang_timeout_s
+
+    def end_hanging(self, outputs: PendingOutputs[Any]) -> ProcessLostError:
+        """End the ranks, because a call has hung for ``hang_timeout_s``; return the error that says where they are.
+
+        Raises:
+            ProcessLostError: it hung because a rank is lost.
+        """
+        call = self._described(outputs.method)
+        self._watchdog.raise_if_lost(call.stage)
+        hung = hang(dict(zip(outputs.ranks, outputs, strict=True)), call, self.hang_timeout_s or 0)
+        self._watchdog.end(str(hung))
+        return hung
+
+    def _explained(self, error: RayError, outputs: Mapping[int, Any], method: str) -> WorkerError:
+        """Convert an error of Ray; if a process is lost and the group is watched, end the other ranks first."""
+        call = self._described(method)
+        self._watchdog.raise_if_lost(call.stage)
+        explained = explain(error, outputs, call)
+        if isinstance(explained, ProcessLostError) and self._watchdog.is_on:
+            self._watchdog.end(str(explained))
         return explained
 
-    def _asked(self, method: str) -> Asked:
-        return Asked(self._title(), method, self._workers)
+    def _described(self, method: str) -> GroupCall:
+        cls = (self.ray_cls_with_init.members[self._member] if self._member else self.ray_cls_with_init).cls
+        return GroupCall(cls.__name__, method, self._workers)
 
     def outputs_arrived(self, outputs: Sequence[Any]) -> bool:
         """See :meth:`WorkerGroup.outputs_arrived`."""
         references = list(outputs)
         try:
-            _, late = ray.wait(references, num_returns=len(references), timeout=0, fetch_local=False)
-            if not late:
-                ray.get(references)
-        except (RayError, ValueError):
-            # ValueError: of a Ray that has been started anew since.
+            if len(finished_of(references, 0, fetch_local=False)) < len(references):
+                return False
+            ray.get(references, timeout=self._watchdog.hang_timeout_s)  # from another node, it may not arrive
+        except (RayError, ProcessLostError, ValueError):
+            # ValueError: the references are of a Ray that was restarted since.
             return False
-        return not late
+        return True
 
-    def _title(self) -> str:
-        members = self.ray_cls_with_init.members
-        return members[self._member].cls.__name__ if self._member else self.ray_cls_with_init.cls.__name__
+    def any_returned(self, outputs: Sequence[Any]) -> bool:
+        """See :meth:`WorkerGroup.any_returned`."""
+        return bool(finished_of(list(outputs), 0, fetch_local=False))
 
     def start_worker_aliveness_check(self, every_n_seconds: float = 1) -> None:
-        """Watch the ranks from now on.
+        """Start to watch the ranks.
 
-        If one dies, the others are ended too: a rank that waits for the dead one in a collective would
-        hang for ever. Running calls then fail with a ProcessLostError that names the rank that died first,
-        and so do all later ones.
+        If one dies, the others are ended too, because a rank that waits for the dead one in a collective would never
+        return. Running and later calls then raise a ProcessLostError that names the rank that died first.
         """
-        self._watch.start(every_n_seconds)
+        self._watchdog.start(every_n_seconds)
 
     def guard(self, hang_timeout_s: float | None = None) -> None:
-        """Watch the ranks from now on: a death (see :meth:`start_worker_aliveness_check`), and calls that hang."""
-        self._watch.hang_timeout_s = hang_timeout_s
+        """Start to watch the ranks for deaths (see :meth:`start_worker_aliveness_check`) and hanging calls."""
+        self._watchdog.hang_timeout_s = hang_timeout_s
         self.start_worker_aliveness_check()
 
     def shutdown(self) -> None:
-        """End the workers, detached ones too; views of the same processes end with them.
+        """End the workers, including detached ones and those of spawned groups over the same processes.
 
-        Returns when the processes are gone, so that others may move in at once. May be called again, and
-        after any of the ranks, or their node, has died.
+        Returns when the processes are gone, so that their resources can be used at once. May be called repeatedly and
+        after ranks or nodes have died.
         """
-        self._watch.stop()
+        self._watchdog.stop()
         if ray.is_initialized():
-            end(self._workers)
+            end_workers(self._workers)
         for bundle in self._bundles:
             bundle.occupants -= 1
         self._bundles.clear()
@@ -349,7 +357,7 @@ class RayWorkerGroup(WorkerGroup):
 
 
 class _Shared:
-    """Arguments that several ranks get are put into the object store once."""
+    """Puts large arguments that several ranks get into the object store once."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         counts: dict[int, int] = {}
@@ -360,7 +368,7 @@ class _Shared:
         self._references: dict[int, Any] = {}
 
     def place(self, call: Call) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a call, with references for what is shared."""
+        """Return the arguments of a call, with object references in place of shared large ones."""
         return [self._one(v) for v in call.args], {name: self._one(v) for name, v in call.kwargs.items()}
 
     def _one(self, value: Any) -> Any:
@@ -371,22 +379,17 @@ class _Shared:
         return self._references[id(value)]
 
 
-def _share_of_one(parts: int) -> float:
-    # Ray counts in ten-thousandths and rounds to the nearest, by which the last part may not fit.
-    return math.floor(1e4 / parts) / 1e4
-
-
 def _threads(node_id: str, ranks: int) -> int:
-    """OpenMP threads of a rank: the node's cores, divided among its ranks."""
+    """Number of OpenMP threads of a rank: the node's cores divided by its ranks."""
     cores = next((int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["NodeID"] == node_id), 1)
     if node_id == ray.get_runtime_context().get_node_id():
-        # Ray may have been told of more cores than there are.
+        # num_cpus of ray.init may be more than the node has.
         cores = min(cores, os.cpu_count() or 1)
     return max(1, cores // ranks)
 
 
 def _rendezvous(bundle: Bundle) -> tuple[str, str]:
-    """Address of rank 0's node and a free port there."""
+    """Address of rank 0's node and a free port on it."""
     if bundle.node_id == ray.get_runtime_context().get_node_id():
         return _address_and_port()
     there = ray.remote(num_cpus=0)(_address_and_port).options(

@@ -1,14 +1,30 @@
-"""The configuration: typed sections, YAML made from them, loading and checking."""
+"""The sections of the configuration (from ``verl.config``) and ``load_config``, which checks and freezes them."""
 
-from verl.trainer.config.algorithm import AlgoConfig, FilterGroupsConfig, KLControlConfig, RolloutCorrectionConfig
-from verl.trainer.config.config import CheckpointConfig, CustomRewardFunctionConfig, ModuleConfig, RewardManagerConfig
-from verl.trainer.config.data import DataConfig, PreferenceDataConfig
-from verl.trainer.config.evaluation import EvalConfig
-from verl.trainer.config.generation import GenerationConfig
-from verl.trainer.config.load import load_config
-from verl.trainer.config.ppo import PPOConfig
-from verl.trainer.config.sft import SFTConfig, SFTDataConfig
-from verl.trainer.config.trainer import SFTTrainerConfig, TrainerConfig
+from typing import TYPE_CHECKING
+
+from verl.base.lazy import on_first_use
+from verl.config import (
+    AlgoConfig,
+    CheckpointConfig,
+    CustomRewardFunctionConfig,
+    DataConfig,
+    EvalConfig,
+    FilterGroupsConfig,
+    GenerationConfig,
+    KLControlConfig,
+    ModuleConfig,
+    PPOConfig,
+    PreferenceDataConfig,
+    RewardManagerConfig,
+    RolloutCorrectionConfig,
+    SFTConfig,
+    SFTDataConfig,
+    SFTTrainerConfig,
+    TrainerConfig,
+)
+
+if TYPE_CHECKING:
+    from verl.trainer.config.load import load_config
 
 __all__ = [
     "AlgoConfig",
@@ -30,3 +46,6 @@ __all__ = [
     "TrainerConfig",
     "load_config",
 ]
+
+# The rules look at algorithms, data and rewards: they need torch and transformers.
+__getattr__ = on_first_use(__name__, {"load_config": "verl.trainer.config.load"})

@@ -1,10 +1,11 @@
-"""Write the YAML files and the reference from the configuration classes.
+"""Write the YAML files in verl/trainer/config from the configuration classes; takes seconds.
 
 python -m verl.trainer.config.generate
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -13,38 +14,43 @@ from typing import Any
 
 import yaml
 
-from verl.base_config import BaseConfig
-from verl.trainer.config.evaluation import EvalConfig
-from verl.trainer.config.generation import GenerationConfig
-from verl.trainer.config.keys import Key, iter_keys, plain
-from verl.trainer.config.overrides import CONFIG_DIR
-from verl.trainer.config.ppo import PPOConfig
-from verl.trainer.config.preference import DPOConfig, RMConfig
-from verl.trainer.config.reference import reference_page
-from verl.trainer.config.sft import SFTConfig
+from verl.config import (
+    BaseConfig,
+    DPOConfig,
+    EvalConfig,
+    GenerationConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+)
+from verl.trainer.config.command_line import CONFIG_DIR
+from verl.trainer.config.keys import InactiveKey, Key, inactive_keys, iter_keys, plain, put
 
 logger = logging.getLogger(__name__)
 
 _NOTE = """\
-# Made from the classes in verl/trainer/config and verl/workers/config by
+# Made from the classes in verl/config by
 #     python -m verl.trainer.config.generate
 """
 
 
 @dataclass(frozen=True)
 class Entry:
-    """The configuration of one entry point."""
+    """Root class and YAML file of one entry point."""
 
     name: str
     root: type[BaseConfig]
+    module: str
+    """The entry point: ``python -m verl.trainer.<module>``."""
     groups: Mapping[str, str] = field(default_factory=dict)
-    """Section path → file of the group (``actor/dp_actor``) that holds it."""
+    """Section path → Hydra config group and option that holds the section (``actor/dp_actor``)."""
 
 
 ENTRIES = (
     Entry(
         "ppo_trainer",
         PPOConfig,
+        "main_ppo",
         {
             "actor_rollout_ref.actor": "actor/dp_actor",
             "data": "data/legacy_data",
@@ -56,11 +62,16 @@ ENTRIES = (
             "algorithm.rollout_correction": "algorithm/rollout_correction",
         },
     ),
-    Entry("sft_trainer", SFTConfig, {"model": "model/hf_model", "engine": "engine/fsdp", "optim": "optim/fsdp"}),
-    Entry("rm_trainer", RMConfig, {"model": "model/hf_model", "engine": "engine/fsdp"}),
-    Entry("dpo_trainer", DPOConfig, {"model": "model/hf_model", "engine": "engine/fsdp"}),
-    Entry("generation", GenerationConfig, {"model": "model/hf_model"}),
-    Entry("evaluation", EvalConfig),
+    Entry(
+        "sft_trainer",
+        SFTConfig,
+        "sft_trainer",
+        {"model": "model/hf_model", "engine": "engine/fsdp", "optim": "optim/fsdp"},
+    ),
+    Entry("rm_trainer", RMConfig, "rm_trainer", {"model": "model/hf_model", "engine": "engine/fsdp"}),
+    Entry("dpo_trainer", DPOConfig, "dpo_trainer", {"model": "model/hf_model", "engine": "engine/fsdp"}),
+    Entry("generation", GenerationConfig, "main_generation", {"model": "model/hf_model"}),
+    Entry("evaluation", EvalConfig, "main_eval"),
 )
 
 MEGATRON = """
@@ -78,7 +89,7 @@ critic:
 
 
 def files() -> dict[Path, str]:
-    """Every generated YAML file, by its path in the config folder."""
+    """Return the text of every generated YAML file, by its path in the config folder."""
     made: dict[Path, str] = {Path("ppo_megatron_trainer.yaml"): _NOTE + MEGATRON}
     for entry in ENTRIES:
         made[Path(f"{entry.name}.yaml")] = "\n".join(_entry_lines(entry)) + "\n"
@@ -112,7 +123,7 @@ def _heading(section: type[BaseConfig]) -> Iterator[str]:
 def _lines(
     section: type[BaseConfig], default: BaseConfig, skip: frozenset[str] = frozenset(), path: str = "", indent: str = ""
 ) -> Iterator[str]:
-    """The keys of a section with their sentences; ``skip`` are dotted paths that stand elsewhere."""
+    """Yield the keys of a section with their sentences; ``skip`` holds dotted paths that have a file of their own."""
     target = getattr(section, "hydra_target", None)
     if target is not None:
         yield f"{indent}_target_: {target}"
@@ -126,15 +137,48 @@ def _lines(
             yield from _lines(key.section, key.default, skip, f"{full}.", indent + "  ")
         else:
             yield from _value(key, indent)
+    yield from _inactive(section, indent)
 
 
 def _value(key: Key, indent: str) -> Iterator[str]:
     value = plain(key.yaml_default)
     if isinstance(value, Mapping) and value:
-        text = yaml.safe_dump({key.name: value}, sort_keys=False, default_flow_style=False)
-        yield from (indent + line for line in text.splitlines())
+        yield from _block({key.name: value}, indent)
     else:
         yield f"{indent}{key.name}: {_scalar(value)}"
+
+
+def _inactive(section: type[BaseConfig], indent: str) -> Iterator[str]:
+    """Yield the inactive keys of a section, grouped by branch, each branch under its reasons."""
+    branches: dict[str, list[InactiveKey]] = {}
+    for key in inactive_keys(section):
+        branches.setdefault(key.path.partition(".")[0], []).append(key)
+    by_reasons: dict[tuple[str, ...], list[InactiveKey]] = {}
+    for keys in branches.values():
+        by_reasons.setdefault(tuple(dict.fromkeys(map(status, keys))), []).extend(keys)
+    for reasons, keys in by_reasons.items():
+        yield from (f"{indent}# {reason}" for reason in reasons)
+        tree: dict[str, Any] = {}
+        for key in keys:
+            put(tree, key.path, plain(key.yaml_default))
+        yield from _block(tree, indent)
+
+
+def status(key: InactiveKey) -> str:
+    """Return why a key has no effect, after ``not yet`` if setting it is refused."""
+    return f"not yet: {key.why}" if key.refused else f"{'' if key.is_spelling else 'no effect: '}{key.why}"
+
+
+def _block(tree: Mapping[str, Any], indent: str) -> Iterator[str]:
+    text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=10_000)
+    yield from (indent + line for line in text.splitlines())
+
+
+class _Dumper(yaml.SafeDumper):
+    """A YAML dumper that repeats equal values instead of writing anchors and aliases."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def _scalar(value: Any) -> str:
@@ -142,14 +186,13 @@ def _scalar(value: Any) -> str:
 
 
 def main() -> None:
-    """Write everything; run from the root of the repository."""
+    """Write all generated YAML files next to this package's source."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for path, text in files().items():
         target = CONFIG_DIR / path
         target.parent.mkdir(exist_ok=True)
         target.write_text(text)
-    page = CONFIG_DIR.parents[2] / "docs" / "configuration.md"
-    page.write_text(reference_page({entry.name: entry.root for entry in ENTRIES}))
-    logger.info("wrote %d YAML files and %s", len(files()), page)
+    logger.info("wrote %d YAML files", len(files()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The dotted keys of a configuration, read off its classes."""
+"""Dotted keys of a configuration: list them, describe their values, and edit nested dicts by them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,31 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from verl.base_config import BaseConfig, Meta, config_fields, meta_of, sentence_of
+from verl.config.base import BaseConfig, Meta, config_fields, meta_of, section_of, sentence_of
+from verl.trainer.config.key_table import INACTIVE
 
 Tree = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Key:
-    """One key that users can set, or one section."""
+    """One setting or one section, by its dotted path."""
 
     path: str
-    """Dotted: ``actor_rollout_ref.actor.optim.lr``."""
+    """Dotted path, such as ``actor_rollout_ref.actor.optim.lr``."""
     owner: type[BaseConfig]
     field: FieldInfo
     meta: Meta
     default: Any
-    """Value where nothing is set, before interpolation."""
+    """Default value in the class, which an interpolation may replace."""
     section: type[BaseConfig] | None
-    """The class below, if the key is a section."""
+    """Class of the section, if the key is one."""
 
     @property
     def name(self) -> str:
@@ -38,22 +39,28 @@ class Key:
 
     @property
     def sentence(self) -> str:
-        """What the key means."""
+        """Sentence that documents the key."""
         return sentence_of(self.owner, self.name)
 
     @property
     def takes_null(self) -> bool:
-        """Whether null is a value of the key."""
+        """Whether the key may be null."""
         return types.NoneType in typing.get_args(self.field.annotation)
 
     @property
+    def takes_numbers_only(self) -> bool:
+        """Whether the key takes a number, or a list of numbers, and no truth value."""
+        named = _named_types(self.field.annotation)
+        return not named.isdisjoint({int, float}) and bool not in named
+
+    @property
     def follows(self) -> bool:
-        """Whether the default is another field's value (and the key has no interpolation that says so)."""
+        """Whether a default factory, rather than an interpolation, takes the default from another field."""
         return bool(self.field.default_factory_takes_validated_data) and self.meta.interpolation is None
 
     @property
     def yaml_default(self) -> Any:
-        """Default as YAML states it: the interpolation, unless the section that holds the key has another default."""
+        """Default in the YAML file: the interpolation, unless the parent section gives the key a default of its own."""
         if self.meta.missing and self.default is None:
             return "???"
         usual = self.field.get_default()
@@ -63,41 +70,60 @@ class Key:
         return usual if same(self.default, usual) else self.default
 
 
-def iter_keys(
-    root: type[BaseConfig], default: BaseConfig | None = None, prefix: str = "", hint: str | None = None
-) -> Iterator[Key]:
-    """Every key below ``root``, sections before what they hold, in the order of the classes.
+@dataclass(frozen=True)
+class InactiveKey:
+    """One key that the YAML files contain for older scripts and that no code reads."""
 
-    The hint of a section holds for all below it that say nothing of their own.
-    """
+    path: str
+    yaml_default: Any
+    why: str
+    refused: bool
+    is_spelling: bool
+    """Whether the key is another spelling of an active key."""
+    per_rank: str | None
+    """Path of the key that is derived from this one."""
+
+
+def iter_keys(root: type[BaseConfig], default: BaseConfig | None = None, prefix: str = "") -> Iterator[Key]:
+    """Yield every field below ``root`` in the order of the classes, each section before its fields."""
     default = root() if default is None else default
     for name, field in config_fields(root).items():
         meta = meta_of(field)
         if meta.internal:
             continue
-        if not (meta.hint or meta.refuse or meta.refuse_values):
-            meta = replace(meta, hint=hint)
         value, below = getattr(default, name), section_of(field)
-        key = Key(prefix + name, root, field, meta, value, below)
-        yield key
+        yield Key(prefix + name, root, field, meta, value, below)
         if below is not None:
-            yield from iter_keys(below, value, f"{key.path}.", meta.hint)
+            yield from iter_keys(below, value, f"{prefix}{name}.")
+
+
+def inactive_keys(root: type[BaseConfig], prefix: str = "") -> Iterator[InactiveKey]:
+    """Yield the inactive keys of one section, without those of its subsections."""
+    for cls in reversed(root.__mro__):
+        for group in INACTIVE.get(cls, ()):
+            per_rank = prefix + group.per_rank if group.per_rank else None
+            for path, default in group.keys.items():
+                yield InactiveKey(prefix + path, default, group.why, group.refused, group.is_spelling, per_rank)
+
+
+def all_inactive(root: type[BaseConfig]) -> dict[str, InactiveKey]:
+    """Map dotted path to inactive key, over all sections."""
+    sections = [("", root)] + [(f"{key.path}.", key.section) for key in iter_keys(root) if key.section is not None]
+    return {key.path: key for prefix, section in sections for key in inactive_keys(section, prefix)}
 
 
 def leaves(root: type[BaseConfig]) -> dict[str, Key]:
-    """Dotted path → key, without the sections."""
+    """Map dotted path to key, without the sections."""
     return {key.path: key for key in iter_keys(root) if key.section is None}
 
 
-def section_of(field: FieldInfo) -> type[BaseConfig] | None:
-    """The section class that a field holds (also an optional one), or None."""
-    annotation = field.annotation
-    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseConfig)), None)
+def _named_types(annotation: Any) -> set[Any]:
+    """Return an annotation and everything that its brackets and unions name."""
+    return {annotation}.union(*map(_named_types, typing.get_args(annotation)))
 
 
 def default_tree(root: type[BaseConfig], default: BaseConfig | None = None) -> Tree:
-    """The whole configuration as YAML states it: defaults, interpolations, ``_target_``, ``???``."""
+    """Build the configuration as the YAML files have it, with interpolations, inactive keys, ``_target_``, ``???``."""
     default = root() if default is None else default
     tree: Tree = {}
     target = getattr(root, "hydra_target", None)
@@ -110,11 +136,55 @@ def default_tree(root: type[BaseConfig], default: BaseConfig | None = None) -> T
             tree[key.name] = default_tree(key.section, key.default)
         else:
             tree[key.name] = plain(key.yaml_default)
+    for inactive in inactive_keys(root):
+        put(tree, inactive.path, plain(inactive.yaml_default))
     return tree
 
 
+# ---- types and bounds in words ---------------------------------------------------------------------
+
+_WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "a string", type(None): "null"}
+_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+def allowed_values(field: FieldInfo) -> str:
+    """Describe type and bounds of a field, such as ``an integer >= 1, or null``."""
+    parts = [
+        f"{sign} {getattr(constraint, name):g}"
+        for constraint in field.metadata
+        for name, sign in _SIGNS.items()
+        if hasattr(constraint, name)
+    ]
+    bounds = (" " + " and ".join(parts)) if parts else ""
+    annotation = field.annotation
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    # Literal[...] | None is a typing.Union, int | None a types.UnionType.
+    is_union = isinstance(annotation, types.UnionType) or typing.get_origin(annotation) is typing.Union
+    options = typing.get_args(annotation) if is_union else (annotation,)
+    return ", or ".join(_in_words(option) + (bounds if option in (int, float) else "") for option in options)
+
+
+def _in_words(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return ", ".join(map(str, arguments))
+    if origin is tuple:
+        items = [argument for argument in arguments if argument is not Ellipsis]
+        if typing.get_origin(items[0]) is typing.Literal:
+            return f"a list of {_in_words(items[0])}"
+        plural = {int: "integers", float: "numbers", str: "strings"}[items[0]]
+        return f"a list of {plural}" if Ellipsis in arguments else f"a list of {len(items)} {plural}"
+    if origin is dict:
+        return "a mapping"
+    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+# ---- trees of plain values -------------------------------------------------------------------------
+
+
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """``base`` with the values of ``over``, section by section."""
+    """Merge ``over`` into a copy of ``base``, section by section."""
     tree: Tree = dict(base)
     for name, value in over.items():
         below = tree.get(name)
@@ -123,7 +193,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
 
 
 def plain(value: Any) -> Any:
-    """Tuples as lists, mappings as dicts."""
+    """Convert tuples to lists and mappings to dicts, at every level."""
     if isinstance(value, Mapping):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -132,7 +202,7 @@ def plain(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equality across list and tuple, one string and a list of one, True and 1 kept apart."""
+    """Compare two settings: a tuple equals a list, a single value a list of one; True does not equal 1."""
     one, other = plain(one), plain(other)
     if isinstance(one, list) != isinstance(other, list):
         one, other = (item if isinstance(item, list) else [item] for item in (one, other))
@@ -143,7 +213,7 @@ _MISSING = object()
 
 
 def get(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
-    """The value at a dotted path, or ``default``."""
+    """Return the value at a dotted path, or ``default``."""
     node: Any = tree
     for part in path.split("."):
         node = node.get(part, _MISSING) if isinstance(node, Mapping) else _MISSING
@@ -153,7 +223,7 @@ def get(tree: Mapping[str, Any], path: str, default: Any = None) -> Any:
 
 
 def put(tree: Tree, path: str, value: Any) -> None:
-    """Set the value at a dotted path, making sections on the way."""
+    """Set the value at a dotted path in place, creating missing sections."""
     *parents, name = path.split(".")
     for part in parents:
         tree = tree.setdefault(part, {})
@@ -161,7 +231,7 @@ def put(tree: Tree, path: str, value: Any) -> None:
 
 
 def drop(tree: Tree, path: str) -> Any:
-    """Remove the value at a dotted path, and the sections that this leaves empty; returns it."""
+    """Remove and return the value at a dotted path, and remove the sections that this leaves empty."""
     parent_path, _, name = path.rpartition(".")
     parent = get(tree, parent_path) if parent_path else tree
     if not isinstance(parent, dict) or name not in parent:
@@ -173,7 +243,7 @@ def drop(tree: Tree, path: str) -> Any:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted path and value of every leaf."""
+    """Yield dotted path and value of every leaf; an empty mapping is a leaf."""
     for name, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -182,10 +252,10 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def nearest(path: str, known: list[str]) -> str | None:
-    """The known key that ``path`` most likely means.
+    """Return the known key that ``path`` most likely means.
 
-    In order: the same path with its beginning left out, a similar name in the same section, the
-    same name elsewhere, a similar path.
+    Candidates in this order: a key that ends in ``path``, a similar name in the same section, the same name in
+    another section, a similar path.
     """
     section, _, name = path.rpartition(".")
 

@@ -1,14 +1,11 @@
-"""What a configuration amounts to: sizes that follow from others, as one table."""
+"""Sizes of a run that follow from its configuration, and the table that shows them at the start."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.trainer.config.generation import GenerationConfig
-from verl.trainer.config.ppo import PPOConfig
-from verl.trainer.config.sft import SFTConfig
-from verl.trainer.config.validate_run import rank_count
+from verl.config import GenerationConfig, PPOConfig, SupervisedConfig
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,7 +15,7 @@ NO_GPU = "cpu (trainer.device=cuda, but this machine has no CUDA device)"
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of a reinforcement-learning run; what depends on the data is None while that is unknown."""
+    """Sizes of a reinforcement-learning run."""
 
     ranks: int
     device: str
@@ -27,20 +24,21 @@ class Sizes:
     mini_batches_per_step: int
     """Optimizer steps of one pass over a step's batch."""
     passes_per_step: int
-    """``ppo_epochs``."""
+    """Passes over a step's batch (``ppo_epochs``)."""
     mini_batch_per_rank: int
     """Responses of one mini-batch on one rank."""
     micro_batch: str
-    """What one forward and backward pass holds."""
+    """Description of what one forward and backward pass of a rank holds, in responses or tokens."""
     max_tokens_per_step: int
-    """Prompts and responses, if all had full length."""
+    """Upper bound: prompts and responses of full length."""
     steps_per_epoch: int | None
+    """None while the size of the data is unknown."""
     total_steps: int
     """0 while the size of the data is unknown."""
 
     @property
     def responses_per_step(self) -> int:
-        """Responses that one step trains on."""
+        """Responses that one step trains on, over all ranks."""
         return self.prompts_per_step * self.responses_per_prompt
 
     @property
@@ -54,7 +52,7 @@ class Sizes:
         return self.optimizer_steps_per_step * self.total_steps
 
     def rows(self) -> list[tuple[str, str]]:
-        """What the table says, line by line."""
+        """Return name and value of each line of the table."""
         unknown = "known once the data is read"
         total = f"{self.total_steps:,}" if self.total_steps else unknown
         updates = f"{self.optimizer_steps_per_step:,} per step"
@@ -78,14 +76,9 @@ class Sizes:
 
 
 def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
-    """The sizes of a run.
-
-    Args:
-        config: a checked configuration.
-        dataset_len: training prompts, once they are known; an incomplete last batch is left out.
-    """
+    """Compute the sizes of a run; ``dataset_len`` counts training prompts, and an incomplete last batch is dropped."""
     actor, data, trainer = config.actor_rollout_ref.actor, config.data, config.trainer
-    ranks, n = rank_count(trainer), config.actor_rollout_ref.rollout.n
+    ranks, n = trainer.ranks, config.actor_rollout_ref.rollout.n
     steps_per_epoch = None if dataset_len is None else dataset_len // (data.gen_batch_size or data.train_batch_size)
     total = trainer.total_training_steps or (steps_per_epoch or 0) * trainer.total_epochs
     by_tokens = f"up to {actor.ppo_max_token_len_per_gpu:,} tokens"
@@ -105,7 +98,7 @@ def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
 
 
 def sizes_table(sizes: Sizes) -> Table:
-    """The sizes as a table for a terminal; ``str(sizes)`` is the same as plain text."""
+    """Render the sizes as a table for a terminal; ``str(sizes)`` is the plain-text form."""
     from rich.table import Table
 
     table = Table(title="This run", show_header=False, title_justify="left")
@@ -116,12 +109,14 @@ def sizes_table(sizes: Sizes) -> Table:
     return table
 
 
-def resolve_device(config: PPOConfig | SFTConfig | GenerationConfig | Any, cuda_available: bool | None = None) -> str:
-    """Where a run computes: "cuda" if ``trainer.device`` says so and there is one, else "cpu".
+def resolve_device(
+    config: PPOConfig | SupervisedConfig | GenerationConfig | Any, cuda_available: bool | None = None
+) -> str:
+    """Return the device of a run: "cuda" if ``trainer.device=cuda`` and a device is available, else "cpu".
 
     Args:
         config: a configuration with a ``trainer`` section.
-        cuda_available: whether the ranks have CUDA devices; None asks this process.
+        cuda_available: whether the ranks have CUDA devices; None checks in this process.
     """
     if config.trainer.device == "cpu":
         return "cpu"
@@ -132,7 +127,7 @@ def resolve_device(config: PPOConfig | SFTConfig | GenerationConfig | Any, cuda_
     return "cuda" if cuda_available else "cpu"
 
 
-def described_device(config: PPOConfig | SFTConfig) -> str:
-    """The device in words, with the reason where it is not the one that was asked for."""
+def described_device(config: PPOConfig | SupervisedConfig) -> str:
+    """Name the device, with the reason where it differs from ``trainer.device``."""
     device = resolve_device(config)
     return device if device == config.trainer.device else NO_GPU

@@ -1,43 +1,43 @@
-"""Dynamic sampling: prompts whose responses all earn the same teach nothing, so others are sampled in their place.
+"""Dynamic sampling: replace prompts whose responses all have the same reward.
 
-DAPO, https://arxiv.org/abs/2503.14476, section 3.2: a group that is all right or all wrong has no
-advantage under a group baseline. It would shrink the batch that the gradient comes from, more so
-the better (or worse) the policy is.
+DAPO, https://arxiv.org/abs/2503.14476, section 3.2: if all responses of a group are right, or all wrong, their
+advantages under a group baseline are 0. Such groups reduce the effective batch size, and become more frequent as the
+policy gets better.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from verl.config import FilterGroupsConfig
 from verl.errors import RewardError, RolloutError
 from verl.protocol import DataProto
-from verl.trainer.config import FilterGroupsConfig
+from verl.utils.metric import Metrics
 
 logger = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
 
 NOTABLE_BATCHES = 10
-"""Every so many batches for one step are a warning: without ``max_num_gen_batches`` a run goes on for ever."""
+"""Log a warning after every 10 batches drawn for one step: without ``max_num_gen_batches`` there is no limit."""
 
 
 def informative_rows(values: np.ndarray, prompts: np.ndarray, takes_part: np.ndarray) -> np.ndarray:
-    """Rows of the prompts whose responses do not all have the same value.
+    """Select the rows of prompts whose responses differ in value.
 
     >>> informative_rows(np.array([1.0, 0.0, 1.0, 1.0]), np.array(["a", "a", "b", "b"]), np.ones(4, bool))
     array([0, 1])
 
     Args:
-        values: (bsz,) of each response.
-        prompts: (bsz,) which prompt it answers.
-        takes_part: (bsz,) false where a response is not trained on; such a value is not looked at.
+        values: (bsz,) value of each response.
+        prompts: (bsz,) id of its prompt.
+        takes_part: (bsz,) false where a response is not trained on; its value is ignored.
 
     Returns:
-        row numbers, ascending; a prompt is kept whole, such responses with it.
+        row numbers, ascending; all rows of a selected prompt, including those that do not take part.
     """
     _, group = np.unique(prompts, return_inverse=True)
     highest = np.full(group.max(initial=-1) + 1, -np.inf)
@@ -53,39 +53,39 @@ class Draw:
 
     batch: DataProto
     prompts: np.ndarray
-    """(bsz,) which prompt each row answers."""
+    """(bsz,) id of each row's prompt."""
     takes_part: np.ndarray
-    """(bsz,) false where a response is not trained on: it has no score, or no token."""
+    """(bsz,) false where a response is not trained on, because it has no score or no token."""
 
 
 def fill_batch(
-    draw: Callable[[int], Draw], config: FilterGroupsConfig, num_prompts: int, n: int
+    draws: Iterator[Draw], config: FilterGroupsConfig, num_prompts: int, n: int
 ) -> tuple[DataProto, Metrics]:
-    """Draw batches until ``num_prompts`` informative prompts are there.
+    """Draw batches until they hold ``num_prompts`` informative prompts.
 
     Args:
-        draw: makes the k-th batch (k = 0, 1, ...) from prompts that come next in the data.
-        config: ``algorithm.filter_groups``: which value must differ, and how many batches at most.
+        draws: scored batches of the next prompts in the data.
+        config: ``algorithm.filter_groups``.
         num_prompts: prompts of a training batch.
         n: responses per prompt.
 
     Returns:
-        ``num_prompts * n`` rows, the first that were found; and ``training/filter_groups/...``:
-        ``num_gen_batches``, ``kept_ratio`` (informative prompts of those drawn), ``surplus`` (informative
-        prompts beyond the batch, which are dropped), ``{metric}/mean`` over all responses that were
-        drawn and take part (that of the batch alone is biased by the choice).
+        the first ``num_prompts * n`` informative rows; and metrics ``training/filter_groups/...``:
+        ``num_gen_batches``, ``kept_ratio`` (share of informative prompts), ``surplus`` (informative prompts beyond
+        the batch, which are dropped), ``{metric}/mean`` over all drawn responses that take part (the mean over the
+        selected rows would be biased).
 
     Raises:
-        RolloutError: ``max_num_gen_batches`` did not suffice.
-        RewardError: the reward function does not return the value that is asked for.
+        RolloutError: ``max_num_gen_batches`` batches were not enough.
+        RewardError: the reward function does not return the configured metric.
     """
     kept: list[DataProto] = []
     values: list[np.ndarray] = []
     drawn = found = 0
     while found < num_prompts:
         if config.max_num_gen_batches and len(values) == config.max_num_gen_batches:
-            raise RolloutError(_not_enough(config, found, drawn, num_prompts, np.concatenate(values)))
-        one = draw(len(values))
+            raise RolloutError(_too_few_message(config, found, drawn, num_prompts, np.concatenate(values)))
+        one = next(draws)
         value = values_of(one.batch, str(config.metric))
         rows = informative_rows(value, one.prompts, one.takes_part)
         kept.append(one.batch.select_idxs(rows.tolist()))
@@ -106,13 +106,13 @@ def fill_batch(
 
 
 def values_of(batch: DataProto, metric: str) -> np.ndarray:
-    """The value of each response that must differ inside a group, (bsz,) float64.
+    """Read the value that must differ inside a group for each response, (bsz,) float64; NaN for None.
 
-    ``seq_reward`` and ``seq_final_reward`` are the summed token scores, with any length penalty;
-    other names are what the reward function returned (``score``, ``acc``, ...).
+    ``seq_reward`` and ``seq_final_reward`` are the sum of the token scores, including a length penalty;
+    other names are values returned by the reward function (``score``, ``acc``, ...).
 
     Raises:
-        RewardError: it returned no such value, or one that is no number.
+        RewardError: the reward function returned no such value, or one that is not a number.
     """
     if metric in ("seq_reward", "seq_final_reward"):
         return batch.batch["token_level_scores"].sum(-1).double().numpy()
@@ -132,7 +132,7 @@ def values_of(batch: DataProto, metric: str) -> np.ndarray:
 
 
 def _with_equal_columns(parts: Sequence[DataProto]) -> list[DataProto]:
-    """A reward function may return a value for some responses only; where a batch has none of them it is None."""
+    """Add columns that some batches lack, filled with None: a reward function may return a value only sometimes."""
     names = {name for part in parts for name in part.non_tensor_batch}
     empty = [
         {name: np.full(len(part), None, dtype=object) for name in names - part.non_tensor_batch.keys()}
@@ -141,7 +141,7 @@ def _with_equal_columns(parts: Sequence[DataProto]) -> list[DataProto]:
     return [part | DataProto.from_dict(non_tensors=columns) for part, columns in zip(parts, empty, strict=True)]
 
 
-def _not_enough(config: FilterGroupsConfig, found: int, drawn: int, wanted: int, values: np.ndarray) -> str:
+def _too_few_message(config: FilterGroupsConfig, found: int, drawn: int, wanted: int, values: np.ndarray) -> str:
     mean = f"mean {config.metric}: {values.mean():.3g}" if len(values) else "no response has a score"
     return (
         f"dynamic sampling found {found} prompts whose responses differ in '{config.metric}' among {drawn}, and a "

@@ -1,8 +1,8 @@
-"""Where the log-probs of the policy before its update come from.
+"""Choice of the source of ``old_log_probs``, the log-probs of the policy before its update.
 
-A forward pass of their own gives them, unless it would only repeat what the update computes: where a batch
-is one optimizer step, the update's own forward pass runs on the same weights, so its log-probs, without their
-gradient, are ``old_log_probs``, and the ratio is 1. That holds only if nothing before the update reads them.
+In general they need a separate forward pass. If a batch is one optimizer step, the update's own forward pass runs on
+the same weights, so that its detached log-probs are ``old_log_probs`` and the ratio is 1. This requires that nothing
+reads them before the update.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from verl.trainer.ppo.core_algos import adv_needs, policy_loss_info
+from verl.algorithms import adv_needs, policy_loss_info
 
 if TYPE_CHECKING:
-    from verl.trainer.config import PPOConfig
+    from verl.config import PPOConfig
 
 MADE = frozenset({"old_log_probs", "entropys", "sum_pi_squared"})
 """The columns of a forward pass over the policy before its update."""
@@ -22,19 +22,19 @@ MADE = frozenset({"old_log_probs", "entropys", "sum_pi_squared"})
 
 @dataclass(frozen=True)
 class OldLogProbs:
-    """What gives ``old_log_probs`` in a run, and why."""
+    """The source of ``old_log_probs`` in a run, and the reason for it."""
 
     source: Literal["forward", "update", "rollout"]
-    """``forward``: a pass of their own; ``update``: the update's own; ``rollout``: none, in bypass mode."""
+    """``forward``: a separate forward pass; ``update``: the update's; ``rollout``: the rollout's, in bypass mode."""
     reason: str
 
     @classmethod
     def of(cls, config: PPOConfig, randomness: Mapping[str, float]) -> OldLogProbs:
-        """Decide it for a run.
+        """Choose the source for a run.
 
         Args:
-            config: of the run.
-            randomness: settings of the model that make its forward pass random in training, above 0.
+            config: the whole configuration.
+            randomness: settings above 0 that make the model's forward pass random in training, such as dropout.
         """
         if config.algorithm.rollout_correction.bypass_mode:
             return cls("rollout", "algorithm.rollout_correction.bypass_mode=true")
@@ -52,7 +52,7 @@ class OldLogProbs:
 
 
 def _obstacles(config: PPOConfig, randomness: Mapping[str, float]) -> Iterator[str]:
-    """Why the update's own forward pass cannot give the log-probs; none if it can."""
+    """The reasons why the update's own forward pass cannot give the log-probs; none if it can."""
     actor, trainer, algorithm = config.actor_rollout_ref.actor, config.trainer, config.algorithm
     if actor.recompute_old_log_probs == "always":
         yield "actor.recompute_old_log_probs=always"
@@ -69,7 +69,7 @@ def _obstacles(config: PPOConfig, randomness: Mapping[str, float]) -> Iterator[s
 
 
 def _readers(config: PPOConfig) -> Iterator[str]:
-    """What reads the log-probs or the entropy before the update."""
+    """The parts of the configuration that read the log-probs or the entropy before the update."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     if algorithm.use_kl_in_reward:
         yield "algorithm.use_kl_in_reward reads them"

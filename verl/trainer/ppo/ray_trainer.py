@@ -1,4 +1,4 @@
-"""The driver of PPO and its relatives: what happens in which order.
+"""The training step of PPO, GRPO and related algorithms on the driver: its stages, their order and their columns.
 
 ::
 
@@ -8,7 +8,7 @@
     rollout    ──► responses        prompts, responses, response_mask, rollout_log_probs
        ▼
     reward     ──► scores           token_level_scores               (reward.py, reward_manager/)
-       │ with dynamic sampling: back to the dataloader, until the batch is full of prompts that can teach
+       │ with dynamic sampling: back to the dataloader until the batch is full of informative prompts
        ▼
     actor      ──► old_log_probs    old_log_probs, entropys          or the rollout's, in bypass mode; or
        │                                                             the update's own (old_log_probs.py)
@@ -16,37 +16,50 @@
     reference  ──► ref_log_prob     ref_log_prob                     if a KL term is on
     critic     ──► values           values                           if the estimator reads it
        ▼
-    driver     ──► advantages       token_level_rewards, advantages, returns        (core_algos/)
-       │ without what the correction rejected; with PF-PPO, drawn anew by score
+    driver     ──► advantages       token_level_rewards, advantages, returns        (verl/algorithms)
+       │ without what the correction rejected; with PF-PPO, resampled by score
        ▼
-    critic.update, actor.update ──► metrics; the next rollout wakes with the new weights
+    critic.update, actor.update ──► metrics; the next rollout uses the new weights
 
-A stage returns only its new columns; the driver alone unions them. The batch stays in the order
-of the data: how samples are dealt to ranks is private to each call (``role_workers.py``).
+A stage returns only its new columns, which ``step`` adds to the batch, and puts its metrics into the context of the
+step. The batch stays in the order of the data; each worker call reorders rows for its ranks and restores the order
+(``trainer/balance.py``).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from verl.agents.manager import AgentLoopManager
+from verl.algorithms import (
+    AdvantageEstimator,
+    compute_pf_ppo_reweight_data,
+    get_entropy_controller,
+    get_kl_controller,
+)
+from verl.base.lazy import on_first_use
+from verl.checkpoint.run import CheckpointPlan
+from verl.checkpoint.states import rng_state, set_rng_state
+from verl.config import PPOConfig
 from verl.errors import DataError
-from verl.protocol import DataProto, replace_columns
-from verl.trainer.checkpoint import CheckpointPlan, TrainerCheckpoint
-from verl.trainer.config import PPOConfig
+from verl.protocol import DataProto, compute_response_mask, replace_columns
+from verl.trainer.balance import DealtBatch, deal
 from verl.trainer.config.load import load_config
-from verl.trainer.config.sizes import derived_sizes
-from verl.trainer.loop import Metrics, TrainingLoop
+from verl.trainer.config.sizes import derived_sizes, resolve_device
+from verl.trainer.driver import load_controller
+from verl.trainer.loop import Schedule, StepContext
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.core_algos import compute_pf_ppo_reweight_data, get_entropy_controller, get_kl_controller
 from verl.trainer.ppo.dynamic_sampling import Draw, fill_batch
-from verl.trainer.ppo.metrics import (
+from verl.trainer.ppo.fit_parts import FitParts
+from verl.trainer.ppo.metric_utils import (
     compute_data_metrics,
     compute_mfu_metrics,
     compute_rollout_gap_metrics,
@@ -55,25 +68,50 @@ from verl.trainer.ppo.metrics import (
 )
 from verl.trainer.ppo.old_log_probs import OldLogProbs
 from verl.trainer.ppo.records import RecordFolder
-from verl.trainer.ppo.reward import RewardRecord, compute_reward, leave_out_failed, start_reward
-from verl.trainer.ppo.role_workers import RoleWorkers, compute_columns, update_weights
+from verl.trainer.ppo.reward import (
+    EqualScores,
+    RewardHandle,
+    RewardRecord,
+    leave_out_failed,
+    start_reward,
+)
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
-from verl.trainer.ppo.stages import apply_kl_penalty, compute_advantage, compute_response_mask
-from verl.trainer.ppo.utils import Needs, Role, need_critic, need_reference_policy, need_reward_model
+from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
+from verl.trainer.ppo.trajectories import (
+    NO_SCORES,
+    rows_to_score,
+    trajectory_metrics,
+    unused_arguments,
+    wants_agents,
+    with_own_scores,
+)
+from verl.trainer.ppo.utils import (
+    Needs,
+    Role,
+    need_critic,
+    need_reference_policy,
+    need_reward_model,
+    worker_arguments,
+)
 from verl.trainer.ppo.validation import Validator, generation_records
-from verl.trainer.schedule import Schedule
-from verl.trainer.timing import Stopwatch, stage
-from verl.utils.checkpoint import rng_state, set_rng_state
-from verl.utils.console import Progress
-from verl.utils.dataset.loading import ending_with_driver
+from verl.trainer.worker_groups import WorkerGroups
+from verl.utils.console import status
+from verl.utils.dataset.loading import bound_to_driver
 from verl.utils.dataset.sampler import AbstractCurriculumSampler
+from verl.utils.deferred import Deferred
 from verl.utils.flops_counter import Arithmetic
+from verl.utils.metric import Metrics
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
+
+if TYPE_CHECKING:
+    from verl.single_controller.ray import ResourcePoolManager
 
 logger = logging.getLogger(__name__)
 
 __all__ = [
+    "AdvantageEstimator",
     "RayPPOTrainer",
+    "ResourcePoolManager",
     "Role",
     "apply_kl_penalty",
     "compute_advantage",
@@ -83,24 +121,40 @@ __all__ = [
     "need_reward_model",
 ]
 
+# Public names of other modules; Ray need not be installed.
+__getattr__ = on_first_use(
+    __name__,
+    {"ResourcePoolManager": "verl.single_controller.ray", "find_latest_ckpt_path": "verl.toolkit.checkpoints"},
+)
 
-class RayPPOTrainer(TrainingLoop):
-    """Trains a policy by reinforcement learning; every number is computed by workers or pure functions.
+
+@dataclass
+class PPOStepContext(StepContext):
+    """Metrics, times, FLOPs and rewards of one PPO step."""
+
+    rewards: RewardRecord = field(default_factory=RewardRecord)
+    """All responses scored in the step, including those that dynamic sampling dropped."""
+
+
+class RayPPOTrainer(FitParts):
+    """Train a policy by reinforcement learning.
+
+    A subclass may replace :meth:`step`, a stage of it, or all of ``fit``: ``fit_parts.py`` has the parts for that.
 
     Args:
-        config: the whole configuration (a composed Hydra config is accepted and typed here).
-        tokenizer: tokenizer of the policy.
+        config: the whole configuration, typed or as composed by Hydra.
         role_worker_mapping: worker class of each role.
-        resource_pool_manager: which pool of processes each role lives in.
-        ray_worker_group_cls: the controller, RayWorkerGroup or LocalWorkerGroup.
-        processor: multi-modal processor, if any.
-        reward_fn: reward manager for training.
-        val_reward_fn: reward manager for validation; without it there is no validation.
+        resource_pool_manager: the assignment of roles to pools of processes.
+        ray_worker_group_cls: the controller's class, RayWorkerGroup or LocalWorkerGroup; by default the one that
+            ``trainer.controller`` names.
+        reward_fn, val_reward_fn: reward managers; without ``val_reward_fn`` there is no validation.
         train_dataset, val_dataset: map-style datasets of prompts.
-        collate_fn: rows to columns.
-        train_sampler: order of the training prompts.
-        device_name: ``cuda`` or ``cpu``.
+        collate_fn: turns a list of items into the columns of a batch.
+        device_name: ``cuda`` or ``cpu``; None for what the machine has.
     """
+
+    typed_config: PPOConfig
+    context_class = PPOStepContext
 
     def __init__(
         self,
@@ -108,7 +162,7 @@ class RayPPOTrainer(TrainingLoop):
         tokenizer: Any,
         role_worker_mapping: dict[Role, type],
         resource_pool_manager: Any,
-        ray_worker_group_cls: type,
+        ray_worker_group_cls: type | None = None,
         processor: Any = None,
         reward_fn: Callable | None = None,
         val_reward_fn: Callable | None = None,
@@ -119,41 +173,44 @@ class RayPPOTrainer(TrainingLoop):
         device_name: str | None = None,
     ) -> None:
         config = config if isinstance(config, PPOConfig) else load_config(config)
-        super().__init__(config.trainer)
-        self.config = config
-        self.tokenizer = tokenizer
-        self.processor = processor
-        self.role_workers = RoleWorkers(
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls or load_controller(config.trainer.controller).WorkerGroup
+        self.device_name = device_name or resolve_device(config)
+        worker_groups = WorkerGroups(
             worker_classes=role_worker_mapping,
             pools=resource_pool_manager,
-            group_class=ray_worker_group_cls,
-            device_name=device_name,
+            group_class=self.ray_worker_group_cls,
+            device_name=self.device_name,
+            hang_timeout_s=config.trainer.recovery.hang_timeout_s,
         )
+        super().__init__(config, CheckpointPlan.of_ppo(config.trainer), worker_groups)
+        self.tokenizer = tokenizer
+        self.processor = processor
         self.reward_fn = reward_fn
         self.val_reward_fn = val_reward_fn
-        self.needs = Needs.of(self.config)
-        self.kl_ctrl = (
-            get_kl_controller(self.config.algorithm.kl_ctrl) if self.config.algorithm.use_kl_in_reward else None
-        )
-        self.entropy_ctrl = get_entropy_controller(self.config.actor_rollout_ref.actor)
-        self.controllers |= {"entropy_ctrl": self.entropy_ctrl} | ({"kl_ctrl": self.kl_ctrl} if self.kl_ctrl else {})
-        self.metrics: Metrics = {}
-        self.flops: dict[str, float | None] = {}
-        self.record = RewardRecord()
-        self.dump = RecordFolder(self.config.trainer.rollout_data_dir)
+        self.needs = Needs.of(config)
+        with_kl = config.algorithm.use_kl_in_reward
+        self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl) if with_kl else None
+        self.entropy_ctrl = get_entropy_controller(config.actor_rollout_ref.actor)
+        self.controllers["entropy_ctrl"] = self.entropy_ctrl
+        if self.kl_ctrl_in_reward is not None:
+            self.controllers["kl_ctrl"] = self.kl_ctrl_in_reward
+        self.dump = RecordFolder(config.trainer.rollout_data_dir)
+        self.equal_scores = EqualScores(tokenizer)
+        self.agent_loops: AgentLoopManager | None = None
+        self._told_unused = False
         self.train_sampler = train_sampler
-        self.checkpoint = TrainerCheckpoint(CheckpointPlan.of_ppo(self.config.trainer), {})
-        self._validated_before = False
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
 
     # ---- set-up -------------------------------------------------------------------------------
 
     def _create_dataloaders(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, sampler: Any) -> None:
-        data = self.config.data
+        data = self.typed_config.data
         common: dict[str, Any] = {
             "collate_fn": collate_fn,
             "num_workers": min(data.dataloader_num_workers, os.cpu_count() or 1),
-            "worker_init_fn": ending_with_driver(),
+            "worker_init_fn": bound_to_driver(),
         }
         self.train_dataset, self.val_dataset = train_dataset, val_dataset
         key = "gen_batch_size" if data.gen_batch_size else "train_batch_size"
@@ -165,8 +222,8 @@ class RayPPOTrainer(TrainingLoop):
                 f"the training data has {len(train_dataset)} prompts (after filters), fewer than one batch of "
                 f"data.{key}={data[key]}. Give more data, or lower data.{key}."
             )
-        self.total_training_steps = derived_sizes(self.config, len(train_dataset)).total_steps
-        self.schedule = Schedule.of(self.config.trainer, self.total_training_steps)
+        self.total_training_steps = derived_sizes(self.typed_config, len(train_dataset)).total_steps
+        self.schedule = Schedule.of(self.typed_config.trainer, self.total_training_steps)
         self.val_dataloader = None
         self.validation_order = self.own_draws()
         if val_dataset is not None:
@@ -178,20 +235,38 @@ class RayPPOTrainer(TrainingLoop):
                 **common,
             )
 
-    def init_workers(self) -> None:
-        """Start every worker of the run and load its model."""
-        self.recovery.protect(lambda: None if self.role_workers.groups else self.start_workers())
-
     def start_workers(self) -> None:
         """See :meth:`TrainingLoop.start_workers`."""
-        self.role_workers.start(self.config, self.needs, self.total_training_steps)
-        groups = self.role_workers.groups
-        self.pass_limits.tell(groups.values())
-        self.actor_rollout_wg: Any = groups[Role.ActorRollout]
-        self.critic_wg: Any = groups.get(Role.Critic)
-        self.ref_policy_wg: Any = groups.get(Role.RefPolicy)
-        self.rm_wg: Any = groups.get(Role.RewardModel)
-        self.old_log_probs_plan = OldLogProbs.of(self.config, self.actor_rollout_wg.training_randomness()[0])
+        groups = self.worker_groups.start(self.worker_arguments())
+        self.actor_rollout_wg = groups[Role.ActorRollout]
+        self.critic_wg = groups.get(Role.Critic)
+        self.ref_policy_wg = groups.get(Role.RefPolicy)
+        self.rm_wg = groups.get(Role.RewardModel)
+        self._use_workers()
+
+    def end_workers(self) -> None:
+        """See :meth:`TrainingLoop.end_workers`."""
+        self.end_agent_loops()
+        super().end_workers()
+
+    def end_agent_loops(self) -> None:
+        """End the processes and threads of agent loops; the next prompts for them start new ones."""
+        if self.agent_loops is not None:
+            self.agent_loops.shutdown()
+            self.agent_loops = None
+
+    def worker_arguments(self) -> dict[Role, dict[str, Any]]:
+        """Return the constructor arguments of each role's workers, in the order in which their models load.
+
+        A subclass may add a role of ``role_worker_mapping``; its worker group is then ``worker_groups.groups[role]``.
+        """
+        return worker_arguments(self.typed_config, self.needs, self.total_training_steps)
+
+    def _use_workers(self) -> None:
+        """See :meth:`FitParts._use_workers`."""
+        groups = (self.actor_rollout_wg, self.critic_wg, self.ref_policy_wg, self.rm_wg)
+        self.pass_limits.send_to(group for group in groups if group is not None)
+        self.old_log_probs_plan = OldLogProbs.of(self.typed_config, self.actor_rollout_wg.training_randomness()[0])
         logger.info("%s", self.old_log_probs_plan)
         actor = Arithmetic.of_ranks(self.actor_rollout_wg.arithmetic())
         self.arithmetic = {"old_log_prob": actor, "update_actor": actor}
@@ -201,313 +276,346 @@ class RayPPOTrainer(TrainingLoop):
         self.validator = None
         if self.val_dataloader is not None and self.val_reward_fn is not None:
             self.validator = Validator(
-                self.config, self.tokenizer, self.actor_rollout_wg, self._score, self.val_reward_fn, self.val_dataloader
+                self.typed_config,
+                self.tokenizer,
+                self.draw_responses,
+                self._score,
+                self.val_reward_fn,
+                self.val_dataloader,
             )
 
     @property
     def trained_groups(self) -> dict[str, Any]:
         """See :meth:`TrainingLoop.trained_groups`."""
-        return {"actor": self.actor_rollout_wg} | ({"critic": self.critic_wg} if self.critic_wg else {})
+        groups = {"actor": self.actor_rollout_wg, "critic": self.critic_wg}
+        return {name: ordered.group for name, ordered in groups.items() if ordered is not None}
 
-    def end_workers(self) -> None:
-        """See :meth:`TrainingLoop.end_workers`."""
-        self.role_workers.end()
+    # ---- the step -----------------------------------------------------------------------------
 
-    def shutdown(self) -> None:
-        """End the workers of a run that is over; nothing of it can be used afterwards."""
-        self.end_workers()
+    def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
+        """Convert collated rows to a batch of prompts."""
+        return DataProto.from_single_dict(dict(rows))
 
-    # ---- the loop -----------------------------------------------------------------------------
+    def step(self, prompts: DataProto, context: PPOStepContext) -> DataProto:
+        """Run one PPO iteration on ``prompts``: sample, score, compute advantages and update; see the module's picture.
 
-    def fit(self) -> None:
-        """Train to the last step: resume, validate, step, save, log."""
-        self._train(self.config.trainer, self.config.to_dict())
-
-    def _to_the_last_step(self, tracking: Tracking, progress: Progress) -> None:
-        trainer = self.config.trainer
-        self._track_generations = ValidationGenerationsLogger(tracking).log
-        if self.validator and trainer.val_before_train and not self._validated_before:
-            tracking.log(self._validate(), step=self.global_steps)
-            self._validated_before = True
-        if not trainer.val_only:
-            super()._to_the_last_step(tracking, progress)
-
-    def _one_step(self, rows: Mapping[str, Any]) -> Metrics:
-        """A step, and what the schedule asks for after it: validation, a checkpoint."""
-        self.metrics, self.flops, self.stopwatch, self.record = {}, {}, Stopwatch(), RewardRecord()
-        with self.stopwatch("step"):
-            batch = self.step(DataProto.from_single_dict(dict(rows)))
-            self._tell_the_data(batch)
-            if self.validator and self.schedule.due("test", self.global_steps):
-                self.metrics.update(self._validate())
-            self._save_if_due()
-        self.metrics.update(self._step_metrics(batch))
-        return self.metrics
-
-    def step(self, prompts: DataProto) -> DataProto:
-        """One PPO iteration: prompts in, updated policy out. See the picture above."""
-        batch = self.collect(prompts)
-        if not self.own_forward:
-            batch = batch | self.old_log_probs(batch)
-        if self.config.reward_model.launch_reward_fn_async:
-            batch = self.finish_reward(batch)
-        if not self.own_forward:
-            self.look_at_policy(batch)
+        Returns:
+            the responses with all columns of the step, including those that the update left out.
+        """
+        updates_actor = context.number > self.typed_config.trainer.critic_warmup
+        # If a batch is one optimizer step, the update's own forward pass gives old_log_probs.
+        own_forward = updates_actor and self.old_log_probs_plan.source == "update"
+        batch, scores = self.collect(prompts, context)
+        if not own_forward:
+            batch = batch | self.old_log_probs(batch, context)
+        batch = replace_columns(batch, scores.result())
+        if not own_forward:
+            self.policy_metrics(batch, context)
         if self.needs.correction:
-            batch = batch | self.correction(batch)
+            batch = batch | self.correction(batch, context)
         if self.needs.reference:
-            batch = batch | self.reference(batch)
+            batch = batch | self.reference(batch, context)
         if self.needs.critic:
-            batch = batch | self.values(batch)
-        batch = batch | self.advantages(batch)
-        chosen = self.to_learn_from(batch)
+            batch = batch | self.values(batch, context)
+        batch = batch | self.advantages(batch, context)
+        chosen = self.to_learn_from(batch, context)
         if self.needs.critic:
-            self.update_critic(chosen)
-        if self.updates_actor:
-            batch = batch | self.update_actor(chosen)
-        if self.own_forward:
-            self.look_at_policy(batch)
+            self.update_critic(chosen, context)
+        if updates_actor:
+            batch = batch | self.update_actor(chosen, context, own_forward)
+        if own_forward:
+            self.policy_metrics(batch, context)
+        self._notify_dataset(batch, context)
         return batch
 
-    @property
-    def updates_actor(self) -> bool:
-        """Whether this step updates the policy: not while the critic warms up."""
-        return self.global_steps > self.config.trainer.critic_warmup
+    def collect(self, prompts: DataProto, context: PPOStepContext) -> tuple[DataProto, Deferred[DataProto]]:
+        """Sample responses and start scoring them; dynamic sampling draws further prompts until the batch is full.
 
-    @property
-    def own_forward(self) -> bool:
-        """Whether this step's old_log_probs are those of the update's own forward pass."""
-        return self.old_log_probs_plan.source == "update" and self.updates_actor
+        Returns:
+            the responses, and their score columns as of :meth:`start_reward`; with dynamic sampling the scores are
+            part of the batch already.
+        """
+        config = self.typed_config
+        if not config.algorithm.filter_groups.enable:
+            batch = self.rollout(prompts, context)
+            return batch, self.start_reward(batch, context)
+        num_prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+        draws = self._draws(prompts, context)
+        batch, metrics = fill_batch(draws, config.algorithm.filter_groups, num_prompts, n)
+        context.metrics |= metrics
+        return batch, Deferred.known(DataProto())  # the draws are scored already
 
-    def _tell_the_data(self, batch: DataProto) -> None:
-        """A curriculum learns from every response that was scored, a growing data set from the batch."""
-        if isinstance(self.train_sampler, AbstractCurriculumSampler):
-            for seen in self.record.batches if self.config.algorithm.filter_groups.enable else [batch]:
-                self.train_sampler.update(batch=seen)
-        if hasattr(self.train_dataset, "on_batch_end"):
-            self.train_dataset.on_batch_end(batch=batch)
+    def _draws(self, prompts: DataProto, context: PPOStepContext) -> Iterator[Draw]:
+        """Yield scored responses to ``prompts``, then to the next prompts in the data."""
+        first_row = 0
+        while True:
+            responses = self.rollout(prompts, context, first_row)
+            batch = replace_columns(responses, self.start_reward(responses, context).result())
+            takes_part = batch.batch["response_mask"].any(-1).numpy()
+            yield Draw(batch, responses.non_tensor_batch["uid"], takes_part)
+            first_row += len(prompts)
+            prompts = self.to_batch(next(self.rows))
 
-    # ---- the stages ---------------------------------------------------------------------------
+    def rollout(self, prompts: DataProto, context: PPOStepContext, first_row: int = 0) -> DataProto:
+        """Sample n responses per prompt, and the reward of a greedy response if the estimator reads it.
 
-    def collect(self, prompts: DataProto) -> DataProto:
-        """Responses and their scores; with dynamic sampling from as many prompts as it takes."""
-        algorithm, n = self.config.algorithm, self.config.actor_rollout_ref.rollout.n
-        if not algorithm.filter_groups.enable:
-            return self.reward(self.rollout(prompts))
+        ``first_row`` counts the prompts drawn earlier in the step, so that each ``uid`` is unique.
+        """
+        with context.stage("gen"):
+            prompts = stages.name_groups(prompts, context.number, first_row)
+            prompts = prompts | DataProto(meta_info={"global_steps": context.number, "validate": False})
+            repeated = stages.repeat_prompts(prompts, self.typed_config.actor_rollout_ref.rollout.n)
+            batch = repeated.select(batch_keys=[]) | self.draw_responses(repeated)
+            return batch | self._greedy_baseline(prompts) if self.needs.greedy_baseline else batch
 
-        def draw(number: int) -> Draw:
-            rows = prompts if number == 0 else DataProto.from_single_dict(dict(next(self.rows)))
-            responses = self.rollout(rows, first_row=number * len(prompts))
-            scored = self.reward(responses)
-            takes_part = scored.batch["response_mask"].any(-1).numpy()
-            return Draw(scored, responses.non_tensor_batch["uid"], takes_part)
-
-        batch, metrics = fill_batch(draw, algorithm.filter_groups, self.config.data.train_batch_size, n)
-        self.metrics.update(metrics)
-        return batch
-
-    @stage("gen")
-    def rollout(self, prompts: DataProto, first_row: int = 0) -> DataProto:
-        """n responses for each prompt, and the reward of a greedy one if the estimator wants it."""
-        prompts = stages.name_groups(prompts, self.global_steps, first_row)
-        prompts = prompts | DataProto(meta_info={"global_steps": self.global_steps, "validate": False})
-        repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.n)
-        batch = repeated.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(repeated)
-        return batch | self._greedy_baseline(prompts) if self.needs.greedy_baseline else batch
+    def draw_responses(self, prompts: DataProto) -> DataProto:
+        """Answer each row by the engines, or by agent loops if some row wants one."""
+        if not wants_agents(prompts, self.typed_config.actor_rollout_ref.rollout):
+            if not self._told_unused and (unused := unused_arguments(prompts)):
+                self._told_unused = True
+                logger.warning(
+                    "rows have %s, but the model answers them in one turn, without tools or users. Set "
+                    "actor_rollout_ref.rollout.multi_turn.enable=true, or give rows an agent_name.",
+                    " and ".join(unused),
+                )
+            return self.actor_rollout_wg.group.generate_sequences(prompts)
+        group = self.actor_rollout_wg.group
+        if self.agent_loops is None:
+            self.agent_loops = AgentLoopManager(self.typed_config, group, self.tokenizer, self.processor)
+        self.agent_loops.worker_group = group  # the workers may have been replaced
+        return self.agent_loops.generate_sequences(prompts)
 
     def _greedy_baseline(self, prompts: DataProto) -> DataProto:
-        """Of the greedy response to each prompt: its score ``reward_baselines``, its ``baseline_status``."""
+        """Score a greedy response per prompt: ``reward_baselines`` and ``baseline_status``, repeated n times."""
         greedy = stages.repeat_prompts(prompts, 1) | DataProto(meta_info={"do_sample": False})
-        responses = greedy.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(greedy)
+        responses = greedy.select(batch_keys=[]) | self.draw_responses(greedy)
         scores, extra = self._score(responses, self.reward_fn)
         columns = {"reward_baselines": scores.sum(-1)}
         statuses = {"baseline_status": np.array(extra["reward_status"], dtype=object)}
         baselines = DataProto.from_dict(tensors=columns, non_tensors=statuses)
-        return baselines.repeat(self.config.actor_rollout_ref.rollout.n, interleave=True)
+        return baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=True)
 
-    @stage("reward")
-    def reward(self, batch: DataProto) -> DataProto:
-        """token_level_scores and what else the reward function says; failed samples leave the training batch.
+    def start_reward(self, batch: DataProto, context: PPOStepContext) -> Deferred[DataProto]:
+        """Start scoring the responses; wait for the scores unless ``reward_model.launch_reward_fn_async`` is set.
 
-        With ``reward_model.launch_reward_fn_async`` scoring only begins here, and :meth:`finish_reward` ends it.
+        Returns:
+            a handle whose result has ``token_level_scores``, the other values of the reward function, and
+            ``response_mask`` and ``uid`` changed to exclude samples that could not be scored from training.
         """
-        self.scoring = start_reward(self._with_model_scores(batch), self.reward_fn)
-        return batch if self.config.reward_model.launch_reward_fn_async else self._scored(batch)
+        with context.stage("reward"):
+            handle = self._start_scores(batch, self.reward_fn)
+        if self.typed_config.reward_model.launch_reward_fn_async:
+            return Deferred([], lambda: self._scores(batch, handle, context))
+        return Deferred.known(self._scores(batch, handle, context))
 
-    @stage("reward")
-    def finish_reward(self, batch: DataProto) -> DataProto:
-        """Wait for the scores that :meth:`reward` asked for."""
-        return self._scored(batch)
+    def _start_scores(self, batch: DataProto, reward_fn: Any) -> RewardHandle:
+        """Start scoring; of trajectories only those that are trained on and have no score of their own."""
+        limit = self.typed_config.reward_model.max_error_rate
+        if "trajectory_status" not in batch.non_tensor_batch:
+            return start_reward(self._with_model_scores(batch), reward_fn, limit)
+        agent = self.typed_config.actor_rollout_ref.rollout.agent
+        rows = rows_to_score(batch, agent)
+        chosen = batch.select_idxs(rows)
+        handle = start_reward(self._with_model_scores(chosen), reward_fn, limit) if rows else Deferred.known(NO_SCORES)
+        return handle.map(lambda scored: with_own_scores(batch, scored, rows, agent))
 
-    def _scored(self, batch: DataProto) -> DataProto:
-        scores, extra = self.scoring.result()
-        compares = self.needs.siblings and self.config.actor_rollout_ref.rollout.n > 1
-        kept, rates = leave_out_failed(
-            batch, extra["reward_status"], self.config.reward_model.on_failure, needs_siblings=compares
-        )
-        self._dump_rollouts(batch, scores, extra)
-        scored = replace_columns(batch, kept | stages.score_columns(scores, extra))
-        self.record.add(scored, list(extra), rates)
-        return scored
-
-    def _score(self, batch: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list]]:
-        return compute_reward(self._with_model_scores(batch), reward_fn)
+    def _scores(self, batch: DataProto, handle: RewardHandle, context: PPOStepContext) -> DataProto:
+        with context.stage("reward"):
+            scores, extra = handle.result()
+            needs_siblings = self.needs.siblings and self.typed_config.actor_rollout_ref.rollout.n > 1
+            on_failure = self.typed_config.reward_model.on_failure
+            kept, rates = leave_out_failed(batch, extra["reward_status"], on_failure, needs_siblings)
+            with context.stage("dump_rollout_generations"):
+                if self.dump.folder is not None:
+                    records = generation_records(context.number, self.tokenizer, batch, scores, extra)
+                    self.dump.write(context.number, records, append=bool(context.rewards.batches))
+            columns = kept | stages.score_columns(scores, extra)
+            context.rewards.add(replace_columns(batch, columns), list(extra), rates)
+            return columns
 
     def _with_model_scores(self, batch: DataProto) -> DataProto:
         return batch | self.rm_wg.compute_rm_score(batch) if self.needs.reward_model else batch
 
-    @stage("old_log_prob")
-    def old_log_probs(self, batch: DataProto) -> DataProto:
-        """old_log_probs and entropys of the policy before the update."""
-        if self.config.algorithm.rollout_correction.bypass_mode:
-            return apply_bypass_mode(batch).select(batch_keys=["old_log_probs"], non_tensor_batch_keys=[])
-        self.flops["old_log_prob"] = self.arithmetic["old_log_prob"].forward_flops(*stages.token_counts(batch))
-        return self._compute(self.actor_rollout_wg, "compute_log_prob", batch)
+    def old_log_probs(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """Compute old_log_probs and entropys of the policy before the update; in bypass mode take the rollout's."""
+        with context.stage("old_log_prob"):
+            if self.typed_config.algorithm.rollout_correction.bypass_mode:
+                taken = DataProto(batch=batch.batch.copy())
+                apply_bypass_mode(taken)
+                return taken.select(batch_keys=["old_log_probs"])
+            context.flops["old_log_prob"] = self.arithmetic["old_log_prob"].forward_flops(*stages.token_counts(batch))
+            return self.actor_rollout_wg.compute_log_prob(batch)
 
-    @stage("policy_metrics")
-    def look_at_policy(self, batch: DataProto) -> None:
-        """Its entropy, and how far the rollout engine's log-probs are from its own, on the tokens to learn from.
+    def policy_metrics(self, batch: DataProto, context: PPOStepContext) -> None:
+        """Measure the entropy of the policy before the update and its distance to the rollout; adapt the entropy bonus.
 
-        Always of the policy before the update. After the scores, which say what these tokens are. In bypass mode
-        nothing knows either, and where no token is left there is nothing to measure, nor to steer the entropy by.
+        Runs after the scores, because they determine which tokens are trained on. Does nothing in bypass mode, which
+        computes neither, or if no token is left.
+
+        Raises:
+            RolloutError: the probabilities differ by more than ``trainer.max_rollout_actor_probs_diff``.
         """
-        if self.config.algorithm.rollout_correction.bypass_mode or not batch.batch["response_mask"].any():
+        if self.typed_config.algorithm.rollout_correction.bypass_mode or not batch.batch["response_mask"].any():
             return
-        actor = self.config.actor_rollout_ref.actor
-        self.metrics.update(stages.mean_entropy(batch, actor.loss_agg_mode, actor.loss_scale_factor))
-        self.entropy_ctrl.update(stages.entropy_per_token(batch))
-        self.metrics.update(compute_rollout_gap_metrics(batch))
-        stages.check_rollout_gap(self.metrics, self.config.trainer.max_rollout_actor_probs_diff)
+        with context.stage("policy_metrics"):
+            actor = self.typed_config.actor_rollout_ref.actor
+            context.metrics |= stages.mean_entropy(batch, actor.loss_agg_mode, actor.loss_scale_factor)
+            self.entropy_ctrl.update(stages.entropy_per_token(batch))
+            context.metrics |= compute_rollout_gap_metrics(batch)
+            stages.check_rollout_gap(context.metrics, self.typed_config.trainer.max_rollout_actor_probs_diff)
 
-    @stage("rollout_correction")
-    def correction(self, batch: DataProto) -> DataProto:
-        """rollout_is_weights and accepted_mask: what the gap between rollout and trainer asks for."""
-        columns, metrics = stages.correct_rollout(batch, self.config.algorithm.rollout_correction)
-        self.metrics.update(metrics)
-        return columns
+    def correction(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """Compute rollout_is_weights and accepted_mask from the difference between rollout and trainer."""
+        with context.stage("rollout_correction"):
+            columns, metrics = stages.correct_rollout(batch, self.typed_config.algorithm.rollout_correction)
+            context.metrics |= metrics
+            return columns
 
-    @stage("ref")
-    def reference(self, batch: DataProto) -> DataProto:
-        """ref_log_prob under the frozen reference policy."""
-        return self._compute(self.ref_policy_wg, "compute_ref_log_prob", batch)
+    def reference(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """Compute ref_log_prob under the frozen reference policy."""
+        with context.stage("ref"):
+            return self.ref_policy_wg.compute_ref_log_prob(batch)
 
-    @stage("values")
-    def values(self, batch: DataProto) -> DataProto:
-        """values of the critic before its update."""
-        return self._compute(self.critic_wg, "compute_values", batch)
+    def values(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """Compute values of the critic before its update."""
+        with context.stage("values"):
+            return self.critic_wg.compute_values(batch)
 
-    @stage("adv")
-    def advantages(self, batch: DataProto) -> DataProto:
-        """token_level_rewards, then advantages and returns by the chosen estimator."""
-        algorithm = self.config.algorithm
-        rewards = DataProto.from_dict(tensors={"token_level_rewards": batch.batch["token_level_scores"]})
-        if self.kl_ctrl is not None:
-            penalised, metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
-            rewards = penalised.select(batch_keys=["token_level_rewards"], non_tensor_batch_keys=[])
-            self.metrics.update(metrics)
-        settings = {**algorithm.to_dict(), "config": algorithm}
-        return rewards | compute_advantage(batch | rewards, algorithm.adv_estimator, settings)
+    def advantages(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """Compute token_level_rewards (scores minus any KL penalty), advantages and returns."""
+        with context.stage("adv"):
+            algorithm = self.typed_config.algorithm
+            if self.kl_ctrl_in_reward is not None:
+                batch, metrics = apply_kl_penalty(batch, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+                context.metrics |= metrics
+            else:
+                rewards = batch.batch["token_level_scores"]
+                batch = replace_columns(batch, DataProto.from_dict(tensors={"token_level_rewards": rewards}))
+            batch = compute_advantage(
+                batch,
+                algorithm.adv_estimator,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                num_repeat=self.typed_config.actor_rollout_ref.rollout.n,
+                norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+                config=algorithm,
+            )
+            return batch.select(batch_keys=["token_level_rewards", "advantages", "returns"], non_tensor_batch_keys=[])
 
-    def to_learn_from(self, batch: DataProto) -> DataProto:
-        """The rows and tokens of the update: without what was rejected, and with PF-PPO drawn by their score.
+    def to_learn_from(self, batch: DataProto, context: PPOStepContext) -> DataProto:
+        """Select the rows and tokens of the update: resample rows with PF-PPO, then mask rejected tokens.
 
-        After the advantages, because a rejected token still tells what its response was worth; after the draw too.
+        Called after the advantages and masking last, because scores of rejected tokens count for both.
         """
-        algorithm = self.config.algorithm
+        algorithm = self.typed_config.algorithm
         if algorithm.use_pf_ppo:
-            seed = stages.step_seed(self.config.trainer.seed, self.global_steps)
+            seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
             batch = compute_pf_ppo_reweight_data(batch, **algorithm.pf_ppo.to_dict(), seed=seed)
         return stages.without_rejected(batch)
 
-    @stage("update_critic")
-    def update_critic(self, batch: DataProto) -> None:
-        """Fit the critic to the returns."""
-        critic = self.config.critic
-        count = self._mini_batches(critic.ppo_mini_batch_size)
-        weights = stages.aggregation_columns(batch, critic.loss_agg_mode, count)
-        columns = (*stages.ACTOR_COLUMNS, "values", "returns", *weights)
-        batch = batch | DataProto.from_dict(tensors=weights)
-        self._count_update("update_critic", batch, critic.ppo_epochs)
-        self._update(self.critic_wg, "update_critic", batch, columns, count)
+    def update_critic(self, batch: DataProto, context: PPOStepContext) -> None:
+        """Train the critic on the returns."""
+        with context.stage("update_critic"):
+            critic = self.typed_config.critic
+            count = self._num_mini_batches(batch, critic.ppo_mini_batch_size)
+            weights = stages.aggregation_columns(batch, critic.loss_agg_mode, count)
+            batch = batch | DataProto.from_dict(tensors=weights)
+            dealt = self._deal(batch, self.critic_wg, (*ACTOR_COLUMNS, "values", "returns", *weights), count)
+            updated = self.critic_wg.group.update_critic(dealt.rows)
+            self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context)
 
-    @stage("update_actor")
-    def update_actor(self, batch: DataProto) -> DataProto:
-        """Improve the policy by its advantages; old_log_probs and entropys, where the update's own pass gives them."""
-        actor = self.config.actor_rollout_ref.actor
-        seed = stages.step_seed(self.config.trainer.seed, self.global_steps)
-        count = self._mini_batches(actor.ppo_mini_batch_size)
-        batch = batch | stages.prepare_mini_batches(batch, actor, count, seed)
-        self._count_update("update_actor", batch, actor.ppo_epochs)
-        columns = stages.policy_columns(batch, actor, self.own_forward)
-        arguments: dict[str, Any] = {"entropy_coeff": self.entropy_ctrl.value}
-        arguments |= {"own_forward": True} if self.own_forward else {}
-        return self._update(self.actor_rollout_wg, "update_actor", batch, columns, count, **arguments)
+    def update_actor(self, batch: DataProto, context: PPOStepContext, own_forward: bool = False) -> DataProto:
+        """Train the policy on the advantages.
 
-    # ---- calling workers ----------------------------------------------------------------------
+        With ``own_forward``, ``old_log_probs`` come from the update's own forward pass, and the returned batch has
+        the columns old_log_probs and entropys; otherwise it is empty.
+        """
+        with context.stage("update_actor"):
+            actor = self.typed_config.actor_rollout_ref.actor
+            count = self._num_mini_batches(batch, actor.ppo_mini_batch_size)
+            seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
+            batch = batch | stages.prepare_mini_batches(batch, actor, count, seed)
+            dealt = self._deal(batch, self.actor_rollout_wg, stages.policy_columns(batch, actor, own_forward), count)
+            arguments: dict[str, Any] = {"own_forward": True} if own_forward else {}
+            workers = self.actor_rollout_wg.group
+            updated = workers.update_actor(dealt.rows, entropy_coeff=self.entropy_ctrl.value, **arguments)
+            return self._take_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context)
 
-    def _compute(self, workers: Any, method: str, batch: DataProto) -> DataProto:
-        """Columns that a worker group makes of the sequences."""
-        lengths, balance = stages.sequence_lengths(batch), self.config.trainer.balance_batch
-        return compute_columns(workers, method, batch, stages.ACTOR_COLUMNS, lengths, balance)
+    def _num_mini_batches(self, batch: DataProto, prompts: int) -> int:
+        """How many mini-batches of ``prompts`` prompts ``batch`` has; at least 1."""
+        return max(1, len(batch) // (prompts * self.typed_config.actor_rollout_ref.rollout.n))
 
-    def _update(
-        self, workers: Any, method: str, batch: DataProto, columns: tuple[str, ...], count: int, **arguments: Any
+    def _deal(self, batch: DataProto, workers: Any, columns: Sequence[str], num_mini_batches: int) -> DealtBatch:
+        balance = self.typed_config.trainer.balance_batch
+        return deal(batch, workers.world_size, balance=balance, columns=columns, num_mini_batches=num_mini_batches)
+
+    def _take_update(
+        self, name: str, batch: DataProto, dealt: DealtBatch, updated: DataProto, epochs: int, context: PPOStepContext
     ) -> DataProto:
-        """``count`` optimizer steps, one for each mini-batch; the columns that they make, if any."""
-        lengths, balance = stages.sequence_lengths(batch), self.config.trainer.balance_batch
-        metrics, made, problems = update_weights(workers, method, batch, columns, lengths, balance, count, **arguments)
-        self.pass_limits.see(method, metrics)
-        self.metrics.update(metrics)
-        self.bad_steps.see(self.global_steps, method, metrics, batch, problems)
-        return made
-
-    def _count_update(self, name: str, batch: DataProto, epochs: int) -> None:
-        """File the useful arithmetic of an update, which goes ``epochs`` times over the batch."""
+        """Record an update's metrics, FLOPs and non-finite values; return its columns in the order of the batch."""
         once = self.arithmetic[name].training_flops(*stages.token_counts(batch))
-        self.flops[name] = None if once is None else epochs * once
+        context.flops[name] = None if once is None else epochs * once
+        metrics = dealt.metrics | updated.meta_info["metrics"]
+        self.pass_limits.take_splits(name, metrics)
+        context.metrics |= metrics
+        problems = dealt.problems(updated.meta_info.get("non_finite", []))
+        self.bad_steps.record(context.number, name, metrics, batch, problems)
+        return dealt.restore(updated.select(meta_info_keys=[]))
 
-    def _mini_batches(self, prompts: int) -> int:
-        """Optimizer steps of one pass, with so many prompts in each."""
-        return self.config.data.train_batch_size // prompts
+    def _notify_dataset(self, batch: DataProto, context: PPOStepContext) -> None:
+        """Pass all scored responses to a curriculum sampler, and the batch to a data set's ``on_batch_end``."""
+        if isinstance(self.train_sampler, AbstractCurriculumSampler):
+            for seen in context.rewards.batches if self.typed_config.algorithm.filter_groups.enable else [batch]:
+                self.train_sampler.update(batch=seen)
+        if hasattr(self.train_dataset, "on_batch_end"):
+            self.train_dataset.on_batch_end(batch=batch)
 
-    # ---- reports and checkpoints --------------------------------------------------------------
+    # ---- metrics and validation ----------------------------------------------------------------
 
-    def _step_metrics(self, batch: DataProto) -> Metrics:
-        timing = self.stopwatch.seconds
-        world_size = self.actor_rollout_wg.world_size
-        return {
-            "training/global_step": self.global_steps,
+    def step_metrics(self, batch: DataProto, context: PPOStepContext) -> Metrics:
+        """See :meth:`TrainingLoop.step_metrics`."""
+        seconds, rewards = context.seconds, context.rewards
+        self.equal_scores.look(rewards)
+        metrics = {
+            "training/global_step": context.number,
             "training/epoch": self.epochs.epoch,
             **compute_data_metrics(batch, use_critic=self.needs.critic),
-            **self.record.metrics(),
-            **compute_timing_metrics(batch, timing, generated=self.record.generated_tokens()),
-            **compute_throughout_metrics(batch, timing, n_gpus=world_size),
-            **compute_mfu_metrics(self.flops, self.arithmetic, timing),
+            **trajectory_metrics(batch),
+            **rewards.metrics(),
+            **compute_timing_metrics(batch, seconds, generated=rewards.generated_tokens()),
+            **compute_throughout_metrics(batch, seconds, n_gpus=self.actor_rollout_wg.world_size),
+            **compute_mfu_metrics(context.flops, self.arithmetic, seconds),
             **self.bad_steps.metrics(),
-            **self._dump_metrics(),
         }
+        failed_dumps = self.dump.failed + (self.validator.dump.failed if self.validator else 0)
+        return metrics | ({"recovery/failed_dumps": float(failed_dumps)} if failed_dumps else {})
 
-    def _dump_metrics(self) -> Metrics:
-        """``recovery/failed_dumps``: files with samples that the disk did not take, once there are any."""
-        failed = self.dump.failed + (self.validator.dump.failed if self.validator else 0)
-        return {"recovery/failed_dumps": float(failed)} if failed else {}
+    @property
+    def validates(self) -> bool:
+        """See :meth:`TrainingLoop.validates`."""
+        return self.validator is not None
 
-    @stage("testing")
+    def _before_first_step(self, tracking: Tracking) -> None:
+        self.validation_generations_logger = ValidationGenerationsLogger(tracking=tracking)
+        if self.validates and self.typed_config.trainer.val_before_train:
+            status("validating before the first step")
+            with PPOStepContext(self.global_steps).stage("testing"):
+                tracking.log(self._validate(), step=self.global_steps)
+
+    def _is_over(self) -> bool:
+        return self.typed_config.trainer.val_only or super()._is_over()
+
     def _validate(self) -> Metrics:
-        """Metrics ``val-core/...`` and ``val-aux/...`` of the held-out prompts."""
+        """Compute ``val-core/...`` and ``val-aux/...`` of the held-out prompts."""
         assert self.validator is not None, "validation needs val_dataset and val_reward_fn"
-        # The steps after it, and the validations, are the same with one validation more, as a resumed run has.
+        # A resumed run may validate once more. Neither later steps nor later validations may depend on that.
         before = rng_state()
-        self.validation_order.manual_seed(self.config.trainer.seed)
+        self.validation_order.manual_seed(self.typed_config.trainer.seed)
         metrics = self.validator.run(self.global_steps)
         set_rng_state(before)
-        shown = self.validator.samples[: self.config.trainer.log_val_generations]
-        if shown:
-            self._track_generations([(s["input"], s["output"], s["score"]) for s in shown], self.global_steps)
+        inputs, outputs, scores = ([s[name] for s in self.validator.samples] for name in ("input", "output", "score"))
+        self._maybe_log_val_generations(inputs, outputs, scores)
         return metrics
 
-    @stage("dump_rollout_generations")
-    def _dump_rollouts(self, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]) -> None:
-        if self.dump.folder is not None:
-            records = generation_records(self.global_steps, self.tokenizer, batch, scores, extra)
-            self.dump.write(self.global_steps, records, append=bool(self.record.batches))
+    def _score(self, batch: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list]]:
+        return self._start_scores(batch, reward_fn).result()

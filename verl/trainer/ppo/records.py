@@ -1,4 +1,4 @@
-"""Samples that are written down for people; a disk that does not take them does not end the run."""
+"""Files of samples for people to read; a failed write does not stop the run."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ logger = logging.getLogger(__name__)
 
 
 class RecordFolder:
-    """Files ``{step}.jsonl`` with one line per sample.
+    """A folder of files ``{step}.jsonl`` with one line per sample.
 
     Args:
-        folder: made when it is first needed; None writes nothing.
+        folder: created at the first write; None writes nothing.
     """
 
     def __init__(self, folder: str | None) -> None:
         self.folder = None if folder is None else Path(folder).expanduser()
         self.failed = 0
-        """Files that could not be written, or not to their end."""
+        """Number of failed writes."""
 
     def write(self, step: int, records: Iterable[Mapping[str, Any]], append: bool = False) -> None:
-        """Write the records of a step; with ``append`` behind those that are there.
+        """Write the records of a step, or append them to the step's file.
 
-        What the disk does not take is left out whole, with a warning the first time: no line is cut in two, and the
-        run goes on.
+        If the write fails, all of these records are left out, so that no line is cut; the first failure logs a warning.
         """
         if self.folder is None:
             return

@@ -1,4 +1,4 @@
-"""From the configuration to a reward manager, from a batch to its scores, and what becomes of failures."""
+"""Scoring in the training loop: build the reward manager, score batches, mask failed samples, compute metrics."""
 
 from __future__ import annotations
 
@@ -6,44 +6,51 @@ import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from verl.base.import_utils import load_object
+from verl.config import FailurePolicy, PPOConfig
 from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.schema import COLUMNS, require
-from verl.trainer.config import PPOConfig
-from verl.trainer.ppo.metrics import response_lengths
+from verl.supervision.killable_pool import STATUSES
+from verl.trainer.config.load import load_config
+from verl.trainer.ppo.metric_utils import response_lengths
 from verl.trainer.ppo.stages import metrics_by_source
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.import_utils import load_object
-from verl.utils.killable_pool import STATUSES
-from verl.utils.metric import distribution
-from verl.utils.reward_score import check_settings, default_compute_score
-from verl.utils.reward_score.one_source import scorer_for_all
+from verl.utils.deferred import Deferred
+from verl.utils.metric import Metrics, distribution
+from verl.utils.reward_score import FORMATS, check_settings, default_compute_score, scorer_for_all
 from verl.utils.reward_score.prime_code import code_settings
-from verl.workers.config.reward_model import FailurePolicy
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
-from verl.workers.reward_manager.function import Pending, form_of, tensors_of
+from verl.workers.reward_manager.abstract import call
+from verl.workers.reward_manager.function import form_of, tensors_of
+from verl.workers.reward_manager.scores import token_scores
 
 logger = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
 
-FORMATS = {"math": "math_reward"}
-"""Names of ``reward_model.reward_format`` that are not data sources."""
+Scored = tuple[torch.Tensor, dict[str, list[Any]]]
+"""Scores (bsz, response_length), and further values of the reward function by name, one per sample."""
+RewardHandle = Deferred[Scored]
+"""Running scoring of a batch: ``result()`` waits, and returns or raises what :func:`compute_reward` does."""
 
 
-def get_custom_reward_fn(config: PPOConfig) -> Callable[..., Any] | None:
-    """The function that ``custom_reward_function`` names, with its ``reward_kwargs`` bound; None if it names none.
+def get_custom_reward_fn(config: PPOConfig | Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Load the function named by ``custom_reward_function``, with its ``reward_kwargs`` bound; None if unset.
+
+    Args:
+        config: the whole configuration, typed, or any part of it as :func:`load_reward_manager` takes it.
 
     Raises:
-        ConfigError: there is no such file or function, or it has neither form of
+        ConfigError: there is no such file or function, or it has none of the forms of
             :mod:`verl.workers.reward_manager.function`.
     """
+    config = _typed(config)
     chosen = config.custom_reward_function
     if not chosen.path:
         return None
@@ -55,27 +62,28 @@ def get_custom_reward_fn(config: PPOConfig) -> Callable[..., Any] | None:
 
 
 def load_reward_manager(
-    config: PPOConfig, tokenizer: Any, num_examine: int, **reward_kwargs: Any
+    config: PPOConfig | Mapping[str, Any], tokenizer: Any, num_examine: int = 0, **reward_kwargs: Any
 ) -> AbstractRewardManager:
-    """The reward manager of a configuration.
+    """Build the reward manager of a configuration.
 
-    Its function is the custom one, or the scorer of ``reward_model.reward_format`` for all rows, or
-    goes by data source; ``reward_model.scorer_kwargs`` are bound to it. The manager is the
-    registered one called ``reward_manager.name``, or, with ``reward_manager.source=importlib``, the
-    class of that name in the file ``reward_manager.module.path``; it is given
-    ``reward_model.reward_kwargs``, and of ``max_error_rate``, ``num_workers``, ``timeout_s``,
-    ``memory_limit_mb`` and ``max_resp_len`` (``data.max_response_length``) those that it has as parameters.
+    Its reward function is the custom function, else the scorer ``reward_model.reward_format`` for all rows, else the
+    scorer of each row's data source; ``reward_model.scorer_kwargs`` are bound to it. Its class is the registered
+    ``reward_manager.name`` or, with ``reward_manager.source=importlib``, the class of that name in the file
+    ``reward_manager.module.path``. The class gets ``reward_model.reward_kwargs`` and those of ``max_error_rate``,
+    ``num_workers``, ``timeout_s``, ``memory_limit_mb`` and ``max_resp_len`` (``data.max_response_length``) that its
+    signature has.
 
     Args:
-        config: the whole configuration.
+        config: the whole configuration, typed; or a ``DictConfig`` or dict with any part of it, which is typed first.
         tokenizer: tokenizer of the policy.
         num_examine: how many samples of each data source to log in every call.
-        reward_kwargs: further arguments of the manager; they win over the configuration's.
+        reward_kwargs: further arguments of the manager; they override the configuration's.
 
     Raises:
-        ConfigError: a name is unknown, a file is missing, or a function has neither form.
-        UnknownDataSourceError: ``reward_format`` is no scorer.
+        ConfigError: a name is unknown, a file is missing, or the function has none of the forms.
+        UnknownDataSourceError: no scorer is called ``reward_format``.
     """
+    config = _typed(config)
     function = _reward_function(config)
     if config.reward_model.scorer_kwargs:
         function = functools.partial(function, **config.reward_model.scorer_kwargs)
@@ -89,7 +97,7 @@ def load_reward_manager(
         "max_resp_len": config.data.max_response_length,
     }
     wanted = set(inspect.signature(cls).parameters)
-    if NaiveRewardManager in getattr(cls, "__mro__", ()):  # further settings go on to it
+    if NaiveRewardManager in getattr(cls, "__mro__", ()):  # its subclasses pass **settings on to it
         wanted |= set(inspect.signature(NaiveRewardManager).parameters)
     settings = {"reward_fn_key": config.data.reward_fn_key}
     settings |= {name: value for name, value in offered.items() if name in wanted}
@@ -102,13 +110,13 @@ def load_reward_manager(
 
 
 def check_reward_data(config: PPOConfig, reward_fn: Any, dataset: Any) -> None:
-    """Say what scoring will miss in the data before any model loads.
+    """Check, before any model loads, that the data has the columns that scoring needs.
 
-    A custom data set or manager answers for itself; where a reward model scores, the data needs nothing.
+    Custom data sets, custom managers and runs with a reward model are not checked.
 
     Raises:
         DataError: a column is missing.
-        UnknownDataSourceError: nothing scores a row's data source.
+        UnknownDataSourceError: a row's data source has no scorer.
     """
     if config.reward_model.enable or not isinstance(dataset, RLHFDataset):
         return
@@ -116,32 +124,87 @@ def check_reward_data(config: PPOConfig, reward_fn: Any, dataset: Any) -> None:
         reward_fn.check_dataset(dataset)
 
 
-def start_reward(data: DataProto, reward_fn: Any) -> Pending[tuple[torch.Tensor, dict[str, list[Any]]]]:
-    """Begin to score a batch and return at once; ``result()`` waits for what :func:`compute_reward` returns."""
+def start_reward(data: DataProto, reward_fn: Any, max_error_rate: float = 0.5) -> RewardHandle:
+    """Start to score a batch in the reward manager's processes and return at once.
+
+    Args:
+        data: batch with responses.
+        reward_fn: a reward manager, or any callable that takes the batch, which is called only in ``result()``.
+        max_error_rate: largest fraction of samples without a score, unless the manager has a limit of its own.
+    """
+
+    def checked(result: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        return _checked(result, data, reward_fn, getattr(reward_fn, "max_error_rate", max_error_rate))
+
     if isinstance(reward_fn, AbstractRewardManager):
-        return reward_fn.start(data).map(lambda result: _checked(result, data, reward_fn))
-    return Pending([], lambda: _checked(reward_fn(data, return_dict=True), data, reward_fn))
+        return reward_fn.start(data).map(checked)
+    return Deferred([], lambda: checked(call(reward_fn, data)))
 
 
-def compute_reward(data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    """Scores of a batch, and what the reward function said beside them.
+def compute_reward(
+    data: DataProto, reward_fn: Any, max_error_rate: float = 0.5
+) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    """Score a batch and wait.
 
     Args:
         data: batch with responses.
         reward_fn: a reward manager.
+        max_error_rate: largest fraction of samples without a score, unless the manager has a limit of its own.
 
     Returns:
-        scores (bsz, response_length), and lists of length bsz by name: ``score``,
-        ``reward_status`` (one of :data:`verl.utils.killable_pool.STATUSES`), and the function's own.
+        scores (bsz, response_length), and lists of length bsz by name: ``score``, ``reward_status`` (one of
+        :data:`verl.supervision.killable_pool.STATUSES`), and the further values of the reward function.
 
     Raises:
         RewardError: too many samples failed, or the manager returned something of another shape.
     """
-    return start_reward(data, reward_fn).result()
+    return start_reward(data, reward_fn, max_error_rate).result()
+
+
+class RewardTask:
+    """Scores a batch in a process of Ray: ``ray.get(compute_reward_async.remote(data, reward_fn=manager))``.
+
+    Within one process, ``reward_fn.start(data)`` does it without Ray.
+    """
+
+    def __call__(
+        self, data: DataProto, config: Any = None, tokenizer: Any = None, reward_fn: Any = None
+    ) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+        """Score a batch by ``reward_fn``, or by the manager of ``config``; see :func:`compute_reward`."""
+        return compute_reward(data, reward_fn or load_reward_manager(config, tokenizer))
+
+    def remote(self, data: DataProto, config: Any = None, tokenizer: Any = None, reward_fn: Any = None) -> Any:
+        """Start scoring, and return the ``ObjectRef`` of the result.
+
+        Raises:
+            ConfigError: neither a manager nor the configuration and tokenizer to build one were given.
+        """
+        from verl.single_controller.ray import start_task
+
+        if reward_fn is None and (config is None or tokenizer is None):
+            raise ConfigError("compute_reward_async needs reward_fn, or config and tokenizer to build one.")
+        return start_task(self, data, config, tokenizer, reward_fn)
+
+
+compute_reward_async = RewardTask()
+
+
+def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Return the scores of a batch that was scored during the rollout.
+
+    Returns:
+        the column ``rm_scores`` (bsz, response_length), and the columns that ``meta_info["reward_extra_keys"]`` names.
+
+    Raises:
+        SchemaError: one of them is missing.
+    """
+    names = batch.meta_info.get("reward_extra_keys", [])
+    require(batch, ("rm_scores", *names), "extract_reward")
+    return batch.batch["rm_scores"], {name: batch.non_tensor_batch[name] for name in names}
 
 
 def status_metrics(statuses: Sequence[str]) -> Metrics:
-    """``reward/error_rate``, the share of samples that could not be scored, and ``reward/status/{status}`` of each way.
+    """Fraction of samples without a score: ``reward/error_rate``, and ``reward/status/{status}`` for each status.
 
     >>> metrics = status_metrics(["ok", "timeout", "ok", "error"])
     >>> metrics["reward/error_rate"], metrics["reward/status/timeout"], metrics["reward/status/crashed"]
@@ -154,10 +217,10 @@ def status_metrics(statuses: Sequence[str]) -> Metrics:
 
 
 def component_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
-    """``reward/{name}/mean``, ``/max`` and ``/min`` of every number that the reward function returned.
+    """Compute ``reward/{name}/mean``, ``/max`` and ``/min`` of every numeric value of the reward function.
 
-    A sample that could not be scored, or has no such value, is no part of them. Names that hold a text
-    or a list for any sample have no numbers.
+    Samples that were not scored or lack the value are left out. A name is skipped if any scored sample has a
+    non-numeric value for it.
 
     Args:
         extra: the second result of :func:`compute_reward`.
@@ -174,28 +237,25 @@ def component_metrics(extra: Mapping[str, Sequence[Any]]) -> Metrics:
 def leave_out_failed(
     batch: DataProto, statuses: Sequence[str], policy: FailurePolicy, needs_siblings: bool = False
 ) -> tuple[DataProto, Metrics]:
-    """Take the samples that could not be scored out of training: a failure is not a score of zero.
+    """Exclude samples that could not be scored from training, since a failure is not a score of zero.
 
-    Their ``response_mask`` becomes zero, so no loss sees them, and they leave their group, so that
-    their missing score is no part of any baseline. So do samples that have nothing left to be compared
-    with: the greedy response to their prompt could not be scored, or none of their siblings.
+    Their ``response_mask`` becomes zero, which removes them from the loss, and each gets a group (``uid``) of its
+    own, which removes them from the baselines. The same happens to samples whose greedy response was not scored.
 
     Args:
-        batch: with response_mask and uid; ``baseline_status`` of greedy responses, if there are any.
+        batch: with ``response_mask``, ``uid`` and, if there are greedy responses, their ``baseline_status``.
         statuses: ``reward_status`` of each sample.
-        policy: ``mask`` takes out the failed samples, ``drop_group`` all samples of a prompt of which one failed,
-            ``stop`` allows no failure.
-        needs_siblings: a sample without another one of its prompt has no baseline.
+        policy: ``mask`` excludes the failed samples, ``drop_group`` their whole groups, ``stop`` raises.
+        needs_siblings: also exclude samples that are then the only one of their group.
 
     Returns:
-        the new ``response_mask`` and ``uid``; :func:`status_metrics`, ``reward/left_out_rate``, the share
-        of samples that were taken out, and ``reward/baseline_error_rate``, that of greedy responses without score.
+        the new ``response_mask`` and ``uid``; :func:`status_metrics` with ``reward/left_out_rate``, the fraction of
+        excluded samples, and ``reward/baseline_error_rate``, that of greedy responses without a score.
 
     Raises:
         RewardError: a sample failed, and the policy is ``stop``.
     """
     require(batch, ("response_mask", "uid"), "leaving out samples without score")
-    assert batch.batch is not None
     metrics, uids = status_metrics(statuses), batch.non_tensor_batch["uid"].astype(str)
     reasons = np.array(statuses, dtype=object)
     if "baseline_status" in batch.non_tensor_batch:
@@ -223,7 +283,7 @@ def leave_out_failed(
 
 
 class RewardRecord:
-    """What one step had scored: its batch or, with dynamic sampling, every batch that was drawn for it."""
+    """All responses scored in one step, including those that dynamic sampling dropped."""
 
     def __init__(self) -> None:
         self.batches: list[DataProto] = []
@@ -231,11 +291,11 @@ class RewardRecord:
         self._rates: list[Metrics] = []
 
     def add(self, batch: DataProto, names: Sequence[str], rates: Metrics) -> None:
-        """Take in a scored batch.
+        """Add a scored batch.
 
         Args:
             batch: with the columns of :func:`verl.trainer.ppo.stages.score_columns`.
-            names: the columns that the reward function made.
+            names: the columns made from the reward function's values.
             rates: the second result of :func:`leave_out_failed`.
         """
         self.batches.append(batch)
@@ -243,11 +303,11 @@ class RewardRecord:
         self._rates.append(rates)
 
     def generated_tokens(self) -> int:
-        """Tokens of all responses."""
+        """Number of tokens in all responses."""
         return sum(int(response_lengths(batch).sum()) for batch in self.batches)
 
     def metrics(self) -> Metrics:
-        """``reward/...`` and ``train-source/...`` over all that was scored."""
+        """Compute ``reward/...`` and ``train-source/...`` over all scored responses."""
         sizes = [len(batch) for batch in self.batches]
         metrics = {
             name: float(np.average([rates[name] for rates in self._rates], weights=sizes)) for name in self._rates[0]
@@ -266,20 +326,79 @@ class RewardRecord:
             ]
         )
         by_source = metrics_by_source(scored, scored.batch["token_level_scores"], extra["reward_status"])
-        return metrics | component_metrics(extra) | by_source
+        return metrics | component_metrics(extra) | by_source | self._equal_groups()
+
+    def scored(self) -> Iterator[tuple[DataProto, int, float]]:
+        """Yield batch, row and score of each response that could be scored."""
+        for batch in self.batches:
+            sums = batch.batch["token_level_scores"].sum(-1).tolist()
+            for row, status in enumerate(batch.non_tensor_batch["reward_status"]):
+                if status == "ok":
+                    yield batch, row, sums[row]
+
+    def _equal_groups(self) -> Metrics:
+        """``reward/equal_group_rate``: fraction of prompts with several scored responses of one and the same score."""
+        groups: dict[str, list[float]] = {}
+        for batch, row, score in self.scored():
+            groups.setdefault(str(batch.non_tensor_batch["uid"][row]), []).append(score)
+        equal = [len(set(scores)) == 1 for scores in groups.values() if len(scores) > 1]
+        return {"reward/equal_group_rate": sum(equal) / len(equal)} if equal else {}
 
 
-def _checked(result: Any, data: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    scores, extra = (result, {}) if isinstance(result, torch.Tensor) else _unpacked(result)
+class EqualScores:
+    """Warns once when all responses of several steps in a row have the same score, which teaches nothing."""
+
+    def __init__(self, tokenizer: Any, steps: int = 3) -> None:
+        self.tokenizer = tokenizer
+        self.steps = steps
+        self._row = 0
+        self._is_told = False
+
+    def look(self, record: RewardRecord) -> None:
+        """Look at the scores of a step."""
+        scored = list(record.scored())
+        self._row = self._row + 1 if len({score for *_, score in scored}) == 1 and len(scored) > 1 else 0
+        if self._row < self.steps or self._is_told:
+            return
+        self._is_told = True
+        batch, row, score = scored[0]
+        cut = [
+            b.non_tensor_batch["finish_reason"][r] == "length"
+            for b, r, _ in scored
+            if "finish_reason" in b.non_tensor_batch
+        ]
+        response = self.tokenizer.decode(batch.batch["responses"][row], skip_special_tokens=True)
+        truth = batch.non_tensor_batch.get("reward_model", [None] * len(batch))[row]
+        logger.warning(
+            "all responses of each of the last %d steps have the same score, %d with %g in this step: nothing tells a "
+            "better one from a worse. Usual causes: the answer is not in the form that the scorer looks for, or was "
+            "cut (%d of %d ended at data.max_response_length); the scorer or the ground truth is not that of the data; "
+            "the prompts are far too hard or too easy. One response and what it was compared with:\n%.400s\n%.200s",
+            self.steps, len(scored), score, sum(cut), len(scored), response, truth,
+        )  # fmt: skip
+
+
+def _typed(config: PPOConfig | Mapping[str, Any]) -> PPOConfig:
+    return config if isinstance(config, PPOConfig) else load_config(config, with_rules=False)
+
+
+def _checked(
+    result: Any, data: DataProto, reward_fn: Any, max_error_rate: float
+) -> tuple[torch.Tensor, dict[str, list[Any]]]:
+    manager = type(reward_fn).__name__
+    scores, extra = result, {}
+    if not isinstance(result, torch.Tensor):
+        extra = {name: list(values) for name, values in (result.get("reward_extra_info") or {}).items()}
+        scores = result["reward_tensor"]
     expected = tensors_of(data)["responses"].shape
     if scores.shape != expected:
         raise RewardError(
-            f"{type(reward_fn).__name__} returned scores of shape {tuple(scores.shape)}; "
+            f"{manager} returned scores of shape {tuple(scores.shape)}; "
             f"expected that of the responses, {tuple(expected)}."
         )
     if wrong := [name for name, values in extra.items() if len(values) != len(data)]:
         raise RewardError(
-            f"{type(reward_fn).__name__} returned reward_extra_info['{wrong[0]}'] with {len(extra[wrong[0]])} values "
+            f"{manager} returned reward_extra_info['{wrong[0]}'] with {len(extra[wrong[0]])} values "
             f"for {len(data)} samples."
         )
     if taken := sorted(COLUMNS.keys() & extra.keys()):
@@ -287,35 +406,25 @@ def _checked(result: Any, data: DataProto, reward_fn: Any) -> tuple[torch.Tensor
             f"the reward function returned '{taken[0]}', the name of a column of verl: {COLUMNS[taken[0]].meaning} "
             f"(made by {COLUMNS[taken[0]].producer}). Give it another name."
         )
-    extra.setdefault("reward_status", ["ok"] * len(data))
-    scores, extra["reward_status"] = _without_non_finite(scores, extra["reward_status"], type(reward_fn).__name__)
-    extra.setdefault("score", scores.sum(-1).tolist())
-    return scores, extra
-
-
-def _without_non_finite(scores: torch.Tensor, statuses: Sequence[str], manager: str) -> tuple[torch.Tensor, list[str]]:
-    """A sample with a score that is NaN or infinite, of a manager that does not look, becomes a failed one."""
-    bad = ~scores.isfinite().all(-1)
-    if not bad.any():
-        return scores, list(statuses)
-    rows = bad.nonzero().flatten().tolist()
-    first = scores[rows[0]]
-    logger.error(
-        "%s gave %d of %d samples a score that is not finite; the first is row %d, with %s. They count as failed "
-        "(reward_status=error, reward_model.on_failure).",
-        manager,
-        len(rows),
-        len(scores),
-        rows[0],
-        first[~first.isfinite()][0].item(),
-    )
-    statuses = ["error" if row in rows and status == "ok" else status for row, status in enumerate(statuses)]
-    return torch.where(bad.unsqueeze(-1), 0.0, scores), statuses
-
-
-def _unpacked(result: dict[str, Any]) -> tuple[torch.Tensor, dict[str, list[Any]]]:
-    extra = result.get("reward_extra_info") or {}
-    return result["reward_tensor"], {name: list(values) for name, values in extra.items()}
+    placed = token_scores(scores, torch.ones_like(scores))
+    assert placed.tokens is not None
+    statuses = extra.get("reward_status", ["ok"] * len(data))
+    unusable = [row for row, score in enumerate(placed.samples) if score.status != "ok" and statuses[row] == "ok"]
+    extra["reward_status"] = ["error" if row in unusable else status for row, status in enumerate(statuses)]
+    extra.setdefault("score", placed.tokens.sum(-1).tolist())
+    failed = sum(status != "ok" for status in extra["reward_status"])
+    what = f"{failed} of {len(data)} samples could not be scored ({failed / max(len(data), 1):.1%})."
+    if unusable:
+        first = unusable[0]
+        what += f" The first whose score from {manager} cannot be used: row {first}:\n{placed.samples[first].error}"
+    if failed > max_error_rate * len(data):
+        raise RewardError(
+            f"{what}\nThat is more than reward_model.max_error_rate={max_error_rate}. Correct the reward function or "
+            "the data; a higher rate lets the run go on, with the failed samples left out of training."
+        )
+    if unusable:
+        logger.error("%s\nThey count as failed (reward_status=error, reward_model.on_failure).", what)
+    return placed.tokens, extra
 
 
 def _reward_function(config: PPOConfig) -> Callable[..., Any]:
@@ -326,24 +435,20 @@ def _reward_function(config: PPOConfig) -> Callable[..., Any]:
         )
     if custom is not None:
         return custom
-    code = _code_settings(config)
-    check_settings(code | config.reward_model.scorer_kwargs)
-    if not name:
-        return functools.partial(default_compute_score, **code)
-    source = FORMATS.get(name, name)
-    check_settings(code | config.reward_model.scorer_kwargs, source)
-    return functools.partial(scorer_for_all(source), **code)
-
-
-def _code_settings(config: PPOConfig) -> dict[str, Any]:
     model, service = config.reward_model, config.reward_model.sandbox_fusion
-    return code_settings(
+    code = code_settings(
         url=service.url,
         max_concurrent=service.max_concurrent,
         memory_limit_mb=service.memory_limit_mb,
         num_workers=model.num_workers,
         timeout_s=model.timeout_s,
     )
+    check_settings(code | config.reward_model.scorer_kwargs)
+    if not name:
+        return functools.partial(default_compute_score, **code)
+    source = FORMATS.get(name, name)
+    check_settings(code | config.reward_model.scorer_kwargs, source)
+    return functools.partial(scorer_for_all(source), **code)
 
 
 def _manager_class(config: PPOConfig) -> Any:

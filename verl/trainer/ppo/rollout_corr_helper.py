@@ -1,4 +1,4 @@
-"""Rollout correction on a batch: importance weights, rejection, and how far rollout and trainer are apart.
+"""Rollout correction of a batch: importance weights, rejection, and off-policy metrics.
 
 ::
 
@@ -6,21 +6,18 @@
                   ──► rollout_is_weights, response_mask without what was rejected
     bypass      old_log_probs := rollout_log_probs; the policy loss ``bypass_mode`` corrects
 
-Everything here sees the whole batch of a step, on the driver: normalisation and metrics do not depend on how
-samples are dealt to ranks. The maths is in ``core_algos/rollout_correction.py``. Metrics carry no prefix in the
-functions that take tensors one by one, and ``rollout_corr/`` in those that make the whole correction.
+All functions run on the driver on the whole batch of a step, so that normalisation and metrics do not depend on the
+number of ranks. The formulas are in ``verl/algorithms/rollout_correction.py``.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from omegaconf import DictConfig, open_dict
 from torch import Tensor
 
-from verl.errors import SchemaError
-from verl.protocol import DataProto, replace_columns
-from verl.schema import require
-from verl.trainer.ppo.core_algos.rollout_correction import (
+from verl.algorithms.rollout_correction import (
     LOG_RATIO_BOUND,
     REJECTION_CRITERIA,
     Band,
@@ -33,32 +30,50 @@ from verl.trainer.ppo.core_algos.rollout_correction import (
     parse_is_threshold,
     rejection_statistic,
 )
+from verl.errors import SchemaError
+from verl.protocol import DataProto
+from verl.schema import require
+from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean, zero_masked
 
 if TYPE_CHECKING:
-    from verl.workers.config import RolloutCorrectionConfig
+    from verl.config import RolloutCorrectionConfig
 
 SAFETY_BOUND = LOG_RATIO_BOUND
-"""Log-ratios are cut at this size before exp."""
+"""Log-ratios are clamped to ± this value before exp."""
 SUPPORTED_ROLLOUT_RS_OPTIONS = REJECTION_CRITERIA
-"""What ``rollout_rs`` may name."""
+"""The criteria accepted in ``rollout_rs``."""
 
-Metrics = dict[str, float]
 PREFIX = "rollout_corr/"
 
 
 def compute_rollout_correction_and_add_to_batch(
     batch: DataProto, rollout_corr_config: RolloutCorrectionConfig
 ) -> tuple[DataProto, Metrics]:
-    """The decoupled correction of a batch.
+    """Apply the decoupled correction to a batch, in place.
+
+    It gets ``rollout_is_weights`` if ``rollout_is`` is set, and ``response_mask`` becomes 0 on tokens rejected by
+    ``rollout_rs``. For arguments and errors see :func:`corrected_columns`.
+
+    Returns:
+        the same batch, and the metrics.
+    """
+    columns, metrics = corrected_columns(batch, rollout_corr_config)
+    for name, column in columns.batch.items():
+        batch.batch[name] = column
+    return batch, metrics
+
+
+def corrected_columns(batch: DataProto, rollout_corr_config: RolloutCorrectionConfig) -> tuple[DataProto, Metrics]:
+    """Compute the columns of the decoupled correction.
 
     Args:
-        batch: with old_log_probs, rollout_log_probs, response_mask.
+        batch: with old_log_probs, rollout_log_probs, response_mask; unchanged.
         rollout_corr_config: ``algorithm.rollout_correction``.
 
     Returns:
-        a new batch, with ``rollout_is_weights`` if ``rollout_is`` is set, and with a ``response_mask`` that is 0 on
-        what ``rollout_rs`` rejected; and the metrics of :func:`compute_rollout_correction_and_rejection_mask`.
+        ``response_mask`` without rejected tokens, and ``rollout_is_weights`` if ``rollout_is`` is set; and the metrics
+        of :func:`compute_rollout_correction_and_rejection_mask`.
 
     Raises:
         SchemaError: a column is missing.
@@ -76,18 +91,36 @@ def compute_rollout_correction_and_add_to_batch(
         rollout_rs_threshold=config.rollout_rs_threshold,
     )
     made = DataProto.from_dict(tensors={"response_mask": mask})
-    return replace_columns(batch, made if weights is None else made | weights), metrics
+    return made if weights is None else made | weights, metrics
 
 
-def apply_bypass_mode(batch: DataProto) -> DataProto:
-    """A new batch whose ``old_log_probs`` are the rollout's; the policy loss ``bypass_mode`` knows what that means.
+def apply_bypass_mode(
+    batch: DataProto,
+    rollout_corr_config: RolloutCorrectionConfig | DictConfig | None = None,
+    policy_loss_config: DictConfig | None = None,
+) -> None:
+    """Make the rollout's log-probs the ``old_log_probs`` of a batch, in place, for the policy loss ``bypass_mode``.
+
+    Args:
+        batch: with rollout_log_probs.
+        rollout_corr_config: ``algorithm.rollout_correction``, for ``policy_loss_config``.
+        policy_loss_config: a section ``policy_loss`` that is to say the same: it gets the loss mode and the correction.
+            Workers that exist already keep the settings with which they were made.
 
     Raises:
-        SchemaError: the rollout engine gave no log-probs.
+        SchemaError: the rollout engine returned no log-probs.
     """
     require(batch, ("rollout_log_probs",), "the bypass mode (algorithm.rollout_correction.bypass_mode=true)")
-    old = _columns(batch)["rollout_log_probs"].clone()
-    return replace_columns(batch, DataProto.from_dict(tensors={"old_log_probs": old}))
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"].clone()
+    if policy_loss_config is not None:
+        with open_dict(policy_loss_config):
+            policy_loss_config["loss_mode"] = "bypass_mode"
+            if rollout_corr_config is not None:
+                policy_loss_config["rollout_correction"] = dict(rollout_corr_config)
+
+
+apply_rollout_correction = apply_bypass_mode
+"""Older name of :func:`apply_bypass_mode`, used by existing scripts."""
 
 
 def compute_rollout_correction_and_rejection_mask(
@@ -100,27 +133,27 @@ def compute_rollout_correction_and_rejection_mask(
     rollout_rs: str | None = None,
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[DataProto | None, Tensor, Metrics]:
-    """Weights and rejection of a batch, with all their metrics.
+    """Compute importance weights, rejection mask and all their metrics.
 
     Weights are normalised over the tokens that are left after the rejection.
 
     Args:
-        old_log_prob: (bsz, response_length) of the policy at the start of the update.
-        rollout_log_prob: (bsz, response_length) of the distribution that was sampled from.
-        response_mask: (bsz, response_length) 1 on tokens that the policy chose.
-        rollout_is: weights per token, per response, or none.
-        rollout_is_threshold: cap, or band; see :func:`compute_rollout_correction_weights`.
+        old_log_prob: (bsz, response_length) log-probs of the policy at the start of the update.
+        rollout_log_prob: (bsz, response_length) log-probs of the sampling distribution.
+        response_mask: (bsz, response_length) 1 on tokens sampled from the policy.
+        rollout_is: weights per ``token`` or per ``sequence``, or None.
+        rollout_is_threshold: cap or band; see :func:`compute_rollout_correction_weights`.
         rollout_is_batch_normalize: divide the weights by their mean.
-        rollout_rs: comma list of criteria, or None.
+        rollout_rs: comma-separated criteria, or None.
         rollout_rs_threshold: their thresholds; see :func:`compute_rollout_rejection_mask`.
 
     Returns:
-        a batch with ``rollout_is_weights`` (bsz, response_length) float32, or None; the response mask without what
-        was rejected, a new tensor; and metrics under ``rollout_corr/``: those of :func:`compute_offpolicy_metrics`,
-        of :func:`compute_rollout_correction_weights` and of :func:`compute_rollout_rejection_mask`.
+        a batch with ``rollout_is_weights`` (bsz, response_length) float32, or None; a new response mask without the
+        rejected tokens; and metrics under ``rollout_corr/``: those of :func:`compute_offpolicy_metrics`,
+        :func:`compute_rollout_correction_weights` and :func:`compute_rollout_rejection_mask`.
 
     Raises:
-        ConfigError: a threshold or a criterion is not usable.
+        ConfigError: a threshold or a criterion is invalid.
     """
     log_ratio = log_ratio_of(old_log_prob, rollout_log_prob, response_mask)
     metrics = compute_offpolicy_metrics(old_log_prob, rollout_log_prob, response_mask)
@@ -145,24 +178,24 @@ def compute_rollout_correction_weights(
     rollout_is_batch_normalize: bool = False,
     accepted_mask: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Importance weights π/μ, bounded, and normalised if asked.
+    """Compute importance weights π/μ, bounded and optionally normalised.
 
         w = min(ρ, C)                        rollout_is_threshold = C
         w = ρ where lo ≤ ρ ≤ hi, else 0      rollout_is_threshold = "lo_hi" (IcePop, arXiv:2510.18855)
         w ← w / mean(w)                      rollout_is_batch_normalize
 
-    with ρ the ratio of the token, or of the whole response. With u the tokens (or responses) that are weighted, the
-    metrics are::
+    where ρ is the ratio of the token or of the whole response. With u the valid tokens (or responses), the metrics
+    are::
 
         rollout_is_{mean,std,min,max}               of ρ over u, before it is bounded
         rollout_is_ratio_fraction_{high,low}        share of u with ρ > C or hi; with ρ < 1/C or lo
-        rollout_is_eff_sample_size                  (mean w)² / mean w² over u: 1 if all weigh the same; 0 if w is 0
+        rollout_is_eff_sample_size                  (mean w)² / mean w² over u: 1 for equal weights, 0 if all are 0
         rollout_is_seq_{mean,std,min,max}           of ρ̄ = mean_t ρ over responses
         rollout_is_seq_max_deviation                max |ρ̄ - 1|
         rollout_is_seq_fraction_{high,low}          as above, of ρ̄
         rollout_is_batch_norm_factor                mean(w), with rollout_is_batch_normalize
 
-    Moments, extremes and fractions of a batch without a valid token are left out.
+    Without a valid token, moments, extremes and fractions are absent.
 
     Args:
         log_ratio: (bsz, response_length) log π - log μ.
@@ -170,13 +203,13 @@ def compute_rollout_correction_weights(
         rollout_is: ``token`` or ``sequence``.
         rollout_is_threshold: C, or ``"lo_hi"``.
         rollout_is_batch_normalize: divide by the mean over tokens (or over responses).
-        accepted_mask: (bsz, response_length) what that mean is over; None takes ``response_mask``.
+        accepted_mask: (bsz, response_length) tokens of that mean; None for ``response_mask``.
 
     Returns:
-        weights (bsz, response_length) float32, 0 at masked places; metrics without prefix.
+        weights (bsz, response_length) float32, 0 at masked positions; metrics without the prefix ``rollout_corr/``.
 
     Raises:
-        ConfigError: the threshold is not usable.
+        ConfigError: the threshold is invalid.
     """
     band = parse_is_threshold(rollout_is_threshold)
     ratio = importance_ratio(log_ratio, response_mask, rollout_is)
@@ -196,33 +229,33 @@ def compute_rollout_rejection_mask(
     rollout_rs: str = "token_k1",
     rollout_rs_threshold: float | str | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Take tokens or responses out of the loss on which π and μ disagree too much.
+    """Mask tokens or responses on which π and μ differ too much.
 
-    The statistics are those of :func:`verl.trainer.ppo.core_algos.rollout_correction.rejection_statistic`; one that
-    is outside of its threshold rejects, at level token the token, at level sequence all tokens of the response.
+    A criterion rejects a token, or a whole response, if its statistic
+    (:func:`verl.algorithms.rollout_correction.rejection_statistic`) is outside of its threshold. Metrics::
 
         rollout_rs_{criterion}_{mean,std,min,max}             of the statistic, over tokens (or responses)
         rollout_rs_{criterion}_fraction_{high,low}            above its bound; k1: below the lower end of its band
         rollout_rs_{criterion}_seq_{mean,std,min,max}         of its mean over each response
         rollout_rs_{criterion}_seq_max_deviation              k1: max |that - 1|
         rollout_rs_{criterion}_seq_fraction_{high,low}        as above, of that
-        rollout_rs_{criterion}_masked_fraction                share of the valid tokens that it rejects
-        rollout_rs_{criterion}_seq_masked_fraction            share of the responses of which it rejects something
-        rollout_rs_masked_fraction, rollout_rs_seq_masked_fraction    the same of all criteria together
+        rollout_rs_{criterion}_masked_fraction                share of valid tokens that it rejects
+        rollout_rs_{criterion}_seq_masked_fraction            share of responses with a rejected token
+        rollout_rs_masked_fraction, rollout_rs_seq_masked_fraction    the same for all criteria together
 
-    Everything rejected is ``rollout_rs_masked_fraction`` 1: the loss, its gradient and the step are then zero.
+    If everything is rejected, ``rollout_rs_masked_fraction`` is 1, and loss and gradient are zero.
 
     Args:
         log_ratio: (bsz, response_length) log π - log μ.
         response_mask: (bsz, response_length).
-        rollout_rs: comma list of criteria; a sample stays if all of them accept it.
-        rollout_rs_threshold: one threshold for each in the same order, or one for all.
+        rollout_rs: comma-separated criteria; a token is kept if all of them accept it.
+        rollout_rs_threshold: one threshold for each criterion in the same order, or one for all.
 
     Returns:
-        a new mask of the dtype of ``response_mask``; metrics without prefix.
+        a new mask with the dtype of ``response_mask``; metrics without the prefix ``rollout_corr/``.
 
     Raises:
-        ConfigError: a criterion is unknown, or a threshold is not usable.
+        ConfigError: a criterion is unknown, or a threshold is invalid.
     """
     kept, metrics = response_mask.bool(), {}
     for criterion in parse_criteria(rollout_rs, rollout_rs_threshold):
@@ -240,29 +273,30 @@ def compute_rollout_rejection_mask(
 
 
 def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | None, response_mask: Tensor) -> Metrics:
-    """How far the policy π (``old_log_prob``) is from the distribution μ that was sampled from.
+    """Measure the distance of the policy π (``old_log_prob``) from the sampling distribution μ (``rollout_log_prob``).
 
     With Δ = log π - log μ on valid tokens, and L_π = -mean_t log π, L_μ of each response::
 
         training_ppl, training_log_ppl       mean of e^{L_π}, and of L_π, over responses
-        rollout_ppl, rollout_log_ppl         the same of μ
+        rollout_ppl, rollout_log_ppl         the same for μ
         kl                                   mean of -Δ over tokens: KL(μ ‖ π) by k1
         k3_kl                                mean of e^Δ - Δ - 1 over tokens: KL(μ ‖ π) by k3
-        log_ppl_diff                         mean of L_π - L_μ over responses; > 0 if π likes the samples less than μ
-        log_ppl_{abs_diff,diff_max,diff_min} mean size, largest and smallest of these
+        log_ppl_diff                         mean of L_π - L_μ over responses; > 0 if samples are less likely under π
+        log_ppl_{abs_diff,diff_max,diff_min} mean absolute value, maximum and minimum of L_π - L_μ
         ppl_ratio                            mean of e^{L_π - L_μ}
         chi2_token                           mean of e^{2Δ} over tokens - 1: χ²(π ‖ μ) of a token
         chi2_seq                             mean of e^{2ΣΔ} over responses - 1: χ²(π ‖ μ) of a response
 
-    Exponents are cut at ±20. Responses without a valid token do not count.
+    Exponents are clamped to ±20. Responses without a valid token do not count.
 
     Args:
         old_log_prob: (bsz, response_length).
-        rollout_log_prob: (bsz, response_length), or None if the engine gave none.
+        rollout_log_prob: (bsz, response_length), or None if the engine returned none.
         response_mask: (bsz, response_length).
 
     Returns:
-        metrics without prefix: those of π alone without ``rollout_log_prob``, and none without a valid token.
+        metrics without the prefix ``rollout_corr/``; only those of π if ``rollout_log_prob`` is None, and none
+        without a valid token.
     """
     there = response_mask.bool().any(-1)
     if not there.any():
@@ -293,7 +327,7 @@ def compute_offpolicy_metrics(old_log_prob: Tensor, rollout_log_prob: Tensor | N
 
 
 def _columns(batch: DataProto) -> dict[str, Tensor]:
-    if batch.batch is None:
+    if not batch.batch.keys():
         raise SchemaError("the rollout correction needs a batch with tensor columns; this one has none.")
     return dict(batch.batch.items())
 
@@ -323,7 +357,7 @@ def _ratio_metrics(ratio: Tensor, response_mask: Tensor, level: Level, band: Ban
 
 
 def _band_metrics(values: Tensor, response_mask: Tensor, level: Level, band: Band) -> Metrics:
-    """Moments, extremes and shares outside of the band, over tokens or responses and (seq_*) over responses."""
+    """Moments, extremes and shares outside of the band, over units of ``level`` and (``seq_*``) over responses."""
     levels: dict[str, Level] = {"": level, "seq_": "sequence"}
     metrics: Metrics = {}
     for prefix, over in levels.items():

@@ -1,21 +1,18 @@
-"""What the driver computes between two worker calls: batch in, new columns out.
+"""Computations of the driver between worker calls: functions of a batch that return new columns and metrics.
 
-Every function here is pure: it reads the batch, returns only the columns that it makes (and the
-numbers worth logging), and the driver unions them. See the picture in ``ray_trainer.py``.
+See the picture in ``ray_trainer.py`` for their place in a step.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from verl.errors import RolloutError
-from verl.protocol import DataProto, replace_columns
-from verl.schema import require
-from verl.trainer.ppo.core_algos import (
+from verl.algorithms import (
     agg_loss,
     compute_advantages,
     kl_in_reward,
@@ -24,52 +21,72 @@ from verl.trainer.ppo.core_algos import (
     prepare_update,
     update_columns,
 )
-from verl.trainer.ppo.metrics import response_lengths
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
-from verl.trainer.ppo.source_metrics import source_metrics
+from verl.config import ActorConfig, RolloutCorrectionConfig
+from verl.errors import RolloutError
+from verl.protocol import DataProto, replace_columns, with_response_mask
+from verl.schema import require
+from verl.trainer.ppo.metric_utils import response_lengths, source_metrics
+from verl.trainer.ppo.rollout_corr_helper import corrected_columns
+from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean
-from verl.workers.config import ActorConfig, RolloutCorrectionConfig
-
-Metrics = dict[str, float]
 
 ACTOR_COLUMNS = ("responses", "response_mask", "input_ids", "attention_mask", "position_ids")
 
 
 def name_groups(prompts: DataProto, step: int, first_row: int = 0) -> DataProto:
-    """Give each prompt the ``uid`` that its responses share: step and row, the same in every run."""
+    """Add each prompt's ``uid``, shared by its responses: step and row, so that it is the same in every run."""
     uids = np.array([f"{step}-{first_row + row}" for row in range(len(prompts))], dtype=object)
     return prompts | DataProto.from_dict(non_tensors={"uid": uids})
 
 
+def name_samples(prompts: DataProto, step: int, n: int, first_prompt: int = 0) -> DataProto:
+    """Name rows that are repeated already as :func:`name_groups` and :func:`repeat_prompts` would have named them.
+
+    Rows with one ``uid`` are samples of one prompt, in their order; without that column, each ``n`` adjacent rows are.
+    The given ids are replaced, so that what is sampled follows from the step and not from random ids.
+
+    Args:
+        prompts: rows to generate from, one for each response.
+        step: the training step.
+        n: responses per prompt.
+        first_prompt: prompts that were named earlier in the step.
+    """
+    given = prompts.non_tensor_batch.get("uid", np.arange(len(prompts)) // n)
+    number: dict[Any, int] = {}
+    seen: Counter[Any] = Counter()
+    uids, indices = [], []
+    for uid in given.tolist():
+        uids.append(f"{step}-{first_prompt + number.setdefault(uid, len(number))}")
+        indices.append(seen[uid])
+        seen[uid] += 1
+    names = {"uid": np.array(uids, dtype=object), "sample_index": np.array(indices)}
+    return replace_columns(prompts, DataProto.from_dict(non_tensors=names))
+
+
 def repeat_prompts(prompts: DataProto, n: int) -> DataProto:
-    """Each prompt ``n`` times in a row, with ``sample_index`` counting its siblings."""
+    """Repeat each prompt ``n`` times in adjacent rows; ``sample_index`` numbers the copies from 0."""
     repeated = prompts.repeat(n, interleave=True)
     siblings = np.tile(np.arange(n), len(prompts))
     return repeated | DataProto.from_dict(non_tensors={"sample_index": siblings})
 
 
-def compute_response_mask(data: DataProto) -> torch.Tensor:
-    """The attention mask over the responses, (bsz, response_length)."""
-    return data.batch["attention_mask"][:, -data.batch["responses"].size(1) :]
-
-
 def sequence_lengths(batch: DataProto) -> list[int]:
-    """Tokens of each sample, prompt and response."""
+    """Number of tokens of each sample, prompt and response."""
     return batch.batch["attention_mask"].sum(-1).tolist()
 
 
 def token_counts(batch: DataProto) -> tuple[list[int], int]:
-    """Tokens of each sample, and how many of all are learned from."""
+    """Number of tokens of each sample, and number of response tokens in the whole batch that are trained on."""
     return sequence_lengths(batch), int(batch.batch["response_mask"].sum())
 
 
 def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataProto:
-    """``token_level_scores``, and what the reward function said beside them under its own names."""
+    """Build the columns ``token_level_scores`` and, by name, the other values of the reward function."""
     return DataProto.from_dict(tensors={"token_level_scores": scores}, non_tensors=dict(extra))
 
 
 def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: Sequence[Any]) -> Metrics:
-    """``train-source/{data_source}/...``, where a batch has more than one source; without samples that failed."""
+    """Compute ``train-source/{data_source}/...`` if there are several sources; mean scores leave out failed samples."""
     sources = [str(source) for source in batch.non_tensor_batch.get("data_source", [])]
     if len(set(sources)) < 2:
         return {}
@@ -79,20 +96,20 @@ def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: Sequence
 
 
 def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> tuple[DataProto, Metrics]:
-    """Rewards from scores: ``token_level_rewards = token_level_scores - β · kl(old ‖ ref)``.
+    """Compute rewards: ``token_level_rewards = token_level_scores - β · kl(old ‖ ref)``.
 
-    The controller is told the mean KL per sequence, so that an adaptive β follows its target
-    (arXiv:1909.08593).
+    Updates the controller with the mean KL per sequence; an adaptive β then follows its target (arXiv:1909.08593).
 
     Args:
         data: batch with token_level_scores, old_log_probs, ref_log_prob, response_mask.
-        kl_ctrl: a controller of :func:`verl.trainer.ppo.core_algos.get_kl_controller`.
-        kl_penalty: one of the kinds of :func:`verl.trainer.ppo.core_algos.kl_penalty`.
+        kl_ctrl: a controller of :func:`verl.algorithms.get_kl_controller`.
+        kl_penalty: a kind of :func:`verl.algorithms.kl_penalty`.
 
     Returns:
-        the batch with ``token_level_rewards``, and ``actor/reward_kl_penalty``,
+        the batch with ``token_level_rewards``, added or replaced; metrics ``actor/reward_kl_penalty`` and
         ``actor/reward_kl_penalty_coeff``.
     """
+    data = with_response_mask(data)
     require(data, ("token_level_scores", "old_log_probs", "ref_log_prob", "response_mask"), "KL penalty in the reward")
     columns, beta = data.batch, kl_ctrl.value
     rewards, mean_kl = kl_in_reward(
@@ -103,32 +120,47 @@ def apply_kl_penalty(data: DataProto, kl_ctrl: Any, kl_penalty: str = "kl") -> t
         beta,
         kl_penalty,
     )
-    # A batch without a token to learn from has no KL to steer by, and NaN would be the weight's for ever.
+    # Without a token to train on there is no KL to adapt to, and a NaN would stay in an adaptive β.
     if columns["response_mask"].any() and mean_kl.isfinite():
         kl_ctrl.update(current_kl=mean_kl.item(), n_steps=len(data))
     metrics = {"actor/reward_kl_penalty": mean_kl.item(), "actor/reward_kl_penalty_coeff": beta}
-    return data | DataProto.from_dict(tensors={"token_level_rewards": rewards}), metrics
+    return replace_columns(data, DataProto.from_dict(tensors={"token_level_rewards": rewards})), metrics
 
 
-def compute_advantage(data: DataProto, adv_estimator: str, settings: Mapping[str, Any] | None = None) -> DataProto:
-    """Call an estimator by name with the columns and settings that its parameters ask for.
+def compute_advantage(
+    data: DataProto,
+    adv_estimator: str,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    num_repeat: int = 1,
+    norm_adv_by_std_in_grpo: bool = True,
+    config: Mapping[str, Any] | None = None,
+) -> DataProto:
+    """Compute advantages by a registered estimator, with the columns and settings that its parameters name.
 
     Args:
-        data: batch; ``uid`` reaches the estimator as ``index``.
-        adv_estimator: a name of the estimator registry.
-        settings: values for the other parameters: gamma, lam, norm_adv_by_std_in_grpo, config.
+        data: batch; the estimator receives ``uid`` as ``index``.
+        adv_estimator: name in the estimator registry.
+        gamma: discount per token.
+        lam: λ of generalised advantage estimation.
+        num_repeat: responses per prompt. No estimator reads it, since ``uid`` says which rows belong together.
+        norm_adv_by_std_in_grpo: divide by the group's standard deviation.
+        config: the section ``algorithm``, for estimators that read more of it; the arguments above win.
 
     Returns:
-        a batch with only ``advantages`` and ``returns``, both (bsz, response_length).
+        the batch with ``advantages`` and ``returns``, both (bsz, response_length), added or replaced.
     """
+    data = with_response_mask(data)
     columns: dict[str, Any] = {**data.non_tensor_batch, **dict(data.batch.items())}
-    columns["index"] = data.non_tensor_batch["uid"]
-    advantages, returns = compute_advantages(str(adv_estimator), columns, settings or {})
-    return DataProto.from_dict(tensors={"advantages": advantages, "returns": returns})
+    if "uid" in columns:
+        columns["index"] = columns["uid"]
+    given = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "config": config}
+    advantages, returns = compute_advantages(adv_estimator, columns, {**(config or {}), **given})
+    return replace_columns(data, DataProto.from_dict(tensors={"advantages": advantages, "returns": returns}))
 
 
 def mean_entropy(batch: DataProto, loss_agg_mode: str, loss_scale_factor: float | None) -> Metrics:
-    """``actor/entropy``: the entropy of the policy over the response tokens, aggregated as the loss is."""
+    """Compute ``actor/entropy``: the policy's entropy over the response tokens, aggregated like the loss."""
     mask = batch.batch["response_mask"]
     entropy = agg_loss(
         batch.batch["entropys"],
@@ -146,12 +178,8 @@ def entropy_per_token(batch: DataProto) -> float:
 
 
 def correct_rollout(batch: DataProto, correction: RolloutCorrectionConfig) -> tuple[DataProto, Metrics]:
-    """What ``algorithm.rollout_correction`` makes of the gap between rollout and trainer.
-
-    Returns:
-        ``rollout_is_weights`` if it weighs, ``accepted_mask`` if it rejects; and its metrics.
-    """
-    corrected, metrics = compute_rollout_correction_and_add_to_batch(batch, correction)
+    """Compute ``rollout_is_weights`` if ``rollout_is`` is set, ``accepted_mask`` if ``rollout_rs`` is, and metrics."""
+    corrected, metrics = corrected_columns(batch, correction)
     columns: dict[str, torch.Tensor] = {}
     if correction.rollout_is is not None:
         columns["rollout_is_weights"] = corrected.batch["rollout_is_weights"]
@@ -161,37 +189,35 @@ def correct_rollout(batch: DataProto, correction: RolloutCorrectionConfig) -> tu
 
 
 def without_rejected(batch: DataProto) -> DataProto:
-    """The batch with ``accepted_mask``, where it has one, in place of ``response_mask``."""
+    """Replace ``response_mask`` by ``accepted_mask`` if the batch has one."""
     if "accepted_mask" not in batch.batch.keys():
         return batch
     return replace_columns(batch, DataProto.from_dict(tensors={"response_mask": batch.batch["accepted_mask"]}))
 
 
 def step_seed(seed: int, step: int) -> int:
-    """A seed of its own for each step of a run."""
+    """Derive a different seed for each step of a run."""
     return seed * 1_000_003 + step
 
 
 def prepare_mini_batches(batch: DataProto, actor: ActorConfig, num_mini_batches: int, seed: int) -> DataProto:
-    """What the policy's update has to know of whole mini-batches, before their rows are dealt to ranks.
+    """Compute the columns of the policy update that depend on whole mini-batches, before rows are split over ranks.
 
-    Mini-batch k is the k-th contiguous part of the batch, as in
-    :func:`verl.trainer.ppo.balance.layout_for_ranks`.
-
-    Returns:
-        the columns of :func:`verl.trainer.ppo.core_algos.prepare_update`; none for most settings.
+    Mini-batch k is the k-th contiguous part of the batch, as in :func:`verl.trainer.balance.layout_for_ranks`. The
+    columns are those of :func:`verl.algorithms.prepare_update`; most settings need none.
     """
     made = []
     for k, part in enumerate(batch.chunk(num_mini_batches)):
-        columns = {**dict(part.batch.items()), "index": part.non_tensor_batch["uid"]}
+        uids = {"index": part.non_tensor_batch["uid"]} if "uid" in part.non_tensor_batch else {}
+        columns = {**dict(part.batch.items()), **uids}
         made.append(prepare_update(columns, actor, seed * num_mini_batches + k))
     return DataProto.from_dict(tensors=_one_after_the_other(made))
 
 
 def aggregation_columns(batch: DataProto, loss_agg_mode: str, num_mini_batches: int) -> dict[str, torch.Tensor]:
-    """What the critic's aggregation has to know of whole mini-batches; see :func:`prepare_mini_batches`."""
+    """Compute the columns of the critic's loss aggregation; see :func:`prepare_mini_batches`."""
     made = [
-        prepare_aggregation(loss_agg_mode, part.batch["response_mask"], part.non_tensor_batch["uid"])
+        prepare_aggregation(loss_agg_mode, part.batch["response_mask"], part.non_tensor_batch.get("uid", ()))
         for part in batch.chunk(num_mini_batches)
     ]
     return _one_after_the_other(made)
@@ -202,15 +228,12 @@ def _one_after_the_other(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[st
 
 
 def policy_columns(batch: DataProto, actor: ActorConfig, own_forward: bool = False) -> tuple[str, ...]:
-    """The columns of ``batch`` that the policy's update reads.
+    """List the columns of ``batch`` that the policy update reads.
 
-    Args:
-        batch: of the update.
-        actor: its section.
-        own_forward: ``old_log_probs`` are those of the update's own forward pass.
+    With ``own_forward``, the update computes ``old_log_probs`` itself.
 
     Raises:
-        SchemaError: one that it cannot do without is missing.
+        SchemaError: a required column is missing.
     """
     info = policy_loss_info(actor.policy_loss.loss_mode)
     needed = {*ACTOR_COLUMNS, "advantages", *update_columns(actor)}
@@ -222,13 +245,12 @@ def policy_columns(batch: DataProto, actor: ActorConfig, own_forward: bool = Fal
 
 
 def check_rollout_gap(metrics: Metrics, limit: float | None) -> None:
-    """Stop when rollout and trainer disagree about a token's probability by more than ``limit``.
+    """Raise RolloutError if a token's probability differs between rollout and trainer by more than ``limit``.
 
-    Raises:
-        RolloutError: they do; what was sampled is then not what would be trained on.
+    A large difference means that the sampled distribution is not the trained one.
     """
     gap = metrics.get("training/rollout_probs_diff_max", 0.0)
-    if limit is not None and not gap <= limit:  # nor is NaN
+    if limit is not None and not gap <= limit:  # also true for NaN
         raise RolloutError(
             f"the probability of a token differs by {gap:.2g} between rollout engine and trainer, more than "
             f"trainer.max_rollout_actor_probs_diff={limit}. Compute both in one precision (rollout.dtype, "

@@ -1,20 +1,35 @@
-"""Who takes part in a run: the roles, and which of them a configuration needs."""
+"""Roles of worker groups, and the roles and columns that a configuration needs."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
+from verl.base.import_utils import prepare_process
+from verl.base.lazy import on_first_use
 from verl.errors import ConfigError
-from verl.trainer.ppo.core_algos import adv_needs
 
 if TYPE_CHECKING:
-    from verl.trainer.config import PPOConfig
+    from verl.config import PPOConfig
+    from verl.single_controller.base.worker import WorkerType as WorkerType
+    from verl.utils.dataset import create_rl_dataset as create_rl_dataset
+    from verl.utils.dataset import create_rl_sampler as create_rl_sampler
+
+# The roles need neither torch nor transformers, these public names do.
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "WorkerType": "verl.single_controller.base.worker",
+        "create_rl_dataset": "verl.utils.dataset",
+        "create_rl_sampler": "verl.utils.dataset",
+    },
+)
 
 
 class Role(enum.Enum):
-    """What a group of workers does; the value is its name in worker groups, logs and metrics."""
+    """Role of a worker group; the value is its name in worker groups, logs and metrics."""
 
     Actor = "actor"
     Rollout = "rollout"
@@ -30,7 +45,7 @@ class Role(enum.Enum):
 
     @classmethod
     def from_string(cls, name: str) -> Role:
-        """The role called ``name``; the inverse of ``str(role)``."""
+        """Parse a role; the inverse of ``str(role)``. Raises ConfigError for an unknown name."""
         try:
             return cls(name)
         except ValueError:
@@ -39,24 +54,26 @@ class Role(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What one PPO step has to compute, derived from the configuration alone."""
+    """The optional parts of a PPO step that a configuration needs."""
 
     critic: bool
-    """The estimator reads ``values`` (or ``critic.enable=true`` asks for them)."""
+    """Values of a critic, for the estimator or because of ``critic.enable=true``."""
     reference: bool
-    """A KL term compares the policy with the frozen reference."""
+    """Log-probs of the frozen reference, for a KL term."""
     reward_model: bool
-    """A discriminative reward model scores the responses."""
+    """Scores of a discriminative reward model."""
     siblings: bool
-    """The estimator compares the responses to one prompt with each other."""
+    """Whether the estimator compares the responses to one prompt with each other."""
     greedy_baseline: bool
-    """The estimator reads ``reward_baselines``: the reward of one greedy response per prompt."""
+    """``reward_baselines``, the reward of one greedy response per prompt, for the estimator."""
     correction: bool
-    """The driver corrects for the gap between rollout and trainer, by weights or rejection."""
+    """Correction for the difference between rollout and trainer on the driver, by weights or rejection."""
 
     @classmethod
     def of(cls, config: PPOConfig) -> Needs:
-        """Read the needs of ``config``; an estimator declares its own by its parameter names."""
+        """Derive the needs from ``config``; those of an estimator follow from its parameter names."""
+        from verl.algorithms import adv_needs  # needs torch; the roles do not
+
         columns = adv_needs(config.algorithm.adv_estimator).columns
         return cls(
             critic=need_critic(config),
@@ -69,17 +86,39 @@ class Needs:
 
 
 def need_critic(config: PPOConfig) -> bool:
-    """Whether a value model is trained: ``critic.enable`` decides, else the estimator's columns."""
+    """Whether a critic is trained: ``critic.enable`` if set, else whether the estimator reads ``values``."""
+    from verl.algorithms import adv_needs
+    from verl.algorithms.estimator_registry import ESTIMATORS
+
     if config.critic.enable is not None:
         return bool(config.critic.enable)
+    if config.algorithm.adv_estimator not in ESTIMATORS.names():
+        prepare_process()  # a task runner of the user's own asks before the workers' processes are prepared
     return "values" in adv_needs(config.algorithm.adv_estimator).columns
 
 
 def need_reference_policy(config: PPOConfig) -> bool:
-    """Whether the frozen reference policy is computed: for KL in the reward or in the loss."""
+    """Whether a frozen reference policy is loaded, for KL in the reward or in the loss."""
     return bool(config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss)
 
 
-def need_reward_model(config: PPOConfig) -> bool:
-    """Whether a discriminative reward model is loaded."""
-    return bool(config.reward_model.enable)
+def need_reward_model(config: PPOConfig | Mapping[Role, type]) -> bool:
+    """Whether a discriminative reward model is loaded, by the configuration or by the roles that have a worker."""
+    if isinstance(config, Mapping) and all(isinstance(key, Role) for key in config):
+        return Role.RewardModel in config
+    return bool(cast("PPOConfig", config).reward_model.enable)
+
+
+def worker_arguments(config: PPOConfig, needs: Needs, total_steps: int) -> dict[Role, dict[str, Any]]:
+    """Constructor arguments of each role's workers, in the order in which models are loaded."""
+    roles = config.actor_rollout_ref
+    arguments: dict[Role, dict[str, Any]] = {}
+    if needs.critic:
+        arguments[Role.Critic] = {"config": config.critic, "total_steps": total_steps}
+    if needs.reference:
+        arguments[Role.RefPolicy] = {"config": roles, "role": "ref"}
+    if needs.reward_model:
+        arguments[Role.RewardModel] = {"config": config.reward_model}
+    # The actor comes last: its rollout engine takes its share of the memory that the others left.
+    arguments[Role.ActorRollout] = {"config": roles, "role": "actor_rollout", "total_steps": total_steps}
+    return arguments

@@ -1,4 +1,4 @@
-"""Validation: responses to held-out prompts, their scores, and where they are written."""
+"""Validation: sample responses to held-out prompts, score them, write them to files and compute metrics."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.config import PPOConfig
 from verl.protocol import DataProto
-from verl.trainer.config import PPOConfig
+from verl.protocol.rows import compute_response_mask
 from verl.trainer.ppo import stages
-from verl.trainer.ppo.metrics import process_validation_metrics
+from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.records import RecordFolder
 from verl.utils.dataset.loading import batches
 
 
 class Validator:
-    """Generates with ``rollout.val_kwargs``, scores, and reduces to ``val-core/`` and ``val-aux/``.
+    """Generate with ``rollout.val_kwargs``, score, and compute ``val-core/`` and ``val-aux/`` metrics.
 
     Args:
-        config: the whole configuration.
-        tokenizer: decodes prompts and responses for the dump.
-        actor_rollout_wg: workers that generate.
-        score: ``(batch, reward_fn) -> (token scores, extra info)``.
+        generate: answers a batch of prompts.
+        score: ``(batch, reward_fn) -> (token scores (bsz, response_length), other values by name)``.
         reward_fn: reward manager for validation.
         dataloader: batches of held-out prompts.
     """
@@ -33,28 +32,23 @@ class Validator:
         self,
         config: PPOConfig,
         tokenizer: Any,
-        actor_rollout_wg: Any,
+        generate: Callable[[DataProto], DataProto],
         score: Callable[[DataProto, Any], tuple[torch.Tensor, dict[str, list]]],
         reward_fn: Any,
         dataloader: Iterable[dict],
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.actor_rollout_wg = actor_rollout_wg
+        self.generate = generate
         self.score = score
         self.reward_fn = reward_fn
         self.dataloader = dataloader
         self.dump = RecordFolder(config.trainer.validation_data_dir)
         self.samples: list[dict[str, Any]] = []
-        """The last validation's samples: input, output, gts, score (for tables and reports)."""
+        """Samples of the last validation: input, output, gts, score."""
 
     def run(self, step: int) -> dict[str, float]:
-        """Validate the current policy.
-
-        Returns:
-            ``val-core/{data_source}/{acc|reward}/{mean@N,best@N/mean,maj@N/mean}``, the rest as
-            ``val-aux/...``.
-        """
+        """Validate the current policy, write the samples, and return the metrics of :func:`validation_metrics`."""
         columns: dict[str, list] = defaultdict(list)
         samples: list[dict[str, Any]] = []
         for number, rows in enumerate(batches(self.dataloader)):
@@ -62,8 +56,8 @@ class Validator:
             before = len(columns["uid"])
             columns["uid"] += batch.non_tensor_batch["uid"].tolist()
             columns["data_source"] += _data_sources(batch)
-            # A batch may lack a value that others have; `reward` is the sum of the token scores, whatever else is so
-            # called.
+            # A value may be missing in some batches, which is filled with None. `reward` is always the sum of the token
+            # scores, even if the reward function returns a value of that name.
             for key, values in (extra | {"reward": scores.sum(-1).tolist()}).items():
                 columns[key] += [None] * (before - len(columns[key])) + values
             for values in columns.values():
@@ -81,18 +75,17 @@ class Validator:
         meta = {"global_steps": step, "validate": True}
         prompts = prompts | DataProto.from_dict(non_tensors={"uid": uids}, meta_info=meta)
         repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)
-        batch = repeated.select(batch_keys=[]) | self.actor_rollout_wg.generate_sequences(repeated)
+        batch = repeated.select(batch_keys=[]) | self.generate(repeated)
         scores, extra = self.score(batch, self.reward_fn)
         return batch, scores, extra
 
 
 def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[str, list]) -> dict[str, float]:
-    """Name the reduced numbers: the core one of each data source apart from the auxiliary ones.
+    """Reduce the values of all samples to metrics ``val-{core|aux}/{data_source}/{variable}/{metric}``.
 
-    The core variable of a data source is ``acc`` if the scorer gives one, else ``reward``; of it, mean@N,
-    maj@N and best@N for the largest N are core. A variable is one of a data source if all its samples have
-    a number or a text. Samples that could not be scored are no part of any mean; ``val-aux/error_rate``
-    is their share.
+    Core metrics are mean@N, maj@N/mean and best@N/mean for the largest N of the core variable: ``acc`` if the reward
+    function returns it, else ``reward``. A variable is used for a data source if all its samples there are numbers or
+    texts. Samples that could not be scored are left out; ``val-aux/error_rate`` is their share.
     """
     status = columns.get("reward_status", ["ok"] * len(uids))
     scored = [row for row, value in enumerate(status) if value == "ok"]
@@ -126,9 +119,9 @@ def _is_core(name: str, largest: int) -> bool:
 def generation_records(
     step: int, tokenizer: Any, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]
 ) -> list[dict[str, Any]]:
-    """The samples of a batch as plain records; texts keep their special tokens out."""
+    """Convert the samples of a batch to records for JSON; texts are decoded without special tokens."""
     inputs = tokenizer.batch_decode(batch.batch["prompts"], skip_special_tokens=True)
-    mask = batch.batch["response_mask"].bool()
+    mask = compute_response_mask(batch).bool()  # of all tokens, those of tools and users too
     responses = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], mask, strict=True)]
     outputs = tokenizer.batch_decode(responses, skip_special_tokens=True)
     truths = [_ground_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]

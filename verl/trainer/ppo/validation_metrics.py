@@ -1,13 +1,13 @@
-"""Validation scores reduced over the responses to each prompt, then over prompts.
+"""Validation metrics: scores reduced over the responses to each prompt, then averaged over prompts.
 
 With N responses per prompt::
 
     mean@N, std@N                      over the responses (std: population)
     best@k, worst@k  (/mean, /std)     largest and smallest of k responses drawn with replacement
-    maj@k            (/mean, /std)     value of the answer that most of k drawn responses give
+    maj@k            (/mean, /std)     value of the most frequent answer among k drawn responses
 
-for k = 2, 4, 8, ... and N. best@k and worst@k are the exact expectation over all draws, which the
-bootstrap of other releases approaches; maj@k is a bootstrap with a fixed seed.
+for k = 2, 4, 8, ... and N. best@k and worst@k are exact expectations over all draws; maj@k is a bootstrap estimate with
+a fixed seed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 N_BOOTSTRAP = 1000
 CHUNK_ELEMENTS = 2**22
-"""Largest array of the majority vote."""
+"""Upper limit of elements in an array of the majority vote, to bound its memory."""
 
 ValidationMetrics = dict[str, dict[str, dict[str, float]]]
 """data source → variable → metric → value."""
@@ -31,24 +31,23 @@ def process_validation_metrics(
 ) -> ValidationMetrics:
     """Reduce validation variables per prompt, then average over the prompts of each data source.
 
-    A variable that holds text is no number and is left out; ``pred`` (the extracted answer, of any
-    kind) is what the majority votes on.
+    Variables with text are left out. ``pred`` (the extracted answer, of any hashable type) is the majority's vote.
 
     Args:
         data_sources: (samples,) name of the data set of each sample.
-        sample_uids: (samples,) prompt of each sample; equal ids are responses to one prompt.
+        sample_uids: (samples,) prompt id of each sample.
         infos_dict: variables, (samples,) each: ``reward``, ``acc``, ``pred``, ...
         seed: of the bootstrap.
 
     Returns:
-        data source → variable → ``mean@N``, ``std@N``, ``best@k/mean``, ... Prompts with other
-        numbers of responses have their own ``@N``.
+        data source → variable → ``mean@N``, ``std@N``, ``best@k/mean``, ...; prompts with different numbers N of
+        responses have separate metrics ``@N``.
     """
     numeric = {name: values for name, values in infos_dict.items() if not any(isinstance(v, str) for v in values)}
     votes = infos_dict.get("pred")
     found: dict[str, dict[str, dict[str, list[np.ndarray]]]] = {}
     for source, rows in _groups(data_sources, sample_uids):
-        winners = {} if votes is None else _winners(_ballots(votes, rows), seed)
+        winners = {} if votes is None else _winners(_answer_codes(votes, rows), seed)
         for variable, values in numeric.items():
             scores = np.array([[values[i] for i in row] for row in rows], dtype=np.float64)  # (prompts, N)
             into = found.setdefault(source, {}).setdefault(variable, defaultdict(list))
@@ -64,7 +63,7 @@ def process_validation_metrics(
 
 
 def _groups(data_sources: Sequence[str], sample_uids: Sequence[Any]) -> Iterator[tuple[str, np.ndarray]]:
-    """For each data source and number N of responses: positions of the samples, (prompts, N)."""
+    """Yield for each data source and number N of responses the positions of the samples, (prompts, N)."""
     prompts: dict[tuple[str, Any], list[int]] = defaultdict(list)
     for position, key in enumerate(zip(data_sources, sample_uids, strict=True)):
         prompts[key].append(position)
@@ -75,8 +74,8 @@ def _groups(data_sources: Sequence[str], sample_uids: Sequence[Any]) -> Iterator
         yield source, np.array(rows)
 
 
-def _ballots(votes: Sequence[Any], rows: np.ndarray) -> np.ndarray:
-    """Answers as small numbers, equal where the answers of a prompt are equal; (prompts, N)."""
+def _answer_codes(votes: Sequence[Any], rows: np.ndarray) -> np.ndarray:
+    """Encode answers as integers, equal for equal answers to a prompt; (prompts, N)."""
     codes = np.zeros(rows.shape, dtype=np.int16)
     for number, row in enumerate(rows):
         seen: dict[Any, int] = {}
@@ -85,7 +84,7 @@ def _ballots(votes: Sequence[Any], rows: np.ndarray) -> np.ndarray:
 
 
 def _reduce(scores: np.ndarray, winners: Mapping[int, np.ndarray]) -> dict[str, np.ndarray]:
-    """All metrics of (prompts, N) scores, each (prompts,)."""
+    """Compute all metrics of scores (prompts, N); each has shape (prompts,)."""
     size = scores.shape[1]
     metrics = {f"mean@{size}": scores.mean(1)}
     if size == 1:
@@ -102,12 +101,12 @@ def _reduce(scores: np.ndarray, winners: Mapping[int, np.ndarray]) -> dict[str, 
 
 
 def _draws(size: int) -> list[int]:
-    """2, 4, 8, ... below ``size``, and ``size``; nothing of a single response."""
+    """The values of k: 2, 4, 8, ... below ``size``, and ``size``; none for a single response."""
     return [] if size == 1 else [2**power for power in range(1, size.bit_length()) if 2**power < size] + [size]
 
 
 def _largest_of(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation of the largest of k draws with replacement from each row.
+    """Exact mean and standard deviation of the largest of k draws with replacement from each row.
 
     P(max = x_(i)) = (i/N)^k - ((i-1)/N)^k        x_(1) ≤ ... ≤ x_(N)
     """
@@ -120,10 +119,10 @@ def _largest_of(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _winners(ballots: np.ndarray, seed: int) -> dict[int, np.ndarray]:
-    """For each k the response that wins the vote in each of the resamples, (prompts, bootstrap).
+    """For each k, the index of the winning response in each resample, (prompts, bootstrap).
 
-    The answer that most of the k drawn responses give wins, of equals the first drawn, and the
-    first drawn response that gives it stands for it.
+    The most frequent answer among k drawn responses wins; ties go to the one drawn first. Its index is that of the
+    first drawn response with this answer.
     """
     prompts, size = ballots.shape
     winners = {}
@@ -154,17 +153,9 @@ def bootstrap_metric(
     n_bootstrap: int = N_BOOTSTRAP,
     seed: int = 42,
 ) -> list[tuple[float, float]]:
-    """Mean and deviation of statistics of a subset that is drawn with replacement.
+    """Estimate (mean, standard deviation) of each statistic in ``reduce_fns`` by bootstrap.
 
-    Args:
-        data: what to draw from.
-        subset_size: draws in a subset.
-        reduce_fns: statistics of a subset.
-        n_bootstrap: number of subsets.
-        seed: of the draws.
-
-    Returns:
-        (mean, deviation) of each statistic.
+    Draws ``n_bootstrap`` subsets of ``subset_size`` values from ``data`` with replacement.
     """
     rng = np.random.default_rng(seed)
     subsets = [[data[i] for i in rng.integers(len(data), size=subset_size)] for _ in range(n_bootstrap)]
@@ -173,7 +164,7 @@ def bootstrap_metric(
 
 
 def calc_maj_val(data: Sequence[Mapping[str, Any]], vote_key: str, val_key: str) -> float:
-    """The value that goes with the most frequent vote; of equally frequent ones, the first.
+    """Return the value of the most frequent vote; ties go to the vote that occurs first.
 
     Example:
         >>> calc_maj_val([{"pred": "4", "acc": 1}, {"pred": "5", "acc": 0}, {"pred": "4", "acc": 1}], "pred", "acc")

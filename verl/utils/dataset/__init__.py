@@ -1,9 +1,10 @@
-"""Data sets, and how the configuration chooses them."""
+"""Training and validation data: data sets, samplers, and their creation from the configuration."""
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from verl.base.lazy import on_first_use
 
 if TYPE_CHECKING:
     from verl.utils.dataset.build import create_rl_dataset, create_rl_sampler, create_sft_dataset
@@ -25,12 +26,20 @@ __all__ = [
     "sft_collate_fn",
 ]
 
-MODULES = ("build", "multiturn_sft_dataset", "rl_dataset", "rm_dataset", "sft_dataset")
 
-
-def __getattr__(name: str) -> Any:
-    # Lazy: scripts that only read files (verl.utils.dataset.files) need neither torch nor transformers.
-    if name in __all__:
-        modules = (importlib.import_module(f"verl.utils.dataset.{module}") for module in MODULES)
-        return next(getattr(module, name) for module in modules if hasattr(module, name))
-    raise AttributeError(f"module 'verl.utils.dataset' has no attribute '{name}'")
+# Scripts that only read files (verl.utils.dataset.files) need neither torch nor transformers.
+__getattr__ = on_first_use(
+    __name__,
+    {
+        "MultiTurnSFTDataset": "verl.utils.dataset.multiturn_sft_dataset",
+        "RLHFDataset": "verl.utils.dataset.rl_dataset",
+        "RMDataset": "verl.utils.dataset.rm_dataset",
+        "SFTDataset": "verl.utils.dataset.sft_dataset",
+        "collate_fn": "verl.utils.dataset.rl_dataset",
+        "create_rl_dataset": "verl.utils.dataset.build",
+        "create_rl_sampler": "verl.utils.dataset.build",
+        "create_sft_dataset": "verl.utils.dataset.build",
+        "pair_collate_fn": "verl.utils.dataset.rm_dataset",
+        "sft_collate_fn": "verl.utils.dataset.multiturn_sft_dataset",
+    },
+)

@@ -1,67 +1,62 @@
-"""From the ``data`` section to a data set of prompts and the order in which it is read."""
+"""Create data sets and samplers from the ``data`` section."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import Dataset, Sampler
 
-from verl.errors import ConfigError
+from verl.base.import_utils import load_object, users_class
+from verl.base.registry import Registry, suggest
+from verl.config import BaseConfig, DataConfig
+from verl.errors import ConfigError, DataError
 from verl.utils.dataset.curriculum import DifficultyCurriculum
 from verl.utils.dataset.dynamicgen_dataset import DynamicGenDataset
 from verl.utils.dataset.mixing import WeightedSources
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
-from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.dataset.rl_dataset import RLHFDataset, check_item
 from verl.utils.dataset.rm_dataset import RMDataset
 from verl.utils.dataset.sampler import AbstractCurriculumSampler, InOrder, SeededShuffle
 from verl.utils.dataset.sft_dataset import SFTDataset
-from verl.utils.import_utils import load_object
-from verl.utils.registry import suggest
 
 if TYPE_CHECKING:
-    from verl.trainer.config import DataConfig, SFTDataConfig
-    from verl.trainer.config.data import CustomClassConfig, PreferenceDataConfig, SamplerConfig
+    from verl.config import CustomClassConfig, PreferenceDataConfig, SamplerConfig, SFTDataConfig
 
 logger = logging.getLogger(__name__)
 
-SAMPLERS: dict[str, type[Sampler]] = {"DifficultyCurriculum": DifficultyCurriculum}
-"""Samplers that ``data.sampler.class_name`` names without a ``class_path``."""
+SAMPLERS: Registry[type[Sampler]] = Registry("sampler")
+"""Samplers that ``data.sampler.class_name`` can name without a ``class_path``."""
+SAMPLERS.add("DifficultyCurriculum", DifficultyCurriculum)
 
 
 def create_rl_dataset(
     data_paths: str | Sequence[str],
-    data_config: DataConfig,
+    data_config: DataConfig | Mapping[str, Any],
     tokenizer: Any,
     processor: Any = None,
     is_train: bool = True,
     max_samples: int = -1,
 ) -> Dataset:
-    """The data set of prompts: :class:`RLHFDataset`, or the class that ``data.custom_cls`` names.
+    """Create the prompt data set: :class:`RLHFDataset`, or the class that ``data.custom_cls`` names.
 
-    Training prompts with ``data.datagen.path`` are a :class:`DynamicGenDataset`, which grows.
-
-    A custom class is called as ``cls(data_files=..., tokenizer=..., config=..., processor=...,
-    max_samples=...)``; its items must have the columns of :class:`RLHFDataset`.
-
-    Args:
-        data_paths: ``data.train_files`` or ``data.val_files``.
-        data_config: the ``data`` section.
-        tokenizer: tokenizer of the policy.
-        processor: multi-modal processor, if any.
-        is_train: whether these prompts are trained on, for the log.
-        max_samples: keep only so many prompts; -1 keeps all.
+    Training prompts with ``data.datagen.path`` are a :class:`DynamicGenDataset` by default. A custom class is called as
+    ``cls(files, tokenizer=..., config=..., processor=..., max_samples=...)`` and must be a torch ``Dataset``
+    whose items are prompts (:func:`verl.utils.dataset.rl_dataset.check_item`). ``max_samples=-1`` keeps all rows.
 
     Raises:
-        ConfigError: ``data.custom_cls`` names no class, or one that is not a torch ``Dataset``.
-        DataError: the files cannot be used.
+        DataError: the data set is empty, or its items are no prompts.
     """
-    grows = is_train and data_config.datagen.path is not None
-    cls = _dataset_class(data_config.custom_cls, DynamicGenDataset if grows else RLHFDataset)
-    dataset = cls(
-        data_files=data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples
-    )
+    section = DataConfig.of(data_config)
+    grows = is_train and section.datagen.path is not None
+    create = _dataset_class(section.custom_cls, DynamicGenDataset if grows else RLHFDataset)
+    dataset = create(data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples)
+    if section.custom_cls.path:
+        shown = f"data.custom_cls: {type(dataset).__name__}"
+        if len(dataset) == 0:
+            raise DataError(f"{shown} has no items.")
+        check_item(dataset[0], shown)
     logger.info("%s: %d prompts", "data.train_files" if is_train else "data.val_files", len(dataset))
     return dataset
 
@@ -69,20 +64,11 @@ def create_rl_dataset(
 def create_sft_dataset(
     data_paths: str | Sequence[str], data_config: SFTDataConfig, tokenizer: Any, max_samples: int = -1
 ) -> Dataset:
-    """The data set of a supervised run.
+    """Create the data set of a supervised run.
 
-    :class:`SFTDataset` if ``data.prompt_key`` is set, :class:`MultiTurnSFTDataset` if it is not, or the
-    class that ``data.custom_cls`` names, called with the same arguments.
-
-    Args:
-        data_paths: ``data.train_files`` or ``data.val_files``.
-        data_config: the ``data`` section.
-        tokenizer: tokenizer of the model.
-        max_samples: keep only so many rows; -1 keeps all.
-
-    Raises:
-        ConfigError: ``data.custom_cls`` is no data set, or only one of the two keys is set.
-        DataError: the files cannot be used.
+    :class:`SFTDataset` if ``data.prompt_key`` and ``data.response_key`` are set, :class:`MultiTurnSFTDataset` if
+    neither is, or the class that ``data.custom_cls`` names, called as
+    ``cls(files, tokenizer=..., config=..., max_samples=...)``. ``max_samples=-1`` keeps all rows.
     """
     if bool(data_config.prompt_key) != bool(data_config.response_key):
         raise ConfigError(
@@ -90,55 +76,41 @@ def create_sft_dataset(
             "set both, or neither for conversations in data.messages_key."
         )
     default = SFTDataset if data_config.prompt_key else MultiTurnSFTDataset
-    cls = _dataset_class(data_config.custom_cls, default)
-    return cls(data_files=data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples)
+    create = _dataset_class(data_config.custom_cls, default)
+    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples)
 
 
 def create_rm_dataset(
     data_paths: str | Sequence[str], data_config: PreferenceDataConfig, tokenizer: Any, max_samples: int = -1
 ) -> Dataset:
-    """The data set of pairs that the configuration asks for: ``data.custom_cls``, else ``RMDataset``.
+    """Create the data set of a preference run: :class:`RMDataset`, or the class that ``data.custom_cls`` names.
 
-    Args:
-        data_paths: ``data.train_files`` or ``data.val_files``.
-        data_config: the ``data`` section of a preference run.
-        tokenizer: of the model.
-        max_samples: keep only so many pairs; -1 keeps all.
-
-    Raises:
-        ConfigError: ``data.custom_cls`` is no data set.
-        DataError: the files cannot be used.
+    A custom class is called as ``cls(files, tokenizer=..., config=..., max_samples=...)``.
+    ``max_samples=-1`` keeps all pairs.
     """
-    cls = _dataset_class(data_config.custom_cls, RMDataset)
-    return cls(parquet_files=data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples)
+    create = _dataset_class(data_config.custom_cls, RMDataset)
+    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples)
 
 
-def create_rl_sampler(data_config: DataConfig | SFTDataConfig | PreferenceDataConfig, dataset: Dataset) -> Sampler[int]:
-    """The order of the training rows: a seeded shuffle, new in each epoch, or as they stand.
+def create_rl_sampler(data_config: BaseConfig | Mapping[str, Any], dataset: Dataset) -> Sampler[int]:
+    """Create the sampler of the training rows.
 
-    The state of the order is part of a ``StatefulDataLoader``'s state, so a resumed run sees
-    the rest of the epoch that was interrupted, and then the epochs that would have followed.
-    ``data.source_weights`` mixes sources (:class:`WeightedSources`). The class that
-    ``data.sampler`` names takes the place of all that; it is called as
-    ``cls(data_source=dataset, data_config=data_config)``.
-
-    Args:
-        data_config: ``shuffle``, ``seed``, ``source_weights`` and ``sampler`` of the ``data`` section; no seed
-            is seed 1.
-        dataset: the data set to be read.
-
-    Raises:
-        ConfigError: ``data.sampler`` names no class, or one that is not a torch ``Sampler``; it learns from
-            the batches, but rows are read ahead; weights and data name other sources.
+    By default a seeded shuffle, new in each epoch (no seed is seed 1), or the data set's order without
+    ``data.shuffle``; ``data.source_weights`` mixes sources (:class:`WeightedSources`). The class that ``data.sampler``
+    names replaces all of these; it is called as ``cls(data_source=dataset, data_config=data_config)``. A curriculum
+    sampler must not read ahead, so ``data.dataloader_num_workers`` must be 0. Through the ``StatefulDataLoader``'s
+    state a resumed run sees the rest of the interrupted epoch and the same following epochs.
     """
-    custom = data_config.get("sampler")
+    config = data_config if isinstance(data_config, BaseConfig) else DataConfig.of(data_config)
+    custom = config.get("sampler")
     if custom is not None and (custom.class_path or custom.class_name):
-        return _sampler_class(custom, data_config)(data_source=dataset, data_config=data_config)
-    if data_config.get("source_weights"):
-        return WeightedSources(cast(Sized, dataset), data_config)
-    if not data_config.shuffle:
+        create = users_class(_sampler_class(custom, config), "data.sampler")
+        return create(data_source=dataset, data_config=data_config if custom.class_path else config)
+    if config.get("source_weights"):
+        return WeightedSources(cast(Sized, dataset), config)
+    if not config["shuffle"]:
         return InOrder(cast(Sized, dataset))
-    return SeededShuffle(cast(Sized, dataset), seed=1 if data_config.seed is None else data_config.seed)
+    return SeededShuffle(cast(Sized, dataset), seed=1 if config["seed"] is None else config["seed"])
 
 
 def _dataset_class(custom: CustomClassConfig, default: type[Dataset]) -> Any:
@@ -150,7 +122,7 @@ def _dataset_class(custom: CustomClassConfig, default: type[Dataset]) -> Any:
             f"data.custom_cls: '{custom.name}' in {custom.path} is not a class that inherits from "
             f"torch.utils.data.Dataset. Let it inherit from {default.__module__}.{default.__name__}, for example."
         )
-    return cls
+    return users_class(cls, "data.custom_cls")
 
 
 def _sampler_class(custom: SamplerConfig, data_config: Any) -> Any:
@@ -160,7 +132,7 @@ def _sampler_class(custom: SamplerConfig, data_config: Any) -> Any:
             f"data.sampler.class_name='{name}': there is no such sampler.{suggest(name, list(SAMPLERS))} "
             f"Set data.sampler.class_path to the file of your own, or take one of: {', '.join(SAMPLERS)}."
         )
-    cls: Any = SAMPLERS[name] if path is None else load_object(path, name, "data.sampler")
+    cls: Any = SAMPLERS.get(name) if path is None else load_object(path, name, "data.sampler")
     if not (isinstance(cls, type) and issubclass(cls, Sampler)):
         raise ConfigError(
             f"data.sampler: '{name}' in {path} is not a class that inherits from torch.utils.data.Sampler."

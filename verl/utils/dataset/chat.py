@@ -1,4 +1,4 @@
-"""Messages to text, text to token ids, and token ids to a fixed length."""
+"""Convert prompts to messages, render them with the chat template, tokenize and truncate them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from jinja2.exceptions import TemplateError
 
-from verl.errors import DataError
-from verl.utils.tokenizer import require_chat_template
+from verl.errors import ConfigError, DataError
 
 Message = dict[str, Any]
 Truncation = Literal["error", "left", "right", "middle"]
@@ -20,13 +19,18 @@ T = TypeVar("T")
 MEDIA = ("image", "image_url", "video", "audio", "input_audio")
 
 
-def require_usable(tokenizer: Any) -> None:
-    """Check that a tokenizer can turn messages into a prompt, and pad it.
+def require_chat_template(tokenizer: Any) -> None:
+    """Refuse a tokenizer that cannot turn messages into a prompt."""
+    if tokenizer.chat_template is None:
+        raise ConfigError(
+            f"the tokenizer of '{tokenizer.name_or_path}' has no chat template, so messages cannot be turned into a "
+            "prompt. Give one as model.custom_chat_template='...', add chat_template to its tokenizer_config.json, "
+            "or use the tokenizer of the model's chat or instruct variant (model.tokenizer_path)."
+        )
 
-    Raises:
-        ConfigError: it has no chat template.
-        DataError: it has no pad token.
-    """
+
+def require_usable(tokenizer: Any) -> None:
+    """Check that a tokenizer has a chat template and a pad token."""
     require_chat_template(tokenizer)
     if tokenizer.pad_token_id is None:
         raise DataError(
@@ -36,18 +40,11 @@ def require_usable(tokenizer: Any) -> None:
 
 
 def as_messages(prompt: Any, place: str) -> list[Message]:
-    """A prompt as a list of messages, checked.
+    """Validate a prompt, a string or a list of messages, and return it as a list of messages.
 
-    A plain string is one user message. Keys whose value is None are dropped (parquet gives every
-    message all keys of the column), except ``content``: a template may test for a key. Content in
-    parts of text becomes one text: templates for text alone would write a list as Python shows it.
-
-    Args:
-        prompt: ``[{"role": ..., "content": ...}, ...]`` or a string.
-        place: file and row, for error messages.
-
-    Raises:
-        DataError: anything else.
+    A string becomes one user message. Keys with value None are dropped, except ``content``: parquet gives every message
+    all keys of the column, and templates may test for a key. Text parts are joined to one string, as text-only
+    templates would print the list as Python code. ``place`` (file and row) is named in errors.
     """
     if isinstance(prompt, str):
         _refuse_json(prompt, place)
@@ -67,7 +64,7 @@ def as_messages(prompt: Any, place: str) -> list[Message]:
 
 
 def _refuse_json(text: str, place: str) -> None:
-    """Messages that were written as text would be trained on with their brackets and quotes."""
+    """Refuse messages stored as JSON text, which would be trained on with their brackets and quotes."""
     if not text.lstrip().startswith("[") or '"role"' not in text:
         return
     try:
@@ -97,7 +94,7 @@ def _content(message: Message, place: str) -> str | None:
 
 
 def _parts(content: Any, place: str) -> Iterator[str]:
-    """The texts of content in parts, ``{"type": "text", "text": ...}`` each."""
+    """The texts of content parts, each ``{"type": "text", "text": ...}``."""
     if not isinstance(content, list) or not content:
         raise DataError(f"{place} has content {_shown(content)}. Expected a string or a list of parts.")
     for part in content:
@@ -114,16 +111,10 @@ def _shown(value: Any) -> str:
 
 
 def render(messages: list[Message], tokenizer: Any, place: str, **template_kwargs: Any) -> str:
-    """The text of a conversation by the tokenizer's chat template.
+    """Render checked messages with the tokenizer's chat template.
 
-    Args:
-        messages: checked messages.
-        tokenizer: has a chat template.
-        place: file and row, for error messages.
-        template_kwargs: variables of the template: add_generation_prompt, tools, enable_thinking, ...
-
-    Raises:
-        DataError: the template refuses the messages (roles in a wrong order, for example).
+    ``template_kwargs`` are variables of the template: add_generation_prompt, tools, enable_thinking, ... A template may
+    refuse messages (for roles in a wrong order, for example); the ``DataError`` then names ``place``.
     """
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
@@ -133,17 +124,15 @@ def render(messages: list[Message], tokenizer: Any, place: str, **template_kwarg
 
 
 def encode(text: str, tokenizer: Any) -> list[int]:
-    """Token ids of a rendered text; the template has already written the special tokens."""
+    """Tokenize a rendered text without adding special tokens, which the template has written already."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def token_lengths(texts: Sequence[str], tokenizer: Any, workers: int = 1) -> list[int]:
-    """How many tokens each text has.
+    """Count the tokens of each rendered text.
 
-    Args:
-        texts: rendered texts.
-        tokenizer: every thread gets a copy of its own, because a tokenizer is not thread-safe.
-        workers: threads; a fast tokenizer lets them run at the same time.
+    With ``workers`` > 1 in parallel threads (fast tokenizers release the GIL), each with its own copy of the tokenizer,
+    which is not thread-safe.
     """
     if workers <= 1 or len(texts) < 2 * workers:
         return _lengths(texts, tokenizer)
@@ -159,20 +148,11 @@ def _lengths(texts: Sequence[str], tokenizer: Any) -> list[int]:
 
 
 def truncate(items: list[T], max_length: int, truncation: Truncation, place: str, setting: str) -> list[T]:
-    """Cut a list to ``max_length``.
+    """Cut a list of values per token to ``max_length``.
 
-    ``left`` drops the beginning, ``right`` the end, ``middle`` the middle (the first half, rounded
-    down, and the rest from the end are kept), ``error`` raises.
-
-    Args:
-        items: token ids, or anything that goes along with them.
-        max_length: longest result.
-        truncation: which part to drop.
-        place: file and row, for error messages.
-        setting: the key that holds ``max_length``, for error messages.
-
-    Raises:
-        DataError: too long, and ``truncation`` is ``error`` or unknown.
+    ``left`` drops the beginning, ``right`` the end, ``middle`` the middle (``max_length // 2`` items are kept at the
+    beginning, the rest at the end), ``error`` raises. ``place`` (file and row) and ``setting`` (the key of
+    ``max_length``) are named in the ``DataError``.
     """
     if len(items) <= max_length:
         return items
@@ -190,10 +170,15 @@ def truncate(items: list[T], max_length: int, truncation: Truncation, place: str
     )
 
 
+def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
+    """How many first items two sequences share."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def rendered(
     prompts: Iterable[tuple[str, list[Message]]], tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> list[str]:
-    """Texts of many prompts, each given with its place, ready for the model to answer."""
+    """Render prompts, given as (place, messages), up to the generation prompt."""
     return [
         render(messages, tokenizer, place, add_generation_prompt=True, **template_kwargs) for place, messages in prompts
     ]

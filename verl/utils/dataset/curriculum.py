@@ -1,4 +1,4 @@
-"""A curriculum that draws the prompts which the policy solves sometimes."""
+"""A curriculum sampler that prefers prompts of medium difficulty for the current policy."""
 
 from __future__ import annotations
 
@@ -16,23 +16,20 @@ if TYPE_CHECKING:
 
 
 class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
-    """Rows whose success rate is near a target are drawn more often.
+    """Draw rows whose success rate is near a target more often.
 
-    A group of responses that are all right or all wrong has no advantage under a group baseline. The
-    variance of a success, p (1 - p), says how far a prompt is from that (arXiv:2504.03380 filters by
-    p, arXiv:2502.12272 samples by p (1 - p)). With target t and sharpness k a row is drawn
-    with a weight proportional to
+    A group of responses that are all right or all wrong has no advantage under a group baseline; the success variance p
+    (1 - p) measures how far a prompt is from that (arXiv:2504.03380 filters by p, arXiv:2502.12272 samples by p (1 -
+    p)). With target t and sharpness k a row is drawn with a weight proportional to
 
         w(p) = (p / t)^(k t) ((1 - p) / (1 - t))^(k (1 - t))
 
-    which is 1 at p = t and falls to both sides; t = 1/2 and k = 2 make it 4 p (1 - p). The estimate of
-    p is the mean of the row's outcomes, of which those of earlier visits count ``decay`` as much
-    with each visit, since the policy moves, and of one outcome of t. So a row that was never drawn
-    weighs as much as a row can.
+    which has its maximum 1 at p = t; t = 1/2 and k = 2 give 4 p (1 - p). p is estimated as the mean of the row's
+    outcomes and one prior outcome of value t. Each visit multiplies the count of earlier outcomes by ``decay``, since
+    the policy changes. So a row that was never drawn has the maximal weight.
 
-    No row starves: one that was not drawn for ``revisit_epochs`` epochs goes first, the longest
-    waiting ahead. Rows of one batch are distinct. Everything follows from ``data.seed`` and the
-    batches that :meth:`update` saw.
+    Rows that were not drawn for ``revisit_epochs`` epochs come first, the longest waiting ahead. Rows of one batch are
+    distinct. The order is a function of ``data.seed`` and the batches given to :meth:`update`.
 
     Settings: ``data.curriculum``.
     """
@@ -43,16 +40,16 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
         self.successes = np.zeros(len(data_source))
         self.trials = np.zeros(len(data_source))
         self.drawn = np.zeros(len(data_source), dtype=np.int64)
-        """The batch that drew a row last, counted from 1; 0 is never."""
+        """(rows,) number of the batch that drew a row last, counted from 1; 0 means never."""
 
     @property
     def success_rates(self) -> np.ndarray:
-        """(rows,) the estimates of p."""
+        """(rows,) estimates of p."""
         return (self.successes + self.config.target_success) / (self.trials + 1)
 
     @property
     def weights(self) -> np.ndarray:
-        """(rows,) how readily a row is drawn; at most 1."""
+        """(rows,) relative weight of each row in a draw, at most 1."""
         return np.exp(self._log_weights())
 
     def _log_weights(self) -> np.ndarray:
@@ -65,8 +62,8 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
         """Rows that have waited too long, then others by weight, without replacement."""
         self._grow()
         generator = np.random.default_rng([self.seed, self.batches])
-        # The smallest of exponential variables with rates w are a draw by weight w without
-        # replacement (Efraimidis and Spirakis 2006); by logarithms, since small weights underflow.
+        # The smallest of exponential variables with rates w are a sample by weight w without replacement
+        # (Efraimidis and Spirakis 2006); computed with logarithms, as small weights would underflow.
         keys = np.log(generator.exponential(size=len(self.drawn))) - self._log_weights()
         batches_per_epoch = max(1, len(self.dataset) // self.batch_size)
         waited = self.batches + 1 - self.drawn
@@ -80,8 +77,8 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
         """Count the outcomes of a batch.
 
         Args:
-            batch: ``row_index`` (bsz,), ``token_level_scores`` (bsz, response_len), and, if there is one,
-                ``reward_status`` (bsz,): what is not ``ok`` could not be scored and is not counted.
+            batch: ``row_index`` (bsz,), ``token_level_scores`` (bsz, response_len), and optionally ``reward_status``
+                (bsz,): rows other than ``ok`` could not be scored and are not counted.
 
         Raises:
             SchemaError: a column is missing.
@@ -105,7 +102,7 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
             self.trials[row] = self.config.decay * self.trials[row] + len(outcomes)
 
     def progress(self) -> dict[str, Any]:
-        """Outcomes and last visits of every row."""
+        """Outcomes and last draw of every row."""
         return {
             "successes": torch.from_numpy(self.successes.copy()),
             "trials": torch.from_numpy(self.trials.copy()),
@@ -113,13 +110,13 @@ class DifficultyCurriculum(BatchSampler, AbstractCurriculumSampler):
         }
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Go on from a saved :meth:`progress`."""
+        """Restore a saved :meth:`progress`."""
         self.successes = progress["successes"].numpy().copy()
         self.trials = progress["trials"].numpy().copy()
         self.drawn = progress["drawn"].numpy().copy()
 
     def _grow(self) -> None:
-        """Room for rows that the data set gained; they have not been drawn yet, as of now."""
+        """Extend the arrays for new rows of a growing data set, whose waiting time starts now."""
         require_rows(self.dataset, len(self.drawn))
         more = len(self.dataset) - len(self.drawn)
         if more:

@@ -1,4 +1,4 @@
-"""Prompts that become more while the run goes on."""
+"""A prompt data set that a user's generator extends during the run (``data.datagen``)."""
 
 from __future__ import annotations
 
@@ -9,25 +9,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.base.import_utils import load_object
 from verl.errors import ConfigError, DataError
 from verl.utils.dataset.files import DataFile, Row
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.import_utils import load_object
 
 if TYPE_CHECKING:
+    from verl.config import DataConfig
     from verl.protocol import DataProto
-    from verl.trainer.config import DataConfig
 
 logger = logging.getLogger(__name__)
 
 
 class AbstractDataGenerator(ABC):
-    """Makes new rows from those that are there and from the last batch.
+    """Base of generators of new rows; ``config`` is the ``data.datagen`` section.
 
     A generator with ``state_dict`` and ``load_state_dict`` is saved with the data set.
-
-    Args:
-        config: the ``data.datagen`` section.
     """
 
     def __init__(self, config: Any) -> None:
@@ -35,74 +32,48 @@ class AbstractDataGenerator(ABC):
 
     @abstractmethod
     def generate(self, dataset: DynamicGenDataset) -> Iterable[Mapping[str, Any]]:
-        """New rows, with the columns of the training files; none at all is fine.
+        """Generate rows with the columns of the training files; may be empty.
 
         Args:
             dataset: the data set so far; ``dataset.last_batch`` is the batch that was just trained on.
 
         Returns:
-            rows of plain values (what JSON can hold): a list of dicts, or anything that iterates over
-            such, as a ``datasets.Dataset`` does.
+            an iterable of dicts of JSON-compatible values, for example a list or a ``datasets.Dataset``.
         """
 
 
 class DynamicGenDataset(RLHFDataset):
     """:class:`RLHFDataset` to which ``data.datagen`` adds rows after every step.
 
-    The trainer calls :meth:`on_batch_end`. New rows are checked and filtered like those of a file
-    and stand behind all others, so ``row_index`` never changes its meaning; they are drawn from
-    the next epoch on. They are part of the data set's state, and so of a checkpoint: a resumed run
-    has them without the generator being asked again. Rows live in the trainer's process, which
-    is why ``data.dataloader_num_workers`` must be 0. The length of a run is fixed when it begins.
-
-    Args:
-        data_files, tokenizer, config, processor, max_samples: as for :class:`RLHFDataset`.
-
-    Raises:
-        ConfigError: ``data.datagen`` names no :class:`AbstractDataGenerator`, or rows are read ahead.
-        DataError: as :class:`RLHFDataset`.
+    New rows are checked and filtered like those of a file and appended, so ``row_index`` keeps its meaning; they are
+    drawn from the next epoch on. They are saved in checkpoints, so that a resumed run need not generate them again.
+    Rows live in the trainer's process, which must read them, too (``data.dataloader_num_workers=0``). The number of
+    steps of a run is fixed at its start.
     """
 
     def __init__(
         self,
         data_files: str | Sequence[str],
         tokenizer: Any,
-        config: DataConfig,
+        config: DataConfig | Mapping[str, Any],
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
-        if config.dataloader_num_workers != 0:
-            raise ConfigError(
-                f"data.datagen: rows that are generated live in the trainer's process, but data.dataloader_num_workers="
-                f"{config.dataloader_num_workers} other processes read rows. Set data.dataloader_num_workers=0."
-            )
         super().__init__(data_files, tokenizer, config, processor, max_samples)
-        self.generator = _load_generator(config)
+        self.generator = _load_generator(self.config)
         self.num_from_files = len(self.rows)
         self.last_batch: DataProto | None = None
         self.generated = GeneratedRows(self.columns)
         self.files.append(self.generated)
 
     def on_batch_end(self, batch: DataProto) -> None:
-        """Ask the generator for rows.
-
-        Args:
-            batch: the batch that was just trained on.
-
-        Raises:
-            DataError: a generated row cannot be used.
-        """
+        """Generate and append rows; the trainer calls this after every step."""
         self.last_batch = batch
         self.append(self.generator.generate(self))
         self.last_batch = None
 
     def append(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Put rows behind all others; either all are taken or none.
-
-        Raises:
-            DataError: a row lacks a column, has an unknown one, or cannot be used; the place in the message
-                is its number among all generated rows.
-        """
+        """Append rows, all or none; errors give a row's number among all generated rows."""
         before = len(self.generated)
         self.generated.extend(rows, required=set(self.columns) - {"extra_info"})
         numbers = [(len(self.files) - 1, number) for number in range(before, len(self.generated))]
@@ -122,7 +93,7 @@ class DynamicGenDataset(RLHFDataset):
         logger.info("generated %d rows, kept %d; %d rows now", len(numbers), len(kept), len(self))
 
     def state_dict(self) -> dict[str, Any]:
-        """The rows that were generated, which of them are kept, and the generator's own state."""
+        """The generated rows, which of them passed the filter, and the generator's state."""
         state = {
             "num_from_files": self.num_from_files,
             "generated": json.dumps(self.generated.all_rows()),
@@ -133,11 +104,7 @@ class DynamicGenDataset(RLHFDataset):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the rows of a checkpoint.
-
-        Raises:
-            DataError: the files have not the rows that they had.
-        """
+        """Restore the generated rows of a checkpoint; the files must have as many usable rows as when it was saved."""
         if state["num_from_files"] != self.num_from_files:
             raise DataError(
                 f"the training files have {self.num_from_files} usable rows, and had {state['num_from_files']} when "
@@ -152,11 +119,7 @@ class DynamicGenDataset(RLHFDataset):
 
 
 class GeneratedRows(DataFile):
-    """Rows in memory that are read like those of a file.
-
-    Args:
-        columns: of the files that the rows stand behind.
-    """
+    """Rows in memory with the interface of a file; ``columns`` are those of the training files."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self.path = Path("generated by data.datagen")
@@ -165,14 +128,10 @@ class GeneratedRows(DataFile):
         self._table = None
 
     def extend(self, rows: Iterable[Mapping[str, Any]], required: set[str]) -> None:
-        """Add rows, as they are after a round trip through JSON, so that a resumed run has the same.
+        """Add rows with the ``required`` columns, after a round trip through JSON.
 
-        Args:
-            rows: mappings.
-            required: columns that each must have.
-
-        Raises:
-            DataError: one is no mapping, has not the columns, or cannot be written as JSON.
+        That gives a resumed run, whose rows come from a checkpoint's JSON, identical values. Either all rows are added
+        or none.
         """
         added: list[Row] = []
         for row in rows:

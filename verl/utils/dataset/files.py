@@ -1,4 +1,4 @@
-"""Data files: parquet, json and jsonl, as rows that know where they come from."""
+"""Read data files (parquet, json, jsonl), with error messages that name file, row and column."""
 
 from __future__ import annotations
 
@@ -19,16 +19,10 @@ Row = dict[str, Any]
 
 
 class DataFile:
-    """The rows of one file.
+    """The rows of one parquet, json or jsonl file; it must have at least one.
 
-    Parquet stays columnar, and a row becomes Python objects when it is asked for; json and jsonl
-    are read by Python's own parser, so numbers, dates and mixed types come out as they stand.
-
-    Args:
-        path: an existing file that ends in one of ``SUFFIXES``.
-
-    Raises:
-        DataError: the file cannot be read, is not what its name says, or has no rows.
+    Parquet stays columnar, and rows are converted to Python objects on access. Json and jsonl are read by Python's own
+    parser, which keeps numbers, dates and mixed types as they are written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,14 +75,11 @@ class DataFile:
 
 
 def open_files(paths: str | Sequence[str], setting: str) -> list[DataFile]:
-    """Open every file that ``paths`` names, in order.
+    """Open all files that ``paths`` names, in order; each path must match a usable file.
 
     Args:
         paths: one path or several; ``~``, ``$VARIABLES`` and globs (sorted) are expanded.
-        setting: the configuration key that the paths come from, for error messages.
-
-    Raises:
-        DataError: a path names no file, or a file cannot be used.
+        setting: the configuration key that holds the paths, for error messages.
     """
     names = [paths] if isinstance(paths, str) else list(paths)
     if not names:
@@ -97,31 +88,27 @@ def open_files(paths: str | Sequence[str], setting: str) -> list[DataFile]:
 
 
 def require_columns(files: Sequence[DataFile], wanted: dict[str, str]) -> None:
-    """Check that every file has the columns.
-
-    Args:
-        files: opened files.
-        wanted: column name to what names it: ``{"prompt": "data.prompt_key"}``.
-
-    Raises:
-        DataError: a column is missing; names the columns that the file has.
-    """
+    """Check that every file has the columns, given as column name to setting: ``{"prompt": "data.prompt_key"}``."""
     for file in files:
         for column, source in wanted.items():
             if column not in file.columns:
+                remedy = (
+                    f"Set {source} to the column that holds it, or rename the column."
+                    if source.startswith("data.")
+                    else "Add the column; `examples/data_preprocess` shows how the files are made."
+                )
                 raise DataError(
-                    f"{file.path} has no column '{column}' ({source}). "
-                    f"Its columns: {', '.join(file.columns)}. {_remedy(source)}"
+                    f"{file.path} has no column '{column}' ({source}). Its columns: {', '.join(file.columns)}. {remedy}"
                 )
 
 
 def choose_rows(files: Sequence[DataFile], max_samples: int, shuffle: bool, seed: int | None) -> list[tuple[int, int]]:
-    """Which rows a data set keeps, as (number of the file, number of the row).
+    """Choose the rows of a data set, as (file number, row number).
 
     Args:
         files: opened files.
-        max_samples: how many rows to keep; -1, 0 or more than there are keeps all.
-        shuffle: keep a random choice, not the first.
+        max_samples: number of rows to keep; -1, 0 or at least as many as there are keeps all, in order.
+        shuffle: choose rows at random, in random order, instead of the first ones.
         seed: of that choice; None is 1.
     """
     rows = [(f, r) for f, file in enumerate(files) for r in range(len(file))]
@@ -131,12 +118,6 @@ def choose_rows(files: Sequence[DataFile], max_samples: int, shuffle: bool, seed
         return rows[:max_samples]
     chosen = np.random.default_rng(1 if seed is None else seed).choice(len(rows), size=max_samples, replace=False)
     return [rows[number] for number in chosen]
-
-
-def _remedy(source: str) -> str:
-    if source.startswith("data."):
-        return f"Set {source} to the column that holds it, or rename the column."
-    return "Add the column; `examples/data_preprocess` shows how the files are made."
 
 
 def _expand(name: str, setting: str) -> list[Path]:
@@ -166,6 +147,7 @@ def _read_parquet(path: Path) -> Any:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    # Without checksums, flipped bits may decode to wrong values.
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -181,7 +163,7 @@ def _read_parquet(path: Path) -> Any:
 
 
 def _damaged_rows(file: Any) -> str:
-    """Which rows are in the first row group that cannot be read, and which column."""
+    """The rows and the column of the first row group that cannot be read, for an error message."""
     import pyarrow as pa
 
     first = 0

@@ -1,4 +1,4 @@
-"""What is in a data set, before a run spends anything on it."""
+"""Statistics and samples of a data set, collected before a run starts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BINS = 10
 
 
 class Inspectable(Protocol):
-    """What the data sets of this package have in common."""
+    """Interface of the data sets that can be inspected; all of this package implement it."""
 
     files: list[DataFile]
     rows: list[tuple[int, int]]
@@ -36,7 +36,7 @@ class Inspectable(Protocol):
         ...
 
     def sequences(self, item: int) -> Sequence[tuple[list[int], list[int]]]:
-        """Token ids and loss mask of each sequence of an item, before any cut."""
+        """Token ids and loss mask of each sequence of an item, before truncation."""
         ...
 
 
@@ -46,7 +46,7 @@ class Sample:
 
     title: str
     runs: list[tuple[bool, str]]
-    """Text, and whether it is trained on, in order."""
+    """Consecutive pieces of text, each with whether it is trained on."""
     tokens: int
     trained: int
 
@@ -58,37 +58,37 @@ class DataReport:
     name: str
     rows: int
     limit: int
-    """Longest sequence that is kept whole."""
+    """Length of the longest sequence that is not truncated, in tokens."""
     sources: dict[str, int]
     """Rows by data source, or by file where rows name no source."""
     gaps: dict[str, int]
-    """Column → rows without a value in it."""
+    """Number of rows without a value, by column; only columns with gaps."""
     lengths: list[int]
-    """Tokens of each row; of a pair the longer side."""
+    """Tokens of each row; for a pair, of the longer side."""
     too_long: list[int]
-    """Rows that are longer than the limit, the longest first."""
+    """Rows longer than the limit, the longest first."""
     trained: float
-    """Share of the tokens that are trained on, after the cut."""
+    """Share of the tokens that are trained on, after truncation."""
     untrained: list[int]
-    """Rows of which the cut leaves nothing to learn."""
+    """Rows left without any token to train on by truncation."""
     duplicates: list[tuple[int, int]]
-    """Rows that repeat an earlier one, and which."""
+    """Rows that repeat an earlier one, with that row."""
     unusable: list[tuple[int, str]]
-    """Rows that a run would stop at, and its words."""
+    """Rows at which a run would stop, with its error message."""
     samples: list[Sample]
     places: dict[int, str] = field(default_factory=dict)
-    """File and row of the items that are named above."""
+    """File and row of the items that the report mentions."""
     texts: set[str] = field(default_factory=set, repr=False)
 
 
 def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) -> DataReport:
-    """Read every row as a run would.
+    """Read every row as a run would, and report.
 
     Args:
         dataset: opened so that it refuses no row for its length.
-        name: of the setting that the files come from.
-        limit: longest sequence that is kept whole.
-        filters: rows that are longer are left out, so they need not be readable.
+        name: the setting that names the files, for the report.
+        limit: length of the longest sequence that is not truncated, in tokens.
+        filters: the run leaves out longer rows, so they are not read.
     """
     rows = range(len(dataset))
     texts = [dataset.texts(item) for item in rows]
@@ -111,7 +111,9 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
             tokens += int(read["attention_mask"].sum())
             if not count:
                 untrained.append(item)
-    duplicates = _duplicates(["\0".join(sides) for sides in texts])
+    first: dict[str, int] = {}
+    written = ["\0".join(sides) for sides in texts]
+    duplicates = [(item, first[text]) for item, text in enumerate(written) if first.setdefault(text, item) != item]
     bad = {item for item, _ in unusable}
     kept = [item for item in rows if lengths[item] <= limit and item not in bad]
     named = {
@@ -134,12 +136,12 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
         untrained=untrained,
         samples=[sample for item in _chosen(kept, lengths) for sample in _samples(dataset, item)],
         places={item: dataset.place(item) for item in named},
-        texts={"\0".join(sides) for sides in texts},
+        texts=set(written),
     )
 
 
 def histogram(values: Sequence[int], bins: int = BINS) -> list[tuple[int, int, int]]:
-    """(first, last, count) of bins of equal width over whole numbers; never more bins than there are numbers.
+    """Count integers in at most ``bins`` bins of equal width, as (first, last, count).
 
     >>> histogram([1, 2, 2, 9], bins=3)
     [(1, 3, 3), (4, 6, 0), (7, 9, 1)]
@@ -164,15 +166,13 @@ def quantiles(values: Sequence[int]) -> Mapping[str, float]:
 
 
 def mask_runs(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[tuple[bool, str]]:
-    """The text of a sequence in pieces that are trained on or are not.
-
-    A piece is decoded as a whole, so that characters of several tokens stay whole.
-    """
+    """Decode a sequence in pieces, each with whether it is trained on."""
     runs: list[tuple[bool, list[int]]] = []
     for token, learn in zip(ids, mask, strict=True):
         if not runs or runs[-1][0] != bool(learn):
             runs.append((bool(learn), []))
         runs[-1][1].append(token)
+    # A piece is decoded as a whole, since a character may consist of several tokens.
     return [(learn, tokenizer.decode(tokens, skip_special_tokens=False)) for learn, tokens in runs]
 
 
@@ -197,13 +197,8 @@ def _gaps(dataset: Inspectable) -> dict[str, int]:
     return {column: count for column, count in gaps.items() if count}
 
 
-def _duplicates(texts: Sequence[str]) -> list[tuple[int, int]]:
-    first: dict[str, int] = {}
-    return [(item, first[text]) for item, text in enumerate(texts) if first.setdefault(text, item) != item]
-
-
 def _chosen(kept: Sequence[int], lengths: Sequence[int]) -> list[int]:
-    """The first row, the shortest and the longest."""
+    """The first, the shortest and the longest row."""
     if not kept:
         return []
     by_length = sorted(kept, key=lambda item: lengths[item])

@@ -1,46 +1,37 @@
-r"""Which tokens of a conversation the assistant wrote.
+r"""Loss mask of a conversation: which tokens the assistant wrote.
 
-The template renders the whole conversation once, and those ids are what is trained on. In it, the
-turn of an assistant begins where the prompt ends that the model would be given (the messages before
-it, with the generation prompt), and ends with its end-of-turn token::
+The chat template renders the whole conversation once; those token ids are trained on. An assistant's turn begins after
+the prompt that the model would get for it (the earlier messages with the generation prompt) and ends with its
+end-of-turn token::
 
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
                                                          └──── loss ───┘
 
-What follows that token (here a newline) is written by the template, never by the model. At both ends
-of a turn the text so far, tokenized by itself, must be a prefix of the whole, token by token: then
-training sees exactly what a rollout sees.
+What follows that token (here a newline) is written by the template, never by the model. At both ends of a turn, the
+text so far must tokenize alone to a prefix of the whole's tokens; then training sees the same tokens as a rollout.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message, encode, render
+from verl.utils.dataset.chat import Message, common_prefix_length, encode, render
 
 
 def mask_assistant(
     messages: list[Message], tokenizer: Any, place: str, strict: bool = True, first: int = 0, **template_kwargs: Any
 ) -> tuple[list[int], list[int]]:
-    """Token ids of a conversation, and 1 for those that the assistant wrote.
+    """Tokenize a conversation; return its ids and a mask of equal length, 1 for the assistant's tokens.
 
     Args:
         messages: checked messages.
         tokenizer: has a chat template.
         place: file and row, for error messages.
-        strict: refuse a conversation in which the prompt of a turn is no prefix of the whole, as text or
-            as tokens. Otherwise turns are found by their header, and borders inside a token are
-            moved to the token's end.
-        first: the message from which on the assistant's turns count; those before it are context.
-        template_kwargs: variables of the template: tools, enable_thinking, ...
-
-    Returns:
-        ids and mask, lists of one length.
-
-    Raises:
-        DataError: the template refuses the messages, a turn cannot be found, or ``strict`` is violated.
+        strict: refuse a conversation in which the prompt of a turn is not a prefix of the whole, as text or as tokens.
+            Otherwise turns are found by their header, and a boundary inside a token is moved to the token's end.
+        first: number of the first message whose turn may be trained on; earlier ones are context.
+        template_kwargs: template variables: tools, enable_thinking, ...
     """
     whole = render(messages, tokenizer, place, **template_kwargs)
     ids = encode(whole, tokenizer)
@@ -54,18 +45,14 @@ def mask_assistant(
         start = _turn_start(messages[:number], whole, cursor, tokenizer, where, strict and counts, template_kwargs)
         cursor = _turn_end(messages[: number + 1], whole, start, tokenizer, where, template_kwargs)
         if counts:
-            begin = _border(whole[:start], ids, tokenizer, where, strict)
-            end = _border(whole[:cursor], ids, tokenizer, where, strict)
+            begin = _tokens_of_prefix(whole[:start], ids, tokenizer, where, strict)
+            end = _tokens_of_prefix(whole[:cursor], ids, tokenizer, where, strict)
             mask[begin:end] = [1] * (end - begin)
     return ids, mask
 
 
 def require_learnable(messages: list[Message], place: str) -> None:
-    """Check that there is an assistant's turn, and something before the first of them.
-
-    Raises:
-        DataError: there is nothing to learn, or no prompt that leads to it.
-    """
+    """Check that there is an assistant's turn, and that the first message, its prompt, is not one."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles:
         raise DataError(f"{place}: no message has the role 'assistant', so there is nothing to learn (roles {roles}).")
@@ -83,7 +70,7 @@ def _turn_start(
     if whole.startswith(prompt) and len(prompt) >= cursor:
         return len(prompt)
     if strict:
-        common = _agreement(whole, prompt)
+        common = common_prefix_length(whole, prompt)
         raise DataError(
             f"{place}: the chat template writes the prompt of this turn otherwise than the whole conversation. "
             f"They part at {prompt[common : common + 40]!r} and {whole[common : common + 40]!r}. The model would be "
@@ -91,15 +78,15 @@ def _turn_start(
             "data.ignore_input_ids_mismatch=true to train on it as the template writes the whole."
         )
     header = prompt[len(render(before, tokenizer, place, **kwargs)) :]
-    # A template may put a thought into the header that it leaves out of finished turns: its first line will do.
+    # A template may put an empty thought into the header that it omits from finished turns: try the first line alone.
     found = {text: whole.find(text, cursor) for text in (header, header.split("\n")[0] + "\n") if text.strip()}
     places = [(at, -len(text)) for text, at in found.items() if at >= 0]
-    # The thought may begin on the first line, right after a token that opens the turn.
+    # The thought may start on the first line, right after the token that opens the turn.
     opening = max((token for token in _special_tokens(tokenizer) if header.startswith(token)), key=len, default="")
     if not places and opening and (at := whole.find(opening, cursor)) >= 0:
         return at + len(opening)
     if places:
-        at, length = min(places)  # the first, and of two at one place the longer
+        at, length = min(places)  # the earliest match; of two at one place the longer
         return at - length
     raise DataError(
         f"{place}: the header {header!r} of this turn is not in the conversation as the template writes it."
@@ -114,7 +101,7 @@ def _turn_end(
     mark = max((token for token in _special_tokens(tokenizer) if stripped.endswith(token)), key=len, default="")
     if whole.startswith(closed):
         return len(stripped) if mark else len(closed)
-    # Later turns can change how earlier ones are written (thoughts are left out); their end mark stays.
+    # Templates may render earlier turns differently once later ones follow (without thoughts), but keep the end mark.
     found = whole.find(mark, start) if mark else -1
     if found < 0:
         raise DataError(f"{place}: the end of this turn is not in the conversation as the template writes it.")
@@ -125,11 +112,11 @@ def _special_tokens(tokenizer: Any) -> list[str]:
     return [token.content for token in tokenizer.added_tokens_decoder.values()]
 
 
-def _border(text: str, ids: list[int], tokenizer: Any, place: str, strict: bool) -> int:
-    """How many of ``ids`` belong to ``text``, the beginning of the conversation."""
+def _tokens_of_prefix(text: str, ids: list[int], tokenizer: Any, place: str, strict: bool) -> int:
+    """How many of ``ids`` belong to ``text``, a prefix of the conversation."""
     beginning = encode(text, tokenizer)
     if strict and ids[: len(beginning)] != beginning:
-        first = _agreement(ids, beginning)
+        first = common_prefix_length(ids, beginning)
         raise DataError(
             f"{place}: the text up to a border of this turn tokenizes otherwise alone than within the whole, from "
             f"token {first} on: {tokenizer.convert_ids_to_tokens(beginning[first : first + 4])} and "
@@ -138,8 +125,3 @@ def _border(text: str, ids: list[int], tokenizer: Any, place: str, strict: bool)
             "border."
         )
     return min(len(beginning), len(ids))
-
-
-def _agreement(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How long two sequences agree."""
-    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

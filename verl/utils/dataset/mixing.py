@@ -1,4 +1,4 @@
-"""Several sources in one run, each with its share."""
+"""Mix several data sources in one run by weight (``data.source_weights``)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,22 @@ from typing import Any
 
 import numpy as np
 
+from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.utils.dataset.sampler import BatchSampler, require_rows, seeded_permutation
-from verl.utils.registry import suggest
 
 
 class WeightedSources(BatchSampler):
-    """Batches that hold each source in proportion to its weight.
+    """Batches that hold each source in proportion to its weight in ``data.source_weights``.
 
-    Stratified: a source with share s of the weights has floor(B s) or ceil(B s) rows in a batch of B,
-    and B s on average (systematic sampling: one uniform number per batch decides which sources
-    round up). Independent draws would have the same mean and a variance of B s (1 - s) on top.
+    Stratified by systematic sampling: a source with share s has floor(B s) or ceil(B s) rows in a batch of B, and B s
+    on average. (Independent draws would have the same mean, with variance B s (1 - s).)
 
-    A source is read in epochs of its own, each a seeded shuffle (or the file's order without
-    ``data.shuffle``), so no row comes a second time before every row of its source came once. A
-    small source with a large weight is therefore repeated, and a large one with a small weight is
-    not finished in one epoch of the run, which is as long as the data set.
+    Each source is read in its own epochs, as a seeded shuffle, or in file order without ``data.shuffle``: no row
+    repeats before every row of its source came once. So a small source with a large weight repeats, and a large one
+    with a small weight is not finished in one epoch of the run, which is as long as the data set.
 
-    Args:
-        data_source: has ``sources()``, the source of every row in order.
-        data_config: ``source_weights`` (source to weight >= 0), ``shuffle``, ``seed`` and the batch size.
-
-    Raises:
-        ConfigError: weights and data do not name the same sources.
+    The data set must have ``sources()``, the source of every row in order, and name the same sources as the weights.
     """
 
     def __init__(self, data_source: Sized, data_config: Any) -> None:
@@ -44,28 +37,24 @@ class WeightedSources(BatchSampler):
         self._read_sources()
         self.shares = {name: weight / sum(self.weights.values()) for name, weight in self.weights.items() if weight > 0}
         self.streams = {name: {"epoch": 0, "yielded": 0, "length": len(self.rows[name])} for name in self.shares}
-        """Of each source: which of its epochs is read, how much of it was, and how many rows that epoch has."""
+        """For each source: its current epoch, rows read of it, and the epoch's length."""
         self._orders: dict[str, tuple[tuple[int, int], list[int]]] = {}
 
     def draw(self) -> list[int]:
-        """The rows of a batch, sources mixed."""
+        """Draw the rows of a batch, sources interleaved at random."""
         generator = np.random.default_rng([self.seed, self.batches])
         counts = round_shares(list(self.shares.values()), self.batch_size, float(generator.random()))
         rows = [iter(self._next(name, count)) for name, count in zip(self.shares, counts, strict=True)]
-        # The sources change places, the rows of one source keep their order.
+        # Only the sequence of sources is shuffled; rows of one source keep their order.
         sources = generator.permutation(np.repeat(np.arange(len(counts)), counts))
         return [next(rows[source]) for source in sources]
 
     def progress(self) -> dict[str, Any]:
-        """Where each source stands."""
+        """The position in each source."""
         return {name: dict(stream) for name, stream in self.streams.items()}
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Go on from a saved :meth:`progress`.
-
-        Raises:
-            ConfigError: the run had other sources.
-        """
+        """Restore a saved :meth:`progress`; a ``ConfigError`` if the sources differ. Weights may change."""
         if progress.keys() != self.streams.keys():
             raise ConfigError(
                 f"data.source_weights names {', '.join(self.streams)}, and the checkpoint was made with "
@@ -77,7 +66,7 @@ class WeightedSources(BatchSampler):
         stream, taken = self.streams[name], []
         while len(taken) < count:
             if stream["yielded"] == stream["length"]:
-                self._read_sources()  # rows that the data set gained come in here
+                self._read_sources()  # a growing data set may have new rows
                 stream.update(epoch=stream["epoch"] + 1, yielded=0, length=len(self.rows[name]))
             rows = self._order(name, stream["epoch"], stream["length"])
             part = rows[stream["yielded"] : stream["yielded"] + count - len(taken)]
@@ -100,7 +89,8 @@ class WeightedSources(BatchSampler):
             require_rows(rows, length)
         if not self.shuffle:
             return rows[:length]
-        number = sorted(self.shares).index(name)  # so that sources of one size are not shuffled alike
+        # A seed per source (distinct for up to 1009 of them), so that sources of one size get different orders.
+        number = sorted(self.shares).index(name)
         return [rows[place] for place in seeded_permutation(length, self.seed * 1009 + number, epoch)]
 
     def _read_sources(self) -> None:
@@ -111,33 +101,24 @@ class WeightedSources(BatchSampler):
 
 
 def round_shares(shares: Sequence[float], size: int, uniform: float) -> list[int]:
-    """Counts that add up to ``size``, each the floor or the ceiling of ``share * size``.
+    """Round ``share * size`` down or up, so that the counts add up to ``size``.
 
-    Systematic sampling: with C_s the running sum of the exact counts, source s gets
-    floor(C_s + u) - floor(C_(s-1) + u). For u uniform in [0, 1) the mean is exact.
+    Systematic sampling: with C_s the running sum of the exact counts, source s gets floor(C_s + u) - floor(C_(s-1) +
+    u). For u = ``uniform`` from [0, 1) the mean is exact. The shares must add up to 1.
 
     >>> round_shares([0.5, 0.25, 0.25], 6, uniform=0.6)
     [3, 2, 1]
-
-    Args:
-        shares: add up to 1.
-        size: of the batch.
-        uniform: in [0, 1).
     """
     edges = np.cumsum([0.0, *shares]) * size
     edges[-1] = size
-    # Sums of floats miss an integer by some ulps, which would move a floor by one.
+    # A float sum may miss an integer by some ulps, which would change its floor by one.
     near = np.round(edges)
     edges = np.where(np.abs(edges - near) < 1e-9 * max(1, size), near, edges)
     return np.diff(np.floor(edges + min(uniform, 1 - 1e-9))).astype(int).tolist()
 
 
 def check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:
-    """Check that the weights speak of the sources that there are.
-
-    Raises:
-        ConfigError: a source is unknown, has no weight, or no weight is positive.
-    """
+    """Check that weights and data name the same sources, and that a weight is positive, else ``ConfigError``."""
     unknown = [name for name in weights if name not in sources]
     if unknown:
         raise ConfigError(

@@ -1,64 +1,68 @@
-"""Conversations for supervised training, with the loss on what the assistant says."""
+"""Conversations for supervised training, with the loss on the assistant's turns."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from verl.config import SFTDataConfig
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths, truncate
+from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
-
-if TYPE_CHECKING:
-    from verl.trainer.config import SFTDataConfig
 
 Item = dict[str, torch.Tensor]
 
 
 class MultiTurnSFTDataset(Dataset):
-    """Conversations as token ids and the mask of the tokens to learn.
+    """Conversations as token ids with a loss mask.
 
-    ``loss_mask`` is 1 on what the model would have to write: each assistant turn after its header,
-    up to and with its end-of-turn token (see :mod:`verl.utils.dataset.loss_mask`).
+    ``loss_mask`` is 1 on each assistant turn after its header, the end-of-turn token included (see
+    :mod:`verl.utils.dataset.loss_mask`).
 
-    An item holds ``input_ids``, ``attention_mask``, ``position_ids`` and ``loss_mask``, int64, of
-    shape (max_length,), padded at the right, or, with ``pad_mode=no_padding``, as long as the
-    conversation is. Columns of the file: ``data.messages_key``, and, if they are there,
+    An item holds ``input_ids``, ``attention_mask``, ``position_ids`` and ``loss_mask``, int64 of shape (max_length,),
+    right-padded, or unpadded with ``pad_mode=no_padding``. Columns of the file: ``data.messages_key``, and optionally
     ``data.tools_key`` (a list, or its JSON text) and ``data.enable_thinking_key``.
 
     Args:
-        data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.
+        parquet_files: one path or several (json and jsonl too); globs, ``~`` and ``$VARIABLES`` are expanded.
         tokenizer: has a chat template and a pad token.
-        config: the ``data`` section of a supervised run.
-        max_samples: keep only so many conversations, -1 for all: a random choice that depends on
-            ``data.seed`` alone if ``data.shuffle``, else the first.
+        config: the ``data`` section of a supervised run, or a mapping with any part of it.
+        processor: multi-modal processor; unused, rows with media are refused.
+        max_samples: number of conversations to keep, -1 for all: a random choice by ``data.seed`` if ``data.shuffle``,
+            else the first.
 
     Raises:
-        DataError: a file or a row cannot be used, or ``data.truncation`` is ``error`` and a conversation is
-            longer than ``data.max_length``.
+        DataError: a file or a row cannot be used, or ``data.truncation`` is ``error`` and a conversation is longer than
+            ``data.max_length``.
         ConfigError: the tokenizer has no chat template.
     """
 
     def __init__(
-        self, data_files: str | Sequence[str], tokenizer: Any, config: SFTDataConfig, max_samples: int = -1
+        self,
+        parquet_files: str | Sequence[str],
+        tokenizer: Any,
+        config: SFTDataConfig | Mapping[str, Any],
+        processor: Any = None,
+        max_samples: int = -1,
     ) -> None:
         require_usable(tokenizer)
         self.tokenizer = tokenizer
-        self.config = config
-        self.files: list[DataFile] = open_files(data_files, "data.train_files or data.val_files")
+        self.config = config = SFTDataConfig.of(config)
+        self.files: list[DataFile] = open_files(parquet_files, "data.train_files or data.val_files")
         require_columns(self.files, self.needed_columns())
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_conversations()
 
     def needed_columns(self) -> dict[str, str]:
-        """Columns that every file must have, each with the key that names it."""
+        """Required columns, each with the setting that names it."""
         return {self.config.messages_key: "data.messages_key"}
 
     def conversation(self, row: Row, place: str) -> list[Message]:
@@ -71,7 +75,7 @@ class MultiTurnSFTDataset(Dataset):
     def __getitem__(self, item: int) -> Item:
         place = self.place(item)
         [(ids, mask)] = self.sequences(item)
-        # One list, so that ids and mask are cut at the same places.
+        # Cut as pairs, so that ids and mask lose the same places.
         pairs = truncate(
             list(zip(ids, mask, strict=True)), self.config.max_length, self.config.truncation, place, "data.max_length"
         )
@@ -84,13 +88,13 @@ class MultiTurnSFTDataset(Dataset):
         return self._locate(item)[0]
 
     def texts(self, item: int) -> list[str]:
-        """The conversation as the chat template writes it, in a list of one."""
+        """The rendered conversation, in a list of one."""
         place, row = self._locate(item)
         kwargs = self._template_kwargs(row, place)
         return [render(self.conversation(row, place), self.tokenizer, place, **kwargs)]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
-        """Token ids and loss mask before any cut, in a list of one."""
+        """Token ids and loss mask before truncation, in a list of one."""
         place, row = self._locate(item)
         sequence = mask_assistant(
             self.conversation(row, place),
@@ -116,14 +120,17 @@ class MultiTurnSFTDataset(Dataset):
         return kwargs
 
     def _check_conversations(self) -> None:
-        """Every message of every row; and every length, unless long conversations are to be cut."""
+        """Check the messages of every row, and the lengths if ``data.truncation`` is ``error``."""
         measure = self.config.truncation == "error"
         texts: list[str] = []
+        checks = ContentChecks(self.tokenizer, "conversations")
         for place, row in map(self._locate, range(len(self))):
             messages = self.conversation(row, place)
             require_learnable(messages, place)
+            checks.conversation(messages, place)
             if measure:
                 texts.append(render(messages, self.tokenizer, place, **self._template_kwargs(row, place)))
+        checks.report()
         limit = self.config.max_length
         too_long = [(n, item) for item, n in enumerate(token_lengths(texts, self.tokenizer)) if n > limit]
         if too_long:
@@ -146,7 +153,7 @@ def _tools(value: Any, place: str) -> list[Any]:
 
 
 def right_pad(ids: torch.Tensor, loss_mask: torch.Tensor, length: int, pad_token_id: int) -> Item:
-    """A sequence at the left of ``length`` places, with the mask and positions that belong to it."""
+    """Right-pad a sequence to ``length``, with attention mask and position ids."""
     padding = (0, length - len(ids))
     attention_mask = torch.nn.functional.pad(torch.ones_like(ids), padding)
     return {
@@ -160,12 +167,12 @@ def right_pad(ids: torch.Tensor, loss_mask: torch.Tensor, length: int, pad_token
 def sft_collate_fn(
     tokenizer: Any, config: SFTDataConfig
 ) -> Callable[[list[Item]], dict[str, torch.Tensor | np.ndarray]]:
-    """The function that pads rows of a supervised data set to the longest among them and stacks them."""
+    """Return a collate function that right-pads items to the longest and stacks them."""
     return functools.partial(pad_to_longest, pad_token_id=tokenizer.pad_token_id)
 
 
 def pad_to_longest(items: list[Item], pad_token_id: int) -> dict[str, torch.Tensor | np.ndarray]:
-    """Items of a supervised data set to columns of shape (bsz, longest)."""
+    """Collate items into columns of shape (bsz, longest)."""
     longest = max(len(item["input_ids"]) for item in items)
     padded = [right_pad(item["input_ids"], item["loss_mask"], longest, pad_token_id) for item in items]
     return {key: torch.stack([item[key] for item in padded]) for key in padded[0]}

@@ -1,28 +1,30 @@
-"""Prompts for reinforcement learning: files to rows of token ids, rows to a batch.
+"""Prompts for RL: file rows to token ids, items to batches.
 
-A row of the file (``prompt`` is required; the rest goes along)::
+Columns of a file (only ``prompt`` is required; others are passed on)::
 
-    data_source   str                      which scorer and which validation metric it belongs to
+    data_source   str                      selects the scorer and the validation metric
     prompt        [{role, content}, ...]   or a plain string: one user message
-    reward_model  {style, ground_truth}    what the scorer compares with
-    extra_info    {index, split, ...}      anything; tools_kwargs and interaction_kwargs live here
+    reward_model  {style, ground_truth}    reference for the scorer
+    extra_info    {index, split, ...}      free; also holds tools_kwargs and interaction_kwargs
 
-The keys ``data.prompt_key`` and ``data.reward_fn_key`` map the first two to other column names.
+``data.reward_fn_key`` and ``data.prompt_key`` select other column names for the first two.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
+from verl.config import DataConfig
 from verl.errors import DataError
+from verl.schema import COLUMNS
 from verl.utils.dataset.chat import (
     Message,
     as_messages,
@@ -33,52 +35,48 @@ from verl.utils.dataset.chat import (
     token_lengths,
     truncate,
 )
+from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
-
-if TYPE_CHECKING:
-    from verl.trainer.config import DataConfig
 
 logger = logging.getLogger(__name__)
 
-MADE_HERE = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "raw_prompt",
-    "raw_prompt_ids",
-    "full_prompts",
-    "row_index",
-    # of the steps after this one, which would find the file's instead of their own
-    "uid",
-    "sample_index",
-    "response_mask",
-    "finish_reason",
-    "weight_version",
-    "reward_status",
+OF_DATA = (
+    "data_source",
+    "ability",
+    "reward_model",
+    "extra_info",
+    "index",
+    "agent_name",
+    "tools_kwargs",
+    "interaction_kwargs",
+    "ground_truth_answers",
 )
+"""Columns of a batch that may come from a file."""
+FOR_AGENTS = ("tools_kwargs", "interaction_kwargs")
+"""Columns for agent loops, from ``extra_info`` or a column of the file; carried along."""
+MADE_HERE = {*COLUMNS, "raw_prompt_ids", "full_prompts", "reward_status"} - set(OF_DATA)
+"""Columns that a run makes itself, and would otherwise find with the file's values."""
 UNKNOWN_SOURCE = "unknown"
 
 
 class RLHFDataset(Dataset):
     """Prompts, tokenized and left-padded to ``data.max_prompt_length``.
 
-    Everything that can be wrong with a file is said when it is opened: the messages of every row
-    are checked, and, unless prompts are to be cut (``data.truncation`` of left, right, middle
-    without the filter), every prompt is measured, so that no run stops half-way at a long one.
+    Data errors are raised on opening, so that no run stops half-way: the messages of every row are checked, and every
+    prompt's length is measured (unless ``data.truncation`` cuts long prompts and the filter is off).
 
-    An item holds ``input_ids``, ``attention_mask``, ``position_ids`` (each (max_prompt_length,)
-    int64), ``index`` (``extra_info.index``, or ``row_index``), ``row_index`` (the item's number),
-    ``data_source``, ``extra_info``, ``tools_kwargs``, ``interaction_kwargs``, every other column of
-    the file as it stands, and by config ``raw_prompt`` (messages), ``raw_prompt_ids`` (unpadded),
-    ``full_prompts`` (text).
+    An item holds ``input_ids``, ``attention_mask``, ``position_ids`` (each (max_prompt_length,) int64), ``index``
+    (``extra_info.index``, else a column ``index`` of the file, else ``row_index``), ``row_index`` (the item's number),
+    ``data_source``, ``extra_info``, ``tools_kwargs``, ``interaction_kwargs``, every other column of the file unchanged,
+    and by config ``raw_prompt`` (messages), ``raw_prompt_ids`` (unpadded), ``full_prompts`` (text).
 
     Args:
         data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.
         tokenizer: has a chat template and a pad token.
-        config: the ``data`` section.
-        processor: multi-modal processor; not used yet, and rows with media are refused.
-        max_samples: keep only so many prompts, -1 for all: a random choice that depends on
-            ``data.seed`` alone if ``data.shuffle``, else the first.
+        config: the ``data`` section, or a mapping with any part of it.
+        processor: multi-modal processor; unused, rows with media are refused.
+        max_samples: number of prompts to keep, -1 for all: a random choice by ``data.seed`` if ``data.shuffle``, else
+            the first.
 
     Raises:
         DataError: a file or a row cannot be used.
@@ -89,13 +87,13 @@ class RLHFDataset(Dataset):
         self,
         data_files: str | Sequence[str],
         tokenizer: Any,
-        config: DataConfig,
+        config: DataConfig | Mapping[str, Any],
         processor: Any = None,
         max_samples: int = -1,
     ) -> None:
         require_usable(tokenizer)
         self.tokenizer = tokenizer
-        self.config = config
+        self.config = config = DataConfig.of(config)
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
         self.files = open_files(data_files, "data.train_files or data.val_files")
         require_columns(self.files, {config.prompt_key: "data.prompt_key"})
@@ -103,6 +101,7 @@ class RLHFDataset(Dataset):
             require_columns(self.files, {config.reward_fn_key: "data.reward_fn_key"})
         self._refuse_unusable_columns()
         self.columns = list(dict.fromkeys(name for file in self.files for name in file.columns))
+        self.checks = ContentChecks(tokenizer, "prompts")
         self.rows: list[tuple[int, int]] = []
         self.rows = self._usable(choose_rows(self.files, max_samples, config.shuffle, config.seed))
 
@@ -131,11 +130,11 @@ class RLHFDataset(Dataset):
         return messages, render(messages, self.tokenizer, place, add_generation_prompt=True, **self.template_kwargs)
 
     def texts(self, item: int) -> list[str]:
-        """The prompt as the chat template writes it, in a list of one."""
+        """The rendered prompt, in a list of one."""
         return [self._prompt(self.source_row(item), self.place(item))[1]]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
-        """Token ids before any cut and what of them is trained on (nothing: it is a prompt), in a list of one."""
+        """Token ids before truncation and an all-zero loss mask, in a list of one."""
         ids = encode(self.texts(item)[0], self.tokenizer)
         return [(ids, [0] * len(ids))]
 
@@ -144,12 +143,12 @@ class RLHFDataset(Dataset):
         return self._place(self.rows[item])
 
     def source_row(self, item: int) -> Row:
-        """The row of the file, untouched."""
+        """The unchanged row of the file."""
         file, number = self.rows[item]
         return self.files[file].row(number)
 
     def source_column(self, name: str) -> Iterator[Any]:
-        """One column of the file, for every item in order."""
+        """One column of the files, for every item in order; None where a file lacks it."""
         return (value for _, value in self._column(name, self.rows))
 
     def sources(self) -> list[str]:
@@ -166,11 +165,11 @@ class RLHFDataset(Dataset):
             row.pop(key, None)
         row["extra_info"] = extra = row.get("extra_info") or {}
         row["data_source"] = row.get(self.config.reward_fn_key) or UNKNOWN_SOURCE
-        own_index = item if source.get("index") is None else source["index"]  # a column that pandas likes to write
+        own_index = item if source.get("index") is None else source["index"]  # pandas often writes such a column
         row["index"] = extra.get("index", own_index)
         row["row_index"] = item
-        row["tools_kwargs"] = extra.get("tools_kwargs") or {}
-        row["interaction_kwargs"] = extra.get("interaction_kwargs") or {}
+        for key in FOR_AGENTS:
+            row[key] = extra.get(key) or row.get(key) or {}
         return row
 
     # ---- checks at opening ----------------------------------------------------------------------
@@ -210,13 +209,18 @@ class RLHFDataset(Dataset):
 
     def _messages(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[str, list[Message]]]:
         for place, value in self._column(self.config.prompt_key, rows):
-            yield place, as_messages(value, place)
+            messages = as_messages(value, place)
+            self.checks.prompt(messages, place)
+            yield place, messages
 
     def _check_side_columns(self, rows: Sequence[tuple[int, int]]) -> None:
         key = self.config.reward_fn_key
         for place, source in self._column(key, rows):
             if source is not None and not isinstance(source, str):
-                raise DataError(f"{place}: {key} is {type(source).__name__} {source!r:.80}, not text.")
+                raise DataError(
+                    f"{place}: {key} is {type(source).__name__} {source!r:.80}, not text. It names the data source, "
+                    "by which a scorer is chosen."
+                )
         for place, extra in self._column("extra_info", rows):
             if extra and not isinstance(extra, dict):
                 raise DataError(f"{place}: extra_info is {type(extra).__name__} {extra!r:.80}, not a dict.")
@@ -227,7 +231,12 @@ class RLHFDataset(Dataset):
                 )
 
     def _usable(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Check the prompts of rows (number of the file, number of the row); those that the filter keeps."""
+        """Check the prompts of ``rows`` (pairs of file number and row number); return those that the filter keeps."""
+        kept = self._fitting(rows)
+        self.checks.report()
+        return kept
+
+    def _fitting(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
         config = self.config
         self._check_side_columns(rows)
         if not config.filter_overlong_prompts and config.truncation != "error":
@@ -265,7 +274,7 @@ class RLHFDataset(Dataset):
 
 
 def left_pad(ids: list[int], length: int, pad_token_id: int) -> dict[str, torch.Tensor]:
-    """Token ids on the right side of ``length`` places, with the mask and positions that belong to them.
+    """Left-pad token ids to ``length``, with attention mask and position ids.
 
     >>> left_pad([7, 8], 4, pad_token_id=0)
     {'input_ids': tensor([0, 0, 7, 8]), 'attention_mask': tensor([0, 0, 1, 1]), 'position_ids': tensor([0, 0, 0, 1])}
@@ -278,21 +287,52 @@ def left_pad(ids: list[int], length: int, pad_token_id: int) -> dict[str, torch.
     }
 
 
-def collate_fn(rows: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:
-    """Rows to columns: tensors are stacked, everything else becomes an array of objects.
+def collate_fn(data_list: list[Row]) -> dict[str, torch.Tensor | np.ndarray]:
+    """Turn items into columns: tensors are stacked to (bsz, ...), other values become object arrays (bsz,).
 
-    Args:
-        rows: items of one data set; all have the same keys.
-
-    Returns:
-        key to a tensor (bsz, ...) or an object array (bsz,), as ``DataProto.from_single_dict`` takes them.
+    Raises:
+        DataError: the items have different columns, or tensors of different shapes.
     """
     batch: dict[str, torch.Tensor | np.ndarray] = {}
-    for key in rows[0]:
-        values = [row[key] for row in rows]
+    for row in data_list:
+        if row.keys() != data_list[0].keys():
+            differing = ", ".join(sorted(row.keys() ^ data_list[0].keys()))
+            raise DataError(
+                f"some items of the data set have {differing} and some do not. Give None where there is no value."
+            )
+    for key in data_list[0]:
+        values = [row[key] for row in data_list]
         if isinstance(values[0], torch.Tensor):
+            if len({value.shape for value in values}) > 1:
+                shapes = ", ".join(sorted({str(tuple(value.shape)) for value in values}))
+                raise DataError(f"column '{key}' has tensors of the shapes {shapes}; pad the items to one length.")
             batch[key] = torch.stack(values)
         else:
             # np.array would turn lists of equal length into a matrix.
             batch[key] = np.fromiter(values, dtype=object, count=len(values))
     return batch
+
+
+def check_item(item: Any, dataset: str) -> None:
+    """Check an item of a data set of the user's own.
+
+    Args:
+        item: what ``dataset[0]`` gave.
+        dataset: name of its class, for the message.
+
+    Raises:
+        DataError: it is no dict, lacks one of the tensors of a prompt, or has a column that the run makes.
+    """
+    names = ("input_ids", "attention_mask", "position_ids")
+    if not isinstance(item, Mapping):
+        raise DataError(f"{dataset}: an item is {type(item).__name__}, not a dict of columns.")
+    tensors = {name for name, value in item.items() if isinstance(value, torch.Tensor)}
+    if missing := [name for name in names if name not in tensors]:
+        raise DataError(
+            f"{dataset}: an item has no tensor {', '.join(missing)}; it has {', '.join(map(str, item))}. A prompt is "
+            "input_ids, attention_mask and position_ids, int64 tensors padded on the left to one length: "
+            "verl.utils.dataset.rl_dataset.left_pad makes them from token ids."
+        )
+    made = {*MADE_HERE} - {*names, "raw_prompt", "raw_prompt_ids", "full_prompts", "row_index", "dummy_tensor"}
+    if taken := sorted(made & set(item)):
+        raise DataError(f"{dataset}: an item has {', '.join(taken)}, which the run makes itself. Rename it.")

@@ -1,4 +1,4 @@
-"""Pairs of a better and a worse response to one prompt, for reward models and for DPO."""
+"""Preference pairs (a chosen and a rejected response to one prompt) for reward models and DPO."""
 
 from __future__ import annotations
 
@@ -11,58 +11,57 @@ from torch.utils.data import Dataset
 
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths
+from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
 from verl.utils.dataset.multiturn_sft_dataset import Item, right_pad
 
 if TYPE_CHECKING:
-    from verl.trainer.config.data import PreferenceDataConfig
+    from verl.config import PreferenceDataConfig
 
 Side = tuple[list[int], list[int]]
-"""Token ids and loss mask, of one length."""
+"""Token ids and loss mask, of equal length."""
 
 
 class Pair(NamedTuple):
-    """Two conversations with the same beginning."""
+    """Two conversations that begin with the same prompt."""
 
     chosen: list[Message]
     rejected: list[Message]
     shared: int
-    """How many messages at the beginning are the prompt."""
+    """Number of leading messages that are the prompt."""
 
 
 class RMDataset(Dataset):
-    """Pairs as token ids, with the mask of the tokens of each response.
+    """Preference pairs as token ids with a mask of each response's tokens.
 
-    An item holds ``input_ids``, ``attention_mask``, ``position_ids`` and ``loss_mask``, int64, of
-    shape (2, length): row 0 is the chosen side and row 1 the rejected one, padded at the right to
-    the longer of the two. ``loss_mask`` is 1 on what the assistant wrote after the prompt, up to
-    and with its end-of-turn token; assistant turns inside the prompt are context.
+    An item holds ``input_ids``, ``attention_mask``, ``position_ids`` and ``loss_mask``, int64 of shape (2, length): row
+    0 is the chosen side, row 1 the rejected one, right-padded to the longer. ``loss_mask`` is 1 on the assistant's
+    tokens after the prompt, each turn's end-of-turn token included; assistant turns inside the prompt are context.
 
-    Columns: ``data.prompt_key`` is text or messages. ``data.chosen_key`` and ``data.rejected_key``
-    are text (one assistant turn), the messages that follow the prompt, or whole conversations that
-    begin with it. With ``data.prompt_key=null`` they are whole conversations, and what they share
-    at their beginning is the prompt. The last message must be the assistant's.
+    Columns: ``data.prompt_key`` is text or messages. ``data.chosen_key`` and ``data.rejected_key`` are text (one
+    assistant turn), the messages after the prompt, or whole conversations that begin with it. With
+    ``data.prompt_key=null`` they are whole conversations whose common beginning is the prompt. The last message must be
+    the assistant's.
 
-    A pair of which a side is longer than ``data.max_length`` is cut so that the cut itself does not
-    tell the sides apart:
+    ``data.truncation`` handles a pair with a side longer than ``data.max_length`` so that the cut does not reveal which
+    side is which:
 
-    * ``left``: both sides lose the same number of tokens at the beginning of their prompt, so the
-      contexts stay equal. A pair whose responses would be touched is refused.
-    * ``right``: a side that is too long loses its end, and the other side then loses its
-      end-of-turn token too, so neither looks finished. A pair whose responses agree as far as
-      they are kept is refused.
+    * ``left``: both sides lose the same number of tokens at the beginning of the prompt, so the contexts stay equal. A
+      pair whose responses would be cut is refused.
+    * ``right``: a side that is too long loses its end, and the other side its end-of-turn token, so neither looks
+      finished. A pair whose remaining responses are equal is refused.
     * ``error``: refused when the files are opened.
 
     Args:
         parquet_files: one path or several (json and jsonl too); globs, ``~`` and ``$VARIABLES`` are expanded.
         tokenizer: has a chat template and a pad token.
         config: the ``data`` section of a preference run.
-        max_samples: keep only so many pairs, -1 for all: a random choice that depends on
-            ``data.seed`` alone if ``data.shuffle``, else the first.
+        max_samples: number of pairs to keep, -1 for all: a random choice by ``data.seed`` if ``data.shuffle``, else the
+            first.
 
     Raises:
-        DataError: a file or a row cannot be used; a response is empty, or both are the same.
+        DataError: a file or a row cannot be used; a response is empty, or both are equal.
         ConfigError: the tokenizer has no chat template.
     """
 
@@ -104,14 +103,15 @@ class RMDataset(Dataset):
         return make_pair(self.files[file].row(number), self.config, self.place(item))
 
     def texts(self, item: int) -> list[str]:
-        """The chosen and the rejected side as the chat template writes them."""
-        pair, place = self.pair(item), self.place(item)
-        return [
-            render(messages, self.tokenizer, place, **self.template_kwargs) for messages in (pair.chosen, pair.rejected)
-        ]
+        """The chosen and the rejected side, rendered by the chat template."""
+        return self._rendered(self.pair(item), self.place(item))
+
+    def _rendered(self, pair: Pair, place: str) -> list[str]:
+        sides = (pair.chosen, pair.rejected)
+        return [render(messages, self.tokenizer, place, **self.template_kwargs) for messages in sides]
 
     def sequences(self, item: int) -> tuple[Side, Side]:
-        """Token ids and loss mask of the chosen and of the rejected side, before any cut."""
+        """Token ids and loss mask of the chosen and of the rejected side, before truncation."""
         pair, place = self.pair(item), self.place(item)
         chosen, rejected = (
             mask_assistant(
@@ -151,7 +151,7 @@ class RMDataset(Dataset):
         cut = []
         for ids, mask in (chosen, rejected):
             last = len(mask) - 1 - mask[::-1].index(1)  # the end-of-turn token
-            kept = min(limit, last)
+            kept = min(limit, last)  # also a side that fits loses it, so that neither looks finished
             cut.append((ids[:kept], mask[:kept]))
         begins = [mask.index(1) if 1 in mask else None for _, mask in cut]
         if None in begins or cut[0][0] == cut[1][0]:
@@ -169,13 +169,17 @@ class RMDataset(Dataset):
         )
 
     def _check_pairs(self) -> None:
-        """Every message of every pair, every length, and every cut that would be made."""
+        """Check the messages and lengths of every pair, and that each truncation is possible."""
         texts: list[str] = []
+        checks = ContentChecks(self.tokenizer, "pairs")
         for item in range(len(self)):
-            sides = self.texts(item)
+            pair, place = self.pair(item), self.place(item)
+            sides = self._rendered(pair, place)
             if sides[0] == sides[1]:
-                raise DataError(f"{self.place(item)}: the chat template writes both sides alike. Take the row out.")
+                raise DataError(f"{place}: the chat template writes both sides alike. Take the row out.")
             texts += sides
+            checks.conversation(pair.chosen + pair.rejected[pair.shared :], place)
+        checks.report()
         lengths = token_lengths(texts, self.tokenizer)
         longest = [max(lengths[2 * item : 2 * item + 2]) for item in range(len(self))]
         limit = self.config.max_length
@@ -191,15 +195,10 @@ class RMDataset(Dataset):
 
 
 def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
-    """The conversations of a row.
-
-    Args:
-        row: has the columns that ``config`` names.
-        config: ``prompt_key``, ``chosen_key`` and ``rejected_key``.
-        place: file and row, for error messages.
+    """Extract the two conversations of a row; ``place`` (file and row) is named in errors.
 
     Raises:
-        DataError: a side is empty or does not end with the assistant, or the sides are the same.
+        DataError: a side is empty or does not end with the assistant, the sides share no prompt, or they are equal.
     """
     sides = {key: _messages(row.get(key), f"{place}, {key}") for key in (config.chosen_key, config.rejected_key)}
     chosen, rejected = sides.values()
@@ -234,7 +233,7 @@ def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
 
 
 def _messages(value: Any, place: str) -> list[Message]:
-    """One side: text is what the assistant says."""
+    """The messages of one side; plain text is an assistant message."""
     messages = [{"role": "assistant", "content": value}] if isinstance(value, str) else as_messages(value, place)
     for message in messages:
         content = message.get("content")
@@ -245,7 +244,7 @@ def _messages(value: Any, place: str) -> list[Message]:
 
 
 def pair_collate_fn(tokenizer: Any, config: PreferenceDataConfig) -> Callable[[list[Item]], dict[str, torch.Tensor]]:
-    """The function that pads pairs at the right to the longest side of the batch and stacks them: (bsz, 2, longest)."""
+    """Return a collate function: right-pad pairs to the longest side and stack them to (bsz, 2, longest)."""
     return functools.partial(_pad_pairs, pad_token_id=tokenizer.pad_token_id)
 
 

@@ -1,8 +1,7 @@
-"""The order of the training rows.
+"""Order of the training rows: samplers with a state, so that a run can resume in the middle of an epoch.
 
-A sampler's iterator carries the state of the epoch (``state_dict``, ``load_state_dict``), and a
-``StatefulDataLoader`` saves it: that is how a run resumes in the middle of an epoch. A data loader
-makes iterators as it likes, so an iterator begins only when its first item is asked for.
+The state is in the sampler's iterator (``state_dict``, ``load_state_dict``), from where ``StatefulDataLoader`` saves
+it. Data loaders may create iterators that they do not use, so an epoch begins only when its first item is requested.
 """
 
 from __future__ import annotations
@@ -21,52 +20,42 @@ if TYPE_CHECKING:
 
 
 class AbstractSampler(Sampler[int], ABC):
-    """Base of the samplers that ``data.sampler`` names.
-
-    Args:
-        data_source: the data set; row ``i`` is ``data_source[i]``.
-        data_config: the ``data`` section.
-    """
+    """Base of the samplers for ``data.sampler``; ``data_config`` is the ``data`` section."""
 
     @abstractmethod
     def __init__(self, data_source: Sized, data_config: Any) -> None: ...
 
 
 class AbstractCurriculumSampler(AbstractSampler):
-    """A sampler that learns from the batches.
+    """A sampler that adapts to the training batches.
 
-    The trainer calls :meth:`update` after every step. Rows must not be fetched ahead of it, so
+    The trainer calls :meth:`update` after every step. Rows must not be prefetched before that, so
     ``data.dataloader_num_workers`` must be 0.
     """
 
     @abstractmethod
     def update(self, batch: DataProto) -> None:
-        """Look at a scored batch.
+        """Adapt to a scored batch.
 
         Args:
-            batch: every response of a step. ``row_index`` (bsz,) is the number of the row in the data set,
+            batch: all responses of a step. ``row_index`` (bsz,) is the row's number in the data set;
                 ``token_level_scores`` (bsz, response_len) sums to the score.
         """
 
 
 class SeededShuffle(Sampler[int]):
-    """Every epoch in an order of its own that depends on the seed and the number of the epoch alone.
+    """Shuffle each epoch by seed and epoch number alone.
 
-    An epoch ends when its iterator is exhausted; how often ``iter`` was called before does not
-    matter, so the order is the same for every number of loader workers. (A generator shared by the
-    iterators, as torch's ``RandomSampler`` keeps one, advances with each of them.) Rows that the
-    data set gains come in with the next epoch.
-
-    Args:
-        dataset: what to index.
-        seed: any integer.
+    An epoch ends when its iterator is exhausted; unused iterators do not count, so the order does not depend on the
+    number of loader workers. (The generator of torch's ``RandomSampler`` advances with each iterator.) Rows added to
+    the data set are included from the next epoch on.
     """
 
     def __init__(self, dataset: Sized, seed: int) -> None:
         self.dataset = dataset
         self.seed = seed
         self.epoch = 0
-        """The epoch that the next iterator will read."""
+        """The epoch of the next iterator."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -80,7 +69,7 @@ class SeededShuffle(Sampler[int]):
 
 
 class InOrder(SeededShuffle):
-    """Every epoch in the order of the data set."""
+    """Read each epoch in the order of the data set."""
 
     def __init__(self, dataset: Sized) -> None:
         super().__init__(dataset, seed=0)
@@ -91,9 +80,9 @@ class InOrder(SeededShuffle):
 
 
 def seeded_permutation(length: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of ``length`` items that is a function of seed and epoch."""
+    """A permutation of ``length`` items, as a function of seed and epoch."""
     generator = torch.Generator()
-    # Two draws, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
+    # Not seed + epoch: epoch 1 of seed 0 would be epoch 0 of seed 1.
     generator.manual_seed(seed)
     offset = int(torch.randint(2**62, (1,), generator=generator).item())
     generator.manual_seed(offset + epoch)
@@ -133,21 +122,17 @@ class _Epoch(Iterator[int]):
         return {"epoch": self.epoch, "yielded": self.yielded, "length": length, "next_epoch": self.sampler.epoch}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        # Not len(sampler): the loader gives a data set that grows its rows back after this.
+        # Not len(sampler): the loader restores the rows of a growing data set only after this.
         self._begin(state["epoch"], state["length"])
         self.yielded = state["yielded"]
         self.sampler.epoch = state["next_epoch"]
 
 
 class BatchSampler(AbstractSampler):
-    """Base of samplers that draw a batch at a time.
+    """Base of samplers that draw whole batches of ``gen_batch_size`` or ``train_batch_size`` rows; no seed is seed 1.
 
-    A batch is drawn when its first row is asked for. An epoch is as many whole batches as the data
-    set has rows for when it begins.
-
-    Args:
-        data_source: the data set.
-        data_config: ``gen_batch_size`` or ``train_batch_size``, and ``seed``; no seed is seed 1.
+    A batch is drawn when its first row is requested. An epoch has as many full batches as the data set has rows for at
+    its beginning.
     """
 
     def __init__(self, data_source: Sized, data_config: Any) -> None:
@@ -155,9 +140,9 @@ class BatchSampler(AbstractSampler):
         self.batch_size: int = data_config.get("gen_batch_size") or data_config.train_batch_size
         self.seed: int = 1 if data_config.seed is None else data_config.seed
         self.epoch = 0
-        """The epoch that the next iterator will read."""
+        """The epoch of the next iterator."""
         self.batches = 0
-        """How many batches were drawn so far, over all epochs."""
+        """Number of batches drawn so far, over all epochs."""
 
     def __len__(self) -> int:
         return len(self.dataset) // self.batch_size * self.batch_size
@@ -167,14 +152,14 @@ class BatchSampler(AbstractSampler):
 
     @abstractmethod
     def draw(self) -> list[int]:
-        """The rows of the batch number ``self.batches``."""
+        """Draw the rows of batch number ``self.batches``."""
 
     def progress(self) -> dict[str, Any]:
-        """What the next batch depends on, beside seed and number: numbers, tensors, lists and dicts of them."""
+        """State for checkpoints besides seed and counters: numbers, tensors, lists and dicts of them."""
         return {}
 
     def restore(self, progress: dict[str, Any]) -> None:
-        """Go on from a saved :meth:`progress`."""
+        """Restore a saved :meth:`progress`."""
 
 
 class _Batches(Iterator[int]):
@@ -218,11 +203,7 @@ class _Batches(Iterator[int]):
 
 
 def require_rows(dataset: Sized, count: int) -> None:
-    """Check that a data set still has the rows that a checkpoint speaks of.
-
-    Raises:
-        CheckpointError: it has fewer.
-    """
+    """Check that a data set still has the ``count`` rows that a checkpoint refers to, else ``CheckpointError``."""
     if len(dataset) < count:
         raise CheckpointError(
             f"the checkpoint was made with {count} training rows, and there are {len(dataset)} now. Resume with the "

@@ -1,4 +1,4 @@
-"""Pairs of prompt and response for supervised training, with the loss on the response."""
+"""Single-turn supervised data: a prompt column and a response column, with the loss on the response."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
 
 
 class SFTDataset(MultiTurnSFTDataset):
-    """A conversation of one turn: ``data.prompt_key`` asks, ``data.response_key`` answers.
+    """A user's prompt (``data.prompt_key``: text or messages) and the assistant's response (``data.response_key``).
 
-    The prompt is text or a list of messages. Where the two lie deeper in a column,
-    ``data.prompt_dict_keys`` and ``data.response_dict_keys`` lead to them:
-    ``prompt_key=extra_info prompt_dict_keys=[question]``. Items are those of
-    :class:`MultiTurnSFTDataset`.
+    For values nested in a column, ``data.prompt_dict_keys`` and ``data.response_dict_keys`` give the path:
+    ``prompt_key=extra_info prompt_dict_keys=[question]``. Items are those of :class:`MultiTurnSFTDataset`.
     """
 
     def needed_columns(self) -> dict[str, str]:

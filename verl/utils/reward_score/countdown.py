@@ -1,4 +1,4 @@
-"""Countdown: reach a target with given numbers and + - * /."""
+"""Scorer of Countdown: reach a target with given numbers and + - * /."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from fractions import Fraction
 from typing import Any
 
 from verl.errors import RewardError
-from verl.utils.reward_score import register_scorer
-from verl.utils.reward_score.format import last_tag
+from verl.utils.reward_score.parts import last_tag
+from verl.utils.reward_score.registry import register_scorer
 
 MAX_LENGTH = 256
-"""Longest expression that is read, in characters; bounds the depth of the tree and the size of the numbers."""
+"""Longest accepted expression, in characters; bounds the depth of the tree and the size of the numbers."""
 ALLOWED = re.compile(r"[0-9+\-*/()\s]*")
 
 
 def extract_solution(solution_str: str) -> str | None:
-    """The text of the last ``<answer>...</answer>``, or None."""
+    """Return the text of the last ``<answer>...</answer>``, or None."""
     return last_tag(solution_str, "answer")
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]] | None:
-    """Value of an expression of integers, + - * / and parentheses, and the integers in it.
+    """Evaluate an expression of integers, + - * / and parentheses, exactly: 1/3*3 is 1.
 
-    Nothing is executed: the text is parsed, and the tree may hold nothing but these. Arithmetic is
-    exact, so 1/3*3 is 1.
+    No code is executed: the text is parsed, and any other syntax is refused.
 
     Returns:
-        None if it is not such an expression, divides by zero, or is longer than ``MAX_LENGTH``.
+        the value and the integers; None for any other expression, a division by zero, or a text longer
+        than ``MAX_LENGTH``.
     """
     text = expression.strip()
     if not text or len(text) > MAX_LENGTH or not ALLOWED.fullmatch(text) or "**" in text or "//" in text:
@@ -64,30 +64,29 @@ def _value(node: ast.expr, numbers: list[int]) -> Fraction:
     raise ValueError(f"{type(node).__name__} is no part of a countdown expression")
 
 
-@register_scorer("countdown")
+def _puzzle(truth: Mapping[str, Any]) -> tuple[int, Counter[int]]:
+    """Read the target and the numbers of a ground truth."""
+    try:
+        return int(truth["target"]), Counter(int(number) for number in truth["numbers"])
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
+        raise RewardError(
+            f"countdown: ground_truth is {truth!r:.120}; expected {{'target': 9, 'numbers': [1, 2, 3]}}."
+        ) from error
+
+
+@register_scorer("countdown", truth=_puzzle)
 def compute_score(
     solution_str: str, ground_truth: Mapping[str, Any], format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """``score`` if the last answer reaches the target with each number used exactly as often as given.
+    """Return ``score`` if the last answer reaches the target and uses each number exactly as often as given.
 
-    Args:
-        solution_str: the response, with ``<answer>(1 + 2) * 3</answer>``.
-        ground_truth: ``{"target": 9, "numbers": [1, 2, 3]}``.
-        format_score: for a readable expression that is wrong.
-        score: for a right one.
-
-    Returns:
-        0 if there is no answer, or it is no expression.
+    Any other valid expression gets ``format_score``, no expression 0. A response has ``<answer>(1 + 2) * 3</answer>``,
+    a ground truth is ``{"target": 9, "numbers": [1, 2, 3]}``.
 
     Raises:
-        RewardError: the ground truth is not of that form.
+        RewardError: the ground truth has another form.
     """
-    try:
-        target, given = int(ground_truth["target"]), Counter(int(number) for number in ground_truth["numbers"])
-    except (TypeError, KeyError, ValueError, OverflowError) as error:
-        raise RewardError(
-            f"countdown: ground_truth is {ground_truth!r:.120}; expected {{'target': 9, 'numbers': [1, 2, 3]}}."
-        ) from error
+    target, given = _puzzle(ground_truth)
     expression = extract_solution(solution_str)
     result = None if expression is None else evaluate(expression)
     if result is None:

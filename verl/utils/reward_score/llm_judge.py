@@ -1,16 +1,15 @@
-"""A language model as judge, behind any endpoint that speaks OpenAI's chat-completions protocol.
+"""Scorer that asks a language model (LLM judge) through an OpenAI-compatible chat-completions endpoint.
 
-The same scorer asks a hosted model, or a generative reward model served by ``vllm serve`` or SGLang.
-It is chosen for all rows::
+The endpoint may be a hosted model, or a generative reward model served by ``vllm serve`` or SGLang. It scores all
+rows with::
 
     reward_model.reward_format=llm_judge
     reward_model.scorer_kwargs.base_url=http://localhost:8000/v1
     reward_model.scorer_kwargs.model=Qwen/Qwen3-8B
 
-The response is data, and the judge is told so: it stands between markers that carry a hash of the
-whole task, which no response can contain, and the control tokens of chat templates in it are
-broken up. That keeps a response from closing its frame. It does not keep a model from being
-persuaded by what it reads.
+Against prompt injection, the response stands between markers that carry a hash of the whole task, which no
+response can contain, and control tokens of chat templates in it are broken up. A response so cannot fake the
+end of its section; its text can still persuade the judge.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError
 
+from verl.base import env
 from verl.errors import ConfigError, RewardError
-from verl.utils import env
-from verl.utils.reward_score import register_scorer
+from verl.utils.reward_score.registry import register_scorer
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
@@ -47,19 +46,19 @@ SYSTEM_PROMPTS: dict[str, str] = {
     "{low} (wrong or useless) to {high} (right and complete).",
     "yes_probability": f"{FRAME} Is the response right? Reply with one word, Yes or No.",
 }
-"""What the judge is told, by the way in which its reply is read."""
+"""Default system prompts, by the way in which the reply is read."""
 
 QUESTION, TRUTH, RESPONSE = "Question:\n{question}", "Reference answer:\n{ground_truth}", "Response:\n{response}"
 PLACEHOLDER = re.compile(r"\{(question|ground_truth|response|low|high)\}")
 CONTROL_TOKEN = re.compile(
     r"<(?=[|｜][^<>\n]{1,60}[|｜]>)|<(?=/?s>|(?:start|end)_of_turn>|[be]os>)|\[(?=/?INST\]|/?SYSTEM_PROMPT\])"
 )
-"""The first character of what chat templates of common models use as control tokens."""
+"""First character of a control token of common chat templates; a space after it breaks the token up."""
 
 FLAT_OBJECT = re.compile(r"\{[^{}]*\}")
 TOP_LOGPROBS = 20
 SHOWN = 200
-"""So much of a reply is shown in an error, in characters."""
+"""Longest part of a reply in an error message, in characters."""
 
 
 class _TokenLogprob(BaseModel):
@@ -86,17 +85,17 @@ class _Choice(BaseModel):
 
 
 class _Reply(BaseModel):
-    """What of a chat completion is read; the client library does not check what it receives."""
+    """The used fields of a chat completion; the client library does not validate what it receives."""
 
     choices: list[_Choice] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
 class Judge:
-    """Settings of a judge, checked. For their meaning see :func:`compute_score`.
+    """Validated settings of a judge, described in :func:`compute_score`, and its requests.
 
     Raises:
-        ConfigError: a setting is missing or makes no sense.
+        ConfigError: a setting is missing or invalid.
     """
 
     base_url: str
@@ -137,9 +136,6 @@ class Judge:
                 f"llm_judge: timeout_s={self.timeout_s} must be positive, max_tokens={self.max_tokens} at least 1 and "
                 f"max_retries={self.max_retries} at least 0."
             )
-        self._check_pattern()
-
-    def _check_pattern(self) -> None:
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:
@@ -155,7 +151,7 @@ class Judge:
         return (0.0, 1.0) if self.read == "yes_probability" else (0.0, 10.0)
 
     def api_key(self) -> str:
-        """The key from the environment; a server that wants none is sent the word ``none``.
+        """Read the key from the environment; without ``api_key_env`` it is ``"none"``.
 
         Raises:
             ConfigError: the variable is not set.
@@ -163,10 +159,10 @@ class Judge:
         return "none" if self.api_key_env is None else env.secret(self.api_key_env, "llm_judge: api_key_env")
 
     def messages(self, response: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> list[dict[str, str]]:
-        """What the judge is sent.
+        """Build the chat messages for one response.
 
         Raises:
-            RewardError: the prompt wants a question or a ground truth that the row does not have.
+            RewardError: the prompt needs a question or a ground truth that the row does not have.
         """
         texts = {"response": CONTROL_TOKEN.sub(r"\g<0> ", response)}
         if ground_truth is not None:
@@ -202,12 +198,12 @@ class Judge:
         )
 
     async def ask(self, messages: list[dict[str, str]]) -> _Choice:
-        """The judge's reply.
+        """Send the messages and return the reply.
 
         Raises:
-            RewardError: the endpoint failed, every retry included, or sent something else than a reply.
+            RewardError: the endpoint failed, retries included, or did not send a chat completion.
         """
-        openai = await asyncio.to_thread(_library)  # loading it takes long enough to hold up the other samples
+        openai = await asyncio.to_thread(_library)  # importing it would block the event loop for too long
         key = self.api_key()
         wants: dict[str, Any] = {"max_tokens": self.max_tokens, "temperature": self.temperature}
         if self.read == "yes_probability":
@@ -239,17 +235,20 @@ class Judge:
         return text if self.api_key_env is None else text.replace(self.api_key(), "***")
 
     def score(self, choice: _Choice) -> float:
-        """The judge's score, within :attr:`range`.
+        """Extract the judge's score, within :attr:`range`, from its reply.
 
         Raises:
-            RewardError: the reply holds none, or one that is out of range.
+            RewardError: the reply has none, or one that is out of range.
         """
         if self.read == "yes_probability":
             score = _yes_probability(choice)
         else:
             text = choice.message.content or ""
             found = self._by_regex(text) if self.read == "regex" else self._by_json(text)
-            score = _number(found)
+            try:
+                score = None if found is None else float(found)
+            except (TypeError, ValueError):
+                score = None
         low, high = self.range
         if score is None or not low <= score <= high:
             sought = {
@@ -264,18 +263,15 @@ class Judge:
         return score
 
     def reward(self, score: float) -> float:
-        """``score`` mapped linearly from :attr:`range` to ``reward_range``."""
+        """Map ``score`` linearly from :attr:`range` to ``reward_range``."""
         (low, high), (least, most) = self.range, self.reward_range
         return least + (most - least) * (score - low) / (high - low)
 
-    def _by_regex(self, text: str) -> Any:
-        found = None
-        for found in re.finditer(self.pattern, text):  # noqa: B007  (the last one counts)
-            pass
-        return found[1] if found else None
+    def _by_regex(self, text: str) -> str | None:
+        return next(reversed(re.findall(self.pattern, text)), None)
 
     def _by_json(self, text: str) -> Any:
-        """The field in the one object of the reply, or in the last one without inner braces."""
+        """The field of the reply's JSON object; if there are several, of the last one without nested objects."""
         whole = text[text.find("{") : text.rfind("}") + 1]
         for candidate in (whole, *reversed(FLAT_OBJECT.findall(text))):
             try:
@@ -288,10 +284,10 @@ class Judge:
 
 
 def check(settings: Mapping[str, Any]) -> None:
-    """Check the settings of the judge before a run begins, the environment variable of the key included.
+    """Check the settings, including the environment variable of the key, before a run begins.
 
     Raises:
-        ConfigError: a setting is missing or makes no sense, or the client library is not installed.
+        ConfigError: a setting is missing or invalid, or the client library is not installed.
     """
     given: dict[str, Any] = {"base_url": "", "model": ""}
     given |= {name: value for name, value in settings.items() if name in Judge.__dataclass_fields__}
@@ -321,7 +317,7 @@ async def compute_score(
     max_retries: int = 3,
     extra_body: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a language model thinks of the response, mapped to ``reward_range``.
+    """Score a response by a language model, mapped linearly from ``score_range`` to ``reward_range``.
 
     After "Judging LLM-as-a-Judge" (https://arxiv.org/abs/2306.05685); ``yes_probability`` is the
     generative verifier of https://arxiv.org/abs/2408.15240.
@@ -329,32 +325,32 @@ async def compute_score(
     Args:
         solution_str: the response.
         ground_truth: a reference answer; may be missing.
-        extra_info: of the row; holds the question.
+        extra_info: ``extra_info`` of the row, with the question.
         base_url: address of the endpoint, ``http://localhost:8000/v1``.
         model: name of the model there.
-        api_key_env: name of the environment variable that holds the key; None for a server that wants no key.
-        system_prompt: what the judge is told; None is the text of ``SYSTEM_PROMPTS``, an empty text sends none.
-        prompt_template: what it is asked, with ``{question}``, ``{ground_truth}`` and ``{response}``; None shows
+        api_key_env: name of the environment variable with the key; None for a server that needs no key.
+        system_prompt: None is the one of ``SYSTEM_PROMPTS``; an empty text sends none.
+        prompt_template: user message with ``{question}``, ``{ground_truth}`` and ``{response}``; None shows
             the question, the ground truth if there is one, and the response.
         question_key: entry of ``extra_info`` with the question: a text, or a list of messages.
         read: ``regex`` takes the last match of ``pattern``; ``json`` the field ``json_field``;
             ``yes_probability`` the first token's P(Yes) / (P(Yes) + P(No)).
         pattern: regular expression with one group, the number.
-        json_field: name of the number (or true, false) in the object.
+        json_field: name of the field, a number, true or false.
         score_range: lowest and highest score of the judge; None is 0 to 10, and 0 to 1 for ``yes_probability``.
-        reward_range: what these are worth.
-        temperature: of the judge's sampling; None leaves it to the server.
-        max_tokens: length of its reply; None leaves it to the server.
-        timeout_s: longest time for one try.
-        max_retries: further tries after a timeout, a lost connection, or status 408, 409, 429 or 5xx.
+        reward_range: rewards for the lowest and the highest score.
+        temperature: sampling temperature; None is the server's default.
+        max_tokens: longest reply; None is the server's default.
+        timeout_s: timeout of one attempt.
+        max_retries: attempts after the first, for a timeout, a lost connection, or status 408, 409, 429 or 5xx.
         extra_body: further fields of the request, such as ``chat_template_kwargs``.
 
     Returns:
-        ``score`` within ``reward_range``, ``judge_score`` as the judge gave it, and ``judge_reply``.
+        ``score`` within ``reward_range``, ``judge_score`` within ``score_range``, and the text ``judge_reply``.
 
     Raises:
-        ConfigError: a setting is missing or makes no sense.
-        RewardError: there is no reply, or no score in it. It is never taken for 0.
+        ConfigError: a setting is missing or invalid.
+        RewardError: there is no reply, or no score in it.
     """
     judge = Judge(
         base_url=base_url,
@@ -380,7 +376,7 @@ async def compute_score(
 
 
 def _as_text(question: Any) -> str:
-    """A question as text; of messages, each with its role."""
+    """Convert a question to text; messages get their role as prefix."""
     if isinstance(question, str):
         return question
     if isinstance(question, Sequence) and all(isinstance(message, Mapping) for message in question):
@@ -388,15 +384,8 @@ def _as_text(question: Any) -> str:
     return repr(question)
 
 
-def _number(value: Any) -> float | None:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
 def _yes_probability(choice: _Choice) -> float | None:
-    """P(Yes) / (P(Yes) + P(No)) of the first token, summed over spellings; None if neither is among the likeliest."""
+    """P(Yes) / (P(Yes) + P(No)) of the first token, over all spellings; None if neither is among the likeliest."""
     tokens = choice.logprobs.content if choice.logprobs else None
     if not tokens:
         return None
@@ -421,10 +410,8 @@ _CLIENTS: dict[asyncio.AbstractEventLoop, dict[tuple[str, str, float, int], Asyn
 
 
 def _client(base_url: str, key: str, timeout_s: float, max_retries: int) -> AsyncOpenAI:
-    """The client of the running event loop, made once per loop: its TLS context takes time to build.
-
-    It closes each connection after its reply, so that nothing is left open when the loop ends.
-    """
+    """Client of the running event loop, cached because its TLS context is slow to build."""
+    # "Connection: close" below leaves no connection open when the loop ends.
     for loop in list(_CLIENTS):
         if loop.is_closed():
             _CLIENTS.pop(loop, None)

@@ -1,4 +1,4 @@
-"""The scorer of :mod:`.math_reward` in the form of a whole batch."""
+"""Per-batch form of the scorer :mod:`.math_reward`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,13 @@ def compute_score_batched(
     extra_infos: Sequence[Any],
     **settings: Any,
 ) -> list[float]:
-    """The score of each response by :func:`.math_reward.compute_score`; sources and extras are not looked at.
+    """Score each response by :func:`.math_reward.compute_score`, which takes ``settings``.
 
-    Args:
-        data_sources: one per response.
-        solution_strs: the responses.
-        ground_truths: their answers.
-        extra_infos: one per response.
-        settings: of :func:`.math_reward.compute_score`.
+    ``data_sources`` and ``extra_infos`` are not used.
 
     Raises:
         RewardError: a ground truth cannot be read.
-        ValueError: as many truths as responses are needed.
+        ValueError: the numbers of responses and truths differ.
     """
     pairs = zip(solution_strs, ground_truths, strict=True)
     return [math_reward.compute_score(text, truth, **settings) for text, truth in pairs]

@@ -1,7 +1,4 @@
-r"""The final answer of a response against the truth, for callers that give the two alone.
-
-Decided as for every symbolic answer: :func:`verl.utils.reward_score.math_reward.is_equivalent`.
-"""
+"""Scorer :mod:`.prime_math` under the public name and argument names of ``math_verify``."""
 
 from __future__ import annotations
 
@@ -10,12 +7,10 @@ from typing import Any
 from verl.utils.reward_score import prime_math
 
 
-def compute_score(model_output: str, ground_truth: Any) -> float:
-    """1 if the final answer has the value of the truth, else 0; see :func:`.prime_math.compute_score`.
+def compute_score(model_output: str, ground_truth: Any, timeout_score: float = 0.0) -> float:
+    """Return 1 if the final answer equals the truth in value, else 0; see :func:`.prime_math.compute_score`.
 
-    Args:
-        model_output: the response.
-        ground_truth: the answer.
+    There are no time-outs here (:mod:`.math_limits`), so ``timeout_score`` is not used.
 
     Raises:
         RewardError: the ground truth cannot be read.

@@ -1,7 +1,7 @@
-r"""Numina mathematics (the sources of PRIME, https://arxiv.org/abs/2502.01456): equivalence of the final answer.
+r"""Scorer of the Numina sources of PRIME (https://arxiv.org/abs/2502.01456): the final answer must equal the truth.
 
-The answer is the last ``\boxed{...}``, or else what follows "the answer is". Whether it equals the
-truth is decided as for every symbolic answer: :func:`verl.utils.reward_score.math_reward.is_equivalent`.
+The answer is the last ``\boxed{...}``, or else the text after "the answer is". It is compared by value
+(:func:`verl.utils.reward_score.math_equality.is_equivalent`).
 """
 
 from __future__ import annotations
@@ -9,22 +9,19 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.utils.reward_score import register_scorer
-from verl.utils.reward_score.math_reward import is_equivalent, last_boxed
+from verl.utils.reward_score.math_equality import is_equivalent, last_boxed
+from verl.utils.reward_score.registry import also_called, register_scorer, text_of_truth
 
 ANSWER = re.compile(r"\banswers?(?:[ \t]*:|[ \t]+(?:is|are)\b:?)", re.IGNORECASE)
 FORMULA = re.compile(r"\$(?=\S)([^$]+)(?<=\S)\$(?!\d)")
-"""``$...$`` without space inside its dollar signs and without a digit behind it, which would be prices."""
+"""``$...$`` without spaces next to the inner side of its signs and without a digit after it, as prices have."""
 SENTENCE_END = re.compile(r"\.(?=\s|$)")
 
 
 def final_answer(text: str) -> str | None:
-    r"""The last ``\boxed{...}``; without one what the sentence says behind the last "answer is" or "answer:".
+    r"""Return the last ``\boxed{...}``, else the rest of the sentence after the last "answer is" or "answer:".
 
-    That is its formula if it has one between ``$``, and else its words.
-
-    Returns:
-        None if there is neither.
+    If that has exactly one formula between ``$``, the formula is returned. None if there is no answer.
 
     >>> final_answer("The answer is: $12$. It was easy."), final_answer("Answer: 3.5")
     ('12', '3.5')
@@ -43,16 +40,13 @@ def final_answer(text: str) -> str | None:
 
 @register_scorer(
     "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12",
-    "numina_olympiads",
+    "numina_olympiads", truth=text_of_truth,
 )  # fmt: skip
+@also_called(solution_str="model_output")
 def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
-    r"""``score`` if the final answer has the value of the truth, ``format_score`` for another one, 0 for none.
+    r"""Return ``score`` if the final answer equals the truth in value, ``format_score`` for another one, 0 for none.
 
-    Args:
-        solution_str: the response.
-        ground_truth: the answer, with or without ``\boxed``.
-        format_score: for an answer that is wrong.
-        score: for a right one.
+    The truth may be given with or without ``\boxed``; ``model_output`` is another name of the response.
 
     Raises:
         RewardError: the ground truth cannot be read.
@@ -60,5 +54,5 @@ def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.
     answer = final_answer(solution_str)
     if answer is None:
         return 0.0
-    truth = str(ground_truth)
+    truth = text_of_truth(ground_truth)
     return score if is_equivalent(answer, last_boxed(truth) or truth) else format_score

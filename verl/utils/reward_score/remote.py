@@ -1,4 +1,4 @@
-"""Scores from a service of yours, over HTTP.
+"""Scorer that gets scores from a user's service over HTTP.
 
 One request per sample::
 
@@ -8,8 +8,8 @@ One request per sample::
     200 OK
     1.0        or   {"score": 1.0, "acc": true}
 
-Status 429, 5xx and broken connections are tried again, with growing pauses; any other status is an error
-of the sample. A request that gets no answer in time is a ``timeout``.
+Requests are repeated by :func:`verl.base.http_retries.retry_rule`. After the last attempt a timeout gives the sample
+the status ``timeout``; everything else is its ``error``.
 """
 
 from __future__ import annotations
@@ -19,26 +19,23 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from verl.errors import ConfigError, RewardError
-from verl.utils.killable_pool import plain
+from verl.supervision.killable_pool import plain
 
 if TYPE_CHECKING:
     import httpx2
 
-RETRIED = (429, 500, 502, 503, 504)
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-
 
 class RemoteScorer:
-    """An async reward function that asks a service.
+    """Async reward function that posts each sample to a service.
 
     Args:
-        url: where to post.
-        headers: of every request, for a token of access.
-        max_retries: how often a request is tried again.
-        request_timeout_s: how long one request may take.
+        url: address of the service.
+        headers: HTTP headers of every request, such as an access token.
+        max_retries: attempts after the first.
+        request_timeout_s: timeout of one attempt.
 
     Raises:
-        ConfigError: the url is none, or a number makes no sense.
+        ConfigError: the url is invalid or contains a password, or a number is out of range.
     """
 
     def __init__(
@@ -71,22 +68,23 @@ class RemoteScorer:
         return self.__dict__ | {"_client": None}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        import httpx2  # now, in the process that scores: the first call would hold up all others  # noqa: F401
-        import tenacity  # noqa: F401
+        import verl.base.http_retries  # now: loading its libraries in the first call would block all others  # noqa: F401
 
         self.__dict__.update(state)
 
     async def __call__(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]
     ) -> Any:
-        """Ask for the score of one response.
+        """Request the score of one response.
 
         Raises:
-            TimeoutError: no answer in time, in no attempt.
-            RewardError: the service refuses, cannot be reached, or its answer is no JSON.
+            TimeoutError: the last attempt timed out.
+            RewardError: the service answers with an error, cannot be reached, or does not answer in JSON.
         """
         import httpx2
-        from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_random_exponential
+        from tenacity import AsyncRetrying
+
+        from verl.base.http_retries import retry_rule
 
         body = plain(
             {
@@ -96,14 +94,8 @@ class RemoteScorer:
                 "extra_info": extra_info,
             }
         )
-        attempts = AsyncRetrying(
-            stop=stop_after_attempt(self.max_retries + 1),
-            wait=wait_random_exponential(FIRST_PAUSE_S, LONGEST_PAUSE_S),
-            retry=retry_if_exception(_may_pass),
-            reraise=True,
-        )
         try:
-            return await attempts(self._ask, body)
+            return await AsyncRetrying(**retry_rule(self.max_retries))(self._ask, body)
         except httpx2.TimeoutException as error:
             raise TimeoutError(f"{self.url} gave no answer in {self.request_timeout_s:g} s") from error
         except httpx2.HTTPStatusError as error:
@@ -125,16 +117,7 @@ class RemoteScorer:
             raise RewardError(f"{self.url} answered what is no JSON: {self._shown(answer.text)}") from error
 
     def _shown(self, text: str) -> str:
-        """The beginning of an answer, without the words of the headers, should the service repeat them."""
+        """First 200 characters of an answer; words of the request's headers, such as a token, are masked."""
         for word in " ".join(self.headers.values()).split():
-            text = text.replace(word, "***") if len(word) > 6 else text  # a shorter one is no secret
+            text = text.replace(word, "***") if len(word) > 6 else text  # shorter words are not secrets ("Bearer")
         return text[:200]
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether another attempt may go better."""
-    import httpx2
-
-    if isinstance(error, httpx2.HTTPStatusError):
-        return error.response.status_code in RETRIED
-    return isinstance(error, httpx2.TransportError)

@@ -1,4 +1,4 @@
-"""Question answering with search (Search-R1, https://arxiv.org/abs/2503.09516): exact match with one of the targets.
+"""Scorer of question answering with search (Search-R1, https://arxiv.org/abs/2503.09516): exact match with a target.
 
 Text is normalised as for SQuAD (https://arxiv.org/abs/1606.05250): lower case, no punctuation, no
 articles, single spaces.
@@ -11,18 +11,18 @@ import string
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from verl.errors import RewardError
-from verl.utils.reward_score import register_scorer
-from verl.utils.reward_score.format import last_tag
+from verl.errors import ConfigError, RewardError
+from verl.utils.reward_score.parts import last_tag
+from verl.utils.reward_score.registry import register_scorer
 
 ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 MANY_ANSWERS = 10
-"""A response with more opening or more closing ``answer`` tags than this gets a quarter of its score."""
+"""A right response with more opening or more closing ``answer`` tags than this gets a quarter of the score."""
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation, English articles, and surplus white space.
+    """Lower-case a text and remove ASCII punctuation, English articles and surplus white space.
 
     >>> normalize_answer("The  U.S. Army!")
     'us army'
@@ -33,54 +33,27 @@ def normalize_answer(text: str) -> str:
 def em_check(prediction: str, targets: list[str]) -> bool:
     """Whether the prediction is one of the targets, both normalised.
 
-    Where nothing is left of a text (the mark "A", "!"), it is compared as it stands, in lower case.
+    A text of which normalisation leaves nothing (the grade "A", "!") is only stripped and lower-cased.
     """
     return _key(prediction) in {_key(target) for target in targets}
 
 
 def subem_check(prediction: str, targets: list[str]) -> bool:
-    """Whether one of the targets stands somewhere in the prediction, both normalised; an empty target never does."""
-    text = normalize_answer(prediction)
-    return any(target in text for target in map(normalize_answer, targets) if target)
+    """Whether the prediction contains one of the targets, both normalised.
 
-
-@register_scorer("searchR1_*")
-def compute_score(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
-    """``score`` if the last ``<answer>...</answer>`` is one of the targets, ``format_score`` if not, 0 without one.
-
-    Args:
-        solution_str: the response.
-        ground_truth: ``{"target": ["Paris", "City of Paris"]}``; the target may also be one string, and the
-            list may stand by itself.
-        format_score: for another answer.
-        score: for a target. More than ten opening or closing tags make it a quarter, against guessing aloud.
-
-    Raises:
-        RewardError: there is no target.
+    A target of which normalisation leaves nothing must be the whole prediction, as in :func:`em_check`.
     """
-    return _score(solution_str, ground_truth, format_score, score, em_check)
+    text = normalize_answer(prediction)
+    return em_check(prediction, targets) or any(target in text for target in map(normalize_answer, targets) if target)
 
 
-def compute_score_subem(solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0) -> float:
-    """As :func:`compute_score`, but a target anywhere in the answer is enough (sub-EM)."""
-    return _score(solution_str, ground_truth, format_score, score, subem_check)
+def extract_solution(solution_str: str) -> str | None:
+    """Return what the last ``<answer>...</answer>`` of a response holds, without surrounding space; None without one.
 
-
-def _score(
-    text: str, truth: Any, format_score: float, score: float, is_right: Callable[[str, list[str]], bool]
-) -> float:
-    targets = _targets(truth)
-    answer = last_tag(text, "answer")
-    if answer is None:
-        return 0.0
-    if not is_right(answer, targets):
-        return format_score
-    guesses = max(text.count("<answer>"), text.count("</answer>"))
-    return score / 4 if guesses > MANY_ANSWERS else score
-
-
-def _key(text: str) -> str:
-    return normalize_answer(text) or text.strip().lower()
+    >>> extract_solution("<answer> Rome </answer> no, <answer>Paris</answer>")
+    'Paris'
+    """
+    return last_tag(solution_str, "answer")
 
 
 def _targets(truth: Any) -> list[str]:
@@ -91,3 +64,51 @@ def _targets(truth: Any) -> list[str]:
             f"search_r1: ground_truth is {truth!r:.120}; expected {{'target': ['Paris', 'City of Paris']}}."
         )
     return targets
+
+
+@register_scorer("searchR1_*", truth=_targets)
+def compute_score(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """Return ``score`` if the last ``<answer>`` is one of the targets, ``format_score`` if not, 0 without one.
+
+    Args:
+        solution_str: the response.
+        ground_truth: ``{"target": ["Paris", "City of Paris"]}``; the target may also be one string, and the
+            target or list may be given without the dict.
+        method: ``strict``; public code passes it, and there is no other.
+        format_score: result for another answer.
+        score: result for a target; a quarter of it if the response has more than ten opening or closing
+            tags, which discourages guessing.
+
+    Raises:
+        RewardError: there is no target.
+        ConfigError: there is no such method.
+    """
+    return _score(solution_str, ground_truth, method, format_score, score, em_check)
+
+
+def compute_score_subem(
+    solution_str: str, ground_truth: Any, method: str = "strict", format_score: float = 0.0, score: float = 1.0
+) -> float:
+    """Score like :func:`compute_score`, but the answer need only contain a target (sub-EM)."""
+    return _score(solution_str, ground_truth, method, format_score, score, subem_check)
+
+
+def _score(
+    text: str, truth: Any, method: str, format_score: float, score: float, is_right: Callable[[str, list[str]], bool]
+) -> float:
+    if method != "strict":
+        raise ConfigError(f"search_r1: method='{method}' is unknown; there is only strict.")
+    targets = _targets(truth)
+    answer = extract_solution(text)
+    if answer is None:
+        return 0.0
+    if not is_right(answer, targets):
+        return format_score
+    guesses = max(text.count("<answer>"), text.count("</answer>"))
+    return score / 4 if guesses > MANY_ANSWERS else score
+
+
+def _key(text: str) -> str:
+    return normalize_answer(text) or text.strip().lower()

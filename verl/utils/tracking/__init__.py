@@ -1,4 +1,4 @@
-"""Where metrics go: one call, any number of trackers chosen by name."""
+"""Log the metrics and tables of a run to any number of trackers, chosen by name."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from verl.errors import VerlError
-from verl.utils.redact import redacted, secrets_in, without_secrets
+from verl.base.redact import redacted, secrets_in, without_secrets
+from verl.errors import ConfigError, VerlError
 from verl.utils.tracking import local, services  # noqa: F401 (they file their trackers)
 from verl.utils.tracking.base import TRACKERS, Tracker
 
@@ -26,10 +26,10 @@ __all__ = ["TRACKERS", "Tracker", "Tracking", "ValidationGenerationsLogger", "re
 
 logger = logging.getLogger(__name__)
 
+# Back-off: a call that fails after more than SLOW_S seconds would hold up every step. After the n-th such failure in a
+# row the tracker skips its next 2^n - 1 calls, at most MAX_SKIPPED_CALLS.
 SLOW_S = 1.0
-"""A call that fails after longer lets its tracker rest."""
-LONGEST_REST = 63
-"""Calls that a tracker rests at most: of those in a row that fail late, the n-th is followed by 2^n - 1."""
+MAX_SKIPPED_CALLS = 63
 
 _NO_ANSWER = re.compile(
     r"connection (refused|reset|aborted|error)|timed? ?out|max retries|unreachable|name resolution|failed to connect",
@@ -40,34 +40,34 @@ Names = str | Iterable[str]
 
 
 class Tracking:
-    """Sends what a run logs to its trackers.
+    """Sends metrics and tables of a run to its trackers.
 
-    A tracker that cannot start stops the run: that is the time to repair it. One whose server cannot be reached does
-    not, if there is another tracker: it is tried again with later calls. One that fails later does not either: its
-    first error is logged with its traceback, it rests for a while if its calls take long to fail, and ``finish`` says
-    how many calls failed.
+    A tracker that cannot start raises, except if its server is unreachable and there are other trackers: then later
+    calls try again. Errors of later calls do not reach the caller: the first one of a tracker is logged with its
+    traceback, slow failures make the tracker skip some calls, and ``finish`` logs how many calls failed.
 
     Example:
         >>> with Tracking("gsm8k", "grpo-1", ["console", "file"], {"lr": 1e-6}) as tracking:
         ...     tracking.log({"actor/pg_loss": 0.1}, step=1)
 
     Args:
-        project_name: groups runs.
-        experiment_name: names this one.
-        default_backend: a name or names of trackers.
-        config: the run's settings, nested; secrets among them are masked before any tracker sees it.
-            So is the command line, as a tracker finds it in ``sys.argv``. What a service collects by
-            other ways is not in our hands: give secrets by environment variables.
-        resumed_after: the step that the run goes on after; what a tracker holds of later ones, which are done
-            again, is dropped where it can be. 0 for a new run.
-        run_ids: :attr:`run_ids` of the process that the run goes on from.
+        project_name: project that groups runs.
+        experiment_name: name of this run.
+        default_backend: names of the trackers.
+        config: the run's settings, nested. Secrets are masked here and in ``sys.argv`` before a tracker reads them.
+            A service may collect data in other ways, so pass secrets in environment variables.
+        resumed_after: the last step before the run was resumed, 0 for a new run. Trackers that can drop records of
+            later steps do so, because these steps are repeated.
+        run_ids: :attr:`run_ids` of the process whose run is resumed.
 
     Raises:
         ConfigError: a name is unknown, or the package of a tracker is not installed.
-        Exception: what the client of a tracker raised when it started.
+        Exception: any error that the client of a tracker raised when it started.
     """
 
     supported_backend: ClassVar[list[str]] = TRACKERS.names()
+    opened: ClassVar[list[Tracking]] = []
+    """Those of this process that are not finished, in order."""
 
     def __init__(
         self,
@@ -80,6 +80,7 @@ class Tracking:
     ) -> None:
         names = _names(default_backend)
         require_trackers(names)
+        self.run = (project_name, experiment_name)
         settings = without_secrets(config or {})
         known = secrets_in(config or {})
         self.trackers: dict[str, Tracker] = {}
@@ -105,20 +106,17 @@ class Tracking:
                     raise
                 self._health[name].calls += 1
                 self._health[name].has_failed(error, time.monotonic() - began)
+        self.opened.append(self)
 
     @property
     def run_ids(self) -> dict[str, str]:
-        """What the services call this run, by tracker, where a later process can go on with it."""
+        """Ids of this run by tracker, for trackers whose runs can be continued by a later process."""
         return {name: tracker.run_id for name, tracker in self.trackers.items() if tracker.run_id is not None}
 
     def log(self, data: Mapping[str, Any], step: int, backend: Names | None = None) -> None:
-        """Record metrics of a step.
+        """Record metrics of a step, in all trackers or those named by ``backend``.
 
-        Args:
-            data: numbers by name: Python, numpy or torch scalars. Anything else is left out, with a
-                warning the first time.
-            step: the step.
-            backend: only these trackers; None is all.
+        Metrics are Python, numpy or torch scalars. Other values are skipped, with a warning the first time.
         """
         metrics = {}
         for name, value in data.items():
@@ -134,12 +132,12 @@ class Tracking:
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int, backend: Names | None = None
     ) -> None:
-        """Record a table, in the trackers that can show one; arguments as in :meth:`log`."""
+        """Record a table in the trackers that support tables; ``step`` and ``backend`` as in :meth:`log`."""
         for chosen in self._chosen(backend):
             self._call(chosen, lambda tracker: tracker.log_table(name, columns, rows, step))
 
     def finish(self) -> None:
-        """Let every tracker write the rest; say what failed. Later calls do nothing."""
+        """Flush and close all trackers, and log how many of their calls failed; later calls do nothing."""
         for name, health in self._health.items():
             if name in self.trackers:
                 with self._guard(name):
@@ -149,6 +147,8 @@ class Tracking:
                     "tracker '%s' failed in %d of %d calls; its record has gaps.", name, health.failed, health.calls
                 )
         self.trackers, self._health = {}, {}
+        if self in self.opened:
+            self.opened.remove(self)
 
     def __enter__(self) -> Tracking:
         return self
@@ -160,8 +160,8 @@ class Tracking:
         return list(self._health) if backend is None else [name for name in _names(backend) if name in self._health]
 
     def _call(self, name: str, task: Callable[[Tracker], None]) -> None:
-        """Do ``task`` with a tracker, which is started first if it could not be before, unless it rests."""
-        if self._health[name].rests():
+        """Run ``task`` with a tracker unless it is in back-off; start it first if that failed before."""
+        if self._health[name].skips_call():
             return
         with self._guard(name):
             if name not in self.trackers:
@@ -174,41 +174,41 @@ class Tracking:
 
 @dataclass
 class _Health:
-    """How a tracker does."""
+    """Failure counts and back-off of a tracker."""
 
     name: str
     calls: int = 0
     failed: int = 0
     _in_a_row: int = 0
-    _resting: int = 0
+    _calls_to_skip: int = 0
 
-    def rests(self) -> bool:
-        """Whether this call is left out, which counts as one that failed."""
-        if self._resting == 0:
+    def skips_call(self) -> bool:
+        """Whether this call is skipped, which counts as failed."""
+        if self._calls_to_skip == 0:
             return False
-        self._resting -= 1
+        self._calls_to_skip -= 1
         self.calls += 1
         self.failed += 1
         return True
 
     def has_failed(self, error: Exception, seconds: float) -> None:
-        """Count a call that failed. A client that tries for minutes before it gives up would hold each step up so."""
+        """Count a failed call, log the first one, and start a back-off if it was slow."""
         self.failed += 1
         if self.failed == 1:
             logger.error("tracker '%s' failed; training goes on.", self.name, exc_info=error)
         if seconds > SLOW_S:
             self._in_a_row += 1
-            self._resting = min(2**self._in_a_row - 1, LONGEST_REST)
+            self._calls_to_skip = min(2**self._in_a_row - 1, MAX_SKIPPED_CALLS)
 
     def has_worked(self) -> None:
-        """A call that did not fail."""
+        """Reset the back-off after a successful call."""
         self._in_a_row = 0
 
 
 class _Guard:
-    """Lets no error of a tracker into the training loop: counts it, and logs the first one.
+    """Context that counts and suppresses every exception of a tracker's client, which may be of any type.
 
-    The boundary to other people's clients, which may raise anything; an interrupt passes.
+    KeyboardInterrupt and SystemExit pass.
     """
 
     def __init__(self, health: _Health) -> None:
@@ -229,33 +229,50 @@ class _Guard:
 
 
 class ValidationGenerationsLogger:
-    """Shows validation samples as a table in the trackers that have tables.
+    """Logs validation samples as a table named ``name``, in the trackers that support tables.
 
     Args:
-        tracking: the run's trackers.
+        project_name: of the run whose trackers are used, with ``experiment_name``; by default that of ``tracking``.
+        experiment_name: see ``project_name``.
+        tracking: the trackers; by default the newest open ones of that run, or of any run without names.
         name: of the table.
     """
 
-    def __init__(self, tracking: Tracking, name: str = "val/generations") -> None:
+    def __init__(
+        self,
+        project_name: str | None = None,
+        experiment_name: str | None = None,
+        tracking: Tracking | None = None,
+        name: str = "val/generations",
+    ) -> None:
+        self.project_name = project_name
+        self.experiment_name = experiment_name
         self.tracking = tracking
         self.name = name
 
-    def log(
-        self, samples: Sequence[Mapping[str, Any] | Sequence[Any]], step: int, backend: Names | None = None
-    ) -> None:
-        """Record samples of one validation.
+    def log(self, loggers: Names | None, samples: Sequence[Mapping[str, Any] | Sequence[Any]], step: int) -> None:
+        """Record samples of one validation, in the trackers named by ``loggers``; None is all.
 
-        Args:
-            samples: records with ``input``, ``output``, ``gts``, ``score`` (those that are there
-                become columns), or tuples of input, output and score.
-            step: the step.
-            backend: only these trackers; None is all.
+        Samples are mappings with some of the keys ``input``, ``output``, ``gts``, ``score``, which become columns, or
+        tuples of input, output and score.
         """
         records = [_record(sample) for sample in samples]
         columns = [name for name in ("input", "output", "gts", "score") if any(name in record for record in records)]
         rows = [[step, *(record.get(name, "") for name in columns)] for record in records]
         if rows:
-            self.tracking.log_table(self.name, ["step", *columns], rows, step, backend)
+            self._trackers().log_table(self.name, ["step", *columns], rows, step, loggers)
+
+    def _trackers(self) -> Tracking:
+        if self.tracking is not None:
+            return self.tracking
+        run = (self.project_name, self.experiment_name)
+        found = [tracking for tracking in Tracking.opened if run in ((None, None), tracking.run)]
+        if not found:
+            raise ConfigError(
+                f"there are no open trackers of project_name={run[0]}, experiment_name={run[1]} in this process. Make "
+                "a verl.utils.tracking.Tracking of these names first, or pass it as tracking=."
+            )
+        return found[-1]
 
 
 def _record(sample: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any]:
@@ -263,17 +280,13 @@ def _record(sample: Mapping[str, Any] | Sequence[Any]) -> Mapping[str, Any]:
 
 
 def require_trackers(names: Names) -> None:
-    """Make sure that every tracker exists and has its package; cheap enough to call before anything loads.
-
-    Raises:
-        ConfigError: a name is unknown, or a package is not installed.
-    """
+    """Check that every tracker is known and its package is installed, at the start of a run."""
     for name in _names(names):
         TRACKERS.get(name).require()
 
 
 def to_number(value: Any) -> int | float | None:
-    """A Python number from a Python, numpy or torch scalar; None for anything else. NaN stays NaN."""
+    """Convert a Python, numpy or torch scalar to a Python number; None for other values. NaN stays NaN."""
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.size == 1 if isinstance(value, np.ndarray) else value.numel() == 1:
             value = value.item()
@@ -286,7 +299,7 @@ def to_number(value: Any) -> int | float | None:
 
 @contextlib.contextmanager
 def _masked_command_line(known: list[str]) -> Iterator[None]:
-    """Services send ``sys.argv`` along when they start."""
+    """Mask secrets in ``sys.argv``, which clients send to their service when they start."""
     arguments = sys.argv
     sys.argv = [redacted(argument, known) for argument in arguments]
     try:
@@ -297,7 +310,7 @@ def _masked_command_line(known: list[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _going_on(name: str, run_id: str | None) -> Iterator[None]:
-    """Let a service go on with a run, unless the user's environment says which."""
+    """Set the environment variables with which a tracker continues a run, unless the user has set one of them."""
     wanted = {} if run_id is None else TRACKERS.get(name).variables_of_run(run_id)
     ours = {} if any(key in os.environ for key in wanted) else wanted
     os.environ.update(ours)
@@ -309,13 +322,13 @@ def _going_on(name: str, run_id: str | None) -> Iterator[None]:
 
 
 def _names(backends: Names) -> list[str]:
-    """Tracker names in order, each once; ``tracking`` is an older name of wandb."""
+    """Unique tracker names in order; ``tracking`` is an old name of wandb."""
     names = [backends] if isinstance(backends, str) else list(backends)
     return list(dict.fromkeys("wandb" if name == "tracking" else name for name in names))
 
 
 def _is_unreachable(error: BaseException | None) -> bool:
-    """Whether a client failed because its server did not answer; clients wrap that in errors of their own."""
+    """Whether an error, or one that it was raised from, means that a server did not answer."""
     while error is not None:
         if isinstance(error, (ConnectionError, TimeoutError, socket.gaierror)) or _NO_ANSWER.search(str(error)):
             return not isinstance(error, VerlError)

@@ -1,4 +1,4 @@
-"""The tracker contract: one destination of metrics."""
+"""The base class of trackers, their registry, and helpers to implement them."""
 
 from __future__ import annotations
 
@@ -8,74 +8,63 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
+from verl.base.import_utils import is_about
+from verl.base.registry import Registry
 from verl.errors import ConfigError
-from verl.utils.registry import Registry
 
 TRACKERS: Registry[type[Tracker]] = Registry("tracker")
 
 
 class Tracker(ABC):
-    """One destination of metrics, chosen by name in ``trainer.logger``.
+    """A destination of metrics, selected by name in ``trainer.logger``.
 
-    A subclass is filed with ``@TRACKERS.register(name)``, imports its package in ``__init__`` and
-    may raise anything there; what it raises later is caught and counted by :class:`Tracking`.
-
-    Args:
-        project_name: ``trainer.project_name``.
-        experiment_name: ``trainer.experiment_name``.
-        config: the run's settings, nested, without secrets.
+    A subclass is registered with ``@TRACKERS.register(name)`` and imports its package in ``__init__``. Exceptions in
+    ``__init__`` end the run if the cause is not an unreachable server; :class:`Tracking` suppresses later ones.
+    ``config`` are the run's nested settings without secrets.
     """
 
     package: ClassVar[str | None] = None
-    """Python package that it needs, as it is imported."""
+    """Import name of the required package, if any."""
     install: ClassVar[str] = ""
-    """What pip calls that package, if not the same."""
+    """Name of that package for pip, if different."""
     run_id: str | None = None
-    """What its service calls this run, where a later process can go on with it; kept in the checkpoints."""
+    """The service's id of this run, if a later process can continue it; saved in checkpoints."""
 
     @abstractmethod
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None: ...
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the metrics of a step. Values are int or float, and may be NaN."""
+        """Record the metrics of a step; values may be NaN or infinite."""
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:  # noqa: B027
-        """Record a table of texts and numbers; a destination that cannot show one leaves this as it is."""
+        """Record a table of texts and numbers; does nothing by default."""
 
     def go_on_after(self, step: int) -> None:  # noqa: B027
-        """The run was resumed after ``step``: what is there of later steps will be recorded again."""
+        """Drop the records of later steps if possible; called when the run was resumed after ``step``."""
 
     @classmethod
     def variables_of_run(cls, run_id: str) -> Mapping[str, str]:
-        """Environment variables with which its package goes on with a run instead of making one."""
+        """Return environment variables with which the tracker continues a run instead of creating one."""
         return {}
 
     def finish(self) -> None:  # noqa: B027
-        """Nothing more will come: write what is buffered."""
+        """Write buffered records and close the tracker."""
 
     @classmethod
     def require(cls) -> None:
-        """Make sure that its package is there.
-
-        Raises:
-            ConfigError: it is not; the message says how to get it.
-        """
+        """Check that the tracker's package is installed; otherwise a ConfigError says how to install it."""
         if cls.package is not None:
             import_package(cls.package, cls.install or cls.package)
 
 
 def import_package(package: str, install: str) -> ModuleType:
-    """Import a tracker's package.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Import a tracker's package; a ConfigError says how to install it if it is missing."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{package}.".startswith(f"{error.name}."):
-            raise  # the package is there; something that it imports is not
+        if not is_about(error, package):
+            raise
         raise ConfigError(
             f"a tracker of trainer.logger needs the package '{package}', which is not installed. "
             f"Run `pip install {install}`, or take the tracker out: trainer.logger='[console]'."
@@ -83,7 +72,7 @@ def import_package(package: str, install: str) -> ModuleType:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted name: ``{"a": {"b": 1}}`` → ``{"a.b": 1}``; lists stay whole."""
+    """Flatten nested settings to dotted names: ``{"a": {"b": 1}}`` → ``{"a.b": 1}``; lists are kept."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -95,7 +84,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table as Markdown; line breaks and bars inside cells are kept readable."""
+    """Format a table as Markdown; escapes line breaks and bars in cells."""
 
     def line(cells: Sequence[Any]) -> str:
         return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", "<br>") for cell in cells) + " |"

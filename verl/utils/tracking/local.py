@@ -1,4 +1,4 @@
-"""Trackers that write where the run is: console, file, tensorboard."""
+"""Trackers without a service: console, file, tensorboard."""
 
 from __future__ import annotations
 
@@ -8,34 +8,42 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from verl.base import env
+from verl.base.fs import below
 from verl.errors import ConfigError
-from verl.utils import env
-from verl.utils.console import metrics_line, write_line
+from verl.utils.console import metrics_line, show, write_step
 from verl.utils.file_log import THIS_RUN, cut_own_end
-from verl.utils.fs import below
 from verl.utils.tracking.base import TRACKERS, Tracker, import_package, markdown_table
 
 
 @TRACKERS.register("console")
 class ConsoleTracker(Tracker):
-    """A line per step: ``step:12 - actor/pg_loss:0.1 - ...``; quiet while the live display shows the run."""
+    """Writes a line per step: in a run its main metrics, always the same ones, and the remaining time; else all."""
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
         pass
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the line."""
-        write_line(metrics_line(step, metrics))
+        """Write the line of the step."""
+        write_step(step, metrics)
+
+
+@TRACKERS.register("console_full")
+class FullConsoleTracker(ConsoleTracker):
+    """Writes all metrics of a step on one line, by name: ``step:12 - actor/pg_loss:0.1 - critic/score/mean:0.5``."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Write the line of the step."""
+        show(metrics_line(step, dict(sorted(metrics.items()))))
 
 
 @TRACKERS.register("file")
 class FileTracker(Tracker):
-    """A line of JSON per step, ``{"step": 12, "data": {...}, "run": id}``; tables have ``table`` and ``rows``.
+    """Writes a line of JSON per step, ``{"step": 12, "data": {...}, "run": id}``; tables have ``table`` and ``rows``.
 
-    The file is ``VERL_FILE_LOGGER_PATH``, or ``{VERL_FILE_LOGGER_ROOT}/{project}/{experiment}.jsonl``.
-    A run appends to what is there, and one that is resumed first drops the steps that it does again: lines of its
-    own id at the end. NaN and
-    infinities are written as Python's ``json`` reads them.
+    The file is ``VERL_FILE_LOGGER_PATH``, or ``{VERL_FILE_LOGGER_ROOT}/{project}/{experiment}.jsonl``. A run appends
+    to it; a resumed run first removes its own lines of repeated steps from the end. NaN and infinities are written in
+    the form of Python's ``json``, which is not standard JSON.
     """
 
     def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
@@ -51,16 +59,16 @@ class FileTracker(Tracker):
             ) from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write the line through to the disk, so that a killed run keeps it."""
+        """Write a line and flush it, so that it is kept if the process is killed."""
         self._write({"step": step, "data": dict(metrics)})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """One line with all rows, each an object."""
+        """Write one line with all rows, each as an object."""
         objects = [dict(zip(columns, row, strict=True)) for row in rows]
         self._write({"step": step, "table": name, "rows": objects})
 
     def go_on_after(self, step: int) -> None:
-        """Cut this run's later steps off the end, and a line that a crash has left unfinished."""
+        """Remove this run's lines of later steps, and a line that a crash left unfinished, from the end."""
         cut_own_end(Path(self._file.name), self._before, step)
 
     @classmethod
@@ -79,7 +87,7 @@ class FileTracker(Tracker):
 
 @TRACKERS.register("tensorboard")
 class TensorboardTracker(Tracker):
-    """Event files under ``{TENSORBOARD_DIR}/{project}/{experiment}``."""
+    """Writes TensorBoard event files to ``{TENSORBOARD_DIR}/{project}/{experiment}``."""
 
     package = "tensorboard"
 
@@ -91,19 +99,19 @@ class TensorboardTracker(Tracker):
         self._writer.add_text("config", "```\n" + json.dumps(config, indent=2, default=str) + "\n```", 0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """A scalar per metric."""
+        """Write a scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
     def go_on_after(self, step: int) -> None:
-        """Later steps of earlier event files are not shown any more."""
+        """Make TensorBoard hide later steps of earlier event files."""
         self._writer.close()
         self._writer = self._make_writer(log_dir=self._folder, purge_step=step + 1, filename_suffix=".resumed")
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
-        """The table as Markdown text."""
+        """Write the table as Markdown text."""
         self._writer.add_text(name, markdown_table(columns, rows), step)
 
     def finish(self) -> None:
-        """Write the last events."""
+        """Write buffered events and close the file."""
         self._writer.close()

@@ -1,10 +1,10 @@
-"""Trackers of experiment services; each reads its address and login from its own environment variables.
+"""Trackers of experiment services, which read address and login from their own environment variables.
 
 ============ ========================================= ==================================================
 tracker      without a server                          with one
 ============ ========================================= ==================================================
 wandb        WANDB_MODE=offline                        WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL
-mlflow       MLFLOW_TRACKING_URI=sqlite:///mlflow.db   MLFLOW_TRACKING_URI; MLFLOW_RUN_ID goes on with a run
+mlflow       MLFLOW_TRACKING_URI=sqlite:///mlflow.db   MLFLOW_TRACKING_URI; MLFLOW_RUN_ID continues a run
 swanlab      SWANLAB_MODE=offline                      SWANLAB_API_KEY
 clearml      CLEARML_OFFLINE_MODE=1                    clearml.conf, or CLEARML_API_ACCESS_KEY and the like
 trackio      always; files under TRACKIO_DIR           TRACKIO_SPACE_ID
@@ -38,27 +38,27 @@ class WandbTracker(Tracker):
 
     @classmethod
     def variables_of_run(cls, run_id: str) -> Mapping[str, str]:
-        """It goes on with the run, and ignores the steps that it has already."""
+        """Continue the run; wandb ignores steps that it already has."""
         return {"WANDB_RUN_ID": run_id, "WANDB_RESUME": "allow"}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """All metrics of the step at once."""
+        """Send all metrics of the step in one call."""
         self._run.log(dict(metrics), step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        """A ``wandb.Table``; cells of mixed types become text."""
+        """Log a ``wandb.Table``; cells other than numbers become text."""
         data = [[cell if isinstance(cell, int | float) else str(cell) for cell in row] for row in rows]
         table = self._wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
         self._run.log({name: table}, step=step)
 
     def finish(self) -> None:
-        """Upload the rest."""
+        """Upload buffered records and end the run."""
         self._run.finish()
 
 
 @TRACKERS.register("mlflow")
 class MlflowTracker(Tracker):
-    """MLflow; ``@``, which it does not allow in names, becomes ``_at_``, and other such characters ``_``."""
+    """MLflow; in names ``@`` is replaced by ``_at_`` and other characters that MLflow does not allow by ``_``."""
 
     package = "mlflow"
     params_per_call = 100
@@ -70,7 +70,7 @@ class MlflowTracker(Tracker):
         self._mlflow.set_experiment(project_name)
         self._run = self._mlflow.start_run(run_name=experiment_name)
         self.run_id = self._run.info.run_id
-        known = self._run.data.params  # of a run that goes on, and cannot be changed
+        known = self._run.data.params  # a continued run has parameters already, which cannot be changed
         named = {self._name(key): str(value)[: self.param_length] for key, value in flatten(config).items()}
         params = [(name, value) for name, value in named.items() if name not in known]
         for start in range(0, len(params), self.params_per_call):
@@ -78,15 +78,15 @@ class MlflowTracker(Tracker):
 
     @classmethod
     def variables_of_run(cls, run_id: str) -> Mapping[str, str]:
-        """It goes on with the run; a step that is done again has two points of the same value."""
+        """Continue the run; a repeated step has two points."""
         return {"MLFLOW_RUN_ID": run_id}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """All metrics of the step at once."""
+        """Send all metrics of the step in one call."""
         self._mlflow.log_metrics({self._name(name): value for name, value in metrics.items()}, step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        """An artifact of one JSON file per step."""
+        """Log an artifact with one JSON file per step."""
         data = {column: [str(row[number]) for row in rows] for number, column in enumerate(columns)}
         self._mlflow.log_table(data, artifact_file=f"{name}/step_{step}.json")
 
@@ -113,22 +113,22 @@ class SwanlabTracker(Tracker):
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """All metrics of the step at once."""
+        """Send all metrics of the step in one call."""
         self._swanlab.log(dict(metrics), step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        """A text per row."""
+        """Log a text per row."""
         texts = ["\n".join(f"{column}: {cell}" for column, cell in zip(columns, row, strict=True)) for row in rows]
         self._swanlab.log({name: [self._swanlab.Text(text) for text in texts]}, step=step)
 
     def finish(self) -> None:
-        """Upload the rest."""
+        """Upload buffered records and end the run."""
         self._swanlab.finish()
 
 
 @TRACKERS.register("clearml")
 class ClearmlTracker(Tracker):
-    """ClearML; it would draw a NaN as 0, so NaN and infinities are written to its log instead of its plots."""
+    """ClearML; NaN and infinities are written to its text log, because plots would show NaN as 0."""
 
     package = "clearml"
 
@@ -140,7 +140,7 @@ class ClearmlTracker(Tracker):
         self._logger = self._task.get_logger()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """``critic/score/mean`` becomes the series ``score/mean`` of the plot ``critic``."""
+        """Report ``critic/score/mean`` as the series ``score/mean`` of the plot ``critic``, and so on."""
         for name, value in metrics.items():
             title, _, series = name.partition("/")
             if math.isfinite(value):
@@ -149,7 +149,7 @@ class ClearmlTracker(Tracker):
                 self._logger.report_text(f"step {step}: {name} is {value}", print_console=False)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        """A table plot."""
+        """Report a table plot."""
         title, _, series = name.partition("/")
         table = [list(columns), *([str(cell) for cell in row] for row in rows)]
         self._logger.report_table(title, series or title, iteration=step, table_plot=table)
@@ -171,25 +171,25 @@ class TrackioTracker(Tracker):
         self._trackio.init(project=project_name, name=experiment_name, config=dict(config), resume="allow")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """All metrics of the step at once."""
+        """Send all metrics of the step in one call."""
         self._trackio.log(dict(metrics), step=step)
 
     def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
-        """The table as Markdown."""
+        """Log the table as Markdown."""
         self._trackio.log({name: self._trackio.Markdown(markdown_table(columns, rows))}, step=step)
 
     def finish(self) -> None:
-        """Write the rest."""
+        """Write buffered records and end the run."""
         self._trackio.finish()
 
 
 @TRACKERS.register("vemlp_wandb")
 class VemlpWandbTracker(Tracker):
-    """Refused: the client of Volcengine's platform is not public."""
+    """Placeholder that raises a ConfigError: the client of Volcengine's ML platform is not public."""
 
     @classmethod
     def require(cls) -> None:
-        """Always refuses."""
+        """Raise a ConfigError."""
         raise ConfigError(
             "tracker 'vemlp_wandb' needs the client of Volcengine's ML platform, which no public package holds. "
             "Use 'wandb' with WANDB_BASE_URL and WANDB_API_KEY of that platform."
@@ -199,5 +199,5 @@ class VemlpWandbTracker(Tracker):
         self.require()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Never reached."""
+        """Raise a ConfigError; never called, as the constructor raises."""
         self.require()

@@ -1,22 +1,21 @@
-"""What was not finite in an update, and where: the column, the sample and the token, or the parameter."""
+"""Location of non-finite values in an update: the column, the sample and the token, or the parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from verl.protocol import DataProto
-    from verl.workers.engine.base import Metrics
+from verl.protocol import DataProto
+from verl.workers.engine.loss import LossMetrics, PartialSum
 
 Kind = Literal["input", "output", "term", "gradient"]
 
 NAMED_PARAMETERS = 3
-"""Parameters that are named where more have a gradient that is not finite."""
+"""Maximum number of parameters named in a report of non-finite gradients."""
 
 _WHAT = {
     "input": "column '{}' of the batch",
@@ -28,7 +27,7 @@ _WHAT = {
 
 @dataclass(frozen=True, kw_only=True)
 class NonFinite:
-    """One column, output, term of the loss or parameter that held NaN or an infinity in a mini-batch of one rank."""
+    """A column, output, loss term or parameter that held NaN or an infinity in a mini-batch of one rank."""
 
     kind: Kind
     name: str
@@ -36,13 +35,13 @@ class NonFinite:
     """The first such value: ``nan``, ``inf`` or ``-inf``."""
     rank: int
     row: int | None = None
-    """The sample of the first such value; None where there is no such thing."""
+    """The sample of the first such value; None for parameters, loss terms and filler passes."""
     token: int | None = None
-    """Its response token, where there is one."""
+    """The response token of the first such value; None if it belongs to no token."""
     count: int = 1
-    """How many values were not finite."""
+    """Number of values that were not finite."""
     size: int = 1
-    """Of how many."""
+    """Number of values checked."""
 
     def __str__(self) -> str:
         place = "" if self.row is None else f" in sample {self.row}"
@@ -52,16 +51,17 @@ class NonFinite:
 
 
 def in_batch_order(problems: Sequence[NonFinite], order: Sequence[int], world_size: int) -> list[NonFinite]:
-    """Problems by rows of their rank, as problems by rows of the batch that was dealt out to ranks in ``order``."""
+    """Convert row numbers within a rank to row numbers of the batch that was distributed over ranks in ``order``."""
     share = len(order) // world_size
     return [one if one.row is None else replace(one, row=order[one.rank * share + one.row]) for one in problems]
 
 
 @dataclass
 class LossWatch:
-    """The passes of one mini-batch on this rank; looked at together, so that a GPU is not waited for at each of them.
+    """Recorded passes of one mini-batch on this rank, to be searched for non-finite values.
 
-    Holds one number for each response token and output, no activations.
+    They are checked once at the end, because each check waits for the GPU. What is kept is one number for each response
+    token and output, no activations.
     """
 
     rank: int
@@ -70,20 +70,25 @@ class LossWatch:
     )
 
     def add(
-        self, rows: Sequence[int], data: DataProto, outputs: Mapping[str, Tensor], loss: Tensor, metrics: Metrics
+        self, rows: Sequence[int], data: DataProto, outputs: Mapping[str, Tensor], loss: Tensor, metrics: LossMetrics
     ) -> None:
-        """Take in one pass: its rows in the mini-batch, its columns, and what came of them."""
+        """Record one pass; ``rows`` are its rows in the mini-batch."""
         kept = {name: values.detach() for name, values in outputs.items()}
         # A term that still had its graph would keep the activations of the pass.
-        terms = {name: torch.as_tensor(getattr(term, "value", term)).detach() for name, term in metrics.items()}
+        terms = {
+            name: torch.as_tensor(term.value if isinstance(term, PartialSum) else term).detach()
+            for name, term in metrics.items()
+        }
         self._passes.append((rows, data, kept, loss.detach(), terms))
 
     def found(self) -> list[NonFinite]:
-        """What is not finite, if a loss is not: of the first such pass the columns, else the outputs, and the terms."""
+        """Locate the non-finite values of the first pass with a non-finite loss.
+
+        They are in its input columns, else in its outputs; and in terms of the loss. Empty if all losses are finite.
+        """
         if not self._passes or bool(torch.stack([loss for *_, loss, _ in self._passes]).isfinite().all()):
             return []
         rows, data, outputs, loss, terms = next(one for one in self._passes if not bool(one[3].isfinite()))
-        assert data.batch is not None
         mask = data.batch["response_mask"]
         inputs = {name: values for name, values in sorted(data.batch.items()) if values.is_floating_point()}
         columns = list(self._in_columns("input", inputs, mask, rows))
@@ -117,12 +122,7 @@ class LossWatch:
 
 
 def in_gradients(parameters: Iterable[tuple[str, Tensor | None]], rank: int) -> list[NonFinite]:
-    """The first parameters whose gradient is not finite on this rank.
-
-    Args:
-        parameters: names and gradients, this rank's part of them.
-        rank: of this process.
-    """
+    """The first parameters whose gradient is not finite, from names and gradients of this rank's part of them."""
     found: list[NonFinite] = []
     for name, gradient in parameters:
         if gradient is None or len(found) == NAMED_PARAMETERS:

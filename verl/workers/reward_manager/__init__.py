@@ -1,14 +1,14 @@
-"""Reward managers: a batch of responses in, scores out."""
+"""Reward managers, which compute the scores of a batch of responses."""
 
-from verl.workers.reward_manager.abstract import AbstractRewardManager
-from verl.workers.reward_manager.batch import BatchRewardManager
+from verl.workers.reward_manager.abstract import AbstractRewardManager, get_reward_manager_cls, register
 from verl.workers.reward_manager.dapo import DAPORewardManager
-from verl.workers.reward_manager.gdpo import GDPORewardManager
-from verl.workers.reward_manager.limited import RateLimitedRewardManager
-from verl.workers.reward_manager.naive import NaiveRewardManager
-from verl.workers.reward_manager.prime import PrimeRewardManager
-from verl.workers.reward_manager.registry import get_reward_manager_cls, register
-from verl.workers.reward_manager.remote import RemoteRewardManager
+from verl.workers.reward_manager.naive import (
+    BatchRewardManager,
+    GDPORewardManager,
+    NaiveRewardManager,
+    PrimeRewardManager,
+)
+from verl.workers.reward_manager.services import RateLimitedRewardManager, RemoteRewardManager
 
 __all__ = [
     "AbstractRewardManager",

@@ -1,4 +1,4 @@
-"""The reward manager of DAPO: scores, and a soft penalty for responses that are nearly too long."""
+"""Reward manager of DAPO, with a soft penalty for responses near the length limit."""
 
 from __future__ import annotations
 
@@ -6,29 +6,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.registry import suggest
-from verl.utils.reward_score.length import soft_overlong_penalty
-from verl.workers.reward_manager.function import Scores, tensors_of
-from verl.workers.reward_manager.naive import NaiveRewardManager, on_last_token
-from verl.workers.reward_manager.registry import register
+from verl.utils.reward_score.parts import soft_overlong_penalty
+from verl.workers.reward_manager.abstract import register
+from verl.workers.reward_manager.function import tensors_of
+from verl.workers.reward_manager.naive import NaiveRewardManager
+from verl.workers.reward_manager.scores import Scores, on_last_token
 
 KEY = "reward_model.reward_kwargs.overlong_buffer_cfg"
 
 
 @dataclass(frozen=True)
 class OverlongBuffer:
-    """Settings of the penalty: the last ``len`` tokens before the longest response, and how much it costs there."""
+    """Settings of the soft overlong penalty."""
 
     enable: bool = False
     len: int = 0
+    """Number of tokens below the longest response over which the penalty grows from 0 to ``penalty_factor``."""
     penalty_factor: float = 1.0
     log: bool = False
+    """Whether to report the penalty of each sample."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None, max_resp_len: int | None) -> OverlongBuffer:
-        """The settings, checked.
+        """Read and check the settings.
 
         Raises:
             ConfigError: one is unknown or out of its bounds.
@@ -59,17 +62,13 @@ class OverlongBuffer:
 class DAPORewardManager(NaiveRewardManager):
     """Scores every response, and adds the soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13).
 
-    A result that is a number is also reported as ``acc``. The score that is reported is the function's; the
-    penalty is added to the last token's reward alone, and reported with ``overlong_buffer_cfg.log``.
+    If the function returns only a number, it is also reported as ``acc``. The reported ``score`` is without the
+    penalty, which is added to the last token's reward; ``overlong_buffer_cfg.log`` reports it separately.
 
     Args:
-        tokenizer: tokenizer of the policy.
-        num_examine: how many samples of each data source to log in every call.
-        compute_score: as for :class:`NaiveRewardManager`.
-        reward_fn_key: column that says which scorer a sample belongs to.
         max_resp_len: longest response, in tokens.
-        overlong_buffer_cfg: ``enable``, ``len``, ``penalty_factor``, ``log``.
-        settings: further arguments of :class:`NaiveRewardManager`.
+        overlong_buffer_cfg: settings of :class:`OverlongBuffer`.
+        settings: arguments of :class:`NaiveRewardManager`, as are those not listed here.
 
     Raises:
         ConfigError: a setting of the penalty is wrong.
@@ -90,7 +89,7 @@ class DAPORewardManager(NaiveRewardManager):
         super().__init__(tokenizer, num_examine, compute_score, reward_fn_key, **settings)
 
     def shaped(self, data: DataProto, scores: Scores) -> Scores:
-        """Scores and penalties; a sample that could not be scored has none."""
+        """Add the penalties; a sample that could not be scored gets none."""
         assert scores.tokens is not None
         samples = [
             score if score.extra or score.status != "ok" else replace(score, extra={"acc": score.value})
@@ -117,9 +116,9 @@ class DAPORewardManager(NaiveRewardManager):
 
 
 def overlong_penalty(length: int, longest: int, buffer: int, factor: float) -> float:
-    """What a response loses for its length (arXiv:2503.14476, eq. 13, times ``factor``), from ``-factor`` to 0.
+    """Soft overlong penalty (arXiv:2503.14476, eq. 13, times ``factor``), from ``-factor`` to 0.
 
-    With ``buffer`` 0 only responses above ``longest`` lose, and all of it.
+    With ``buffer`` 0 it is ``-factor`` for responses longer than ``longest``, else 0.
 
     >>> [overlong_penalty(length, longest=10, buffer=4, factor=2.0) for length in (6, 8, 9, 10, 12)]
     [0.0, -1.0, -1.5, -2.0, -2.0]

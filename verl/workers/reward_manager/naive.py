@@ -1,4 +1,7 @@
-"""The plain reward manager: decode each response, call the reward function, put the score on the last token."""
+"""Reward managers that decode responses, call a reward function, and put the score on the last token.
+
+``naive`` and ``batch`` take every form of reward function; ``prime`` and ``gdpo`` only some.
+"""
 
 from __future__ import annotations
 
@@ -9,61 +12,48 @@ from typing import Any
 
 import torch
 
-from verl.errors import ConfigError, RewardError
+from verl.errors import ConfigError, DataError, RewardError
 from verl.protocol import DataProto
 from verl.schema import require
+from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
 from verl.utils.dataset.rl_dataset import RLHFDataset
-from verl.utils.killable_pool import Budget, RateLimit, unwrapped
-from verl.utils.reward_score import check_settings, default_compute_score
-from verl.workers.reward_manager.abstract import AbstractRewardManager, Result
-from verl.workers.reward_manager.function import (
-    Form,
-    Pending,
-    RewardFunction,
-    Sample,
-    Score,
-    Scores,
-    on_turns,
-    tensors_of,
-    token_scores,
-)
-from verl.workers.reward_manager.registry import register
+from verl.utils.deferred import Deferred
+from verl.utils.reward_score import check_settings, check_truth, default_compute_score
+from verl.workers.reward_manager.abstract import AbstractRewardManager, Result, RewardTensor, register
+from verl.workers.reward_manager.function import Form, RewardFunction, RewardSample, tensors_of
+from verl.workers.reward_manager.scores import Score, Scores, extra_info, placed, token_scores
 
 logger = logging.getLogger(__name__)
 
 
 @register("naive")
 class NaiveRewardManager(AbstractRewardManager):
-    """Scores every response by itself.
+    """Scores responses with a reward function.
 
-    The reward function runs in processes of its own, each call under a budget of time and memory
-    (:class:`~verl.utils.killable_pool.KillablePool`). A sample that cannot be scored stops nothing in
-    silence: it gets score 0 and a ``reward_status`` other than ``ok``, and the first reason is logged
-    with the counts. Above ``max_error_rate`` the run stops with it.
+    The function runs in killable processes (:class:`~verl.supervision.killable_pool.KillablePool`), each call with
+    limits of time and memory. A sample that cannot be scored gets score 0 and a ``reward_status`` other than ``ok``;
+    the counts and the first reason are logged. If more than ``max_error_rate`` of a batch fail, scoring raises.
 
-    ``rm_scores`` of a reward model, where the batch has them, are the score unless a rule was
-    chosen in so many words (a custom function, or ``reward_model.reward_format``); such a rule finds
-    the model's score as ``extra_info["rm_score"]``.
+    If the batch has ``rm_scores`` of a reward model, these are the scores, unless a custom function or
+    ``reward_model.reward_format`` is set; such a function gets the model's score as ``extra_info["rm_score"]``.
+
+    Arguments not listed here are those of :class:`AbstractRewardManager`.
 
     Args:
-        tokenizer: tokenizer of the policy.
-        num_examine: how many samples of each data source to log in every call.
-        compute_score: a function of one of the forms (see :mod:`verl.workers.reward_manager.function`);
-            None goes by data source: :func:`verl.utils.reward_score.default_compute_score`.
-        reward_fn_key: column that says which scorer a sample belongs to.
-        max_error_rate: largest share of a batch that may fail.
-        max_concurrent: calls of an async function at once.
+        compute_score: a function of one of the forms of :mod:`verl.workers.reward_manager.function`;
+            default: the scorer of each data source, :func:`verl.utils.reward_score.default_compute_score`.
+        max_error_rate: largest fraction of a batch that may fail.
+        max_concurrent: concurrent calls over all processes.
         num_workers: processes that score.
-        timeout_s: time for the score of one sample.
-        memory_limit_mb: memory for the score of one sample, beyond what loading the function took; None
-            is no limit.
-        batch_timeout_s: time for a call that scores a whole batch; None is ten times ``timeout_s``.
-        kill_retries: how often a sample is scored again whose process was killed from outside; its status then is
-            ``killed``. What the sample itself does, or takes too much of, is not tried again.
+        timeout_s: timeout of a sample.
+        memory_limit_mb: MiB for a sample, beyond what loading the function took; None is no limit.
+        batch_timeout_s: timeout of a call that scores a whole batch; None is ten times ``timeout_s``.
+        kill_retries: how often a sample is scored again after its process was killed from outside; then its status
+            is ``killed``. Samples that fail or exceed a limit themselves are not scored again.
         scorer_kwargs: further arguments of the reward function.
 
     Raises:
-        ConfigError: the function has none of the forms.
+        ConfigError: the function has none of the forms that the manager takes.
     """
 
     forms: tuple[Form, ...] = ("sample", "texts", "batch")
@@ -108,15 +98,15 @@ class NaiveRewardManager(AbstractRewardManager):
             )
 
     def limits(self) -> Sequence[RateLimit]:
-        """Rates that all calls of the function together keep."""
+        """Rate limits over all calls of the function; a hook for subclasses."""
         return ()
 
-    def tokens(self, samples: Sequence[Sample]) -> Sequence[float] | None:
-        """What each call takes from a limit of tokens."""
+    def tokens(self, samples: Sequence[RewardSample]) -> Sequence[float] | None:
+        """Cost of each call under a limit of tokens; a hook for subclasses."""
         return None
 
     def check_dataset(self, dataset: RLHFDataset) -> None:
-        """See :meth:`AbstractRewardManager.check_dataset`; a rule of one's own may need nothing."""
+        """Check columns, styles and settings; a custom function or ``reward_format`` may need none of them."""
         if self.has_rule:
             return
         dataset.require_columns(
@@ -125,21 +115,52 @@ class NaiveRewardManager(AbstractRewardManager):
                 "reward_model": "scorers compare with its ground_truth",
             }
         )
+        styles = [isinstance(value, dict) and value.get("style") for value in dataset.source_column("reward_model")]
+        if "model" in styles:
+            raise DataError(
+                f"{dataset.place(styles.index('model'))}: reward_model.style is 'model' ({styles.count('model')} of "
+                f"{len(styles)} rows), and the run has no model that scores. Set reward_model.enable=true with "
+                "reward_model.model.path, or reward_model.reward_format=llm_judge; or write style 'rule' for rows that "
+                "the scorer of their data source is to judge."
+            )
         for source in dict.fromkeys(map(str, dataset.source_column(self.reward_fn_key))):
             check_settings(self.settings, source)
+        truths = enumerate(map(_ground_truth, dataset.source_column("reward_model")))
+        if lacking := [item for item, truth in truths if truth is None]:
+            raise DataError(
+                f"{len(lacking)} of {len(dataset)} rows have no reward_model.ground_truth, with which the scorer "
+                f"compares the response; the first is {dataset.place(lacking[0])}. Give it a value, leave such rows "
+                "out, or score by a function of your own (custom_reward_function.path)."
+            )
+        self._check_truths(dataset)
+
+    def _check_truths(self, dataset: RLHFDataset) -> None:
+        rows = zip(dataset.source_column(self.reward_fn_key), dataset.source_column("reward_model"), strict=True)
+        unreadable = []
+        for item, (source, value) in enumerate(rows):
+            try:
+                check_truth(str(source), _ground_truth(value))
+            except RewardError as error:
+                unreadable.append((item, source, error))
+        if unreadable:
+            item, source, error = unreadable[0]
+            raise DataError(
+                f"{len(unreadable)} of {len(dataset)} rows have a ground truth that the scorer of their data source "
+                f"cannot read. The first is {dataset.place(item)}, data source '{source}': {error}"
+            )
 
     def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | Result:
-        """Scores of a batch; see :meth:`AbstractRewardManager.__call__`.
+        """Score a batch and wait; see :meth:`AbstractRewardManager.__call__`.
 
         Raises:
             RewardError: more than ``max_error_rate`` of the samples failed.
             SchemaError: the batch lacks a column.
         """
         result = self.start(data).result()
-        return result if return_dict else result["reward_tensor"]
+        return result if return_dict else RewardTensor.of(result)
 
-    def start(self, data: DataProto) -> Pending[Result]:
-        """Begin to score a batch and return at once; ``result()`` waits, and raises as :meth:`__call__` does."""
+    def start(self, data: DataProto) -> Deferred[Result]:
+        """Start to score a batch and return at once; ``result()`` waits, and raises as :meth:`__call__` does."""
         samples = self.samples(data)
 
         def checked(scores: Scores) -> Result:
@@ -150,7 +171,7 @@ class NaiveRewardManager(AbstractRewardManager):
         return self._scores(data, samples).map(checked)
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
-        """Score one sample without blocking the event loop; a failure is its ``reward_status``, and no error.
+        """Score one sample without blocking the event loop; a failure becomes its ``reward_status``.
 
         Returns:
             ``{"reward_score": float, "reward_extra_info": {name: value}}``.
@@ -160,19 +181,19 @@ class NaiveRewardManager(AbstractRewardManager):
         return {"reward_score": float(result["reward_tensor"][0].sum()), "reward_extra_info": extra}
 
     def warm_up(self) -> None:
-        """Start the processes that score; does not wait for them."""
+        """Start the processes that score, without waiting for them."""
         self.function.warm_up()
 
     def shaped(self, data: DataProto, scores: Scores) -> Scores:
-        """The scores as they count in training; a hook for what is added to those of the function."""
+        """Return the scores used in training; a hook for terms added to those of the function."""
         return scores
 
-    def _scores(self, data: DataProto, samples: Sequence[Sample]) -> Pending[Scores]:
-        """Scores of the samples, and where they lie in the responses."""
+    def _scores(self, data: DataProto, samples: Sequence[RewardSample]) -> Deferred[Scores]:
+        """Start scoring; the result has the scores of the samples and of their tokens."""
         tensors = tensors_of(data)
         if not self.has_rule and "rm_scores" in tensors.keys():
             model = token_scores(tensors["rm_scores"], tensors["response_mask"])
-            return Pending([], lambda: self.shaped(data, model))
+            return Deferred([], lambda: self.shaped(data, model))
         if not self.has_rule:
             require(data, ("reward_model",), "scoring by data source")
         if self.function.form == "sample":
@@ -184,16 +205,18 @@ class NaiveRewardManager(AbstractRewardManager):
     def _result(self, scores: Scores) -> Result:
         return {"reward_tensor": scores.tokens, "reward_extra_info": extra_info(scores.samples)}
 
-    def samples(self, data: DataProto) -> list[Sample]:
-        """Each row of the batch as a reward function sees it."""
+    def samples(self, data: DataProto) -> list[RewardSample]:
+        """Return the reward function's arguments for each row."""
         columns = data.non_tensor_batch
+        if self.reward_fn_key != "data_source":
+            require(data, (self.reward_fn_key,), "reward_fn_key")
         rows = range(len(data))
         texts = decode_responses(data, self.tokenizer)
         sources = columns.get(self.reward_fn_key, ["unknown"] * len(data))
         uids = columns.get("uid", [f"row {row}" for row in rows])
         truths = [_ground_truth(value) for value in columns.get("reward_model", [None] * len(data))]
         extras = self._extra_infos(data)
-        return [Sample(str(sources[i]), texts[i], truths[i], extras[i], str(uids[i])) for i in rows]
+        return [RewardSample(str(sources[i]), texts[i], truths[i], extras[i], str(uids[i])) for i in rows]
 
     def _extra_infos(self, data: DataProto) -> list[dict[str, Any]]:
         columns, tensors = data.non_tensor_batch, tensors_of(data)
@@ -212,7 +235,7 @@ class NaiveRewardManager(AbstractRewardManager):
                 info[name] = value
         return extras
 
-    def _report_errors(self, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+    def _report_errors(self, samples: Sequence[RewardSample], scores: Sequence[Score]) -> None:
         failed = [(sample, score) for sample, score in zip(samples, scores, strict=True) if score.status != "ok"]
         if not failed:
             return
@@ -230,7 +253,7 @@ class NaiveRewardManager(AbstractRewardManager):
             )
         logger.warning("%s\nFailed samples score 0 and are left out of training.", what)
 
-    def _log_examples(self, data: DataProto, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+    def _log_examples(self, data: DataProto, samples: Sequence[RewardSample], scores: Sequence[Score]) -> None:
         shown: Counter[str] = Counter()
         for row, (sample, score) in enumerate(zip(samples, scores, strict=True)):
             if shown[sample.data_source] >= self.num_examine:
@@ -247,63 +270,49 @@ class NaiveRewardManager(AbstractRewardManager):
             )
 
 
+@register("batch")
+class BatchRewardManager(NaiveRewardManager):
+    """Scores a whole batch with one call of a per-batch function (:mod:`verl.workers.reward_manager.function`).
+
+    ``batch_timeout_s`` and ``memory_limit_mb`` are limits of the whole call; if it fails, all samples fail. A function
+    for single samples, and the scorers by data source, are called for each sample as by ``naive``.
+    """
+
+
+@register("prime")
+class PrimeRewardManager(NaiveRewardManager):
+    """The naive reward manager for per-sample functions only, under the name that PRIME (arXiv:2502.01456) uses.
+
+    A sample that raises or times out does not score 0: it gets a status and is excluded from training.
+    """
+
+    forms: tuple[Form, ...] = ("sample",)
+
+    def verify(self, data: DataProto) -> list[float]:
+        """Return the score of each sample, and add them to ``data`` as its column ``acc`` (bsz,) float32."""
+        scores = self.start(data).result()["reward_extra_info"]["score"]
+        data.batch["acc"] = torch.tensor(scores, dtype=torch.float32, device=data.batch["responses"].device)
+        return scores
+
+
+@register("gdpo")
+class GDPORewardManager(NaiveRewardManager):
+    """Scores with a function that returns several rewards, for GDPO (arXiv:2601.05242).
+
+    The function returns ``{"score": ..., "<reward>": number, ...}``. The rewards named by
+    ``algorithm.gdpo_reward_keys`` become columns of the batch, which the estimator ``gdpo`` normalises per group.
+    """
+
+    forms: tuple[Form, ...] = ("sample", "texts")
+
+
 def decode_responses(data: DataProto, tokenizer: Any) -> list[str]:
-    """The text of each response without padding and special tokens."""
+    """Decode the responses without padding and special tokens."""
     tensors = tensors_of(data)
     responses = tensors["responses"]
     valid = tensors["attention_mask"][:, -responses.size(1) :].bool()
     ids = [row[keep].tolist() for row, keep in zip(responses, valid, strict=True)]
     return tokenizer.batch_decode(ids, skip_special_tokens=True)
-
-
-def on_last_token(response_mask: torch.Tensor, scores: Sequence[float]) -> torch.Tensor:
-    """Scores on the last token that the policy chose; an empty response has no token to carry its score.
-
-    Args:
-        response_mask: (bsz, response_length) 1 on tokens that the policy chose.
-        scores: one per sample.
-
-    Returns:
-        (bsz, response_length) float32.
-
-    >>> on_last_token(torch.tensor([[1, 1, 0], [0, 0, 0]]), [0.5, 1.0])
-    tensor([[0.0000, 0.5000, 0.0000],
-            [0.0000, 0.0000, 0.0000]])
-    """
-    places = torch.arange(1, response_mask.size(1) + 1)
-    last = (response_mask.cpu().bool() * places).amax(-1, keepdim=True)  # (bsz, 1), counted from 1; 0 for none
-    return (places == last) * torch.tensor(scores, dtype=torch.float32).unsqueeze(-1)
-
-
-def placed(scores: Scores, response_mask: torch.Tensor) -> Scores:
-    """Scores with their place in the responses.
-
-    A score sits on the last token of the policy; ``turn_scores`` on the last token of each of its turns,
-    which are the runs of ones in ``response_mask``. Another number of scores than turns is an error of the sample.
-    """
-    if scores.tokens is not None:
-        return scores
-    mask = response_mask.cpu().bool()
-    samples = list(scores.samples)
-    tokens = on_last_token(mask, [score.value for score in samples])
-    ends = mask & ~torch.nn.functional.pad(mask[:, 1:], (0, 1))
-    for row, score in enumerate(samples):
-        if score.turn_scores is None:
-            continue
-        samples[row] = on_turns(score, int(ends[row].sum()))
-        tokens[row] = 0.0
-        if samples[row].status == "ok":
-            tokens[row, ends[row]] = torch.tensor(score.turn_scores, dtype=torch.float32)
-    return Scores(samples, tokens)
-
-
-def extra_info(scores: Sequence[Score]) -> dict[str, list[Any]]:
-    """What the reward function said, as one list per name; None where a sample has no such value."""
-    names = dict.fromkeys(name for score in scores for name in score.extra)
-    columns: dict[str, list[Any]] = {name: [score.extra.get(name) for score in scores] for name in names}
-    columns["score"] = [score.value for score in scores]
-    columns["reward_status"] = [score.status for score in scores]
-    return columns
 
 
 def _ground_truth(reward_model: Any) -> Any:

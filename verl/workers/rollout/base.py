@@ -1,9 +1,7 @@
-"""The rollout contract: prompts as token ids in; response token ids with their log-probs out.
+"""The interface of rollout engines: prompts as token ids in, response token ids with their log-probs out.
 
-An engine implements four methods (``generate``, ``load_weights``, ``sleep``, ``wake``). What the trainer
-uses is built on them once, here: ``awake`` and ``generate_sequences``. Seeds, columns and checks are
-therefore the same for every engine. An engine that decodes in steps of its own gets ``abort`` for two lines, see
-``until_aborted``; one that hands its requests to a server overrides it.
+An engine implements ``generate``, ``load_weights``, ``sleep`` and ``wake``. ``awake`` and ``generate_sequences``, which
+the trainer calls, are built on these, so seeds, columns and checks are the same for every engine.
 
     with rollout.awake(actor.get_per_tensor_param, version=actor.weight_version):
         columns = rollout.generate_sequences(prompts)
@@ -12,122 +10,60 @@ therefore the same for every engine. An engine that decodes in steps of its own 
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Self
+from typing import Self
 
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+from verl.base.doors import absent_names
+from verl.base.registry import Registry
+from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
+from verl.protocol import DataProto
 from verl.utils.model import check_tokenizer_fits, eos_token_ids, hf_config_of, unknown_ids
-from verl.utils.registry import Registry
+from verl.workers.rollout.request import (
+    NO_WEIGHTS,
+    FinishReason,
+    RolloutOutput,
+    RolloutRequest,
+    SamplingParams,
+    columns_from_outputs,
+    requests_from_prompts,
+)
+from verl.workers.rollout.serving import RequestQueue
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
-
-    from verl.protocol import DataProto
-    from verl.workers.config import HFModelConfig, RolloutConfig
-
-FinishReason = Literal["stop", "length", "abort"]
-NO_WEIGHTS = -1
-"""The weight version of an engine that holds no usable weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How to draw one response.
-
-    The next token is drawn from softmax(logits / temperature), cut first to the tokens that have at least the
-    share ``min_p`` of the largest probability, then to the ``top_k`` most likely of them, then to the smallest set
-    of those that holds the share ``top_p`` of their mass; among equally likely tokens the lower id comes first.
-    Temperature 0 takes the most likely token (greedy).
-    """
-
-    max_tokens: int
-    """Most tokens in the response."""
-    seed: int
-    """Seed of this response's own random numbers; see ``sample_seed``."""
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    """-1 or 0: all tokens."""
-    min_p: float = 0.0
-    """0: all tokens."""
-    stop: tuple[str, ...] = ()
-    """Texts that end the response; the token that completes one is the last token kept."""
-    stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the response, kept as its last token, beside the end tokens of the model."""
-    ignore_eos: bool = False
-    """Go on after the model's end tokens; ``stop`` and ``stop_token_ids`` still end the response."""
-
-    def __post_init__(self) -> None:
-        rules = [
-            ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "0 (greedy) or larger"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("top_k", self.top_k >= -1, "-1 (all tokens) or a number of tokens"),
-            ("stop", all(self.stop), "texts of at least one character"),
-        ]
-        for name, holds, allowed in rules:
-            if not holds:
-                raise ConfigError(f"sampling parameter {name}={getattr(self, name)!r} must be {allowed}.")
-
-    @property
-    def is_greedy(self) -> bool:
-        """The most likely token is taken; no random number decides."""
-        return self.temperature == 0
-
-    @property
-    def truncates(self) -> bool:
-        """Some tokens are never drawn, because of ``min_p``, ``top_k`` or ``top_p``."""
-        return not self.is_greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
-
-
-@dataclass(frozen=True)
-class RolloutRequest:
-    """One response to draw."""
-
-    prompt_ids: list[int]
-    """Tokens of the prompt, without padding; at least one."""
-    sampling: SamplingParams
-
-
-@dataclass(frozen=True)
-class RolloutOutput:
-    """One response."""
-
-    token_ids: list[int]
-    """What the policy chose, with the end token if it chose one."""
-    log_probs: list[float]
-    """log p of each token. With ``rollout.logprobs_mode=processed_logprobs`` under the distribution that it was
-    drawn from: softmax(logits / temperature) over the tokens that min_p, top_k and top_p keep (without these, what
-    the trainer computes); a greedy response has those of softmax(logits). With ``raw_logprobs`` under
-    softmax(logits), whatever was sampled from."""
-    finish_reason: FinishReason
-    """``stop``: an end token or stop text; ``length``: ``max_tokens`` reached; ``abort``: cut short by
-    :meth:`BaseRollout.abort`, with the tokens drawn until then, maybe none."""
-    weight_version: int
-    """Version of the weights that made it."""
+__all__ = [
+    "NO_WEIGHTS",
+    "BaseRollout",
+    "FinishReason",
+    "RequestQueue",
+    "RolloutOutput",
+    "RolloutRegistry",
+    "RolloutRequest",
+    "SamplingParams",
+    "get_rollout_class",
+]
 
 
 class BaseRollout(ABC):
-    """One engine on this rank.
+    """The rollout engine of one rank.
 
     Args:
         config: ``actor_rollout_ref.rollout``.
         model_config: ``actor_rollout_ref.model``.
-        tokenizer: of the model; it decodes for stop texts and names the pad token.
+        tokenizer: the model's own; decodes responses to find stop texts, and gives the pad token.
         device: where the engine computes.
 
     Raises:
-        ConfigError: the tokenizer makes tokens that the model does not have, or the prompt and
-            the response together are longer than the model or the engine can hold.
+        ConfigError: the tokenizer has tokens that the model lacks, or the longest prompt and response together exceed
+            the model's or the engine's context.
     """
 
     def __init__(
@@ -142,29 +78,29 @@ class BaseRollout(ABC):
         self.tokenizer = tokenizer
         self.device = torch.device(device)
         self.hf_config = hf_config_of(model_config)
-        check_tokenizer_fits(tokenizer, self.hf_config)
+        check_tokenizer_fits(tokenizer, self.hf_config, warns=False)  # the driver has warned already
         self.eos_token_ids = eos_token_ids(model_config.path, tokenizer)
+        # Ids of the model that the tokenizer lacks. Engines never draw them, because decoding would drop them.
         self.unknown_ids = sorted(set(unknown_ids(tokenizer, self.hf_config)) - set(self.eos_token_ids))
-        """Ids of the model that the tokenizer does not know: decoding would drop them. An engine does not draw them."""
         self.max_model_len = _max_model_len(config, self.hf_config)
         self.weight_version = NO_WEIGHTS
         self.ranks_per_engine = 1
-        """Ranks that follow each other and share one engine: they get the same prompts."""
+        """Number of consecutive ranks that share one engine; all of them must be given the same prompts."""
         self.leads = True
-        """This rank generates; another of its engine only takes part in ``load_weights``."""
+        """Whether this rank generates; the other ranks of its engine only take part in ``load_weights``."""
         self._abort_lock = threading.Lock()
         self._running: set[threading.Event] = set()
         self.set_up()
 
     def set_up(self) -> None:  # noqa: B027 - a hook that may stay empty
-        """For engines: what the constructor does of their own; all attributes above are there."""
+        """Finish the engine's construction; called at the end of ``__init__``."""
 
     @abstractmethod
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
-        """One output per request, in the same order.
+        """Draw one response to each request, in the order of the requests.
 
-        A response depends on its own request and on the weights, never on the other requests. It has at least
-        one token, unless :meth:`abort` was called.
+        A response depends only on its request and the weights, never on the other requests. It has at least one token,
+        unless :meth:`abort` was called.
 
         Raises:
             RolloutError: no weights are loaded, or a request cannot be served.
@@ -172,37 +108,35 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Replace all weights; the next ``generate`` uses them and nothing that was computed from older ones.
+        """Replace all weights, and discard everything computed from the previous ones (such as cached keys and values).
 
-        The engine may keep the tensors that it is given instead of a copy, where they live on its device in its
-        dtype. So they must not change while it generates, and whoever changes them afterwards gives them again
-        under a new version; what a ``generate`` in between would see is not defined. Asleep without weights it
-        keeps no tensor alive.
+        The engine may keep the given tensors instead of copies if they are on its device in its dtype. They must not
+        change while it generates; after a change they must be loaded again under a new version, and the result of a
+        ``generate`` before that is undefined. An engine that sleeps without weights holds no reference to any tensor.
 
         Args:
-            weights: parameter names of the Transformers model, and full tensors. Always iterated to the
-                end (on several ranks that is a collective operation), also when some cannot be used.
-            version: stamped on every response from now on.
+            weights: parameter names of the Transformers model, and full tensors. Always iterated to the end, also after
+                an error, because on several ranks the iteration is collective.
+            version: recorded in every response drawn with these weights.
 
         Raises:
-            RolloutError: a name is unknown, missing, or has another shape; the message names them. The
-                engine then holds no usable weights.
+            RolloutError: weights are unknown, missing or of another shape; the message names them. The engine then
+                holds no usable weights.
         """
 
     @abstractmethod
     def wake(self) -> None:
-        """Take the memory that generation needs. Waking twice is the same as once."""
+        """Allocate the memory that generation needs. Idempotent."""
 
     @abstractmethod
     def sleep(self) -> None:
-        """Give memory back to the trainer; sets ``weight_version`` to -1 if the weights go too. Idempotent."""
+        """Release memory for the trainer; set ``weight_version`` to -1 if the weights are released too. Idempotent."""
 
     def abort(self) -> None:
-        """Make the running ``generate`` return soon; may be called from any thread.
+        """Make the running ``generate`` return soon. Thread-safe.
 
-        Responses that have not ended come back with ``finish_reason`` "abort" and the tokens and log-probs drawn
-        so far, responses that have ended as they are. Without a running ``generate`` this does nothing: the
-        next one is as ever.
+        Unfinished responses are returned with ``finish_reason`` "abort" and the tokens and log-probs drawn so far;
+        finished ones are unchanged. Without a running ``generate`` this has no effect, also not on the next one.
         """
         with self._abort_lock:
             for running in self._running:
@@ -210,7 +144,7 @@ class BaseRollout(ABC):
 
     @contextmanager
     def until_aborted(self) -> Iterator[threading.Event]:
-        """For engines that decode in steps: around all work of one ``generate``; :meth:`abort` sets the event.
+        """Yield an event that :meth:`abort` sets. Engines enter this once around each ``generate``.
 
         ::
 
@@ -229,11 +163,11 @@ class BaseRollout(ABC):
 
     @contextmanager
     def awake(self, weights: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> Iterator[Self]:
-        """Awake, with the weights of ``version``, inside; asleep outside, also after an error.
+        """Wake the engine with the weights of ``version``; put it to sleep on exit, also after an error.
 
         Args:
-            weights: called for the tensors only if the engine does not hold ``version`` already.
-            version: of the weights that ``weights()`` would yield.
+            weights: returns names and tensors; called only if the engine does not already hold ``version``.
+            version: version of the weights that ``weights()`` returns.
         """
         try:
             self.wake()
@@ -244,31 +178,48 @@ class BaseRollout(ABC):
             self.sleep()
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
-        """One response to each row of ``prompts``; see ``verl.workers.rollout.batch`` for the columns.
+        """Draw one response to each row of ``prompts``; ``verl.workers.rollout.request`` lists the columns.
 
-        A rank that does not lead returns an empty batch, which nobody reads.
+        Returns an empty batch, to be ignored, on a rank that does not generate (``leads`` is false).
         """
-        from verl.protocol import DataProto
-        from verl.workers.rollout.batch import columns_from_outputs, requests_from_prompts
-
         if not self.leads:
             return DataProto()
 
-        requests = requests_from_prompts(prompts, self.config)
-        return columns_from_outputs(prompts, self.generate(requests), self.config.response_length, self._pad_token_id())
-
-    def _pad_token_id(self) -> int:
         pad = self.tokenizer.pad_token_id
         if not isinstance(pad, int):
             raise RolloutError("the tokenizer has no pad token; load it with verl.utils.hf_tokenizer.")
-        return pad
+        outputs = self.generate(requests_from_prompts(prompts, self.config))
+        return columns_from_outputs(prompts, outputs, self.config.response_length, pad)
 
-    def check_requests(self, requests: list[RolloutRequest]) -> None:
-        """For engines: refuse what cannot be served before any work is done.
+    def serve(self, queue: RequestQueue) -> None:
+        """Answer the requests of ``queue`` as they come, until it is closed. Called inside :meth:`awake`.
+
+        A response is the one that :meth:`generate` draws for the same request, whatever else is running and whenever it
+        came. A request that cannot be served is answered with its error, and the others go on. This implementation
+        answers what is waiting as one batch; engines that admit a request while others run replace it.
 
         Raises:
-            RolloutError: no weights, an empty prompt, a token outside of the vocabulary, or a prompt that leaves
-                too little room for the response.
+            RolloutError: the engine cannot go on.
+        """
+        while taken := queue.take(self.config.max_num_seqs, wait=True):
+            queue.take_cancelled()  # a batch runs to its end, and nobody gets these answers
+            servable = []
+            for number, request in taken:
+                try:
+                    self.check_requests([request])
+                    servable.append((number, request))
+                except RolloutError as error:
+                    queue.answer(number, error)
+            outputs = self.generate([request for _, request in servable]) if servable else []
+            for (number, _), output in zip(servable, outputs, strict=True):
+                queue.answer(number, output)
+
+    def check_requests(self, requests: list[RolloutRequest]) -> None:
+        """Check that all requests can be served. Engines call this before any other work.
+
+        Raises:
+            RolloutError: no weights are loaded, a prompt is empty or has a token outside of the vocabulary, or prompt
+                and response together exceed ``max_model_len``.
         """
         if self.weight_version == NO_WEIGHTS:
             raise RolloutError(
@@ -290,6 +241,15 @@ class BaseRollout(ABC):
                     f"{self.max_model_len} in all. Raise rollout.max_model_len, or ask for fewer."
                 )
 
+    def check_finite(self, outputs: Iterable[RolloutOutput]) -> None:
+        """Raise RolloutError if a log-prob is nan or infinite."""
+        if any(not math.isfinite(value) for output in outputs for value in output.log_probs):
+            raise RolloutError(
+                f"the model's logits are not finite with weights of version {self.weight_version}. The weights may "
+                "have diverged (look at actor/grad_norm), or overflow in rollout.dtype="
+                f"{self.config.dtype}; bfloat16 and float32 have a wider range than float16."
+            )
+
 
 def _max_model_len(config: RolloutConfig, hf_config: PretrainedConfig) -> int:
     needed = config.prompt_length + config.response_length
@@ -310,27 +270,41 @@ def _max_model_len(config: RolloutConfig, hf_config: PretrainedConfig) -> int:
 
 
 RolloutRegistry: Registry[type[BaseRollout]] = Registry("rollout engine")
-"""Engines by their name in ``rollout.name``."""
+"""Engine classes by their name in ``rollout.name``."""
+
+ROLLOUT_MODES = ("sync", "async")
+"""Values of ``rollout.mode``."""
 
 
-def get_rollout_class(name: str) -> type[BaseRollout]:
-    """The engine called ``name``: the class that ``verl.workers.rollout.<name>_rollout`` registers.
+def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollout]:
+    """Return the engine class registered as ``rollout_name``.
 
-    An engine's libraries are imported only when it is chosen.
+    Its module ``verl.workers.rollout.<rollout_name>_rollout`` is imported only here, so that the libraries of the other
+    engines need not be installed.
+
+    Args:
+        rollout_name: ``rollout.name``.
+        mode: ``rollout.mode``. One class serves both; an instance reads it from its configuration.
 
     Raises:
-        ConfigError: there is no such engine.
+        ConfigError: there is no such engine or mode.
     """
-    if name not in RolloutRegistry and name in _engines_here():
-        importlib.import_module(f"verl.workers.rollout.{name}_rollout")
-    if name not in RolloutRegistry:
+    if mode not in ROLLOUT_MODES:
+        raise ConfigError(f"rollout.mode={mode}: there is no such mode. Use one of: {', '.join(ROLLOUT_MODES)}.")
+    if rollout_name not in RolloutRegistry and rollout_name in _engines_here():
+        importlib.import_module(f"verl.workers.rollout.{rollout_name}_rollout")
+    if rollout_name not in RolloutRegistry:
         known = sorted({*_engines_here(), *RolloutRegistry.names()})
         raise ConfigError(
-            f"rollout.name={name}: there is no such rollout engine in this version. Use one of: {', '.join(known)}."
+            f"rollout.name={rollout_name}: there is no such rollout engine in this version. Use one of: "
+            f"{', '.join(known)}."
         )
-    return RolloutRegistry.get(name)
+    return RolloutRegistry.get(rollout_name)
 
 
 def _engines_here() -> list[str]:
     package = importlib.import_module("verl.workers.rollout")
     return [m.name.removesuffix("_rollout") for m in pkgutil.iter_modules(package.__path__) if "_rollout" in m.name]
+
+
+__getattr__ = absent_names(__name__)

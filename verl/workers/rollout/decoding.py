@@ -1,7 +1,7 @@
-"""The model's side of decoding: a batch of rows, their next-token logits, their keys and values.
+"""Batched decoding with a Transformers model: next-token logits and a preallocated cache of keys and values.
 
-Transformers' own cache copies everything at every token; here a token is written in place into a
-buffer that is allocated once, and attention reads a view of it.
+Transformers' own cache copies all keys and values at every token. Here each token is written in place into a buffer
+that is allocated once, and attention reads a view of it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
+
+from verl.utils.transformers_private import DynamicLayer
 
 
 class _BufferedLayer(DynamicLayer):
-    """One layer; ``keys`` and ``values`` are views of the filled part of two buffers."""
+    """The cache of one layer; ``keys`` and ``values`` are views of the filled part of two buffers."""
 
     def __init__(self, keys: Tensor, values: Tensor, capacity: int) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ class _BufferedLayer(DynamicLayer):
         self.keys, self.values = self._key_buffer[:, :, :filled], self._value_buffer[:, :, :filled]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states of new tokens; all states so far."""
+        """Append the states of new tokens; return all states so far, (rows, heads, filled, width)."""
         assert self.keys is not None
         start = self.keys.shape[2]
         end = start + key_states.shape[2]
@@ -48,7 +49,6 @@ class _BufferedLayer(DynamicLayer):
         return self.keys, cast(Tensor, self.values)
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows of the batch but these."""
         assert self.keys is not None
         assert self.values is not None
         self._store(self.keys[rows], self.values[rows])
@@ -59,12 +59,12 @@ class _BufferedLayer(DynamicLayer):
 
 
 class DecodingCache(Cache):
-    """A cache with room for the prompt and the response of every row.
+    """Cache of keys and values with room for the prompt and the response of every row.
 
     Args:
-        prefilled: caches of prompts of one width; together, along the batch, all distinct prompts.
-        prompt_of_row: (bsz,) for each row to decode, the prompt from which it goes on.
-        capacity: most tokens of a row, prompt and response.
+        prefilled: caches of the distinct prompts, all padded to one width; concatenated along the batch.
+        prompt_of_row: (bsz,) index of each row's prompt among the distinct prompts.
+        capacity: largest number of tokens in a row, prompt and response together.
     """
 
     def __init__(self, prefilled: Sequence[DynamicCache], prompt_of_row: Tensor, capacity: int) -> None:
@@ -75,30 +75,31 @@ class DecodingCache(Cache):
         super().__init__(layers=list(self._buffered))
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows of the batch but these."""
+        """Keep only these rows of the batch."""
         for layer in self._buffered:
             layer.keep(rows)
 
     @property
     def nbytes(self) -> int:
-        """Memory of the buffers."""
+        """Size of all buffers in bytes."""
         return sum(layer.nbytes for layer in self._buffered)
 
 
 class DecodingBatch:
-    """Rows that go on from their prompts, one token of each at a time.
+    """A batch of responses that are decoded one token at a time.
 
-    Equal prompts go through the model once. Rows are padded on the left to the longest prompt.
+    The constructor computes the prompts' states (prefill), once for equal prompts. Rows are padded on the left to the
+    longest prompt.
 
     Args:
-        prompts: token ids of each row.
-        max_new_tokens: most tokens that will follow a prompt.
+        prompts: token ids of each row's prompt.
+        max_new_tokens: largest length of a response.
         module: causal language model, in eval mode.
-        prefill_tokens: most prompt tokens, with padding, in one forward pass (but at least one prompt).
+        prefill_tokens: limit of prompt tokens, with padding, in one forward pass; at least one prompt is processed.
 
     Attributes:
         rows: (n,) the rows still in the batch, as indices into ``prompts``.
-        logits: (n, vocab) of the next token of each of these.
+        logits: (n, vocab) next-token logits of these rows.
     """
 
     def __init__(
@@ -146,11 +147,7 @@ class DecodingBatch:
         return output.logits[:, -1]
 
     def forward(self, tokens: Tensor) -> None:
-        """Append one token to each row; ``logits`` are then those of the token after it.
-
-        Args:
-            tokens: (n,) in the order of ``rows``.
-        """
+        """Append one token to each row, (n,) in the order of ``rows``, and update ``logits``."""
         self._filled += 1
         self.logits = self._forward(
             tokens[:, None], self._mask[:, : self._filled], self._positions[:, None], self._cache
@@ -158,11 +155,11 @@ class DecodingBatch:
         self._positions = self._positions + 1
 
     def keep(self, places: Tensor) -> None:
-        """Drop all rows but those at these places of ``rows``."""
+        """Keep only the rows at these positions of ``rows``."""
         self.rows, self._mask, self._positions = self.rows[places], self._mask[places], self._positions[places]
         self._cache.keep(places)
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys and values."""
+        """Size of the cached keys and values in bytes."""
         return self._cache.nbytes

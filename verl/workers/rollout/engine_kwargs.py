@@ -1,39 +1,45 @@
-"""``rollout.engine_kwargs.<engine>``: the keys in it that verl reads itself, and what goes on to the engine."""
+"""Parse ``rollout.engine_kwargs.<engine>``: keys that verl reads itself, and arguments passed on to the engine."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from verl.base.redact import is_secret
+from verl.config import RolloutConfig
 from verl.errors import ConfigError
-from verl.utils.redact import is_secret
 from verl.workers.rollout.server import Patience
 
-if TYPE_CHECKING:
-    from verl.workers.config import RolloutConfig
-
 PYTHON = "python"
-"""Key that names the interpreter of the environment with the engine."""
+"""Key: Python interpreter of the environment that has the engine installed."""
 START_TIMEOUT_S = "start_timeout_s"
-"""Key for the longest start of the server in seconds."""
+"""Key: longest start of the server, in seconds."""
 HANG_TIMEOUT_S = "hang_timeout_s"
-"""Key for the longest time in seconds without an answered health check, or with a stopped process of the server."""
+"""Key: longest time without an answered health check, or with a stopped process of the server, in seconds."""
 ANSWER_TIMEOUT_S = "answer_timeout_s"
-"""Key for the longest time in seconds in which the server works and gives no answer."""
+"""Key: longest time with running requests and no answer to any of them, in seconds."""
 _OWN = (PYTHON, START_TIMEOUT_S, HANG_TIMEOUT_S, ANSWER_TIMEOUT_S)
 
 
-def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, Any]:
-    """Further arguments of the engine called ``rollout.name``, as the user gave them; null means not given.
+@dataclass(frozen=True)
+class Launch:
+    """Interpreter and time limits of a vLLM or SGLang engine."""
 
-    Args:
-        config: ``actor_rollout_ref.rollout``.
-        decided: arguments that other settings decide.
+    python: str = sys.executable
+    """Interpreter of the environment that has the engine installed."""
+    start_timeout_s: float = 600.0
+    """Longest start, including the loading of the model."""
+    patience: Patience = field(default_factory=Patience)
+
+
+def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, Any]:
+    """Engine arguments that the user gave for ``rollout.name``, without those that are null.
 
     Raises:
-        ConfigError: one of ``decided`` is given, or a secret.
+        ConfigError: the user gave a secret, or one of ``decided``, the arguments that other settings determine.
     """
     extra = {name: value for name, value in _given(config).items() if name not in _OWN and value is not None}
     doubled = sorted(extra.keys() & set(decided))
@@ -51,12 +57,26 @@ def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, 
     return extra
 
 
-def python_of(config: RolloutConfig) -> str:
-    """The interpreter that runs the server: ``engine_kwargs.<engine>.python``, or this one.
+def launch_settings(config: RolloutConfig, start_timeout_s: float, in_process: bool = False) -> Launch:
+    """Read the launch settings of ``rollout.name``.
+
+    ``start_timeout_s`` is the default of the start's time limit. With ``in_process`` the configured interpreter is
+    ignored, because the engine runs in this process.
 
     Raises:
-        ConfigError: there is no such file.
+        ConfigError: ``python`` is not a file, or a time is not a positive number.
     """
+    default = Patience()
+    return Launch(
+        sys.executable if in_process else _python(config),
+        _seconds(config, START_TIMEOUT_S, start_timeout_s),
+        Patience(
+            _seconds(config, HANG_TIMEOUT_S, default.hang_s), _seconds(config, ANSWER_TIMEOUT_S, default.answer_s)
+        ),
+    )
+
+
+def _python(config: RolloutConfig) -> str:
     python = _given(config).get(PYTHON)
     if python is None:
         return sys.executable
@@ -66,28 +86,7 @@ def python_of(config: RolloutConfig) -> str:
             f"rollout.engine_kwargs.{config.name}.python={python}: there is no such file. Give the python of the "
             f"environment in which {config.name} is installed, for example /opt/{config.name}/bin/python."
         )
-    return str(path.absolute())  # not resolved: the link in an environment's folder is what makes it that environment
-
-
-def start_timeout_s(config: RolloutConfig, default: float) -> float:
-    """Longest start of the server: ``engine_kwargs.<engine>.start_timeout_s``.
-
-    Raises:
-        ConfigError: it is not a positive number.
-    """
-    return _seconds(config, START_TIMEOUT_S, default)
-
-
-def patience(config: RolloutConfig) -> Patience:
-    """How long the server may hang: ``hang_timeout_s`` and ``answer_timeout_s`` of ``engine_kwargs.<engine>``.
-
-    Raises:
-        ConfigError: one is not a positive number.
-    """
-    default = Patience()
-    return Patience(
-        _seconds(config, HANG_TIMEOUT_S, default.hang_s), _seconds(config, ANSWER_TIMEOUT_S, default.answer_s)
-    )
+    return str(path.absolute())  # links are kept: Python finds its virtual environment by the link's folder
 
 
 def _seconds(config: RolloutConfig, name: str, default: float) -> float:

@@ -1,14 +1,12 @@
-"""The reference engine: a Transformers model and a plain decoding loop, on a CPU or a GPU.
+"""The ``hf`` rollout engine: a Transformers model and a plain decoding loop, a reference for other engines.
 
-Small and exact, so that other engines can be measured against it. It holds a whole copy of the model
-on each rank; ``rollout.max_num_seqs`` bounds the rows that are decoded at once (their keys and values
-are kept), ``rollout.max_num_batched_tokens`` the prompt tokens that go through the model at once.
+It holds a copy of the whole model on each rank. ``rollout.max_num_seqs`` bounds the rows decoded at once, and so the
+memory of keys and values; ``rollout.max_num_batched_tokens`` bounds the prompt tokens in one pass.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable
 from threading import Event
 
@@ -27,22 +25,22 @@ from verl.workers.rollout.base import (
     RolloutRequest,
 )
 from verl.workers.rollout.decoding import DecodingBatch
-from verl.workers.rollout.sampling import TokenSampler
-from verl.workers.rollout.stopping import StopRules
+from verl.workers.rollout.sampling import StopRules, TokenSampler
+from verl.workers.rollout.weights import ExpectedWeights
 
 logger = logging.getLogger(__name__)
 
+# Finished rows are removed when less than this share of the batch is unfinished: removing copies the cache.
 _COMPACT_BELOW = 0.75
-"""Finished rows leave the batch when less than this share of it still goes on; leaving costs a copy of the cache."""
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @RolloutRegistry.register("hf")
 class HFRollout(BaseRollout):
-    """Decode with a Transformers model; arguments as for :class:`BaseRollout`.
+    """Rollout engine that decodes with a Transformers model; arguments as for :class:`BaseRollout`.
 
     Raises:
-        RolloutError: the model keeps a state that is not keys and values (Mamba, linear attention).
+        RolloutError: the model has a state other than keys and values (Mamba, linear attention).
     """
 
     def set_up(self) -> None:
@@ -59,14 +57,15 @@ class HFRollout(BaseRollout):
     # ---- weights and memory
 
     def wake(self) -> None:
-        """Allocate the model."""
+        """Allocate the weights, unset."""
         if self._module is None:
             self._module = empty_causal_lm(
                 self.hf_config, self._dtype, self.device, self.model_config.trust_remote_code
             )
 
     def sleep(self) -> None:
-        """Drop the model if ``rollout.free_cache_engine``; keys and values are gone after each batch anyway."""
+        """Free the weights if ``rollout.free_cache_engine``."""
+        # Keys and values are freed after each batch.
         if self.config.free_cache_engine:
             self._module, self.weight_version = None, NO_WEIGHTS
             if self.device.type == "cuda":
@@ -74,7 +73,7 @@ class HFRollout(BaseRollout):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights that this engine holds, 0 when it sleeps without them."""
+        """Bytes of weights that this engine holds; 0 after it has freed them."""
         return 0 if self._module is None else sum(p.nbytes for p in self._module.parameters())
 
     @torch.no_grad()
@@ -83,24 +82,9 @@ class HFRollout(BaseRollout):
         self.wake()
         module = self._awake_module()
         self.weight_version = NO_WEIGHTS
-        targets = dict(module.named_buffers()) | dict(module.named_parameters(remove_duplicate=False))
-        problems, loaded = [], set()
-        for name, tensor in weights:
-            target = targets.get(name)
-            if target is None:
-                problems.append(f"{name} is unknown")
-            elif target.shape != tensor.shape:
-                problems.append(f"{name} has shape {list(tensor.shape)} where {list(target.shape)} is needed")
-            else:
-                target.copy_(tensor)
-                loaded.add(target)
-        problems += [f"{name} is missing" for name, parameter in module.named_parameters() if parameter not in loaded]
-        if problems:
-            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise RolloutError(
-                f"weights of version {version} do not fit {type(module).__name__} of '{self.model_config.path}': "
-                f"{shown}. Trainer and rollout must be built from the same model.path and override_config."
-            )
+        targets = dict(module.named_buffers()) | dict(module.named_parameters())
+        for name, tensor in ExpectedWeights(module, with_buffers=True).checked(weights, version):
+            targets[name].copy_(tensor)
         self.weight_version = version
         logger.info("hf engine: version %d loaded, %.1f MiB of weights", version, self.weight_bytes / 2**20)
 
@@ -115,7 +99,7 @@ class HFRollout(BaseRollout):
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
         """See :meth:`BaseRollout.generate`."""
         self.check_requests(requests)
-        # Prompts of similar length share a batch, so there is little padding; equal prompts are neighbours.
+        # Sorted, so that a batch has prompts of similar length and little padding, and equal prompts are neighbours.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
         outputs = [RolloutOutput([], [], "abort", self.weight_version)] * len(requests)
         with self.until_aborted() as aborted:
@@ -144,7 +128,7 @@ class HFRollout(BaseRollout):
         for step in range(longest):
             drawn, log_prob = sampler(batch.logits, batch.rows, step)
             tokens[batch.rows, step], log_probs[batch.rows, step] = drawn, log_prob
-            going_on = stop.going_on(tokens, batch.rows, step)  # places in batch.rows
+            going_on = stop.going_on(tokens, batch.rows, step)  # indices into batch.rows
             if len(going_on) == 0 or aborted.is_set():
                 break
             if len(going_on) < _COMPACT_BELOW * len(batch.rows):
@@ -162,10 +146,5 @@ class HFRollout(BaseRollout):
     ) -> list[RolloutOutput]:
         rows = zip(tokens.tolist(), log_probs.tolist(), lengths, reasons, strict=True)
         outputs = [RolloutOutput(t[:n], p[:n], reason, self.weight_version) for t, p, n, reason in rows]
-        if any(not math.isfinite(value) for output in outputs for value in output.log_probs):
-            raise RolloutError(
-                f"the model's logits are not finite with weights of version {self.weight_version}. The weights "
-                "may have diverged (look at actor/grad_norm), or overflow in rollout.dtype="
-                f"{self.config.dtype}; bfloat16 and float32 have a wider range than float16."
-            )
+        self.check_finite(outputs)
         return outputs

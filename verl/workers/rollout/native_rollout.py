@@ -1,40 +1,47 @@
-"""Our own engine: continuous batching with the model's Transformers code, on the trainer's own weights.
+"""The ``native`` rollout engine: continuous batching with the model's Transformers code, in the trainer's process.
 
-It lives in the trainer's process. Where the trainer's tensors are whole, on the same device and of ``rollout.dtype``,
-they are used as they are: an update is visible at once, and nothing is copied. Sharded weights are gathered once per
-update. See :mod:`verl.workers.rollout.native` for its parts, and docs/rollout_engines.md for what it serves.
+Trainer weights that are unsharded, on the same device and of ``rollout.dtype`` are used without copying them. Sharded
+weights are gathered once per update. docs/rollout_engines.md says when to choose it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from verl.errors import RolloutError
 from verl.utils.available_memory import available_memory
 from verl.utils.model import longrope_threshold, torch_dtype
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRegistry, RolloutRequest
+from verl.workers.rollout.native.check import check_model
 from verl.workers.rollout.native.generation import Generation
 from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel, cannot_serve
-from verl.workers.rollout.native.trial import check_model
-from verl.workers.rollout.sampling import TokenSampler
-from verl.workers.rollout.stopping import StopRules
+from verl.workers.rollout.native.prefixes import PAGE, PrefixCache
+from verl.workers.rollout.request import FinishReason
+from verl.workers.rollout.sampling import StopRules, TokenSampler
+from verl.workers.rollout.serving import Answer, RequestQueue
+from verl.workers.rollout.weights import check_fit
 
 logger = logging.getLogger(__name__)
+
+# Share of the memory for keys and values that rows leave to the cache of prefixes.
+_CACHE_SHARE = 0.25
+# Longest texts that the cache has room for, for each row: several conversations wait for their tools while one runs.
+_KEPT_TEXTS = 4
 
 
 @RolloutRegistry.register("native")
 class NativeRollout(BaseRollout):
-    """Decode in the trainer's process; arguments as for :class:`BaseRollout`.
+    """Rollout engine in the trainer's process; arguments as for :class:`BaseRollout`.
 
     Raises:
-        RolloutError: the architecture cannot be served; the message names the engines that may.
+        RolloutError: the architecture is not supported; the message names other engines.
     """
 
     def set_up(self) -> None:
@@ -43,9 +50,10 @@ class NativeRollout(BaseRollout):
         self._model = NativeModel(self.hf_config, dtype, self.device, self.model_config.trust_remote_code)
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
-        self._sized_for: tuple[int, ...] = (0, 0, 0)  # rows, prompt, response: what the memory was asked to hold
+        self._cache: PrefixCache | None = None
+        self._sized_for: tuple[int, ...] = (0, 0, 0)  # rows, prompt and response tokens that the memory is for
         self._lock = threading.Lock()
-        """Of weights and memory: nobody takes them from a running ``generate``."""
+        """Held while responses are drawn, so that weights and memory are not replaced or freed meanwhile."""
         self._is_checked = False
 
     def _check_rotation(self) -> None:
@@ -61,17 +69,18 @@ class NativeRollout(BaseRollout):
     # ---- weights and memory
 
     def wake(self) -> None:
-        """Nothing to do: weights come with :meth:`load_weights`, memory with the first requests."""
+        """Do nothing: :meth:`load_weights` brings the weights, and the first requests allocate memory."""
 
     def sleep(self) -> None:
-        """With ``rollout.free_cache_engine`` forget keys, values and weights; else keep the memory for the next time.
+        """Free keys, values and weights if ``rollout.free_cache_engine``; otherwise only forget earlier texts.
 
-        A ``generate`` that runs in another thread ends first. On a CPU the pages of keys and values are lent to the
-        system, which takes them when memory is short.
+        Waits for responses that another thread draws. On a CPU the memory of keys and values stays with the process
+        until the operating system needs it.
         """
-        if not self.config.free_cache_engine:
-            return
         with self._lock:
+            if not self.config.free_cache_engine:
+                self._forget_texts()
+                return
             self._drop_memory()
             self._model.drop()
             self.weight_version = NO_WEIGHTS
@@ -80,93 +89,137 @@ class NativeRollout(BaseRollout):
 
     @property
     def weight_bytes(self) -> int:
-        """Memory of the weights in use, the trainer's own or copies; 0 when it sleeps without them."""
+        """Bytes of weights in use, whether the trainer's or copies; 0 after they were freed."""
         return self._model.nbytes
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See :meth:`BaseRollout.load_weights`. Tied weights may come under one of their names or under all.
 
-        A ``generate`` that runs in another thread ends first, with the weights that it began with.
+        Waits for responses that another thread draws, which end with the weights that they began with.
         """
         with self._lock:
             self._load_weights(weights, version)
 
     def _load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self.weight_version = NO_WEIGHTS
+        self._forget_texts()
         problems = self._model.load(weights)
-        if problems:
-            shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-            raise RolloutError(
-                f"weights of version {version} do not fit {type(self._model.module).__name__} of "
-                f"'{self.model_config.path}': {shown}. Trainer and rollout must be built from the same model.path and "
-                "override_config."
-            )
+        check_fit(problems, version, type(self._model.module).__name__)
         if not self._is_checked:
             self._is_checked = check_model(self._model)
         self.weight_version = version
+
+    def _forget_texts(self) -> None:
+        if self._cache is not None:
+            self._cache.clear()
 
     # ---- generation
 
     @torch.inference_mode()
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
-        """See :meth:`BaseRollout.generate`; a call from another thread waits until this one has ended."""
+        """See :meth:`BaseRollout.generate`. Thread-safe: calls run one after the other."""
         with self._lock:
-            return self._generate(requests)
+            self.check_requests(requests)
+            if not requests:
+                return []
+            answers: dict[int, Answer] = {}
+            queue = RequestQueue(answers.__setitem__)
+            for number, request in enumerate(requests):
+                queue.put(number, request)
+            prompt = max(len(request.prompt_ids) for request in requests)
+            own = max(request.sampling.max_tokens for request in requests) - 1
+            self._answer_all(queue, self._memory_for(len(requests), prompt, own))
+        return [cast(RolloutOutput, answers[number]) for number in range(len(requests))]
 
-    def _generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
-        self.check_requests(requests)
-        if not requests:
-            return []
-        params = [request.sampling for request in requests]
+    @torch.inference_mode()
+    def serve(self, queue: RequestQueue) -> None:
+        """See :meth:`BaseRollout.serve`. A request is admitted at the next token of those that run.
+
+        With ``rollout.enable_prefix_caching`` keys and values of prompts and responses are kept for requests that begin
+        with the same tokens, until the weights change. :meth:`abort` ends the requests that were taken; later ones are
+        served. While there are none, other threads may replace the weights, or let the engine sleep.
+        """
+        longest, caches = self.max_model_len - 1, self.config.enable_prefix_caching
+        while queue.wait():
+            with self._lock:
+                memory = self._memory_for(self.config.max_num_seqs, longest, longest, caches)
+                self._answer_all(queue, memory, lambda request: self.check_requests([request]), self._cache)
+
+    def _answer_all(
+        self,
+        queue: RequestQueue,
+        memory: KeyValueMemory,
+        check: Callable[[RolloutRequest], None] | None = None,
+        cache: PrefixCache | None = None,
+    ) -> None:
+        """Answer all requests of the queue, and those that come meanwhile."""
         raw = self.config.logprobs_mode == "raw_logprobs"
-        sampler = TokenSampler(params, self.device, raw, never=self.unknown_ids)
-        stop = StopRules(params, self.eos_token_ids, self.tokenizer, self.device)
-        memory, budget = self._memory_for(requests), self.config.max_num_batched_tokens
-        generation = Generation(requests, self._model, memory, sampler, stop, budget)
-        with self.until_aborted() as aborted:
-            try:
-                generation.run(aborted)
-            finally:
-                memory.keep(torch.zeros(0, dtype=torch.long, device=self.device))
-        lengths, reasons = stop.results(generation.drawn)
-        rows = zip(generation.tokens.tolist(), generation.log_probs.tolist(), lengths, reasons, strict=True)
-        outputs = [RolloutOutput(t[:n], p[:n], reason, self.weight_version) for t, p, n, reason in rows]
-        if any(not math.isfinite(value) for output in outputs for value in output.log_probs):
-            self._memory = None
-            if self._model.pages is not None:
-                self._model.pages.free()  # what is not finite would reach the next rows through their masks
-            raise RolloutError(
-                f"the model's logits are not finite with weights of version {self.weight_version}. The weights "
-                "may have diverged (look at actor/grad_norm), or overflow in rollout.dtype="
-                f"{self.config.dtype}; bfloat16 and float32 have a wider range than float16."
-            )
-        return outputs
+        generation = Generation(
+            queue,
+            self._model,
+            memory,
+            TokenSampler([], self.device, raw, never=self.unknown_ids),
+            StopRules([], self.eos_token_ids, self.tokenizer, self.device),
+            self.config.max_num_batched_tokens,
+            self._output,
+            check,
+            cache,
+        )
+        with self.until_aborted() as aborted, contextlib.ExitStack() as on_error:
+            on_error.callback(self._forget_states)
+            generation.run(aborted)
+            on_error.pop_all()
+        memory.keep(torch.zeros(0, dtype=torch.long, device=self.device))
 
-    def _memory_for(self, requests: list[RolloutRequest]) -> KeyValueMemory:
-        """Room for as many of them as may run at once; what is there already if it is large enough."""
-        prompt = max(len(request.prompt_ids) for request in requests)
-        own = max(request.sampling.max_tokens for request in requests) - 1
-        wanted = min(len(requests), self.config.max_num_seqs), prompt, own
-        if self._memory is None or any(new > old for new, old in zip(wanted, self._sized_for, strict=True)):
-            if self._memory is not None:  # batches of two kinds by turns share one that fits both
+    def _output(self, token_ids: list[int], log_probs: list[float], finish_reason: FinishReason) -> RolloutOutput:
+        output = RolloutOutput(token_ids, log_probs, finish_reason, self.weight_version)
+        self.check_finite([output])
+        return output
+
+    def _forget_states(self) -> None:
+        """Drop all keys and values after an error: they may be incomplete, or not finite."""
+        self._memory = self._cache = None
+        if self._model.buffers is not None:
+            # Masked values are multiplied by 0, so a NaN or infinity left there would spoil later rows.
+            self._model.buffers.free()
+
+    def _memory_for(self, rows: int, prompt: int, own: int, caches: bool = False) -> KeyValueMemory:
+        """Return memory for requests that may run at once; reuse what is allocated if it is large enough.
+
+        Args:
+            rows: number of requests; as many as ``rollout.max_num_seqs`` and the memory allow run at once.
+            prompt: longest prompt.
+            own: largest number of response tokens to store.
+            caches: make a cache of prefixes too, unless there is one.
+        """
+        wanted = min(rows, self.config.max_num_seqs), prompt, own
+        is_small = self._memory is None or any(new > old for new, old in zip(wanted, self._sized_for, strict=True))
+        if is_small or (caches and self._cache is None):
+            if self._memory is not None:  # training and validation alternate; one memory fits both
                 wanted = tuple(map(max, wanted, self._sized_for))
-            self._drop_memory()  # before the next is allocated
-            room, prompt, own = self._sized_for = wanted
-            self._memory = self._model.memory(self._affordable(room, prompt + own), prompt, own)
-            mib = self._memory.nbytes / 2**20
-            logger.info("native engine: room for %d rows at once, up to %.1f MiB", self._memory.room, mib)
+            self._drop_memory()  # before the new one is allocated, or both would exist
+            self._allocate(wanted[0], wanted[1], wanted[2], caches)
+            self._sized_for = wanted
+        assert self._memory is not None
         return self._memory
 
-    def _drop_memory(self) -> None:
-        self._memory = None
-        if self._model.pages is not None:
-            self._model.pages.lend()
-
-    def _affordable(self, room: int, tokens: int) -> int:
-        """At most ``room`` rows, of so many tokens each, in the share of free memory that the engine may take."""
+    def _allocate(self, rows: int, prompt: int, own: int, caches: bool) -> None:
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
-        affordable = int(free * self.config.gpu_memory_utilization) // (self._model.shape.bytes_per_token * tokens)
-        if affordable < room:
-            logger.warning("native engine: memory for %d rows of %d tokens at once, not %d", affordable, tokens, room)
-        return max(1, min(room, affordable))
+        shape, text = self._model.shape, min(prompt + own, self.max_model_len - 1)
+        allowed = int(free * self.config.gpu_memory_utilization) // shape.bytes_per_token  # tokens
+        affordable = int(allowed * (1 - _CACHE_SHARE if caches else 1)) // text
+        if affordable < rows:
+            logger.warning("native engine: memory for %d rows of %d tokens at once, not %d", affordable, text, rows)
+        self._memory = self._model.memory(max(1, min(rows, affordable)), prompt, own, text)
+        mib = self._memory.nbytes / 2**20
+        logger.info("native engine: room for %d rows at once, up to %.1f MiB", self._memory.room, mib)
+        if caches:
+            kept = min(allowed - self._memory.room * text, _KEPT_TEXTS * rows * self.max_model_len)
+            self._cache = PrefixCache(shape, max(1, kept // PAGE))
+            logger.info("native engine: room for %d tokens of earlier texts", kept)
+
+    def _drop_memory(self) -> None:
+        self._memory = self._cache = None
+        if self._model.buffers is not None:
+            self._model.buffers.release()

@@ -1,54 +1,44 @@
-"""Draw next tokens for a batch of rows, each with its own parameters and its own random numbers.
+"""Sample next tokens for a batch of responses, and detect where each response ends.
 
-Everything that decides a token comes from the row itself: its logits, its parameters, and the t-th
-number of its own generator. So a response does not change with the order, the size or the split of the
-batch, nor with the number of ranks.
+A token depends only on its own row: the logits, the sampling parameters, and the t-th number of the row's random
+generator. So a response does not change with the order, size or split of the batch, nor with the number of ranks.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:  # PyTorch alone is needed at run time: SGLang's processes load this file too
-    from verl.workers.rollout.base import SamplingParams
+if TYPE_CHECKING:  # SGLang's processes load this file too, and their environment may have PyTorch only
+    from transformers import PreTrainedTokenizerBase
 
+    from verl.workers.rollout.request import FinishReason, SamplingParams
+
+# Limit of rows x vocabulary that are processed at once in float64: 128 MiB for each temporary tensor.
 _CHUNK_ELEMENTS = 1 << 24
-"""Rows × vocabulary that are worked on at once in float64: 128 MiB for each temporary."""
-
-
-def sample_seed(global_seed: int, step: int, uid: object, sample_index: int) -> int:
-    """Seed in [0, 2^63) of one response, the same in every process and on every machine.
-
-    Args:
-        global_seed: of the run.
-        step: training step, so that a prompt that comes again gets other responses.
-        uid: id of the prompt.
-        sample_index: position among the siblings of the prompt.
-    """
-    text = f"{global_seed}|{step}|{uid}|{sample_index}".encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+_NO_TOKEN = -1
+# Tokens decoded in front of those that can belong to a stop text: some tokenizers drop a text's leading space.
+_CONTEXT_TOKENS = 8
 
 
 def uniforms(seed: int, count: int) -> Tensor:
-    """The first ``count`` random numbers in [0, 1) of a response, float64 on the CPU; a longer draw starts alike."""
+    """The first ``count`` random numbers in [0, 1) of a seed, float64 on the CPU; a larger count only appends more."""
     return torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def kept_tokens(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Which tokens may be drawn.
+    """Mask of the tokens that min-p, top-k and top-p keep.
 
-    Tokens are ranked by probability, the lower id first among equals. Those with at least ``min_p`` of the first
-    one's probability stay; of those the first ``top_k``; of those the shortest beginning of the ranking whose mass
-    reaches ``top_p`` of theirs. The first token always stays.
+    Tokens are ranked by probability, equal ones by id. Kept are those with at least ``min_p`` times the largest
+    probability; of those the first ``top_k``; of those the shortest prefix of the ranking with at least ``top_p`` of
+    their total mass. The first token is always kept.
 
     Args:
         probs: (rows, vocab).
-        top_k: (rows,); 0 or less keeps all.
+        top_k: (rows,) int; 0 or less keeps all.
         top_p: (rows,) in (0, 1]; 1 keeps all.
         min_p: (rows,) in [0, 1]; 0 keeps all.
 
@@ -66,10 +56,10 @@ def kept_tokens(probs: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> T
 
 
 def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """The token v with Σ_{w<v} p_w ≤ u·Σ p < Σ_{w≤v} p_w, in the order of token ids.
+    """Sample by inverting the cumulative distribution: the token v with Σ_{w<v} p_w ≤ u·Σ p < Σ_{w≤v} p_w.
 
-    A token of probability 0 is never drawn. The order of ids, unlike that of probabilities, does not
-    change when rounding swaps two nearly equal tokens.
+    A token of probability 0 is never drawn. Tokens are summed in the order of their ids, because an order by
+    probability changes when rounding swaps two nearly equal tokens.
 
     Args:
         probs: (rows, vocab) float64, not necessarily normalised.
@@ -82,53 +72,106 @@ def inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     total = cdf[:, -1:]
     target = torch.minimum(uniform[:, None] * total, total.nextafter(torch.zeros_like(total)))
     drawn = torch.searchsorted(cdf, target, right=True).squeeze(-1)
-    return drawn.clamp(max=probs.shape[-1] - 1)  # NaN alone gets here out of range; the engine reports it
+    return drawn.clamp(max=probs.shape[-1] - 1)  # out of range only with nan, which the engine reports
+
+
+def enlarged(table: Tensor, rows: int, width: int | None = None, fill: float = 0) -> Tensor:
+    """Return a table with at least these rows and columns, and the same content.
+
+    A table that is too small is doubled, so that adding rows one by one costs no more than adding them at once.
+
+    Args:
+        table: (rows,), or (rows, columns) if ``width`` is given.
+        rows: number of rows wanted.
+        width: number of columns wanted.
+        fill: content of new places.
+    """
+    wanted = (rows,) if width is None else (rows, width)
+    if all(new <= old for new, old in zip(wanted, table.shape, strict=True)):
+        return table
+    size = [old if new <= old else max(new, 2 * old) for new, old in zip(wanted, table.shape, strict=True)]
+    larger = table.new_full(size, fill) if fill else table.new_zeros(size)
+    larger[tuple(slice(old) for old in table.shape)] = table
+    return larger
 
 
 class TokenSampler:
-    """Next tokens of a batch whose rows may leave.
+    """Sampler for the rows of a batch; each call may be for some of the rows only.
 
     Args:
-        params: of each row.
-        device: of the logits.
-        raw: return the log-probs of softmax(logits) instead of those of the distribution that is drawn from.
-        never: ids that are not drawn, as if their logits were -∞.
+        params: sampling parameters of the first rows; :meth:`put` gives those of others.
+        device: device of the logits.
+        raw: return the log-probs of softmax(logits) instead of those of the sampling distribution.
+        never: token ids that are never drawn, as if their logits were -∞.
     """
 
     def __init__(
-        self, params: list[SamplingParams], device: torch.device, raw: bool = False, never: Sequence[int] = ()
+        self, params: Sequence[SamplingParams], device: torch.device, raw: bool = False, never: Sequence[int] = ()
     ) -> None:
-        self._raw = raw
+        self._raw, self._device = raw, device
         self._never = torch.tensor(never, dtype=torch.long, device=device)
-        self._all_greedy, self._some_greedy = (f(p.is_greedy for p in params) for f in (all, any))
-        self._truncates = any(p.truncates for p in params)
-        self._greedy = torch.tensor([p.is_greedy for p in params], device=device)
-        self._temperature = torch.tensor([p.temperature or 1.0 for p in params], dtype=torch.float32, device=device)
-        # A greedy row keeps all tokens: its log-probs are those of softmax(logits).
-        self._top_k = torch.tensor([p.top_k if p.truncates else -1 for p in params], device=device)
-        self._top_p, self._min_p = (
-            torch.tensor(values, dtype=torch.float64, device=device)
-            for values in zip(*((p.top_p, p.min_p) if p.truncates else (1.0, 0.0) for p in params), strict=True)
+        self._kinds: dict[int, tuple[bool, bool]] = {}
+        """Whether each row is greedy, and whether it truncates."""
+        self._greedy = torch.zeros(0, dtype=torch.bool, device=device)
+        self._temperature = torch.zeros(0, dtype=torch.float32, device=device)
+        self._top_k = torch.zeros(0, dtype=torch.long, device=device)
+        self._top_p, self._min_p = torch.zeros(2, 0, dtype=torch.float64, device=device)
+        self._uniforms = torch.zeros(0, 0, dtype=torch.float64, device=device)
+        self.put(range(len(params)), params)
+
+    def put(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
+        """Set the sampling parameters of rows, new ones or those of ended responses."""
+        if not params:
+            return
+        count, longest, device = max(rows) + 1, max(p.max_tokens for p in params), self._device
+        self._greedy, self._temperature, self._top_k, self._top_p, self._min_p = (
+            enlarged(table, count) for table in (self._greedy, self._temperature, self._top_k, self._top_p, self._min_p)
         )
-        self._uniforms = torch.zeros(len(params), max(p.max_tokens for p in params), dtype=torch.float64)
-        for row, p in zip(self._uniforms, params, strict=True):
+        self._uniforms = enlarged(self._uniforms, count, longest)
+        uniform = torch.zeros(len(params), longest, dtype=torch.float64)
+        for row, p in zip(uniform, params, strict=True):
             if not p.is_greedy:
                 row[: p.max_tokens] = uniforms(p.seed, p.max_tokens)
-        self._uniforms = self._uniforms.to(device)
+        index = torch.tensor(rows, dtype=torch.long, device=device)
+        self._uniforms[index, :longest] = uniform.to(device)
+        self._greedy[index] = torch.tensor([p.is_greedy for p in params], device=device)
+        self._temperature[index] = torch.tensor(
+            [p.temperature or 1.0 for p in params], dtype=torch.float32, device=device
+        )
+        # A greedy row keeps all tokens: its log-probs are those of softmax(logits).
+        self._top_k[index] = torch.tensor([p.top_k if p.truncates else -1 for p in params], device=device)
+        for table, values in (
+            (self._top_p, [p.top_p if p.truncates else 1.0 for p in params]),
+            (self._min_p, [p.min_p if p.truncates else 0.0 for p in params]),
+        ):
+            table[index] = torch.tensor(values, dtype=torch.float64, device=device)
+        self._kinds.update(zip(rows, ((p.is_greedy, p.truncates) for p in params), strict=True))
+        self._note_kinds()
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget rows that are not called for any more, which spares work that only they needed."""
+        for row in rows:
+            del self._kinds[row]
+        self._note_kinds()
+
+    def _note_kinds(self) -> None:
+        kinds = set(self._kinds.values())
+        self._all_greedy, self._some_greedy = (f(greedy for greedy, _ in kinds) for f in (all, any))
+        self._truncates = any(truncates for _, truncates in kinds)
 
     def __call__(self, logits: Tensor, rows: Tensor, step: int | Tensor) -> tuple[Tensor, Tensor]:
         """Draw the ``step``-th token of the given rows.
 
         Args:
-            logits: (len(rows), vocab).
-            rows: (n,) which of the sampler's rows these are.
-            step: position in the response; of all rows, or (n,) of each.
+            logits: (n, vocab).
+            rows: (n,) indices of these rows among the sampler's.
+            step: position in the response, one for all rows or (n,).
 
         Returns:
-            tokens (n,) int64 and their log-probs (n,) float32: see :class:`RolloutOutput`.
+            Tokens (n,) int64 and log-probs (n,) float32 as defined in :class:`RolloutOutput`.
         """
         size = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-        steps = step if isinstance(step, Tensor) else torch.full_like(rows, step)
+        steps = torch.as_tensor(step, device=rows.device).expand_as(rows)
         if len(rows) <= size:
             return self._draw(logits, rows, steps)
         parts = [self._draw(*p) for p in zip(logits.split(size), rows.split(size), steps.split(size), strict=True)]
@@ -155,3 +198,108 @@ class TokenSampler:
         if self._raw:
             log_probs, log_kept_mass = logits.float().log_softmax(-1), torch.zeros_like(log_kept_mass)
         return tokens, (log_probs.gather(-1, tokens[:, None]).squeeze(-1) - log_kept_mass).float()
+
+
+# ---- the end of a response
+
+
+class StopRules:
+    """Detect and record where and why each response of a batch ends.
+
+    Args:
+        params: sampling parameters of the first rows; :meth:`put` gives those of others.
+        eos_token_ids: end tokens of the model.
+        tokenizer: decodes responses to find stop texts.
+        device: of the tokens.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        eos_token_ids: tuple[int, ...],
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+    ) -> None:
+        self._eos_token_ids, self._tokenizer, self._device = eos_token_ids, tokenizer, device
+        self._ends = torch.zeros(0, 0, dtype=torch.long, device=device)  # (rows, most end tokens of a row)
+        self._limits = torch.zeros(0, dtype=torch.long, device=device)
+        self._lengths = torch.zeros_like(self._limits)  # 0: not ended
+        self._stopped = torch.zeros_like(self._limits, dtype=torch.bool)
+        self._texts: dict[int, tuple[str, ...]] = {}
+        self.put(range(len(params)), params)
+
+    def put(self, rows: Sequence[int], params: Sequence[SamplingParams]) -> None:
+        """Set the rules of rows, new ones or those of ended responses."""
+        if not params:
+            return
+        count, device = max(rows) + 1, self._device
+        ends = [{*p.stop_token_ids, *(() if p.ignore_eos else self._eos_token_ids)} for p in params]
+        self._ends = enlarged(self._ends, count, max(map(len, ends)), fill=_NO_TOKEN)
+        widest = self._ends.shape[1]
+        self._limits, self._lengths, self._stopped = (
+            enlarged(table, count) for table in (self._limits, self._lengths, self._stopped)
+        )
+        index = torch.tensor(rows, dtype=torch.long, device=device)
+        table = [[*sorted(row), *[_NO_TOKEN] * (widest - len(row))] for row in ends]
+        self._ends[index] = torch.tensor(table, dtype=torch.long, device=device)
+        self._limits[index] = torch.tensor([p.max_tokens for p in params], device=device)
+        self._lengths[index], self._stopped[index] = 0, False
+        for row, p in zip(rows, params, strict=True):
+            self._texts.pop(row, None)
+            if p.stop:
+                self._texts[row] = p.stop
+
+    def drop(self, rows: Sequence[int]) -> None:
+        """Forget rows that have ended, which spares work that only they needed."""
+        for row in rows:
+            self._texts.pop(row, None)
+
+    def going_on(self, tokens: Tensor, rows: Tensor, step: int | Tensor) -> Tensor:
+        """Check the newest token of the given rows; return the positions in ``rows`` that have not ended, ascending.
+
+        Args:
+            tokens: (bsz, max_tokens) tokens drawn so far, filled up to and including column ``step``.
+            rows: (n,) rows that are still in the batch.
+            step: position of the newest token, one for all rows or (n,).
+        """
+        was_going = self._lengths[rows] == 0
+        stops = (tokens[rows, step][:, None] == self._ends[rows]).any(-1)
+        if self._texts:
+            stops |= self._completes_text(tokens, rows, was_going, step)
+        ends_now = was_going & (stops | (self._limits[rows] <= step + 1))
+        self._lengths[rows] += ends_now * (step + 1)
+        self._stopped[rows] |= ends_now & stops
+        return (was_going & ~ends_now).nonzero().squeeze(-1)
+
+    def _completes_text(self, tokens: Tensor, rows: Tensor, was_going: Tensor, step: int | Tensor) -> Tensor:
+        found = torch.zeros_like(was_going)
+        ends = (torch.zeros_like(rows) + step + 1).tolist()
+        for place, (row, going, end) in enumerate(zip(rows.tolist(), was_going.tolist(), ends, strict=True)):
+            if going and (texts := self._texts.get(row)):
+                tail = tokens[row, max(0, end - _tokens_to_decode(texts)) : end].tolist()
+                found[place] = completes_stop_text(tail, texts, self._tokenizer)
+        return found
+
+    def results(self, drawn: int | Tensor = 0, rows: Tensor | None = None) -> tuple[list[int], list[FinishReason]]:
+        """Length and finish reason of each of the given rows, by default of all.
+
+        An unfinished row has ``drawn`` tokens, one number for all rows or one for each, and reason "abort".
+        """
+        ends, stops = (self._lengths, self._stopped) if rows is None else (self._lengths[rows], self._stopped[rows])
+        lengths = torch.where(ends == 0, drawn, ends)
+        reasons: list[FinishReason] = [
+            "abort" if length == 0 else "stop" if stopped else "length"
+            for length, stopped in zip(ends.tolist(), stops.tolist(), strict=True)
+        ]
+        return lengths.tolist(), reasons
+
+
+def completes_stop_text(tokens: list[int], texts: tuple[str, ...], tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the last token completes one of the stop texts, provided that no earlier token did."""
+    tail = tokenizer.decode(tokens[-_tokens_to_decode(texts) :])
+    return any(text in tail for text in texts)
+
+
+def _tokens_to_decode(texts: tuple[str, ...]) -> int:
+    # A token has at least one byte of text, so a stop text of b bytes lies within the last b tokens.
+    return max(len(text.encode()) for text in texts) + _CONTEXT_TOKENS

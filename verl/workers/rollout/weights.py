@@ -1,108 +1,139 @@
-"""Weights on their way from the trainer to an engine that keeps a copy: which are expected, and in which files."""
+"""Transfer of weights to rollout engines: check names and shapes, split into parts, write files, verify checksums."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.errors import RolloutError
-from verl.utils.model import empty_causal_lm
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 _SHOWN_PROBLEMS = 8
-_SPARE_BYTES = 2**20
+_SHOWN_NAMES = 5
+_SPARE_BYTES = 2**20  # for the header of a file
 
 
 class ExpectedWeights:
-    """The weights of a model, by name and shape; known from its config alone.
+    """Check given weights against the names and shapes of a model's weights.
 
     Args:
-        hf_config: of the model.
-        dtype: that the engine computes in; weights are converted to it.
-        trust_remote_code: as for loading the model.
+        module: the model; its parameters may be on the meta device.
+        dtype: dtype to which weights are converted; None keeps the given one.
+        with_buffers: whether given buffers are checked and passed on like weights; otherwise they are skipped.
     """
 
-    def __init__(self, hf_config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> None:
-        module = empty_causal_lm(hf_config, dtype, torch.device("meta"), trust_remote_code)
+    def __init__(self, module: nn.Module, dtype: torch.dtype | None = None, with_buffers: bool = False) -> None:
         names = {parameter: name for name, parameter in module.named_parameters()}
+        buffers = dict(module.named_buffers())
         self.model_name = type(module).__name__
         self._dtype = dtype
-        self._buffers = {name for name, _ in module.named_buffers()}
-        self._shapes = {name: parameter.shape for parameter, name in names.items()}
-        # Tied weights have several names; they travel under the first.
-        self._first_names = {name: names[p] for name, p in module.named_parameters(remove_duplicate=False)}
+        self._needed = list(names.values())
+        self._skipped = set() if with_buffers else set(buffers)
+        self._shapes = {name: buffer.shape for name, buffer in buffers.items()}
+        self._shapes |= {name: parameter.shape for parameter, name in names.items()}
+        # Tied weights have several names; they are passed on once, under the first.
+        self._first_names = {name: name for name in buffers}
+        self._first_names |= {name: names[p] for name, p in module.named_parameters(remove_duplicate=False)}
 
     def checked(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
-        """Each expected weight once, converted; iterates to the end, whatever is wrong, and then says what was.
+        """Yield each fitting weight once, converted.
 
         Raises:
-            RolloutError: after the last weight, if some were unknown, missing or of another shape.
+            RolloutError: after the last weight, because the iteration may be collective; it names weights that are
+                unknown, missing or of another shape.
         """
         problems, seen = [], set()
         for given, tensor in weights:
             name = self._first_names.get(given)
             if name is None:
-                if given not in self._buffers:
-                    problems.append(f"{given} is unknown")
+                problems.append(f"{given} is unknown")
+            elif name in self._skipped or name in seen:
+                continue
             elif tensor.shape != self._shapes[name]:
                 problems.append(f"{given} has shape {list(tensor.shape)} where {list(self._shapes[name])} is needed")
                 seen.add(name)
-            elif name not in seen:
+            else:
                 seen.add(name)
-                yield name, tensor.detach().to(self._dtype)
-        problems += [f"{name} is missing" for name in self._shapes if name not in seen]
-        if problems:
-            shown = "; ".join(problems[:_SHOWN_PROBLEMS])
-            more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
-            raise RolloutError(
-                f"weights of version {version} do not fit {self.model_name}: {shown}{more}. Trainer and rollout must "
-                "be built from the same model.path and override_config."
-            )
+                yield name, tensor.detach().to(self._dtype or tensor.dtype)
+        problems += [f"{name} is missing" for name in self._needed if name not in seen]
+        check_fit(problems, version, self.model_name)
 
 
-def write_weight_files(
-    weights: Iterable[tuple[str, Tensor]], folders: Iterable[Path], name: str, file_bytes: int
-) -> Iterator[tuple[Path, dict[str, Tensor]]]:
-    """Safetensors files of about ``file_bytes`` each, and what is in them; the file is complete when it is yielded.
+def check_fit(problems: Sequence[str], version: int, model_name: str) -> None:
+    """Raise RolloutError if there are problems; the message has the first few."""
+    if problems:
+        shown = "; ".join(problems[:_SHOWN_PROBLEMS])
+        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
+        raise RolloutError(
+            f"weights of version {version} do not fit {model_name}: {shown}{more}. Trainer and rollout must be built "
+            "from the same model.path and override_config."
+        )
+
+
+def check_arrival(sent: Mapping[str, str], arrived: Mapping[str, str], where: str) -> None:
+    """Compare the checksums, by name, of the weights that were sent with those that the engine reports.
 
     Args:
-        weights: held in memory until their file is written.
-        folders: a file goes to the first that has room for it.
-        name: of the files, without their number.
-        file_bytes: size of a file; a larger tensor has a file of its own.
+        sent: checksums computed before sending.
+        arrived: checksums that the engine reports.
+        where: name of the engine and its process, for the message.
 
     Raises:
-        RolloutError: none of the folders has room.
+        RolloutError: the names or a checksum differ.
     """
-    folders = list(folders)
-    for number, part in enumerate(_parts(weights, file_bytes)):
-        path = _with_room(folders, sum(tensor.nbytes for tensor in part.values())) / f"{name}-{number}.safetensors"
-        save_file(part, path)
-        yield path, part
+    wrong = sorted(name for name in sent.keys() | arrived.keys() if sent.get(name) != arrived.get(name))
+    if wrong:
+        shown = ", ".join(wrong[:_SHOWN_NAMES]) + (" and more" if len(wrong) > _SHOWN_NAMES else "")
+        raise RolloutError(
+            f"{len(wrong)} of {len(sent)} weights did not arrive in {where} as they were sent: {shown}. Their "
+            "checksums differ; the engine's weights cannot be trusted."
+        )
 
 
-def _parts(weights: Iterable[tuple[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+def buckets(
+    weights: Iterable[tuple[str, Tensor]], bucket_bytes: int, copy: Callable[[Tensor], Tensor]
+) -> Iterator[dict[str, Tensor]]:
+    """Group weights into parts of at most ``bucket_bytes``; a larger tensor is a part by itself.
+
+    ``copy`` is applied to each tensor as it arrives; a part holds the results.
+    """
     part: dict[str, Tensor] = {}
     held = 0
     for name, tensor in weights:
-        if part and held + tensor.nbytes > size:
+        if part and held + tensor.nbytes > bucket_bytes:
             yield part
             part, held = {}, 0
-        part[name] = tensor.cpu().contiguous()
+        part[name] = copy(tensor)
         held += tensor.nbytes
     if part:
         yield part
 
 
-def _with_room(folders: list[Path], size: int) -> Path:
+def write_weight_files(
+    weights: Iterable[tuple[str, Tensor]], folders: Sequence[Path], name: str, file_bytes: int
+) -> Iterator[tuple[Path, dict[str, Tensor]]]:
+    """Write weights to safetensors files; yield the path and the tensors of each complete file.
+
+    Args:
+        weights: names and tensors; kept in memory until their file is written.
+        folders: each file is written to the first folder with enough free space.
+        name: prefix of the file names; a number follows.
+        file_bytes: largest size of a file's tensors; a larger tensor has a file of its own.
+
+    Raises:
+        RolloutError: none of the folders has enough free space.
+    """
+    for number, part in enumerate(buckets(weights, file_bytes, lambda tensor: tensor.cpu().contiguous())):
+        path = _with_room(folders, sum(tensor.nbytes for tensor in part.values())) / f"{name}-{number}.safetensors"
+        save_file(part, path)
+        yield path, part
+
+
+def _with_room(folders: Sequence[Path], size: int) -> Path:
     free = {folder: shutil.disk_usage(folder).free for folder in folders}
     for folder, room in free.items():
         if room > size + _SPARE_BYTES:

@@ -1,22 +1,32 @@
-"""Programming tasks: the program of a response is run against tests, in a sandbox.
+"""Scorer of programming tasks, which runs the program of a response against tests in a sandbox.
 
-Programs run in the sandbox of this machine (:mod:`verl.utils.sandbox`), or on a SandboxFusion service
-where ``reward_model.sandbox_fusion.url`` names one; nowhere else. The expected answers never get there:
-the program's answer comes out and is compared here. Data formats: :func:`.cases.read_cases`.
+Programs run in the sandbox of this machine (:mod:`verl.sandbox`), or on the SandboxFusion service at
+``reward_model.sandbox_fusion.url``. The expected answers are never sent to the sandbox: the program's answers are
+compared here. Data formats: :func:`.cases.read_cases`.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from verl.errors import ConfigError, RewardError
-from verl.utils.reward_score import register_scorer
-from verl.utils.reward_score.prime_code.cases import extract_code, limited, read_cases
-from verl.utils.reward_score.prime_code.judge import Judgement, Runner, TimeBudget, judge
-from verl.utils.sandbox import Sandbox, SandboxError, SandboxUnavailableError
-from verl.utils.sandbox.types import SMALLEST_MEMORY_MB
+from verl.sandbox import Sandbox, SandboxError, SandboxUnavailableError
+from verl.sandbox.types import SMALLEST_MEMORY_MB
+from verl.utils.reward_score.prime_code.cases import extract_code, read_cases
+from verl.utils.reward_score.prime_code.judge import (
+    PASSED,
+    WRONG_ANSWER,
+    Judgement,
+    ProgramRunner,
+    TimeBudget,
+    judge,
+    judge_program,
+)
+from verl.utils.reward_score.registry import register_scorer
 
 CODE_SOURCES = ("codecontests", "apps", "codeforces", "taco")
 MEMORY_LIMIT_MB = 1024
@@ -30,19 +40,17 @@ __all__ = [
     "compute_score",
     "extract_code",
     "read_cases",
+    "run_test",
     "score_code",
 ]
 
 
 def check_sandbox(settings: Mapping[str, Any]) -> None:
-    """See before a run whether programs can be run: on a service, or in the sandbox of this machine.
-
-    Args:
-        settings: of :func:`score_code`; ``sandbox_fusion_url`` names the service.
+    """Check, before training, the settings of :func:`score_code` and whether programs can be run.
 
     Raises:
-        ConfigError: neither, and the message has the command that installs the sandbox; or a limit that makes
-            no sense.
+        ConfigError: a limit or the service's address is invalid, or without a service this machine has no sandbox;
+            the message then has the command that installs it.
     """
     for name in ("time_limit_s", "total_time_limit_s", "memory_limit_mb", "max_tests"):
         if (value := settings.get(name)) is not None and not value > 0:
@@ -52,7 +60,7 @@ def check_sandbox(settings: Mapping[str, Any]) -> None:
     url = settings.get("sandbox_fusion_url")
     try:
         if url:
-            _fusion(url, None)
+            _service(url, None)
         else:
             _sandbox()
     except SandboxUnavailableError as error:
@@ -67,14 +75,15 @@ def check_sandbox(settings: Mapping[str, Any]) -> None:
 def code_settings(
     *, url: str | None, max_concurrent: int, memory_limit_mb: int, num_workers: int, timeout_s: float
 ) -> dict[str, Any]:
-    """Settings of :func:`score_code` in a pool of processes, of each of which one sample is scored at a time.
+    """Build the settings of :func:`score_code` for a pool of processes that each score one sample at a time.
 
     Args:
         url: ``reward_model.sandbox_fusion.url``.
-        max_concurrent: ``reward_model.sandbox_fusion.max_concurrent``; the processes share it evenly.
+        max_concurrent: ``reward_model.sandbox_fusion.max_concurrent``, divided evenly among the processes.
         memory_limit_mb: ``reward_model.sandbox_fusion.memory_limit_mb``.
         num_workers: processes.
-        timeout_s: time of a sample; programs get at most four fifths, so that a slow one is a wrong answer.
+        timeout_s: timeout of a sample; its programs get at most four fifths of it, so that a slow program is a
+            wrong answer and not a failed sample.
 
     >>> code_settings(url="http://x", max_concurrent=64, memory_limit_mb=512, num_workers=8, timeout_s=10)
     {'sandbox_fusion_url': 'http://x', 'concurrent_semaphore': 8, 'memory_limit_mb': 512, 'total_time_limit_s': 8.0}
@@ -99,31 +108,31 @@ def score_code(
     sandbox_fusion_url: str | None = None,
     concurrent_semaphore: Any = None,
 ) -> dict[str, Any]:
-    """Score a program by the tests of its task.
+    """Score a program by running the tests of its task.
 
-        score = tests passed / tests run              continuous
+        score = tests passed / tests                  continuous
         score = 1 if all tests passed, else 0         otherwise
 
-    A program that is too slow, crashes or takes too much memory has failed its test: that is its score,
-    and ``code_status`` says why. Only a failure of the sandbox or of the data is an error.
+    A program that is too slow, crashes or uses too much memory fails the test, and ``code_status`` gives the
+    reason. Only a failure of the sandbox or of the data raises.
 
     Args:
         solution_str: the response, with the program in a fenced block.
         ground_truth: the tests; see :func:`.cases.read_cases`.
-        continuous: score the fraction of the tests.
-        max_tests: only the first so many tests. Default: 10 if ``continuous``, else all.
-        time_limit_s: seconds of computing per test; by the clock it may take three times that.
-        total_time_limit_s: seconds by the clock for all tests; those that are left then count as not passed.
-            It must stay below the time that the reward manager gives a sample.
+        continuous: score the fraction of the tests that pass.
+        max_tests: number of tests used, the first ones. Default: 10 if ``continuous``, else all.
+        time_limit_s: seconds of CPU time per test; the wall-clock limit is three times that.
+        total_time_limit_s: wall-clock seconds for all tests; tests not run by then count as not passed.
+            It must be below the reward manager's timeout of a sample.
         memory_limit_mb: MiB per test; None is 1024.
         sandbox_fusion_url: address of a service that runs the programs instead of this machine.
-        concurrent_semaphore: bounds requests to the service at once: a semaphore, or a number for this
-            process. With a number or a semaphore the tests of a program are sent side by side.
+        concurrent_semaphore: bounds concurrent requests to the service: a semaphore, or a number for this
+            process. With either, the tests of a program are sent in parallel.
 
     Returns:
         ``score``; ``acc``, whether all tests passed; ``tests_passed``; ``tests_total``; ``code_status``:
-        ``passed``, ``no_code``, or of the first test that did not pass ``wrong_answer``, ``not_run`` or a
-        :class:`verl.utils.sandbox.Status`.
+        ``passed``, ``no_code``, or the status of the first test that did not pass: ``wrong_answer``, ``not_run`` or a
+        :class:`verl.sandbox.Status`.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -150,13 +159,13 @@ def score_code(
 def compute_score(
     completion: str, test_cases: Any, continuous: bool = False, timeout: float = 10.0
 ) -> tuple[float, list[dict[str, Any]]]:
-    """:func:`score_code` by the public name and signature, in the sandbox of this machine.
+    """Score a program in the sandbox of this machine; the public form of :func:`score_code`.
 
     Args:
         completion: the response.
-        test_cases: the tests.
-        continuous: score the fraction of the first 10 tests.
-        timeout: seconds of computing per test.
+        test_cases: the tests; see :func:`.cases.read_cases`.
+        continuous: score the fraction of the first 10 tests that pass.
+        timeout: seconds of CPU time per test.
 
     Returns:
         the score, and a dict per test with ``status``, ``reason`` and ``seconds``.
@@ -165,9 +174,54 @@ def compute_score(
         SandboxError: the sandbox failed.
         RewardError: the tests cannot be read.
     """
-    budget = TimeBudget(time_limit_s=timeout, total_time_limit_s=10 * timeout, memory_limit_mb=MEMORY_LIMIT_MB)
+    return score_and_metadata(completion, test_cases, continuous, timeout)
+
+
+def run_test(
+    in_outs: Any, test: str | None = None, debug: bool = False, timeout: float = 15.0
+) -> tuple[list[bool | int], dict[str, Any]]:
+    """Run a program against tests, each in the sandbox of this machine.
+
+    Args:
+        in_outs: the tests; see :func:`.cases.read_cases`.
+        test: the program, without a fence.
+        debug: also log the result of each test.
+        timeout: seconds of CPU time per test.
+
+    Returns:
+        for each test True (passed), False (another answer) or -1 (the program failed or took too long); and
+        ``status``, ``reason`` and ``seconds`` of the first test that did not pass, or of the last one.
+
+    Raises:
+        ValueError: there is no program.
+        SandboxError: the sandbox failed.
+        RewardError: the tests cannot be read.
+    """
+    if not test:
+        raise ValueError("run_test needs the program to run: test='print(input())'.")
+    budget = TimeBudget(time_limit_s=timeout, total_time_limit_s=math.inf, memory_limit_mb=MEMORY_LIMIT_MB)
+    found = judge_program(test, read_cases(in_outs), _sandbox(), budget, stop_early=False).metadata()
+    if debug:
+        logging.getLogger(__name__).warning("run_test: %s", found)
+    outcomes: dict[str, bool | int] = {PASSED: True, WRONG_ANSWER: False}
+    shown = next((each for each in found if each["status"] != PASSED), found[-1])
+    return [outcomes.get(each["status"], -1) for each in found], shown
+
+
+def score_and_metadata(
+    completion: str,
+    test_cases: Any,
+    continuous: bool,
+    timeout: float,
+    memory_limit_mb: int = MEMORY_LIMIT_MB,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+) -> tuple[float, list[dict[str, Any]]]:
+    """Implement :func:`compute_score`, here and in :mod:`verl.utils.reward_score.sandbox_fusion`."""
+    budget = TimeBudget(time_limit_s=timeout, total_time_limit_s=10 * timeout, memory_limit_mb=memory_limit_mb)
+    most = CONTINUOUS_TESTS if continuous else None
     judgement = run_tests(
-        completion, test_cases, budget, CONTINUOUS_TESTS if continuous else None, None, None, stop_early=not continuous
+        completion, test_cases, budget, most, sandbox_fusion_url, concurrent_semaphore, stop_early=not continuous
     )
     return judgement.score(continuous), judgement.metadata()
 
@@ -182,12 +236,16 @@ def run_tests(
     *,
     stop_early: bool,
 ) -> Judgement:
-    """Judge a response on this machine, or on the service at ``url``; see :func:`.judge.judge`."""
-    cases = limited(read_cases(ground_truth), max_tests)
+    """Run the tests on this machine, or on the service at ``url``; see :func:`.judge.judge`."""
+    cases = read_cases(ground_truth)[:max_tests]
     if not url:
         return judge(response, cases, _sandbox(), budget, stop_early=stop_early)
-    runner = _fusion(url, semaphore)
-    at_once = semaphore if isinstance(semaphore, int) else len(cases) if semaphore is not None else 1
+    if isinstance(semaphore, int):
+        runner, at_once = _service(url, None), semaphore
+    elif semaphore is not None and not hasattr(semaphore, "__enter__"):
+        raise RewardError(f"concurrent_semaphore is {type(semaphore).__name__}; expected a semaphore or a number.")
+    else:
+        runner, at_once = _service(url, semaphore), 1 if semaphore is None else len(cases)
     return judge(response, cases, runner, budget, stop_early=stop_early, at_once=max(1, min(at_once, len(cases))))
 
 
@@ -196,18 +254,9 @@ def _sandbox() -> Sandbox:
     return Sandbox()
 
 
-def _fusion(url: str, semaphore: Any) -> Runner:
-    from verl.utils.sandbox.fusion import FusionSandbox  # only runs that use a service need its HTTP client
+@functools.lru_cache(maxsize=16)
+def _service(url: str, semaphore: Any) -> ProgramRunner:
+    """Client of a service, cached so that its connections are reused."""
+    from verl.sandbox.fusion import FusionSandbox  # only runs that use a service need its HTTP client
 
-    if semaphore is None or isinstance(semaphore, int):
-        return _shared_fusion(url)
-    if not hasattr(semaphore, "__enter__"):
-        raise RewardError(f"concurrent_semaphore is {type(semaphore).__name__}; expected a semaphore or a number.")
     return FusionSandbox(url, semaphore)
-
-
-@functools.cache
-def _shared_fusion(url: str) -> Runner:
-    from verl.utils.sandbox.fusion import FusionSandbox
-
-    return FusionSandbox(url)

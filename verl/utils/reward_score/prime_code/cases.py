@@ -1,4 +1,4 @@
-"""Tests of a programming task, as public data sets write them, and the program cut out of a response."""
+"""Read the tests of a programming task from the formats of public data sets, and the program from a response."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,37 +15,37 @@ from verl.utils.reward_score.prime_code.compare import plain, same_text, same_va
 
 FENCE = re.compile(r"^[ \t]*```([^\n]*)\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 LANGUAGE = re.compile(r"[\w+#.-]+")
-"""What a fence is marked with."""
+"""Language mark of a fence."""
 DECIDES = (ast.Compare, ast.BoolOp, ast.IfExp, ast.Lambda, ast.NamedExpr)
-COMPARERS = ("isclose", "allclose", "array_equal", "__eq__", "__ne__")
-"""What in an expression would have the program decide whether it is right: ``__eq__`` and names are its own."""
+COMPARERS = {"isclose", "allclose", "array_equal", "__eq__", "__ne__"}
+"""Syntax and functions that compare inside the program, which can redefine ``__eq__`` and any name, and so cheat."""
 PYTHON = ("python", "python3", "py")
 
 
 @dataclass(frozen=True)
 class TextCase:
-    """A program reads stdin and writes stdout."""
+    """Test of a program that reads stdin and writes stdout."""
 
     stdin: str
     expected: str
 
     def is_answered_by(self, stdout: str) -> bool:
-        """Whether it wrote what was expected; see :func:`.compare.same_text`."""
+        """Whether the output is the expected one; see :func:`.compare.same_text`."""
         return same_text(stdout, self.expected)
 
 
 @dataclass(frozen=True)
 class ValueCase:
-    """A function is called, or an expression evaluated, in the program's namespace."""
+    """Test that calls a function, or evaluates an expression, in the program's namespace."""
 
     request: Mapping[str, Any]
     """``{"function": name, "arguments": [...]}`` or ``{"expression": source}``."""
     expected: tuple[Any, ...]
-    """Values that are right."""
+    """Values of which one must be returned."""
 
     @property
     def stdin(self) -> str:
-        """What the harness reads; the expected values stay here."""
+        """Input of the harness, without the expected values."""
         return json.dumps(self.request)
 
     def is_answered_by(self, stdout: str) -> bool:
@@ -61,28 +61,20 @@ Case = TextCase | ValueCase
 
 
 def extract_code(response: str) -> str | None:
-    """The last fenced block marked ``python``, else the last one without a mark.
+    """Return the last fenced block marked as Python, else the last one without a mark, else None.
 
-    A block that is never closed, as in a response that was cut off, reaches to the end.
-
-    Returns:
-        None if there is neither.
+    An unclosed block, as in a truncated response, reaches to the end.
     """
-    blocks = [(_language(line), code) for line, code in FENCE.findall(response)]
-    for wanted in (PYTHON, ("",)):
-        if found := [code for language, code in blocks if language in wanted]:
-            return found[-1]
-    return None
-
-
-def _language(line: str) -> str:
-    """The mark in what stands behind a fence; empty if there is none."""
-    found = LANGUAGE.match(line.strip())
-    return found[0].lower() if found else ""
+    found: dict[str, str] = {}
+    for line, code in FENCE.findall(response):
+        mark = LANGUAGE.match(line.strip())
+        language = mark[0].lower() if mark else ""
+        found["python" if language in PYTHON else language] = code
+    return found.get("python", found.get(""))
 
 
 def read_cases(ground_truth: Any) -> list[Case]:
-    """The tests of a task.
+    """Read the tests of a task.
 
     ====================================================================== =====================================
     ground truth (a dict, or its JSON text)                                test
@@ -95,11 +87,11 @@ def read_cases(ground_truth: Any) -> list[Case]:
                                                                            program, the right side is a literal
     ====================================================================== =====================================
 
-    In some data sets with ``fn_name`` each output is a list of one, the result; in others it is the
-    result. Where all outputs of a task are lists of one, both readings are right.
+    In some data sets with ``fn_name`` each output is the result in a list of one; in others it is the
+    result itself. If all outputs of a task are lists of one, both readings are accepted.
 
     Raises:
-        RewardError: it is none of these, or there is no test.
+        RewardError: the ground truth has none of these forms, or no test.
     """
     truth = _as_dict(ground_truth)
     if asserts := _listed(truth, "assert_case"):
@@ -178,7 +170,9 @@ def _assertion(text: Any) -> ValueCase:
         if not isinstance(statement, ast.Assert):
             raise TypeError(type(statement).__name__)
         expression, expected = _sides(statement.test)
-        if any(isinstance(node, DECIDES) or _compares(node) for node in ast.walk(expression)):
+        calls = {node.func for node in ast.walk(expression) if isinstance(node, ast.Call)}
+        called = {getattr(function, "attr", getattr(function, "id", "")) for function in calls}
+        if called & COMPARERS or any(isinstance(node, DECIDES) for node in ast.walk(expression)):
             raise ValueError("the program would decide it")
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:  # the last two: too deep
         raise RewardError(
@@ -190,26 +184,22 @@ def _assertion(text: Any) -> ValueCase:
 
 
 def _sides(test: ast.expr) -> tuple[ast.expr, Any]:
-    """What to evaluate in the program, and the value that is right."""
+    """Split an assertion into the expression to evaluate in the program, and the expected value."""
     if isinstance(test, ast.Compare):
         return _comparison(test)
     if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
         parts = [_sides(part) for part in test.values]
         return ast.Tuple([expression for expression, _ in parts], ast.Load()), [expected for _, expected in parts]
     expected = True
-    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # what is expected stays here
+    while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):  # `not` inverts the expected value instead
         test, expected = test.operand, not expected
     if isinstance(test, ast.Compare):
         raise ValueError("it denies a comparison")
     return ast.parse(f"not not ({ast.unparse(test)})", mode="eval").body, expected
 
 
-def _compares(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in COMPARERS
-
-
 def _comparison(test: ast.Compare) -> tuple[ast.expr, Any]:
-    """The side to evaluate and the value of the other one, which is a literal."""
+    """Split a comparison into the side to evaluate and the value of the other one, which is a literal."""
     if len(test.ops) != 1 or not isinstance(test.ops[0], (ast.Eq, ast.Is)):
         raise ValueError("it compares otherwise than by == or is")
     left, right = test.left, test.comparators[0]
@@ -217,8 +207,3 @@ def _comparison(test: ast.Compare) -> tuple[ast.expr, Any]:
         with contextlib.suppress(ValueError):
             return expression, ast.literal_eval(literal)
     raise ValueError("no side is a literal")
-
-
-def limited(cases: Sequence[Case], most: int | None) -> Sequence[Case]:
-    """The first so many tests; all if None."""
-    return cases if most is None else cases[:most]

@@ -1,4 +1,4 @@
-"""When an answer of a program is right."""
+"""Compare the answer of a program with the expected one."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from collections.abc import Mapping
 from typing import Any
 
 TOLERANCE = 1e-6
-"""Absolute or relative error of numbers with a fraction, as programming contests state it."""
+"""Allowed absolute or relative error of non-integers, as is usual in programming contests."""
 NUMBER = re.compile(r"[+-]?(\d{1,400}(\.\d{0,400})?|\.\d{1,400})([eE][+-]?\d{1,4})?", re.ASCII)
 
 
 def same_text(answer: str, expected: str) -> bool:
-    r"""Whether two outputs are the same.
+    r"""Whether two outputs are equal line by line and word by word.
 
-    Empty lines, and blanks around and between the words of a line, do not count; lines do. Words are
-    equal as texts, or as numbers, one of which at least has a fraction or an exponent, with an absolute
-    or relative error of at most :data:`TOLERANCE`. Upper and lower case differ.
+    Empty lines and the amount of white space in a line are ignored; case is not. Two words are also equal if
+    both are numbers, at least one with a fraction or an exponent, within :data:`TOLERANCE`.
 
     >>> same_text("1  2\n0.33333333\n", "1 2\n\n0.333333333333")
     True
@@ -45,10 +44,9 @@ def _same_word(left: str, right: str) -> bool:
 
 
 def same_value(answer: Any, expected: Any) -> bool:
-    """Whether two values are the same as JSON values.
+    """Whether two JSON values are equal, to any depth.
 
-    Numbers: exactly if both are integers, else as in :func:`same_text`. ``true`` is no number. Lists in
-    order, objects by key, to any depth.
+    Numbers are compared exactly if both are integers, else within :data:`TOLERANCE`; ``true`` is not a number.
 
     >>> same_value([1, {"a": 0.1}], [1, {"a": 0.1000000001}])
     True
@@ -58,16 +56,12 @@ def same_value(answer: Any, expected: Any) -> bool:
     if isinstance(answer, bool) or isinstance(expected, bool):
         return answer is expected
     if isinstance(answer, (int, float)) and isinstance(expected, (int, float)):
-        return answer == expected or (_has_fraction(answer, expected) and _close(answer, expected))
+        return answer == expected or (float in (type(answer), type(expected)) and _close(answer, expected))
     if isinstance(answer, list) and isinstance(expected, list):
         return len(answer) == len(expected) and all(map(same_value, answer, expected))
     if isinstance(answer, dict) and isinstance(expected, dict):
         return answer.keys() == expected.keys() and all(same_value(answer[key], expected[key]) for key in expected)
     return type(answer) is type(expected) and answer == expected
-
-
-def _has_fraction(*numbers: float) -> bool:
-    return any(isinstance(number, float) for number in numbers)
 
 
 def _close(left: float, right: float) -> bool:
@@ -79,9 +73,9 @@ def _close(left: float, right: float) -> bool:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it: tuples and arrays are lists, keys are texts, sets are sorted lists.
+    """Convert a value to JSON types: tuples and arrays to lists, keys to strings, sets to sorted lists.
 
-    The harness does the same with results, so that both sides meet.
+    The harness converts results in the same way, so that both can be compared.
     """
     if hasattr(value, "tolist"):
         value = value.tolist()

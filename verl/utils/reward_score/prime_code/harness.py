@@ -1,4 +1,4 @@
-"""What runs around a program whose function is called: in the sandbox, with the program, without the answer."""
+"""Code that runs in the sandbox around a program, to call its function or evaluate an expression."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ PRELUDE = (
     "from bisect import *\nfrom collections import *\nfrom functools import *\nfrom heapq import *\n"
     "from itertools import *\nfrom math import *\nfrom typing import *\n"
 )
-"""Names that tasks with a function to write presuppose, as on the sites they come from."""
+"""Imports that tasks with a function to write assume, as the sites that they come from provide them."""
 
 HARNESS = """
 import json, os, sys
@@ -39,5 +39,5 @@ answer.close()
 
 
 def with_harness(program: str) -> str:
-    """A program that reads a request from stdin and writes the value, as JSON, to stdout."""
+    """Wrap a program so that it reads a request from stdin and writes the resulting value, as JSON, to stdout."""
     return HARNESS.format(prelude=PRELUDE, program=program)

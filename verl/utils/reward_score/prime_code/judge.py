@@ -1,4 +1,4 @@
-"""A program against the tests of its task, wherever it runs."""
+"""Run a program against the tests of its task, and summarize the results."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from verl.sandbox import Limits, ProgramResult
 from verl.utils.reward_score.prime_code.cases import Case, ValueCase, extract_code
 from verl.utils.reward_score.prime_code.harness import with_harness
-from verl.utils.sandbox import Limits, Outcome
 
 PASSED, NO_CODE, WRONG_ANSWER, NOT_RUN = "passed", "no_code", "wrong_answer", "not_run"
 
 
-class Runner(Protocol):
-    """Where programs run: the sandbox of this machine, or a service."""
+class ProgramRunner(Protocol):
+    """Interface of the sandbox of this machine and of the client of a service."""
 
-    def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
-        """Run a program to its end or to its limits."""
+    def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> ProgramResult:
+        """Run a program until it ends or reaches a limit."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimeBudget:
-    """What a program may take."""
+    """Limits of a program in its tests."""
 
     time_limit_s: float
-    """Seconds of computing per test; by the clock it may take three times that, for the machine may be busy."""
+    """Seconds of CPU time per test; the wall-clock limit is three times that."""
     total_time_limit_s: float
-    """Seconds by the clock for all tests together."""
+    """Wall-clock seconds for all tests together."""
     memory_limit_mb: int
-    """MiB."""
+    """MiB per test."""
 
     def limits(self, left_s: float) -> Limits:
-        """Limits of the next test, of which there is so much time left."""
+        """Limits of the next test, if ``left_s`` seconds are left for all tests."""
         return Limits(
-            wall_s=min(3 * self.time_limit_s, left_s),
+            wall_s=min(3 * self.time_limit_s, left_s),  # three times, because the machine may be busy
             cpu_s=math.ceil(self.time_limit_s),
             memory_mb=self.memory_limit_mb,
         )
@@ -46,41 +46,41 @@ class TimeBudget:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of one test."""
+    """Result of one test."""
 
     status: str
-    """``passed``, ``wrong_answer``, ``not_run``, or why the program failed (:class:`verl.utils.sandbox.Status`)."""
+    """``passed``, ``wrong_answer``, ``not_run``, or why the program failed (:class:`verl.sandbox.Status`)."""
     reason: str = ""
-    """The same with details."""
+    """The status with details."""
     seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
-        """Whether the answer was right."""
+        """Whether the test passed."""
         return self.status == PASSED
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What came of all tests."""
+    """Results of all tests that were run; ``total`` also counts the others."""
 
     verdicts: Sequence[Verdict] = field(default_factory=tuple)
     total: int = 0
 
     @property
     def passed(self) -> int:
-        """Tests that passed."""
+        """Number of tests that passed."""
         return sum(verdict.passed for verdict in self.verdicts)
 
     @property
     def status(self) -> str:
-        """``passed``, or the status of the first test that did not pass."""
+        """``passed``, ``no_code``, or the status of the first test that did not pass."""
         if not self.verdicts:
             return NO_CODE
         return next((verdict.status for verdict in self.verdicts if not verdict.passed), PASSED)
 
     def score(self, continuous: bool) -> float:
-        """Fraction of the tests that passed; if not ``continuous``, 1 for all and 0 otherwise."""
+        """Fraction of the tests that passed; if not ``continuous``, 1 if all passed and 0 otherwise."""
         if not continuous:
             return float(self.total > 0 and self.passed == self.total)
         return self.passed / self.total if self.total else 0.0
@@ -91,24 +91,43 @@ class Judgement:
 
 
 def judge(
-    response: str, cases: Sequence[Case], runner: Runner, budget: TimeBudget, *, stop_early: bool, at_once: int = 1
+    response: str,
+    cases: Sequence[Case],
+    runner: ProgramRunner,
+    budget: TimeBudget,
+    *,
+    stop_early: bool,
+    at_once: int = 1,
 ) -> Judgement:
-    """Run the program of a response against tests, each in a run of its own.
+    """Run the program of a response against tests, each in a separate run.
 
     Args:
         response: text with the program in a fenced block.
         cases: the tests.
-        runner: where it runs.
-        budget: what it may take; tests for which no time is left are not run and count as not passed.
-        stop_early: end with the first test that does not pass.
-        at_once: tests at the same time.
+        runner: runs the program.
+        budget: limits; tests for which no time is left are not run and count as not passed.
+        stop_early: end after a group of ``at_once`` tests whose last one did not pass.
+        at_once: number of tests that run in parallel.
 
     Raises:
-        SandboxError: the runner failed, so that the program has not been judged.
+        SandboxError: the runner failed; this says nothing about the program.
     """
     program = extract_code(response)
     if program is None:
         return Judgement(total=len(cases))
+    return judge_program(program, cases, runner, budget, stop_early=stop_early, at_once=at_once)
+
+
+def judge_program(
+    program: str,
+    cases: Sequence[Case],
+    runner: ProgramRunner,
+    budget: TimeBudget,
+    *,
+    stop_early: bool,
+    at_once: int = 1,
+) -> Judgement:
+    """Run a program against tests; see :func:`judge`."""
     deadline = time.monotonic() + budget.total_time_limit_s
     verdicts: list[Verdict] = []
     with ThreadPoolExecutor(at_once) as pool:
@@ -120,14 +139,14 @@ def judge(
     return Judgement(verdicts, len(cases))
 
 
-def _verdict(program: str, case: Case, runner: Runner, budget: TimeBudget, deadline: float) -> Verdict:
+def _verdict(program: str, case: Case, runner: ProgramRunner, budget: TimeBudget, deadline: float) -> Verdict:
     left = deadline - time.monotonic()
     if left <= 0:
         return Verdict(NOT_RUN, f"no time was left of total_time_limit_s={budget.total_time_limit_s}")
     source = with_harness(program) if isinstance(case, ValueCase) else program
-    outcome = runner.run(source, case.stdin, budget.limits(left))
-    if not outcome.ok:
-        return Verdict(str(outcome.status), outcome.reason, outcome.seconds)
-    if case.is_answered_by(outcome.stdout):
-        return Verdict(PASSED, PASSED, outcome.seconds)
-    return Verdict(WRONG_ANSWER, f"answered {outcome.stdout.strip()!r:.200}", outcome.seconds)
+    result = runner.run(source, case.stdin, budget.limits(left))
+    if not result.ok:
+        return Verdict(str(result.status), result.reason, result.seconds)
+    if case.is_answered_by(result.stdout):
+        return Verdict(PASSED, PASSED, result.seconds)
+    return Verdict(WRONG_ANSWER, f"answered {result.stdout.strip()!r:.200}", result.seconds)

@@ -1,11 +1,12 @@
-"""Training under FSDP2: what ``BaseEngine`` promises, for language, value and reward models."""
+"""The FSDP2 implementation of ``BaseEngine`` for language, value and reward models."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,52 +15,52 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.backends import backend_for
+from verl.checkpoint.ranks import RankState
+from verl.checkpoint.shards import TrainingState, write_world_size
+from verl.checkpoint.states import seed_everything
+from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.allocator import KEEP_BYTES
-from verl.utils.checkpoint import seed_everything
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import longrope_threshold, torch_dtype
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-from verl.workers.engine.base import (
-    BaseEngine,
-    BatchTotals,
-    EngineRegistry,
-    LossFn,
-    Metrics,
-    MicroBatchConfig,
-    RankState,
-)
-from verl.workers.engine.fsdp.checkpoint import load_engine, rank_state, restore_rank
+from verl.utils.sharded_tensor import local_rows
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
-from verl.workers.engine.fsdp.micro_batches import MetricSum, batch_totals, gathered, split_micro_batches
 from verl.workers.engine.fsdp.model import (
     HeadedModel,
     ModelType,
     build_model,
     enable_gradient_checkpointing,
+    own_state,
 )
-from verl.workers.engine.fsdp.one_machine import Steadiness, use_shared_memory
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler, clip_gradients
-from verl.workers.engine.fsdp.packing_check import choose_form
-from verl.workers.engine.fsdp.sharding import local_part, make_mesh, mixed_precision, needs_sharding, shard_model
-from verl.workers.engine.fsdp.whole_weights import WholeWeights
+from verl.workers.engine.fsdp.packing_check import PackingCheck
+from verl.workers.engine.fsdp.sharding import make_mesh, mixed_precision, needs_sharding, shard_model
+from verl.workers.engine.loss import (
+    BatchTotals,
+    LossCallable,
+    LossFunction,
+    LossMetrics,
+    MetricSum,
+    as_loss_function,
+    gathered,
+)
 from verl.workers.engine.non_finite import LossWatch, in_gradients
-from verl.workers.engine.pass_sizes import PassSizes, is_out_of_memory
-
-T = TypeVar("T")
+from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
 
 
 class FSDPEngine(BaseEngine):
-    """One model under FSDP2 on this rank.
+    """One model under FSDP2, as this rank holds it.
 
     Args:
-        model_config: which model, and how it runs.
-        engine_config: placement, precision, offload; ``forward_only`` makes it a frozen model.
-        optimizer_config: None for a frozen model.
-        device_name: ``"cuda"``, ``"cpu"``, or None for what there is.
-        timeout_s: seconds after which a collective that does not finish is an error.
+        model_config: model folder and settings of the model.
+        engine_config: with ``forward_only`` the model is frozen and needs no ``optimizer_config``.
+        device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
+        timeout_s: seconds after which an unfinished collective is an error.
+        total_steps: length of the run, where learning-rate schedules end; 0 if unknown.
     """
 
     model_type: ModelType = "language_model"
@@ -72,11 +73,14 @@ class FSDPEngine(BaseEngine):
         optimizer_config: FSDPOptimizerConfig | None = None,
         device_name: str | None = None,
         timeout_s: float = 600,
+        total_steps: int = 0,
     ) -> None:
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
+        self.total_steps = total_steps
         self.device = get_device(device_name)
+        self.backend = backend_for(self.device)
         ensure_process_group(self.device, timeout_s)
         self.mesh = make_mesh(self.device, engine_config.fsdp_size)
         self.model: HeadedModel
@@ -85,12 +89,11 @@ class FSDPEngine(BaseEngine):
         self.is_packed = False
         self.pass_sizes = PassSizes()
         self._contexts = 0
-        self._steadiness: Steadiness | None = None
 
     # ---- set-up -------------------------------------------------------------------------------
 
     def initialize(self) -> None:
-        """Build, shard, and make the optimizer; see :class:`BaseEngine`."""
+        """Build and shard the model, and make the optimizer; see :class:`BaseEngine`."""
         config = self.engine_config
         if config.full_determinism:
             torch.use_deterministic_algorithms(True)
@@ -107,36 +110,31 @@ class FSDPEngine(BaseEngine):
             model.to(self.device)
         self.model = model.eval()
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        group = self._exchange_in_memory()
         self.compute_dtype = mixed_precision(config).param_dtype or dtype
-        self.is_packed = choose_form(model, self.model_config.use_remove_padding, self.device, self.compute_dtype)
-        self._reshard()  # or the optimizer would be given the gathered copies
-        self._whole = WholeWeights(model, self.device, group)
+        check = PackingCheck(model, self.device, self.compute_dtype)
+        self.is_packed = self.model_config.use_remove_padding and check.use_packed()
+        self._reshard()
+        self.backend.install(
+            model,
+            units=self._units,
+            group=self.mesh.get_group("shard"),
+            dtype=self.compute_dtype,
+            name=type(model.hf).__name__,
+            difference=lambda: check.difference(self.is_packed),
+        )
+        self._reshard()  # otherwise the optimizer would receive the gathered copies
         if not config.forward_only:
             if self.optimizer_config is None:
                 raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
             self.optimizer = build_optimizer(model.parameters(), self.optimizer_config)
-            self.scheduler = build_scheduler(self.optimizer, self.optimizer_config)
+            self.scheduler = build_scheduler(self.optimizer, self.optimizer_config, self.total_steps)
         self._offload()
-
-    def _exchange_in_memory(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the rows of each weight, if they are several and exchange through memory. Collective."""
-        group = self.mesh.get_group("shard")
-        if self.device.type != "cpu" or dist.get_world_size(group) == 1:
-            return None
-        nbytes = sum(weight.numel() * weight.dtype.itemsize for weight in self.model.parameters())
-        self._steadiness = use_shared_memory(self._units, group, is_cheap=nbytes <= KEEP_BYTES)
-        return None if self._steadiness is None else group
-
-    def _steady_weights(self) -> AbstractContextManager[None]:
-        """Around passes between which no weight changes."""
-        return nullcontext() if self._steadiness is None else self._steadiness()
 
     # ---- modes and memory ---------------------------------------------------------------------
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        """Weights and optimizer on the device, layers in training mode."""
+        """Keep weights and optimizer on the device, and layers in training mode, inside the context."""
         with self._awake(optimizer=True):
             self.model.train()
             try:
@@ -146,7 +144,7 @@ class FSDPEngine(BaseEngine):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Weights on the device, layers in inference mode."""
+        """Keep weights on the device, and layers in inference mode, inside the context."""
         with self._awake(optimizer=False):
             yield
 
@@ -167,12 +165,13 @@ class FSDPEngine(BaseEngine):
         self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
 
     def _reshard(self) -> None:
-        """Give gathered parameters back; a forward without a backward leaves those of some units."""
+        """Free gathered parameters."""
+        # FSDP leaves those of some units gathered after a forward pass without a backward pass.
         for unit in self._units:
             unit.reshard()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move weights and optimizer state; nothing to do on a CPU, or where FSDP itself streams from the host."""
+        """Move weights and optimizer state; no-op on a CPU and with FSDP's own offload (``offload_policy``)."""
         if self.device.type == "cpu" or self.engine_config.offload_policy:
             return
         target = torch.device("cpu") if device == "cpu" else self.device
@@ -198,83 +197,86 @@ class FSDPEngine(BaseEngine):
     def infer_batch(
         self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        """Columns without gradients; see :class:`BaseEngine`."""
+        """Compute output columns without gradients; see :class:`BaseEngine`."""
         self._check_outputs(outputs)
         _check_temperature(temperature)
-        assert batch.batch is not None
         shape = batch.batch["response_mask"].shape
 
-        def compute(limit: int | None) -> dict[str, Tensor]:
-            columns = {name: torch.zeros(shape) for name in outputs}
-            for part in self.pass_sizes.watched(split_micro_batches(batch, micro, self.device, limit=limit)):
-                inputs = self._inputs(part.data)
-                flat = self.model(inputs, frozenset(outputs), temperature)
-                for name in () if part.is_filler else outputs:
-                    columns[name][part.rows] = inputs.scatter(flat[name]).float().cpu()
-            return columns
-
-        with self._steady_weights():
-            columns = self._in_passes_that_fit("infer", compute)
+        columns: dict[str, Tensor] = {}
+        with self.backend.frozen_weights():
+            for attempt in self._attempts("infer"):
+                with attempt as limit:
+                    columns = {name: torch.zeros(shape) for name in outputs}
+                    for part in self.pass_sizes.watched(split_micro_batches(batch, micro, self.device, limit=limit)):
+                        self._infer(part, columns, temperature)
         self._reshard()
         return columns
 
+    def _infer(self, part: MicroBatch, columns: dict[str, Tensor], temperature: float) -> None:
+        """Fill the rows of one micro-batch in ``columns``."""
+        # A function of its own, so that the tensors of this pass are freed before the next one.
+        inputs = self._inputs(part.data)
+        flat = self.model(inputs, frozenset(columns), temperature)
+        for name in () if part.is_filler else columns:
+            columns[name][part.rows] = inputs.scatter(flat[name]).float().cpu()
+
     def forward_backward_batch(
-        self, batch: DataProto, loss_fn: LossFn, micro: MicroBatchConfig, temperature: float = 1.0
+        self,
+        batch: DataProto,
+        loss_fn: LossFunction | LossCallable,
+        micro: MicroBatchConfig,
+        temperature: float = 1.0,
     ) -> dict[str, float]:
-        """Gradients of one mini-batch; see :class:`BaseEngine`."""
-        outputs = frozenset(getattr(loss_fn, "outputs", {"log_probs"}))
-        self._check_outputs(outputs)
+        """Accumulate the gradients of one mini-batch; see :class:`BaseEngine`."""
+        loss_fn = as_loss_function(loss_fn)
+        self._check_outputs(loss_fn.outputs)
         _check_temperature(temperature)
-        totals = batch_totals(batch, self.get_data_parallel_size(), self.device)
-        unit = getattr(loss_fn, "rows_per_unit", 1)
+        totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device)
 
-        def compute(limit: int | None) -> tuple[MetricSum, LossWatch]:
-            metrics, watch = MetricSum(totals), LossWatch(dist.get_rank())
-            for part in self.pass_sizes.watched(split_micro_batches(batch, micro, self.device, unit, limit)):
-                columns, loss, found = self._forward_backward(part.data, loss_fn, outputs, totals, temperature)
-                watch.add(part.rows, part.data, columns, loss, found)
-                if not part.is_filler:
-                    metrics.add(found, part.num_tokens)
-            return metrics, watch
-
-        with self._steady_weights():
-            metrics, watch = self._in_passes_that_fit("train", compute)
+        metrics, watch = MetricSum(totals), LossWatch(dist.get_rank())
+        with self.backend.frozen_weights():
+            for attempt in self._attempts("train"):
+                with attempt as limit:
+                    metrics, watch = MetricSum(totals), LossWatch(dist.get_rank())
+                    parts = split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit)
+                    for part in self.pass_sizes.watched(parts):
+                        columns, loss, found = self._forward_backward(part.data, loss_fn, totals, temperature)
+                        watch.add(part.rows, part.data, columns, loss, found)
+                        if not part.is_filler:
+                            metrics.add(found, part.num_tokens)
         reduced, self.non_finite = metrics.reduce(watch.found())
         return reduced
 
-    def _in_passes_that_fit(self, kind: str, compute: Callable[[int | None], T]) -> T:
-        """``compute(limit)``; if a pass does not fit the memory, all of it again with smaller passes.
-
-        A backward that breaks off leaves some gradients with its part and some without, so they begin anew.
-        """
+    def _attempts(self, kind: str) -> Iterator[PassAttempt]:
+        """Yield attempts at all passes of a batch: one, and another with smaller passes whenever memory ran out."""
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         is_fresh = kind == "infer" or all(weight.grad is None for weight in weights)
         while True:
-            try:
-                return compute(self.pass_sizes.limits.get(kind))
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                # What FSDP has begun cannot be taken back, here or on the ranks that wait in its collectives.
-                self.pass_sizes.lower(kind, error, alone=is_fresh and not isinstance(self.model, FSDPModule))
-            # Behind the except clause: the error held the tensors of its pass.
-            if kind == "train":
+            attempt = PassAttempt(self.pass_sizes.limits.get(kind))
+            yield attempt
+            error, attempt.error = attempt.error, None
+            if error is None:
+                return
+            # FSDP cannot undo a pass that broke off, neither here nor on ranks that wait in its collectives.
+            self.pass_sizes.lower(kind, error, alone=is_fresh and not isinstance(self.model, FSDPModule))
+            del error  # its traceback holds the tensors of the pass
+            if kind == "train":  # an interrupted backward has added to some gradients but not to others
                 for weight in weights:
                     weight.grad = None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def _forward_backward(
-        self, data: DataProto, loss_fn: LossFn, outputs: frozenset[str], totals: BatchTotals, temperature: float
-    ) -> tuple[dict[str, Tensor], Tensor, Metrics]:
+        self, data: DataProto, loss_fn: LossFunction, totals: BatchTotals, temperature: float
+    ) -> tuple[dict[str, Tensor], Tensor, LossMetrics]:
         inputs = self._inputs(data)
-        flat = self.model(inputs, outputs, temperature)
+        flat = self.model(inputs, loss_fn.outputs, temperature)
         columns = {name: inputs.scatter(values) for name, values in flat.items()}
         loss, metrics = loss_fn(columns, data.to(self.device), totals)
         if not loss.requires_grad:  # every rank must run the same backward collectives
             loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
         loss.backward()
-        return columns, loss, dict(metrics)
+        return columns, loss, metrics
 
     def _check_outputs(self, outputs: set[str] | frozenset[str]) -> None:
         if unknown := outputs - self.output_names:
@@ -291,15 +293,16 @@ class FSDPEngine(BaseEngine):
         return self.optimizer, self.scheduler, self.optimizer_config
 
     def optimizer_zero_grad(self) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self._trained()[0].zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> float:
-        """Clip and update; see :class:`BaseEngine`."""
+        """Clip the gradients and update the weights; see :class:`BaseEngine`."""
         optimizer, _, config = self._trained()
         grad_norm = clip_gradients(self.model.parameters(), config.clip_grad)
         if not math.isfinite(grad_norm):
-            gradients = ((name, _own_part(weight.grad)) for name, weight in self.model.named_parameters())
+            trained = ((name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None)
+            gradients = ((name, local_rows(grad)[0]) for name, grad in trained)
             self.non_finite = gathered(in_gradients(gradients, dist.get_rank()))
             optimizer.zero_grad(set_to_none=True)
             return grad_norm
@@ -308,7 +311,7 @@ class FSDPEngine(BaseEngine):
         return grad_norm
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule; the learning rate until now."""
+        """Advance the schedule; see :class:`BaseEngine`."""
         _, scheduler, _ = self._trained()
         lr = float(scheduler.get_last_lr()[0])
         scheduler.step()
@@ -317,44 +320,58 @@ class FSDPEngine(BaseEngine):
     # ---- weights and ranks --------------------------------------------------------------------
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """See :mod:`verl.workers.engine.fsdp.whole_weights`."""
+        """See :meth:`BaseEngine.get_per_tensor_param`."""
         self._reshard()
-        return iter(self._whole)
+        return self.backend.whole_weights()
 
     def get_data_parallel_size(self) -> int:
-        """All ranks hold different rows."""
+        """Return the number of ranks: all of them hold different rows."""
         return dist.get_world_size()
 
     def get_data_parallel_rank(self) -> int:
-        """The number of this rank."""
+        """Return this rank."""
         return dist.get_rank()
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The default group."""
+        """Return the default group."""
         return dist.group.WORLD
 
     def arithmetic(self) -> Arithmetic:
-        """From the model's config; a CPU's peak is measured once, in a tenth of a second."""
+        """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""
         counter = FlopsCounter.of(self.model.hf.config, outputs=self.model.head.out_features)
         return Arithmetic(counter, device_peak_flops(self.device, self.compute_dtype))
+
+    # ---- checkpoints --------------------------------------------------------------------------
+
+    def _training_state(self) -> TrainingState:
+        return TrainingState(own_state(self.model), dict(self.model.named_parameters()), self.optimizer, self.scheduler)
 
     def state(
         self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True
     ) -> RankState:
-        """Rows of this rank; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
-        return rank_state(self, global_step, contents, copied)
+        """Collect this rank's part of a checkpoint; see :mod:`verl.checkpoint.shards`."""
+        numbers = {"weight_version": self.weight_version, "global_step": global_step}
+        states = self._training_state().states(contents, numbers, copied)
+        weights = weights_on_first_rank(self.get_per_tensor_param()) if "hf_model" in contents else None
+        if dist.get_rank():
+            return RankState(states)
+
+        def describe(folder: Path) -> None:
+            write_world_size(folder)
+            write_model_folder(self.model.hf, self.model.head_name, weights, folder / "huggingface")
+            write_tokenizer(self.model_config, folder / "huggingface")
+
+        return RankState(states, describe)
 
     def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put them back; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
-        restore_rank(self, states)
+        """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
+        numbers = self._training_state().restore(states)
+        self.weight_version = int(numbers.get("weight_version", self.weight_version))
 
     def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
-        """Read a checkpoint back; see :mod:`verl.workers.engine.fsdp.checkpoint`."""
-        load_engine(self, local_path, contents)
-
-
-def _own_part(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else local_part(gradient)[0]
+        """Restore from a checkpoint folder; see :class:`BaseEngine`."""
+        numbers = self._training_state().load(Path(local_path).expanduser(), contents)
+        self.weight_version = int(numbers.get("weight_version", self.weight_version))
 
 
 def _check_temperature(temperature: float) -> None:
@@ -364,12 +381,12 @@ def _check_temperature(temperature: float) -> None:
 
 @EngineRegistry.register("language_model", ("fsdp", "fsdp2"))
 class FSDPLanguageModelEngine(FSDPEngine):
-    """A causal language model: log_probs, entropy and sum_pi_squared of response tokens."""
+    """Engine of a causal language model: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of response tokens."""
 
 
 @EngineRegistry.register("value_model", ("fsdp", "fsdp2"))
 class FSDPValueModelEngine(FSDPEngine):
-    """A value model: ``values`` of the state before each response token."""
+    """Engine of a value model: ``values`` of the state before each response token."""
 
     model_type = "value_model"
     output_names = frozenset({"values"})
@@ -377,9 +394,9 @@ class FSDPValueModelEngine(FSDPEngine):
 
 @EngineRegistry.register("reward_model", ("fsdp", "fsdp2"))
 class FSDPRewardModelEngine(FSDPEngine):
-    """A discriminative reward model: ``scores``, the head's output at the tokens themselves.
+    """Engine of a discriminative reward model: ``scores``, the head's output at each response token itself.
 
-    Trained, it may start from a causal language model, with a head that starts at zero.
+    For training it may start from a causal language model; the head then starts at zero.
     """
 
     model_type = "reward_model"

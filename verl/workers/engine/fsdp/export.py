@@ -1,51 +1,43 @@
-"""Writing a model as Transformers reads it: config, tokenizer, safetensors."""
+"""Export of a model in the Transformers format: config, tokenizer, safetensors."""
 
 from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
 
+from verl.config import HFModelConfig
 from verl.errors import ConfigError
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.config import HFModelConfig
-
-if TYPE_CHECKING:
-    from verl.workers.engine.fsdp.engine import FSDPEngine
+from verl.utils.transformers_private import token_classifier_of
 
 logger = logging.getLogger(__name__)
 
 
-def whole_weights(engine: FSDPEngine) -> dict[str, Tensor]:
-    """All weights under their Transformers names, own copies, on rank 0; the other ranks get none. Collective.
+def weights_on_first_rank(per_tensor: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Copy all weights to CPU memory on rank 0, in the format in which they are trained. Collective.
 
-    Weights keep the format in which they are trained (``model_dtype``).
+    Args:
+        per_tensor: result of an engine's ``get_per_tensor_param``.
+
+    Returns:
+        the weights on rank 0, an empty dictionary elsewhere.
     """
     is_first = dist.get_rank() == 0
     weights: dict[str, Tensor] = {}
-    for name, tensor in engine.get_per_tensor_param():
+    for name, tensor in per_tensor:  # every rank must iterate to the end: gathering is collective
         if is_first:
             weights[name] = tensor.to("cpu", copy=True)
     return weights
 
 
-def write_huggingface(engine: FSDPEngine, folder: Path, weights: dict[str, Tensor] | None) -> None:
-    """Config and tokenizer of the engine's model to ``folder``, and ``weights`` unless None.
-
-    A value model becomes a ``...ForTokenClassification`` with one label.
-    """
-    write_model_folder(engine.model.hf, engine.model.head_name, weights, folder)
-    write_tokenizer(engine.model_config, folder)
-
-
 def write_model_folder(hf: PreTrainedModel, head_name: str, weights: dict[str, Tensor] | None, folder: Path) -> None:
-    """Config, generation config and, unless None, ``weights`` of a model whose head is ``head_name``."""
+    """Write config, generation config and, unless None, ``weights``; the config is that of :func:`export_config`."""
     folder.mkdir(parents=True, exist_ok=True)
     if weights is not None:
         hf.save_pretrained(folder, state_dict=weights)
@@ -56,19 +48,22 @@ def write_model_folder(hf: PreTrainedModel, head_name: str, weights: dict[str, T
 
 
 def export_config(hf: PreTrainedModel, head_name: str) -> PretrainedConfig:
-    """The config of ``hf`` under the architecture that its head makes it."""
+    """Return a copy of the config of ``hf`` that names the architecture which fits the head ``head_name``.
+
+    A causal language model with a ``score`` head becomes a ``...ForTokenClassification`` with one label.
+    """
     config = copy.deepcopy(hf.config)
     architecture = type(hf).__name__
     if head_name == "score":
         config.num_labels = 1
         if not architecture.endswith("Classification"):
-            architecture = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(config.model_type, architecture)
+            architecture = token_classifier_of(config.model_type) or architecture
     config.architectures = [architecture]
     return config
 
 
 def write_tokenizer(model: HFModelConfig, folder: Path) -> None:
-    """The tokenizer of ``model`` to ``folder``; a model without one is exported without one."""
+    """Write the tokenizer of ``model`` to ``folder``; only warn if the model has none."""
     try:
         tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path,

@@ -1,4 +1,4 @@
-"""What the policy says of chosen tokens, straight from hidden states, without tokens x vocabulary in memory."""
+"""Log-probs and entropies of chosen tokens from hidden states, without all logits (tokens x vocabulary) in memory."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 CHUNK_ELEMENTS = 2**25
-"""Largest number of logits that exist at once (128 MiB in fp32)."""
+"""Largest number of logits computed at once (128 MiB in fp32)."""
 
 
 @dataclass(frozen=True)
 class LogitRule:
-    """What a model does to its logits after the output projection: z → c·tanh(s·z / c)."""
+    """The transformation that a model applies to logits z after the output projection: c·tanh(s·z / c).
+
+    s is ``scale``, c is ``softcap``; without a soft cap it is s·z.
+    """
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
     def of(cls, config: PretrainedConfig) -> LogitRule:
-        """Read it from the Transformers config (Gemma's soft cap, Cohere's and Granite's scale)."""
+        """Read the rule from a Transformers config (Gemma's soft cap, Cohere's and Granite's scale)."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
         divisor = getattr(text, "logits_scaling", None) or 1.0
         return cls(scale / divisor, getattr(text, "final_logit_softcapping", None))
 
     def apply_(self, logits: Tensor) -> Tensor:
-        """The rule, in place."""
+        """Apply the rule in place."""
         if self.scale != 1.0:
             logits.mul_(self.scale)
         if self.softcap is not None:
@@ -37,21 +40,21 @@ class LogitRule:
         return logits
 
     def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
-        """Gradient before the rule from the one after it, in place; ``logits`` are those after it."""
+        """Backpropagate through the rule, in place; ``logits`` are those after the rule."""
         if self.softcap is not None:
             grad.mul_(1 - (logits / self.softcap).square_())
         return grad.mul_(self.scale) if self.scale != 1.0 else grad
 
 
 class TokenStatistics(NamedTuple):
-    """Of each of N tokens; (N,) fp32, or None where it was not asked for."""
+    """Statistics of N tokens, (N,) fp32 each; None if not requested."""
 
     log_probs: Tensor
     """log p(target)."""
     entropy: Tensor | None
     """H(p) in nats."""
     sum_pi_squared: Tensor | None
-    """Σ_v p(v)², which has no gradient."""
+    """Σ_v p(v)² over the vocabulary; not differentiable."""
 
 
 def token_log_probs(
@@ -65,24 +68,14 @@ def token_log_probs(
     rule: LogitRule = LogitRule(),
     chunk_elements: int = CHUNK_ELEMENTS,
 ) -> TokenStatistics:
-    """log p(target), H(p) and Σ p² for p = softmax(rule(hidden Wᵀ + b) / temperature), in fp32.
+    """Compute log p(target), H(p) and Σ p² for p = softmax(rule(hidden Wᵀ + b) / temperature), in fp32.
 
-    Logits are made for a few rows at a time and made again in the backward pass, which knows
+    At most ``chunk_elements`` logits are computed at a time, and again in the backward pass, whose gradients are
 
         ∂ log p(y) / ∂z = 1_y - p          ∂H / ∂z = -p (log p + H)
 
-    so that never more than ``chunk_elements`` logits exist.
-
-    Args:
-        hidden: (N, H).
-        weight: (V, H).
-        bias: (V,), or None.
-        targets: (N,).
-        temperature: divides the logits.
-        with_entropy: compute the entropy too.
-        with_sum_pi_squared: compute Σ p² too.
-        rule: what the model does to its logits.
-        chunk_elements: the bound on logits.
+    Shapes: ``hidden`` (N, H), ``weight`` W (V, H), ``bias`` b (V,), ``targets`` (N,). One row of V logits is computed
+    at once even if ``chunk_elements`` is smaller.
     """
     rows = max(1, chunk_elements // weight.shape[0])
     wanted = with_entropy, with_sum_pi_squared
@@ -113,7 +106,7 @@ class _TokenLogProbs(torch.autograd.Function):
             log_z[part] = logits.logsumexp(-1)
             log_probs[part] = logits.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1) - log_z[part]
             if with_sum_pi_squared:
-                # Σ p² = Z(2z) / Z(z)², and one more reduction instead of one more copy of the logits.
+                # Σ p² = Z(2z) / Z(z)² with Z(z) = Σ exp z, computed in log space so that it cannot overflow.
                 squares[part] = (logits.mul(2).logsumexp(-1) - 2 * log_z[part]).exp()
             if with_entropy:
                 logits.sub_(log_z[part].unsqueeze(-1))

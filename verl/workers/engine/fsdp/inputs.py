@@ -1,4 +1,4 @@
-"""From batch columns to what the model reads: one packed row, or a padded rectangle."""
+"""Model inputs from batch columns, as one packed row or as a padded rectangle, and checks of them."""
 
 from __future__ import annotations
 
@@ -14,46 +14,44 @@ from verl.workers.packed_attention import Packing
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """One micro-batch on the device. N is the number of its response tokens."""
+    """Inputs of one micro-batch on the device; N is the number of its response tokens."""
 
     input_ids: Tensor
-    """(1, tokens) packed, or (bsz, length) padded."""
+    """(1, tokens) if packed, (bsz, length) if padded."""
     position_ids: Tensor
-    """As ``input_ids``."""
+    """Same shape as ``input_ids``."""
     attention_mask: Tensor | None
-    """(bsz, length) padded; None packed."""
+    """(bsz, length) if padded, None if packed."""
     packing: Packing | None
-    """The sequences of a packed row; None padded."""
+    """Bounds of the sequences in a packed row, None if padded."""
     take: Tensor
-    """(N,) place in the flattened ``input_ids`` where the model is read for each response token: the token
-    before it, whose hidden state predicts it, or the response token itself."""
+    """(N,) index into the flattened ``input_ids`` at which the model's output for each response token is read: the
+    token before it, whose hidden state predicts it, or the response token itself."""
     targets: Tensor
-    """(N,) the response tokens."""
+    """(N,) ids of the response tokens."""
     rows: Tensor
+    """(N,) row of each response token in the batch."""
     columns: Tensor
-    """(N,) where each of them stands in the response."""
+    """(N,) column of each response token in the response."""
     shape: tuple[int, int]
     """(bsz, response_length)."""
 
     def scatter(self, flat: Tensor) -> Tensor:
-        """(N,) values to (bsz, response_length), 0 elsewhere."""
+        """Place (N,) values at their tokens in (bsz, response_length), 0 elsewhere."""
         return flat.new_zeros(self.shape).index_put((self.rows, self.columns), flat)
 
 
 def prepare_inputs(batch: DataProto, packed: bool, device: torch.device, at_token: bool = False) -> ModelInputs:
-    """Drop the padding of a micro-batch: all of it if ``packed``, else the columns that are padding in every row.
+    """Remove the padding of a micro-batch: all of it if ``packed``, else the columns that are padding in every row.
 
-    Args:
-        batch: input_ids, attention_mask, position_ids (bsz, prompt_length + response_length),
-            responses, response_mask (bsz, response_length).
-        packed: which of the two forms.
-        device: of the model.
-        at_token: read the model at each response token itself instead of at the token before it.
+    The batch needs input_ids, attention_mask and position_ids, (bsz, prompt_length + response_length), and responses
+    and response_mask, (bsz, response_length). With ``at_token`` the model is read at each response token itself
+    instead of at the token before it.
 
     Raises:
-        SchemaError: a response token has no token before it to predict it, or padding lies between tokens.
+        SchemaError: a response token has no token before it (allowed with ``at_token``) or is masked out, padding lies
+            between tokens, or a row has no tokens.
     """
-    assert batch.batch is not None
     columns = batch.batch
     mask, chosen = columns["attention_mask"].bool(), columns["response_mask"].bool()
     response_length = chosen.shape[1]
@@ -91,12 +89,7 @@ def prepare_inputs(batch: DataProto, packed: bool, device: torch.device, at_toke
 
 
 def check_token_ids(batch: DataProto, vocab_size: int) -> None:
-    """Refuse a token that has no row in the embedding; on a GPU it would end the process without a word.
-
-    Raises:
-        SchemaError: there is one.
-    """
-    assert batch.batch is not None
+    """Raise SchemaError if a token id is outside the embedding, which on a GPU would crash the process."""
     ids = batch.batch["input_ids"]
     if ids.numel() and (int(ids.max()) >= vocab_size or int(ids.min()) < 0):
         row, place = ((ids >= vocab_size) | (ids < 0)).nonzero()[0].tolist()
@@ -108,18 +101,13 @@ def check_token_ids(batch: DataProto, vocab_size: int) -> None:
 
 
 def check_one_rotation(batch: DataProto, threshold: int | None) -> None:
-    """Refuse a pass in which long texts would change the rotation of short ones (longrope).
+    """Raise ConfigError if some rows of a pass are longer than a longrope threshold, in tokens, and some are not.
 
-    Args:
-        batch: of one pass.
-        threshold: see :func:`verl.utils.model.longrope_threshold`.
-
-    Raises:
-        ConfigError: some texts are longer than ``threshold`` and some are not.
+    One long text changes the rotary embedding of all texts in its pass, and so the log-probs of the short ones. See
+    :func:`verl.utils.model.longrope_threshold`; None allows everything.
     """
     if threshold is None:
         return
-    assert batch.batch is not None
     lengths = batch.batch["attention_mask"].sum(-1)
     is_long = lengths > threshold
     if is_long.any() and not is_long.all():
@@ -133,7 +121,7 @@ def check_one_rotation(batch: DataProto, threshold: int | None) -> None:
 
 
 def _check(mask: Tensor, chosen: Tensor, prompt_length: int, at_token: bool) -> None:
-    """Refuse what the two forms would read differently."""
+    """Refuse rows for which packed and padded inputs would give different results."""
     blocks = (mask[:, 1:] & ~mask[:, :-1]).sum(-1) + mask[:, 0]
     problems = {
         "has padding between its tokens; attention_mask must be zeros, then ones, then zeros": blocks > 1,

@@ -1,7 +1,7 @@
-"""The module that is trained: a Transformers backbone and a head that is read at chosen tokens only.
+"""The trained module, a Transformers backbone and a head that is computed at chosen tokens only, and how to build it.
 
-Its parameters have the names that Transformers gives them (``model.layers.0...``, ``lm_head.weight``),
-so checkpoints, exports and weight updates of rollout engines need no renaming.
+Parameters keep their Transformers names (``model.layers.0...``, ``lm_head.weight``), so that checkpoints, exports and
+weight updates of rollout engines need no renaming.
 """
 
 from __future__ import annotations
@@ -19,14 +19,25 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.initialization import no_init_weights
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from verl.config import HFModelConfig
 from verl.errors import ConfigError
-from verl.utils.model import empty_causal_lm, load_causal_lm, load_hf_config, resolve_model_path
-from verl.utils.model_code import LOADING_ERRORS, tell_if_code_runs, why_unreadable
+from verl.utils.model import (
+    check_finite_weights,
+    empty_causal_lm,
+    load_causal_lm,
+    load_hf_config,
+    resolve_model_path,
+)
+from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.config import HFModelConfig
+from verl.utils.transformers_private import (
+    forget_ties,
+    layer_class_names,
+    no_init_weights,
+    sequence_classifier_of,
+    takes_any_attention,
+)
 from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
 from verl.workers.engine.fsdp.inputs import ModelInputs
 from verl.workers.packed_attention import PACKED_ATTENTION
@@ -42,16 +53,16 @@ _CLASSIFIERS = {
 
 
 class HeadedModel(nn.Module):
-    """Backbone and head, under their Transformers names.
+    """Backbone and head of a Transformers model, under their Transformers names.
 
     Args:
-        hf: the Transformers model whose parts these are; it is kept for its config and for export.
+        hf: the Transformers model; also kept for its config and for export.
         head_name: attribute of ``hf`` that is the head, an ``nn.Linear`` on hidden states.
     """
 
     def __init__(self, hf: PreTrainedModel, head_name: str) -> None:
         super().__init__()
-        self._hf = (hf,)  # in a tuple: not a submodule, its parts are registered below
+        self._hf = (hf,)  # in a tuple, so that it is no submodule; its parts are registered below
         self.backbone_name = hf.base_model_prefix
         self.head_name = head_name
         self.add_module(self.backbone_name, hf.base_model)
@@ -60,19 +71,20 @@ class HeadedModel(nn.Module):
 
     @property
     def hf(self) -> PreTrainedModel:
-        """The Transformers model; its parameters are this module's."""
+        """The Transformers model, which shares its parameters with this module."""
         return self._hf[0]
 
     @property
     def head(self) -> nn.Linear:
-        """The projection from hidden states."""
+        """The projection from hidden states to logits or to a scalar."""
         return self.get_submodule(self.head_name)  # pyright: ignore[reportReturnType]
 
     def forward(self, inputs: ModelInputs, outputs: frozenset[str], temperature: float) -> dict[str, Tensor]:
-        """What ``outputs`` names at the N chosen tokens, each (N,) fp32.
+        """Compute ``outputs`` at the N chosen tokens, each (N,) fp32.
 
-        ``log_probs``, ``entropy``, ``sum_pi_squared``; ``values``; or ``scores``; for the trial of a new model also
-        ``hidden``, (N, hidden_size), and ``reference``, the log-probs by the Transformers model's own forward.
+        Language models have ``log_probs`` (always returned), ``entropy`` and ``sum_pi_squared``; scalar heads have
+        ``values`` or ``scores``. Checks of a model use ``hidden``, (N, hidden_size), and ``reference``, the log-probs
+        by the Transformers model's own forward; each must be requested alone.
         """
         arguments: dict[str, Any] = {
             "input_ids": inputs.input_ids,
@@ -108,16 +120,16 @@ class HeadedModel(nn.Module):
 def build_model(
     model_type: ModelType, config: HFModelConfig, dtype: torch.dtype, with_weights: bool, is_trained: bool = True
 ) -> HeadedModel:
-    """The model of ``config.path`` on the CPU, in ``dtype``.
+    """Build the model in the folder ``config.path`` on the CPU.
 
     Args:
-        model_type: ``language_model``; ``value_model``, which puts a scalar head that starts at zero on a
-            causal language model, or goes on with the head of a classifier with one label;
-            ``reward_model``, which must have such a head, or, to be trained, gets one that starts at zero.
-        config: which model, and how it runs.
-        dtype: of the parameters.
-        with_weights: read the weights; else they are unset memory, to be filled from another rank.
-        is_trained: whether a new head has a purpose.
+        model_type: ``language_model``; ``value_model``, which takes the head of a classifier with one label or puts a
+            zero-initialised scalar head on a causal language model; or ``reward_model``, which must have a head
+            unless ``is_trained``, when it too gets a zero-initialised one.
+        config: model folder and how the model is run.
+        dtype: number format of the parameters.
+        with_weights: read the weights; otherwise they are uninitialised memory, to be filled from another rank.
+        is_trained: whether a reward model without a trained head is acceptable.
 
     Raises:
         ConfigError: the folder is missing, or holds another kind of model.
@@ -164,20 +176,20 @@ def _scalar_model(
     hf = _causal_lm(config, hf_config, dtype, with_weights)
     _require_parts(hf, "lm_head", config.path)
     del hf.lm_head
-    # Values start at zero: no noise in the first advantages, and the same head on every rank.
+    # Zero, so that the first advantages have no noise and every rank has the same head.
     head = nn.Linear(hf_config.get_text_config().hidden_size, 1, dtype=dtype)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     hf.score = head
-    hf.all_tied_weights_keys = {}
+    forget_ties(hf)
     return hf
 
 
 def _new_reward_model(
     architecture: str, config: HFModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, with_weights: bool
 ) -> PreTrainedModel:
-    """A causal language model's backbone under a score of zero: all pairs start undecided, on every rank alike."""
-    if hf_config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+    """Build a reward model with a zero-initialised head on the backbone of a causal language model."""
+    if sequence_classifier_of(hf_config.model_type) is None:
         raise ConfigError(
             f"{config.path} holds a {architecture or hf_config.model_type}, for which Transformers has no "
             "...ForSequenceClassification. Start from a Qwen, Llama, Mistral or Gemma model."
@@ -193,10 +205,9 @@ def _new_reward_model(
 
 
 def _name_padding(text_config: PretrainedConfig, config: HFModelConfig) -> None:
-    """Let Transformers' own batches of the exported model end each row before its padding.
-
-    It looks for the last token that is not the padding token, so one that also ends responses would hide their end.
-    """
+    """Set the padding token in the config, so that Transformers can score padded batches with the exported model."""
+    # Transformers reads the score at the last token that is not padding. If the padding token also ended responses,
+    # it would read before their end, so none is set then.
     if text_config.pad_token_id is not None:
         return
     try:
@@ -219,7 +230,7 @@ def _classifier(
     with_weights: bool,
     new: Set[str] = frozenset(),
 ) -> PreTrainedModel:
-    """A model with one label; its files may lack the weights ``new``."""
+    """Build a classifier with one label; the weights ``new`` may be missing in its files."""
     if hf_config.num_labels != 1:
         raise ConfigError(
             f"{config.path} holds a {architecture} with {hf_config.num_labels} labels; a value or reward model has "
@@ -239,10 +250,11 @@ def _classifier(
         )
     except LOADING_ERRORS as error:
         raise ConfigError(f"model weights of '{path}' cannot be read: {why_unreadable(error, path)}") from error
-    tell_if_code_runs(hf, path)
+    warn_if_code_runs(hf, path)
     if absent := set(info["missing_keys"]) - new:
         missing = ", ".join(sorted(absent)[:5])
         raise ConfigError(f"the files of '{path}' lack weights of {architecture}: {missing}.")
+    check_finite_weights(hf, path)
     return hf
 
 
@@ -257,32 +269,32 @@ def _require_parts(hf: PreTrainedModel, head_name: str, path: str) -> None:
 
 
 def use_packed_attention(model: HeadedModel) -> bool:
-    """Give the model packed attention; False (and nothing changed) if its code cannot take one."""
-    if not getattr(model.hf, "_supports_attention_backend", False):
+    """Switch the model to packed attention; return False, changing nothing, if its attention cannot be replaced."""
+    if not takes_any_attention(model.hf):
         return False
     model.hf.set_attn_implementation(PACKED_ATTENTION)
     return True
 
 
 def enable_gradient_checkpointing(model: HeadedModel) -> None:
-    """Keep each layer's input only, and compute the rest again in the backward pass."""
+    """Keep only each layer's input for the backward pass, which computes the layer again."""
     hf = model.hf
     enable = getattr(hf, "activation_checkpointing_enable", None) or hf.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def layer_classes(model: HeadedModel) -> set[str]:
-    """Class names of the repeated layers, as the Transformers model names them."""
-    return set(getattr(model.hf, "_no_split_modules", None) or ())
+    """Return the class names of the repeated layers that the Transformers model declares."""
+    return layer_class_names(model.hf)
 
 
 def tied_names(model: nn.Module) -> set[str]:
-    """Names of parameters that are another parameter under a second name."""
+    """Return the further names of tied parameters, without the first name of each."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
 
 
 def own_state(model: nn.Module) -> Mapping[str, Tensor]:
-    """Parameters and persistent buffers by name, each once."""
+    """Return parameters and persistent buffers by name, tied ones under their first name only."""
     tied = tied_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if name not in tied}

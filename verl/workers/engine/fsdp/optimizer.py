@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule from their configuration."""
+"""Optimizer, gradient clipping and learning-rate schedule of the FSDP2 engine."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl.base.registry import suggest
+from verl.config import FSDPOptimizerConfig
 from verl.errors import ConfigError
-from verl.utils.registry import suggest
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
-from verl.workers.config import FSDPOptimizerConfig
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerConfig) -> Optimizer:
-    """The class ``optimizer`` of the module ``optimizer_impl``; AdamW in its fused form unless told otherwise.
+    """Make an optimizer of the class ``config.optimizer`` in the module ``config.optimizer_impl``.
+
+    AdamW is fused unless ``override_optimizer_config`` sets ``fused`` or ``foreach``.
 
     Raises:
-        ConfigError: there is no such class, or it does not take a setting.
+        ConfigError: there is no such class, or it does not accept a setting.
     """
     try:
         module = importlib.import_module(config.optimizer_impl)
@@ -48,7 +50,11 @@ def build_optimizer(parameters: Iterable[nn.Parameter], config: FSDPOptimizerCon
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients so that their norm together is at most ``max_norm``; the norm before, in fp32. Collective."""
+    """Scale all gradients so that their joint norm is at most ``max_norm``. Collective.
+
+    Returns:
+        the norm before clipping, in fp32. If it is not finite, gradients stay as they are.
+    """
     trained = [parameter for parameter in parameters if parameter.grad is not None]
     if not trained:
         return 0.0
@@ -60,14 +66,16 @@ def clip_gradients(parameters: Iterable[nn.Parameter], max_norm: float) -> float
     return norm.item()
 
 
-def build_scheduler(optimizer: Optimizer, config: FSDPOptimizerConfig) -> LambdaLR:
-    """Linear warm-up, then constant, or a cosine down to ``min_lr_ratio`` at ``total_training_steps``.
+def build_scheduler(optimizer: Optimizer, config: FSDPOptimizerConfig, total_steps: int = 0) -> LambdaLR:
+    """Make the learning-rate schedule: linear warm-up, then constant or a cosine down to ``min_lr_ratio``.
+
+    Its length is ``config.total_training_steps`` if that is positive, else ``total_steps``; 0 means unknown.
 
     Raises:
-        ConfigError: the schedule depends on a length that is not known.
+        ConfigError: the schedule needs a length and none is known.
     """
-    total = config.total_training_steps
-    shape = config.warmup_style or config.lr_scheduler_type
+    total = config.total_training_steps if config.total_training_steps > 0 else total_steps
+    shape = config.lr_scheduler_type
     by_ratio = config.lr_warmup_steps <= 0 and config.lr_warmup_steps_ratio > 0
     if total <= 0 and (shape == "cosine" or by_ratio):
         raise ConfigError(

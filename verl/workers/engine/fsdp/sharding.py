@@ -1,11 +1,10 @@
-"""Placing a model on its ranks with FSDP2: one unit per decoder layer, the rest at the root."""
+"""Sharding of a model with FSDP2: device mesh, precision, and units (one per decoder layer, the rest at the root)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import warnings
 from itertools import pairwise
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -18,18 +17,20 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from verl.config import FSDPEngineConfig
 from verl.errors import ConfigError
 from verl.utils.model import torch_dtype
-from verl.workers.config import FSDPEngineConfig
 from verl.workers.engine.fsdp.model import HeadedModel, layer_classes
 
 logger = logging.getLogger(__name__)
 
 
 def make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """All ranks share one copy of the model, or groups of ``fsdp_size`` ranks share one each (HSDP).
+    """Make the mesh: one dimension over all ranks, or groups of ``fsdp_size`` ranks with a copy each (HSDP).
+
+    A negative ``fsdp_size``, or one of at least the number of ranks, means all ranks.
 
     Raises:
         ConfigError: ``fsdp_size`` does not divide the number of ranks.
@@ -46,10 +47,10 @@ def make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 
 def mixed_precision(config: FSDPEngineConfig) -> MixedPrecisionPolicy:
-    """Compute in ``dtype``, sum gradients in fp32, unless ``mixed_precision`` says otherwise.
+    """Return FSDP's precision policy: compute in ``dtype`` and reduce gradients in fp32, unless configured otherwise.
 
     Raises:
-        ConfigError: fp16 (its gradients underflow without loss scaling) or buffers in another format.
+        ConfigError: training in fp16 (gradients underflow without loss scaling), or buffers not in fp32.
     """
     chosen = config.mixed_precision
     param_dtype = torch_dtype(chosen.param_dtype if chosen else config.dtype)
@@ -62,13 +63,17 @@ def mixed_precision(config: FSDPEngineConfig) -> MixedPrecisionPolicy:
 
 
 def needs_sharding(config: FSDPEngineConfig, mesh: DeviceMesh) -> bool:
-    """Whether FSDP changes anything: on one rank, in one number format, without streaming it is the identity."""
+    """Whether FSDP is needed: for several ranks, for a compute format other than the stored one, or for its offload."""
     one_format = mixed_precision(config).param_dtype == torch_dtype(config.model_dtype)
     return mesh.size() > 1 or not one_format or config.offload_policy
 
 
 def shard_model(model: HeadedModel, config: FSDPEngineConfig, mesh: DeviceMesh) -> None:
-    """Shard ``model`` in place over ``mesh``, and fill every rank's part with the weights of rank 0."""
+    """Shard ``model`` in place over ``mesh`` and fill every rank's part with the weights of rank 0. Collective."""
+    if type(model.hf).__module__.startswith("transformers.models."):
+        # It warns of operations in place on what a layer returns; code of a model folder (trust_remote_code) may have
+        # them, Transformers' and verl's own has not.
+        warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
     weights = dict(model.state_dict()) if mesh.get_rank() == 0 else {}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload_policy else OffloadPolicy()
     policy = mixed_precision(config)
@@ -94,7 +99,7 @@ def shard_model(model: HeadedModel, config: FSDPEngineConfig, mesh: DeviceMesh) 
 
 
 def _units(model: HeadedModel, config: FSDPEngineConfig) -> list[nn.Module]:
-    """The modules that are gathered as one, in the order of the forward pass."""
+    """Return the modules to be gathered as one unit each, in the order of the forward pass."""
     wrap = config.wrap_policy
     if wrap.min_num_params > 0:
         return _by_size(model, wrap.min_num_params)
@@ -110,7 +115,7 @@ def _units(model: HeadedModel, config: FSDPEngineConfig) -> list[nn.Module]:
 
 
 def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
-    """Smallest modules below ``module`` that hold at least ``least`` parameters."""
+    """Return the smallest modules below ``module`` that hold at least ``least`` parameters."""
     units: list[nn.Module] = []
     for child in module.children():
         inner = _by_size(child, least)
@@ -122,43 +127,10 @@ def _by_size(module: nn.Module, least: int) -> list[nn.Module]:
 
 
 def copy_into(parameter: DTensor, full: Tensor | None) -> None:
-    """Scatter the whole tensor that rank 0 holds into every rank's part of ``parameter``. Collective."""
+    """Scatter ``full``, which rank 0 holds and others pass as None, into ``parameter``. Collective."""
     mesh = parameter.device_mesh
     whole = torch.empty(parameter.shape) if full is None else full.detach()
     whole = whole.to(device=mesh.device_type, dtype=parameter.dtype)
     scattered = distribute_tensor(whole, mesh, parameter.placements)
     with torch.no_grad():
         parameter.to_local().copy_(scattered.to_local())
-
-
-def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """The whole tensor on every rank. Collective if it is sharded."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    if all(size == 1 or not placement.is_shard() for size, placement in _places(tensor)):
-        return cast(DTensor, tensor.detach()).to_local().to(device)
-    return cast(DTensor, tensor.detach().to(device)).full_tensor()
-
-
-def _places(tensor: DTensor) -> Iterable[tuple[int, Placement]]:
-    """Ranks along each dimension of the mesh, and how ``tensor`` lies on them."""
-    return zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-
-
-def local_part(tensor: Tensor) -> tuple[Tensor, int]:
-    """The rows of this rank of ``tensor``, and the number of the first of them.
-
-    FSDP2 cuts along the first dimension into ceil(rows / ranks) rows per rank; the last ranks may have
-    fewer, or none.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach(), 0
-    local = cast(DTensor, tensor.detach()).to_local()
-    for dim, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0
-            ranks = tensor.device_mesh.size(dim)
-            rank = tensor.device_mesh.get_local_rank(dim)
-            start = min(rank * -(-tensor.shape[0] // ranks), tensor.shape[0])
-            return local, start
-    return local, 0

@@ -1,84 +1,95 @@
-"""Continuous batching: rows enter as there is room, a pass of the model draws a token for each, who ends leaves."""
+"""Continuous batching: the loop that admits requests, draws one token per row and pass, and removes finished rows."""
 
 from __future__ import annotations
 
+import functools
+import heapq
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from threading import Event
 
 import torch
 from torch import Tensor
 
-from verl.workers.rollout.base import RolloutRequest
+from verl.errors import RolloutError
 from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel
-from verl.workers.rollout.sampling import TokenSampler
-from verl.workers.rollout.stopping import StopRules
+from verl.workers.rollout.native.prefixes import PAGE, Prefix, PrefixCache
+from verl.workers.rollout.request import FinishReason, RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.sampling import StopRules, TokenSampler, enlarged
+from verl.workers.rollout.serving import RequestQueue
 
+# Share of rows that must be free before requests are admitted: several prompts cost about the same pass as one.
 _REFILL_AT = 0.125
-"""New rows wait until so large a share of the places is free: one prompt costs a pass, and so do several."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Group:
-    """Requests with one prompt, which is computed once."""
+    """Waiting requests with the same prompt, which is computed once for all of them."""
 
     prompt_ids: list[int]
-    rows: list[int]
-    """Places in the list of requests."""
-
-
-def groups_of(requests: Sequence[RolloutRequest], room: int) -> list[Group]:
-    """Requests by prompt, in the order in which prompts come; at most ``room`` in a group."""
-    by_prompt: dict[tuple[int, ...], list[int]] = {}
-    for row, request in enumerate(requests):
-        by_prompt.setdefault(tuple(request.prompt_ids), []).append(row)
-    return [
-        Group(list(prompt), rows[start : start + room])
-        for prompt, rows in by_prompt.items()
-        for start in range(0, len(rows), room)
-    ]
+    members: list[tuple[int, SamplingParams]] = field(default_factory=list)
+    """Number and sampling parameters of each request."""
+    known: Prefix = field(default_factory=Prefix)
+    """The beginning of the prompt whose keys and values are cached."""
 
 
 class Generation:
-    """One ``generate``: the responses to a list of requests.
+    """The loop over the requests of a queue; those that come while it runs are admitted at the next token.
+
+    Running requests have rows of tables, which are used again after the response has ended.
 
     Args:
-        requests: what to draw.
-        model: with its weights.
-        memory: empty, with room for the longest of them.
-        sampler: of the requests.
-        stop: of the requests.
-        prefill_tokens: most prompt tokens in one pass (but at least one prompt).
-
-    Attributes:
-        tokens: (requests, longest) drawn so far, unset beyond.
-        log_probs: of each.
-        drawn: (requests,) how many.
+        queue: open, or closed once all requests were put.
+        model: computes the passes.
+        memory: empty, with room for the longest request.
+        sampler: without rows.
+        stop: without rows.
+        prefill_tokens: largest number of prompt tokens in one pass; a longer prompt is computed alone.
+        answer: makes the answer from the tokens, their log-probs and the finish reason.
+        check: raises RolloutError if a request cannot be served, which is then the answer; None checks nothing.
+        cache: keys and values of earlier requests, and then also of these.
     """
 
     def __init__(
         self,
-        requests: Sequence[RolloutRequest],
+        queue: RequestQueue,
         model: NativeModel,
         memory: KeyValueMemory,
         sampler: TokenSampler,
         stop: StopRules,
         prefill_tokens: int,
+        answer: Callable[[list[int], list[float], FinishReason], RolloutOutput],
+        check: Callable[[RolloutRequest], None] | None = None,
+        cache: PrefixCache | None = None,
     ) -> None:
-        self._model, self._memory, self._sampler, self._stop = model, memory, sampler, stop
+        self._queue, self._model, self._memory, self._cache = queue, model, memory, cache
+        self._sampler, self._stop = sampler, stop
         self._prefill_tokens = prefill_tokens
-        self._waiting = deque(groups_of(requests, memory.room))
-        longest = max(request.sampling.max_tokens for request in requests)
-        self.tokens = torch.zeros(len(requests), longest, dtype=torch.long, device=model.device)
-        self.log_probs = torch.zeros(len(requests), longest, dtype=torch.float32, device=model.device)
-        self.drawn = torch.zeros(len(requests), dtype=torch.long, device=model.device)
+        self._answer, self._check = answer, check
+        self._waiting: deque[Group] = deque()
+        self._open: dict[tuple[int, ...], Group] = {}
+        """By prompt, the waiting group that takes further requests."""
+        self._running: dict[int, tuple[int, list[int]]] = {}
+        """Number and prompt of the request of each row."""
+        self._free = list(range(memory.room))
+        """A heap of the rows that are not in use."""
+        none = torch.zeros(0, dtype=torch.long, device=model.device)
+        self._drawn = none
+        """(rows,) number of tokens drawn."""
+        self._tokens = none.view(0, 0)
+        """(rows, longest response) tokens drawn, 0 or left from an earlier request beyond."""
+        self._log_probs = none.view(0, 0).float()
+        """(rows, longest response) log-prob of each."""
 
     def run(self, aborted: Event) -> None:
-        """Draw until every row has ended, or until ``aborted``."""
-        rows, logits = self.drawn[:0], None  # the running rows, and what each goes on from
+        """Draw tokens until no request runs or waits, or ``aborted`` is set, which ends them all."""
+        rows, logits = self._drawn[:0], None  # running rows, and the logits of the next token of each
         while not aborted.is_set():
+            if cancelled := self._queue.take_cancelled():
+                rows, logits = self._without(cancelled, rows, logits)
+            self._take()
             for new_rows, new_logits in self._admit(aborted):
                 rows = torch.cat([rows, new_rows])
                 logits = new_logits if logits is None else torch.cat([logits, new_logits])
@@ -86,42 +97,150 @@ class Generation:
                 return
             rows, newest = self._draw(logits, rows)
             logits = self._model.decode(self._memory, newest) if len(rows) else None
+        self._finish(rows, places=None)
+        for group in self._waiting:
+            for number, _ in group.members:
+                self._queue.answer(number, self._answer([], [], "abort"))
+
+    # ---- requests that come
+
+    def _take(self) -> None:
+        """Take all requests from the queue, and group them by prompt in the order of arrival."""
+        for number, request in self._queue.take(None, wait=False):
+            if self._check is not None:
+                try:
+                    self._check(request)
+                except RolloutError as error:
+                    self._queue.answer(number, error)
+                    continue
+            prompt = tuple(request.prompt_ids)
+            group = self._open.get(prompt)
+            if group is None or len(group.members) == self._memory.room:
+                group = self._open[prompt] = Group(request.prompt_ids)
+                self._waiting.append(group)
+            group.members.append((number, request.sampling))
 
     def _admit(self, aborted: Event) -> list[tuple[Tensor, Tensor]]:
-        """Rows for which there is room, and the logits of their first tokens; one pair for each pass."""
+        """Prefill requests for which there is room; one pair of rows and logits of their first tokens per pass."""
         memory = self._memory
         free = memory.room - memory.rows
-        if not self._waiting or (memory.rows and free < max(_REFILL_AT * memory.room, len(self._waiting[0].rows))):
+        if not self._waiting or (memory.rows and free < max(_REFILL_AT * memory.room, len(self._waiting[0].members))):
             return []
         passes = []
         while not aborted.is_set() and (chosen := self._next_pass(memory.room - memory.rows)):
-            counts = [len(group.rows) for group in chosen]
-            memory.admit([len(group.prompt_ids) for group in chosen], counts)
-            logits = self._model.prefill(memory, [group.prompt_ids for group in chosen])
-            rows = torch.tensor([row for group in chosen for row in group.rows], device=logits.device)
-            passes.append((rows, logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)))
+            rows = [heapq.heappop(self._free) for group in chosen for _ in group.members]
+            passes.append((self._start(chosen, rows), self._prefill(chosen)))
         return passes
 
     def _next_pass(self, free: int) -> list[Group]:
-        """The next prompts that fit into one pass, and their rows into the free places."""
+        """Take the next groups whose prompts fit into one pass and whose rows fit into ``free`` rows of memory.
+
+        With a cache, of several groups that begin with the same page that is not cached yet only the first is taken:
+        the next pass finds its states in the cache.
+        """
         chosen: list[Group] = []
+        later: list[Group] = []
+        begun: set[tuple[int, ...]] = set()
         budget = self._prefill_tokens
-        while self._waiting and (group := self._waiting[0]) and len(group.rows) <= free:
-            if chosen and len(group.prompt_ids) > budget:
+        while self._waiting and (group := self._waiting[0]) and len(group.members) <= free:
+            if self._cache is not None:
+                group.known = self._cache.find(group.prompt_ids)
+            new = len(group.prompt_ids) - len(group.known)
+            if chosen and new > budget:
                 break
-            chosen.append(self._waiting.popleft())
-            free -= len(group.rows)
-            budget -= len(group.prompt_ids)
+            self._waiting.popleft()
+            beginning = tuple(group.prompt_ids[: len(group.known) + PAGE])
+            if self._cache is not None and beginning in begun:
+                later.append(group)
+                continue
+            begun.add(beginning)
+            chosen.append(group)
+            free -= len(group.members)
+            budget -= new
+        self._waiting.extendleft(reversed(later))
+        for group in chosen:
+            prompt = tuple(group.prompt_ids)
+            if self._open.get(prompt) is group:
+                del self._open[prompt]
         return chosen
 
+    def _start(self, groups: Sequence[Group], rows: list[int]) -> Tensor:
+        """Give the requests of the groups their rows."""
+        params = [sampling for group in groups for _, sampling in group.members]
+        numbers = [(number, group.prompt_ids) for group in groups for number, _ in group.members]
+        self._running.update(zip(rows, numbers, strict=True))
+        self._sampler.put(rows, params)
+        self._stop.put(rows, params)
+        count, longest = max(rows) + 1, max(p.max_tokens for p in params)
+        self._drawn = enlarged(self._drawn, count)
+        self._tokens, self._log_probs = (enlarged(table, count, longest) for table in (self._tokens, self._log_probs))
+        index = torch.tensor(rows, device=self._drawn.device)
+        self._drawn[index] = 0
+        return index
+
+    def _prefill(self, groups: Sequence[Group]) -> Tensor:
+        """Compute the groups' prompts; return the logits of the first token of each of their rows."""
+        cache, prompts = self._cache, [group.prompt_ids for group in groups]
+        counts = [len(group.members) for group in groups]
+        known = None if cache is None else [cache.states(group.known) if group.known else None for group in groups]
+        self._memory.admit([len(prompt) for prompt in prompts], counts, known)
+        logits = self._model.prefill(self._memory, prompts, [len(group.known) for group in groups])
+        if cache is not None:
+            for place, prompt in enumerate(prompts):
+                cache.add(prompt, functools.partial(self._memory.prompt_states, place))
+        return logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
+
+    # ---- tokens that are drawn
+
     def _draw(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw a token for each row; the rows that go on, and their newest tokens."""
-        step = self.drawn[rows]
+        """Draw a token for each row; return the unfinished rows and their newest tokens."""
+        step = self._drawn[rows]
         newest, log_probs = self._sampler(logits, rows, step)
-        self.tokens[rows, step], self.log_probs[rows, step] = newest, log_probs
-        self.drawn[rows] = step + 1
-        places = self._stop.going_on(self.tokens, rows, step)
+        self._tokens[rows, step], self._log_probs[rows, step] = newest, log_probs
+        self._drawn[rows] = step + 1
+        places = self._stop.going_on(self._tokens, rows, step)
         if len(places) < len(rows):
+            ended = torch.ones_like(rows, dtype=torch.bool)
+            ended[places] = False
+            self._finish(rows[ended], ended.nonzero().flatten().tolist())
             places = self._memory.keep(places)
             rows, newest = rows[places], newest[places]
         return rows, newest
+
+    def _finish(self, rows: Tensor, places: list[int] | None) -> None:
+        """Answer the requests of rows that have ended, and free the rows; keep states of those in ``places``."""
+        drawn = self._drawn[rows]
+        lengths, reasons = self._stop.results(drawn, rows)
+        longest = max(lengths, default=0)
+        tokens, log_probs = (table[rows, :longest].tolist() for table in (self._tokens, self._log_probs))
+        for at, (row, n, reason) in enumerate(zip(rows.tolist(), lengths, reasons, strict=True)):
+            number, prompt = self._running[row]
+            answer = self._answer(tokens[at][:n], log_probs[at][:n], reason)
+            if self._cache is not None and places is not None:  # the last token has not gone into the model
+                text = prompt + answer.token_ids[:-1]
+                self._cache.add(text, functools.partial(self._memory.row_states, places[at]))
+            self._queue.answer(number, answer)
+        self._release(rows.tolist())
+
+    def _without(self, cancelled: set[int], rows: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Drop cancelled requests; return the rows that go on, and their logits."""
+        for group in self._waiting:
+            group.members = [member for member in group.members if member[0] not in cancelled]
+        for prompt, group in list(self._open.items()):
+            if not group.members:
+                del self._open[prompt]
+        self._waiting = deque(group for group in self._waiting if group.members)
+        gone = [row for row in rows.tolist() if self._running[row][0] in cancelled]
+        if logits is None or not gone:
+            return rows, logits
+        goes_on = torch.isin(rows, torch.tensor(gone, device=rows.device), invert=True)
+        places = self._memory.keep(goes_on.nonzero().flatten())
+        self._release(gone)
+        return rows[places], logits[places] if len(places) else None
+
+    def _release(self, rows: list[int]) -> None:
+        self._sampler.drop(rows)
+        self._stop.drop(rows)
+        for row in rows:
+            del self._running[row]
+            heapq.heappush(self._free, row)

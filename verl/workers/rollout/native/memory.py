@@ -1,10 +1,10 @@
-"""Keys and values of the rows that run, and the attention that reads them.
+"""Key/value memory of running rows, and attention of new tokens over it.
 
-All memory is allocated once, for so many rows at once. A prompt is computed once, whatever the number of its
-responses; then every row goes on by one token at a time.
+Memory for a fixed number of rows is allocated at once. A prompt is computed once for all its responses, which then grow
+by one token per pass.
 
-SharedPromptMemory   fp32 on a CPU, with our compiled kernel: a prompt's keys and values serve all its rows
-CopiedPromptMemory   PyTorch's operations, any device and format: each row starts with a copy of its prompt's
+SharedPromptMemory   fp32 on a CPU with the compiled kernel: all responses read one copy of their prompt
+CopiedPromptMemory   any device and format with PyTorch's operations: each row has its own copy of the prompt
 """
 
 from __future__ import annotations
@@ -12,77 +12,81 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from verl.utils.allocator import LentPages
-from verl.utils.cpu_kernels import CPUKernels, RowsOfMemory
+from verl.backends.cpu.allocator import ReclaimableBuffers
+from verl.backends.cpu.kernels import CPUKernels, RowsOfMemory
+from verl.workers.packed_attention import AttentionRule
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the size of keys and values follows from."""
+class CacheShape:
+    """Dimensions, format and place of a model's keys and values."""
 
     layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    pages: LentPages | None = None
-    """Where the memory comes from, on a CPU."""
+    buffers: ReclaimableBuffers | None = None
+    """Source of memory on a CPU; None allocates tensors."""
 
     def allocate(self, rows: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """Keys and values, (layers, rows, kv_heads, tokens, head_dim) each.
-
-        Finite numbers, because what is masked out is multiplied by 0; on a CPU they cost nothing until they are
-        written.
-        """
+        """Allocate keys and values, (layers, rows, kv_heads, tokens, head_dim) each, with finite content."""
+        # Finite, because masked values are multiplied by 0. Buffers take no memory until they are written.
         size = self.layers, rows, self.kv_heads, tokens, self.head_dim
-        if self.pages is not None:
-            return self.pages.take(size, self.dtype), self.pages.take(size, self.dtype)
+        if self.buffers is not None:
+            return self.buffers.take(size, self.dtype), self.buffers.take(size, self.dtype)
         keys, values = (torch.zeros(size, dtype=self.dtype, device=self.device) for _ in range(2))
         return keys, values
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of one token in all layers."""
+        """Bytes of keys and values of one token in all layers."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
-class AttentionRule:
-    """How one layer attends."""
+class NewPrompt:
+    """A prompt that was just admitted."""
 
-    scale: float
-    window: int | None = None
-    """Tokens that a token sees, itself included; None is all."""
-    softcap: float | None = None
-    """c in scores → c · tanh(scores / c)."""
+    views: tuple[Tensor, Tensor]
+    """Its place in the memory of keys and of values, (layers, copies, kv_heads, room, head_dim) each."""
+    known: int
+    """Number of its first tokens whose keys and values are there already."""
+    length: int
+    """Number of all its tokens."""
 
 
 class KeyValueMemory(ABC):
     """Keys and values of the running rows, which are numbered from 0.
 
     Args:
-        shape: of the model.
-        room: most rows at once.
-        prompt_room: longest prompt.
-        own_room: most tokens of a response that are read again: all but its last.
+        room: largest number of rows at once.
+        prompt_room: length of the longest prompt, in tokens.
+        own_room: largest number of response tokens to store: all but the last, which is never attended to.
+        text_room: largest number of tokens of a prompt and its response to store; None is the sum of both.
     """
 
-    def __init__(self, shape: Shape, room: int, prompt_room: int, own_room: int) -> None:
+    def __init__(
+        self, shape: CacheShape, room: int, prompt_room: int, own_room: int, text_room: int | None = None
+    ) -> None:
         self.shape, self.room, self.prompt_room, self.own_room = shape, room, prompt_room, own_room
+        self.text_room = prompt_room + own_room if text_room is None else text_room
         none = torch.zeros(0, dtype=torch.long, device=shape.device)
         self.prompt_lengths = none
-        """(rows,)"""
+        """(rows,) length of each row's prompt."""
         self.lengths = none
-        """(rows,) tokens of the response that are in memory."""
+        """(rows,) number of response tokens in memory."""
+        self._newest: list[NewPrompt] = []
 
     @property
     def rows(self) -> int:
-        """Rows that run."""
+        """Number of running rows."""
         return len(self.lengths)
 
     @property
@@ -90,24 +94,49 @@ class KeyValueMemory(ABC):
         """(rows,) position of each row's next token."""
         return self.prompt_lengths + self.lengths
 
-    def admit(self, prompt_lengths: Sequence[int], counts: Sequence[int]) -> None:
-        """Let rows in, after those that run: of prompt i so many as ``counts[i]``; :meth:`store` follows for each."""
+    def admit(
+        self, prompt_lengths: Sequence[int], counts: Sequence[int], known: Sequence[Tensor | None] | None = None
+    ) -> None:
+        """Append ``counts[i]`` rows for each prompt i; then call :meth:`store` for each layer.
+
+        Args:
+            prompt_lengths: number of tokens of each prompt.
+            counts: number of rows of each prompt.
+            known: for each prompt the states (see :meth:`prompt_states`) of its first tokens, of which there are fewer
+                than the prompt has; None where there are none.
+        """
+        places = self._make_places(counts)
         lengths = torch.tensor(prompt_lengths).repeat_interleave(torch.tensor(counts)).to(self.shape.device)
         self.prompt_lengths = torch.cat([self.prompt_lengths, lengths])
         self.lengths = torch.cat([self.lengths, torch.zeros_like(lengths)])
+        self._newest = []
+        for views, length, states in zip(places, prompt_lengths, known or [None] * len(counts), strict=True):
+            known_length = 0 if states is None else states.shape[3]
+            self._newest.append(NewPrompt(views, known_length, length))
+            if states is not None:
+                for memory, part in zip(views, states, strict=True):
+                    memory[..., :known_length, :] = part[:, None]
+
+    @abstractmethod
+    def _make_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        """Choose places for new prompts and their rows, before these are counted.
+
+        Returns:
+            where each prompt's keys and values go: views, (layers, copies, kv_heads, prompt_room or more, head_dim).
+        """
 
     def advance(self) -> None:
-        """Every row has one more token in memory."""
+        """Count the token that :meth:`decode` has stored for each row."""
         self.lengths = self.lengths + 1
 
     def keep(self, places: Tensor) -> Tensor:
-        """Let all rows go but these.
+        """Remove all rows but those in ``places``.
 
         Args:
-            places: (n,) increasing.
+            places: (n,) increasing row numbers.
 
         Returns:
-            (n,) where each of the rows that run now was before: ``places`` in some order.
+            (n,) former number of each remaining row, in their new order: a permutation of ``places``.
         """
         self.prompt_lengths, self.lengths = self.prompt_lengths[places], self.lengths[places]
         return places
@@ -115,70 +144,96 @@ class KeyValueMemory(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Memory of keys and values."""
+        """Bytes of keys and values, allocated or reserved."""
+
+    def store(self, layer: int, prompts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Store keys and values, (kv_heads, tokens, head_dim) each, of the prompts of the last :meth:`admit`.
+
+        They are of the tokens after the known ones.
+        """
+        for new, states in zip(self._newest, prompts, strict=True):
+            for memory, state in zip(new.views, states, strict=True):
+                memory[layer, :, :, new.known : new.length] = state
+
+    def prompts(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return keys and values of all tokens of the prompts of the last :meth:`admit`, packed.
+
+        (1, kv_heads, tokens, head_dim) each.
+        """
+        keys, values = (
+            torch.cat([new.views[part][layer, :1, :, : new.length] for new in self._newest], dim=2) for part in range(2)
+        )
+        return keys, values
+
+    def prompt_states(self, number: int, start: int, end: int) -> Tensor:
+        """Return a copy of the states of tokens ``start`` to ``end`` of a prompt of the last :meth:`admit`.
+
+        States are keys, then values: (2, layers, kv_heads, tokens, head_dim).
+        """
+        return torch.stack([memory[:, 0, :, start:end] for memory in self._newest[number].views])
 
     @abstractmethod
-    def store(self, layer: int, prompts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Keep keys and values of the prompts that were let in last, (kv_heads, tokens, head_dim) each."""
+    def row_states(self, place: int, start: int, end: int) -> Tensor:
+        """Return a copy of the states of tokens ``start`` to ``end`` of a row's prompt and response so far."""
 
     @abstractmethod
     def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Keep the key and value of each row's next token, and attend to all that the row has.
+        """Store key and value of each row's next token, then attend to all of the row's tokens.
 
-        Args:
-            layer: number of the layer.
-            query: (rows, heads, head_dim).
-            key: (rows, kv_heads, head_dim).
-            value: as ``key``.
-            rule: of the layer.
-
-        Returns:
-            (rows, heads, head_dim)
+        ``query`` and the result are (rows, heads, head_dim); ``key`` and ``value`` are (rows, kv_heads, head_dim).
         """
 
 
 class SharedPromptMemory(KeyValueMemory):
-    """For :meth:`CPUKernels.decode_attention`; rows never move, and a prompt leaves with its last row."""
+    """Memory for :meth:`CPUKernels.decode_attention`: rows are never moved, and prompts end with their last row."""
 
-    def __init__(self, kernels: CPUKernels, shape: Shape, room: int, prompt_room: int, own_room: int) -> None:
-        super().__init__(shape, room, prompt_room, own_room)
+    def __init__(
+        self,
+        kernels: CPUKernels,
+        shape: CacheShape,
+        room: int,
+        prompt_room: int,
+        own_room: int,
+        text_room: int | None = None,
+    ) -> None:
+        super().__init__(shape, room, prompt_room, own_room, text_room)
         self._kernels = kernels
         self.shared = shape.allocate(room, prompt_room)
         """Keys and values of prompts, (layers, prompts, kv_heads, room, head_dim) each."""
         self.own = shape.allocate(room, max(1, own_room))
-        """Of responses."""
+        """Keys and values of responses, (layers, slots, kv_heads, room, head_dim) each."""
         self._shared_of, self._own_of = (list(zip(*memory, strict=True)) for memory in (self.shared, self.own))
         self._slots, self._prompts = self.lengths, self.lengths
-        self._newest: list[int] = []
 
     @property
     def nbytes(self) -> int:
-        """Reserved; the operating system gives pages as they are written."""
+        """Bytes reserved; the operating system provides pages when they are first written."""
         return sum(part.nbytes for part in (*self.shared, *self.own))
 
-    def admit(self, prompt_lengths: Sequence[int], counts: Sequence[int]) -> None:
-        """See :meth:`KeyValueMemory.admit`."""
-        super().admit(prompt_lengths, counts)
+    def _make_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         free = _missing(self._slots, self.room)
         self._slots = torch.cat([self._slots, torch.tensor(free[: sum(counts)])])
-        self._newest = _missing(self._prompts, self.room)[: len(counts)]
-        prompts = torch.tensor(self._newest).repeat_interleave(torch.tensor(counts))
+        newest = _missing(self._prompts, self.room)[: len(counts)]
+        prompts = torch.tensor(newest).repeat_interleave(torch.tensor(counts))
         self._prompts = torch.cat([self._prompts, prompts])
+        keys, values = self.shared
+        return [(keys[:, slot : slot + 1], values[:, slot : slot + 1]) for slot in newest]
 
     def keep(self, places: Tensor) -> Tensor:
         """See :meth:`KeyValueMemory.keep`."""
         self._slots, self._prompts = self._slots[places], self._prompts[places]
         return super().keep(places)
 
-    def store(self, layer: int, prompts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See :meth:`KeyValueMemory.store`."""
-        for slot, states in zip(self._newest, prompts, strict=True):
-            for memory, state in zip(self.shared, states, strict=True):
-                memory[layer, slot, :, : state.shape[1]] = state
+    def row_states(self, place: int, start: int, end: int) -> Tensor:
+        """See :meth:`KeyValueMemory.row_states`."""
+        slot, prompt, length = int(self._slots[place]), int(self._prompts[place]), int(self.prompt_lengths[place])
+        shared = torch.stack([memory[:, prompt, :, start : min(end, length)] for memory in self.shared])
+        own = torch.stack([memory[:, slot, :, max(start - length, 0) : max(end - length, 0)] for memory in self.own])
+        return torch.cat([shared, own], dim=3)
 
     @property
     def places(self) -> RowsOfMemory:
-        """Where the rows find their keys and values."""
+        """Places of the rows in ``own`` and ``shared``."""
         return RowsOfMemory(self._slots, self.lengths, self._prompts, self.prompt_lengths)
 
     def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
@@ -196,28 +251,31 @@ class SharedPromptMemory(KeyValueMemory):
 
 
 class CopiedPromptMemory(KeyValueMemory):
-    """Row i lives in slot i, so that attention reads views; when rows leave, the last ones move into the gaps."""
+    """Memory with row i in slot i, so that attention reads views; the last rows move into gaps of removed ones."""
 
-    def __init__(self, shape: Shape, room: int, prompt_room: int, own_room: int) -> None:
-        super().__init__(shape, room, prompt_room, own_room)
-        self._memory = shape.allocate(room, prompt_room + own_room)
-        self._newest: list[slice] = []
+    def __init__(
+        self, shape: CacheShape, room: int, prompt_room: int, own_room: int, text_room: int | None = None
+    ) -> None:
+        super().__init__(shape, room, prompt_room, own_room, text_room)
+        self._memory = shape.allocate(room, self.text_room)
         self._filled = 0
 
     @property
     def nbytes(self) -> int:
-        """Allocated."""
+        """Bytes allocated."""
         return sum(part.nbytes for part in self._memory)
 
-    def admit(self, prompt_lengths: Sequence[int], counts: Sequence[int]) -> None:
+    def admit(
+        self, prompt_lengths: Sequence[int], counts: Sequence[int], known: Sequence[Tensor | None] | None = None
+    ) -> None:
         """See :meth:`KeyValueMemory.admit`."""
-        start = self.rows
-        super().admit(prompt_lengths, counts)
-        self._newest = []
-        for count in counts:
-            self._newest.append(slice(start, start + count))
-            start += count
+        super().admit(prompt_lengths, counts, known)
         self._filled = int(self.positions.max())
+
+    def _make_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
+        keys, values = self._memory
+        ends = list(accumulate(counts, initial=self.rows))
+        return [(keys[:, start:end], values[:, start:end]) for start, end in pairwise(ends)]
 
     def advance(self) -> None:
         """See :meth:`KeyValueMemory.advance`."""
@@ -238,11 +296,9 @@ class CopiedPromptMemory(KeyValueMemory):
         self._filled = int(self.positions.max()) if count else 0
         return order
 
-    def store(self, layer: int, prompts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """See :meth:`KeyValueMemory.store`."""
-        for rows, states in zip(self._newest, prompts, strict=True):
-            for memory, state in zip(self._memory, states, strict=True):
-                memory[layer, rows, :, : state.shape[1]] = state
+    def row_states(self, place: int, start: int, end: int) -> Tensor:
+        """See :meth:`KeyValueMemory.row_states`."""
+        return torch.stack([memory[:, place, :, start:end] for memory in self._memory])
 
     def decode(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """See :meth:`KeyValueMemory.decode`."""
@@ -254,7 +310,7 @@ class CopiedPromptMemory(KeyValueMemory):
         visible = seen <= places[:, None]
         if rule.window is not None:
             visible &= seen > places[:, None] - rule.window
-        # The query heads of one key/value head are its queries: nothing is repeated.
+        # Query heads of one key/value head are treated as several queries, so keys and values need not be repeated.
         grouped = query.reshape(count, self.shape.kv_heads, -1, head_dim)
         keys, values = keys[:, :, : self._filled + 1], values[:, :, : self._filled + 1]
         mask = visible[:, None, None]  # (rows, 1, 1, tokens)
@@ -268,5 +324,5 @@ class CopiedPromptMemory(KeyValueMemory):
 
 
 def _missing(taken: Tensor, room: int) -> list[int]:
-    """The numbers below ``room`` that are not taken."""
+    """Return the numbers below ``room`` that are not in ``taken``."""
     return sorted(set(range(room)) - set(taken.tolist()))

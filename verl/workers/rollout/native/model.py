@@ -1,65 +1,65 @@
-"""The model's own Transformers code, around the trainer's tensors."""
+"""The native engine's model, Transformers code over the trainer's tensors, and its attention functions."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl.backends.cpu.allocator import ReclaimableBuffers, keep_freed_memory
+from verl.backends.cpu.decoder import compiled_decoder
+from verl.backends.cpu.kernels import cpu_kernels
+from verl.backends.cpu.layers import use_fast_layers
 from verl.errors import RolloutError
-from verl.utils.allocator import LentPages
-from verl.utils.cpu_kernels import cpu_kernels
 from verl.utils.model import causal_lm_without_weights
-from verl.workers.packed_attention import Packing
-from verl.workers.rollout.native.fast_layers import use_fast_forward
-from verl.workers.rollout.native.memory import CopiedPromptMemory, KeyValueMemory, Shape, SharedPromptMemory
-from verl.workers.rollout.native.passes import NATIVE_ATTENTION, DecodePass, Pass, PrefillPass
-from verl.workers.rollout.native.step import compiled_step
+from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS, attention_of, takes_any_attention
+from verl.workers.packed_attention import AttentionRule, Packing, packed_attention_forward
+from verl.workers.rollout.native.memory import CacheShape, CopiedPromptMemory, KeyValueMemory, SharedPromptMemory
 
+NATIVE_ATTENTION = "verl_native"
 OTHER_ENGINES = "vllm, sglang, hf"
 
 
 class NativeModel:
-    """A causal language model that holds no weights of its own where it can use those that it is given.
-
-    Args:
-        config: of the model.
-        dtype: in which it computes.
-        device: where.
-        trust_remote_code: run the Python files of the model folder.
+    """A causal language model that uses the tensors it is given as weights where it can, and copies elsewhere.
 
     Raises:
-        RolloutError: this engine cannot serve the architecture; the message names those that may.
+        RolloutError: the native engine does not support the architecture; the message names other engines.
     """
 
     def __init__(
         self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
     ) -> None:
-        config = copy.deepcopy(config)  # which says what attention runs
+        config = copy.deepcopy(config)  # the attention implementation is set in it
         self.module = causal_lm_without_weights(config, dtype, device, trust_remote_code)
         self.dtype, self.device = dtype, device
-        self.pages = LentPages() if device.type == "cpu" else None
-        """Memory of keys and values between rollouts."""
+        self.buffers = ReclaimableBuffers() if device.type == "cpu" else None
+        """Memory of keys and values, reused from one rollout to the next."""
         _check_architecture(self.module)
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
-        self._standard_attention = self.module.config._attn_implementation
+        self._standard_attention = attention_of(self.module.config)
         self._places = _places_of_parameters(self.module)
         self._count = len(set(self._places.values()))
-        self._step = compiled_step(self.kernels, self.module)
+        self._compiled = None if self.kernels is None else compiled_decoder(self.module)
         if device.type == "cpu":
-            for layer in self.module.modules():
-                use_fast_forward(layer, self.kernels)
+            keep_freed_memory()
+            if dtype is torch.float32:
+                use_fast_layers(self.module, for_training=False)
         self.use_native_attention()
 
     # ---- weights
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
-        """Take the tensors themselves where device and format fit, copies elsewhere; what was wrong with them.
+        """Take the tensors as weights: themselves where device and format fit, copies elsewhere.
 
-        Tensors that it holds already cost only the look that tells so: whatever has changed in them is seen.
+        Tensors that it holds already are only recognised; changes in their values need no copy.
+
+        Returns:
+            problems found: weights that are unknown, missing or of another shape.
         """
         problems, loaded, changed = [], set(), False
         for name, tensor in weights:
@@ -89,61 +89,70 @@ class NativeModel:
         return dict(self.module.named_buffers()).get(name)
 
     def drop(self) -> None:
-        """Keep no tensor alive."""
+        """Release all weights."""
         self.forget()
         for place in self._places.values():
             place.drop()
 
     def forget(self) -> None:
-        """Weights or windows are others now: nothing that was made of them is used again."""
-        if self._step is not None:
-            self._step.forget()
+        """Discard what was derived from weights or attention windows; call it when they are replaced."""
+        if self._compiled is not None:
+            self._compiled.forget()
 
     @property
     def nbytes(self) -> int:
-        """Memory of the weights, shared or not."""
+        """Bytes of the weights, whether the trainer's or copies."""
         return sum(p.nbytes for p in self.module.parameters() if p.device.type != "meta")
 
     # ---- passes
 
-    def memory(self, room: int, prompt_room: int, own_room: int) -> KeyValueMemory:
-        """Room for keys and values; see :class:`KeyValueMemory`."""
+    def memory(self, room: int, prompt_room: int, own_room: int, text_room: int | None = None) -> KeyValueMemory:
+        """Allocate memory for keys and values; see :class:`KeyValueMemory`."""
         if self.kernels is not None and not self._caps_scores:
-            return SharedPromptMemory(self.kernels, self.shape, room, prompt_room, own_room)
-        return CopiedPromptMemory(self.shape, room, prompt_room, own_room)
+            return SharedPromptMemory(self.kernels, self.shape, room, prompt_room, own_room, text_room)
+        return CopiedPromptMemory(self.shape, room, prompt_room, own_room, text_room)
 
     @property
-    def shape(self) -> Shape:
-        """What the size of keys and values follows from."""
+    def shape(self) -> CacheShape:
+        """Dimensions, format and place of keys and values."""
         text = self.module.config.get_text_config()
         heads = text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
-        return Shape(text.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, self.pages)
+        return CacheShape(text.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, self.buffers)
 
     @property
     def _caps_scores(self) -> bool:
         return bool(getattr(self.module.config.get_text_config(), "attn_logit_softcapping", None))
 
-    def prefill(self, memory: KeyValueMemory, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Compute the prompts that ``memory`` let in last; (prompts, vocab) logits of the token after each."""
+    def prefill(
+        self, memory: KeyValueMemory, prompts: Sequence[Sequence[int]], known: Sequence[int] | None = None
+    ) -> Tensor:
+        """Compute the prompts that ``memory`` admitted last; return (prompts, vocab) logits of the token after each.
+
+        ``known`` is the number of first tokens of each prompt that were admitted with their keys and values.
+        """
+        starts = known or [0] * len(prompts)
         lengths = [len(prompt) for prompt in prompts]
-        packing = Packing.of(lengths, self.device)
-        ids = torch.tensor([token for prompt in prompts for token in prompt], device=self.device)
-        positions = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
+        keys = Packing.of(lengths, self.device) if any(starts) else None
+        packing = Packing.of([n - start for n, start in zip(lengths, starts, strict=True)], self.device, keys)
+        new = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
+        ids = torch.tensor([token for tokens in new for token in tokens], device=self.device)
+        bounds = zip(starts, lengths, strict=True)
+        positions = torch.cat([torch.arange(start, length) for start, length in bounds]).to(self.device)
         last = packing.cu_seqlens[1:].long() - 1
         return self._logits(ids, positions, last, PrefillPass(memory, packing))
 
     def decode(self, memory: KeyValueMemory, tokens: Tensor) -> Tensor:
-        """Append a token to each running row; (rows, vocab) logits of the one after it."""
-        if self._step is not None and isinstance(memory, SharedPromptMemory):
-            logits = self._step(memory, tokens)
+        """Append one token to each running row; return (rows, vocab) logits of the next."""
+        if self._compiled is not None and isinstance(memory, SharedPromptMemory):
+            logits = self._compiled(tokens, memory.own, memory.shared, memory.places)
         else:
             logits = self._logits(tokens, memory.positions, 0, DecodePass(memory))
         memory.advance()
         return logits
 
-    # 0 of ``wanted`` stands for all tokens, as Transformers has it.
+    # ``wanted`` selects tokens by index; 0 means all tokens, as ``logits_to_keep`` of Transformers.
     def _logits(self, ids: Tensor, positions: Tensor, wanted: Tensor | int, native_pass: Pass) -> Tensor:
         output = self.module(
             input_ids=ids[None],
@@ -155,7 +164,7 @@ class NativeModel:
         return output.logits[0]
 
     def standard_logits(self, ids: Tensor) -> Tensor:
-        """(tokens, vocab) of one sequence, by the attention that Transformers would choose."""
+        """Compute (tokens, vocab) logits of one sequence with the attention that Transformers chose for the model."""
         self.module.set_attn_implementation(self._standard_attention or "eager")
         try:
             return self.module(input_ids=ids[None], use_cache=False).logits[0]
@@ -163,15 +172,15 @@ class NativeModel:
             self.use_native_attention()
 
     def use_native_attention(self) -> None:
-        """Attend through :func:`verl.workers.rollout.native.passes.native_attention_forward`."""
+        """Make the model's layers call :func:`native_attention_forward`."""
         self.module.set_attn_implementation(NATIVE_ATTENTION)
 
 
 class _Place:
-    """Where a parameter stands in the module: several places if it is tied.
+    """A parameter and the modules that hold it, several if it is tied.
 
     Args:
-        without_memory: the parameter as the module begins, on the meta device.
+        without_memory: the initial parameter, on the meta device.
     """
 
     __slots__ = ("_dtype", "_places", "_pointer", "_shape", "_without_memory")
@@ -179,9 +188,9 @@ class _Place:
     def __init__(self, without_memory: nn.Parameter) -> None:
         self._places: list[tuple[nn.Module, str]] = []
         self._without_memory = without_memory
-        # An update is a look at each weight when none is in a cache: so what a look needs is kept beside the parameter.
+        # `holds` runs for each weight at each update, with cold caches, so what it compares is kept here.
         self._pointer: int | None = None
-        """Where the parameter begins, if it is the memory of a tensor that was given, and of no copy."""
+        """Address of the parameter's memory if that belongs to a tensor passed to ``put``; None if it is a copy."""
         self._dtype: torch.dtype | None = None
         self._shape = without_memory.shape
 
@@ -194,8 +203,8 @@ class _Place:
         return getattr(module, name)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the parameter is this tensor: the same memory, shape and format, whatever its numbers are now."""
-        # The parameter keeps its memory alive: nothing else can begin where it does.
+        """Whether the parameter and ``tensor`` share memory, shape and format."""
+        # The parameter keeps its memory alive, so another tensor cannot have the same address.
         return (
             tensor.data_ptr() == self._pointer
             and tensor.dtype is self._dtype
@@ -206,7 +215,7 @@ class _Place:
     def put(self, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
         used = tensor.to(device, dtype)
         self._register(nn.Parameter(used, requires_grad=False))
-        # What is not contiguous is copied once more by whoever computes with it.
+        # A tensor that is not contiguous is copied again where it is used, so it cannot count as shared.
         self._pointer = used.data_ptr() if used.is_set_to(tensor) and used.is_contiguous() else None
         self._dtype = used.dtype
 
@@ -235,7 +244,7 @@ def _check_architecture(module: PreTrainedModel) -> None:
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {
         f"has layers of type {', '.join(sorted(other))}": bool(other),
-        "has no exchangeable attention": not getattr(module, "_supports_attention_backend", False),
+        "has no exchangeable attention": not takes_any_attention(module),
         "reads the prompt with an encoder": bool(getattr(module.config, "is_encoder_decoder", False)),
         "has keys and values of other widths (latent attention)": bool(getattr(text, "kv_lora_rank", None)),
     }
@@ -245,8 +254,91 @@ def _check_architecture(module: PreTrainedModel) -> None:
 
 
 def cannot_serve(module: nn.Module, reason: str) -> RolloutError:
-    """The error for an architecture that this engine does not know."""
+    """Make the error for a model that this engine does not support."""
     return RolloutError(
         f"the native engine cannot serve {type(module).__name__}: it {reason}. Set rollout.name to an engine that may: "
         f"{OTHER_ENGINES}."
     )
+
+
+# ---- attention
+#
+# Transformers calls attention through a registry of functions. Ours, ``verl_native``, receives the current pass as a
+# keyword argument of the model's forward. A pass is one row of tokens: new prompts, packed, or the newest token of each
+# running row.
+
+
+class Pass(Protocol):
+    """One pass of the model, which computes the attention of its layers."""
+
+    def attend(
+        self, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+    ) -> Tensor:
+        """Map query, key and value, (1, heads, tokens, head_dim), to the output, (1, tokens, heads, head_dim)."""
+        ...
+
+
+class PrefillPass:
+    """Pass over the new tokens of the prompts that ``memory`` admitted last, packed in one row.
+
+    It stores their keys and values. ``packing.keys`` are the bounds of the whole prompts if some tokens are not new.
+    """
+
+    def __init__(self, memory: KeyValueMemory, packing: Packing) -> None:
+        self.memory, self.packing = memory, packing
+
+    def attend(
+        self, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+    ) -> Tensor:
+        """See :class:`Pass`."""
+        parts = (states[0].split(self.packing.lengths, dim=1) for states in (key, value))
+        self.memory.store(layer, list(zip(*parts, strict=True)))
+        if self.packing.keys is not None:
+            key, value = self.memory.prompts(layer)
+        return packed_attention_forward(module, query, key, value, packing=self.packing, **settings)[0]
+
+
+class DecodePass:
+    """Pass over the newest token of each running row in ``memory``."""
+
+    def __init__(self, memory: KeyValueMemory) -> None:
+        self.memory = memory
+
+    def attend(
+        self, layer: int, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **settings: Any
+    ) -> Tensor:
+        """See :class:`Pass`."""
+        scale = settings.get("scaling")
+        rule = AttentionRule(
+            scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            window=settings.get("sliding_window"),
+            softcap=settings.get("softcap"),
+        )
+        query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))  # (rows, heads, head_dim)
+        return self.memory.decode(layer, query, key, value, rule).unsqueeze(0)
+
+
+def native_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    native_pass: Pass | None = None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer in the current pass, with the signature that Transformers expects.
+
+    Shapes and settings are as for :func:`verl.workers.packed_attention.packed_attention_forward`.
+
+    Raises:
+        ConfigError: the layer needs something that packed attention lacks (attention sinks, a position bias).
+        RolloutError: the layer has no number, or the model does not pass keyword arguments on to its layers.
+    """
+    layer = getattr(module, "layer_idx", None)
+    if native_pass is None or not isinstance(layer, int):
+        raise RolloutError(f"{type(module).__name__} does not know its number, or what its model was called with")
+    return native_pass.attend(layer, module, query, key, value, attention_mask=attention_mask, **settings), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NATIVE_ATTENTION, native_attention_forward)

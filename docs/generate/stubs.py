@@ -1,0 +1,56 @@
+"""Write verl-stubs, by which type checkers and editors find the old import paths, from verl/compat.
+
+python -m docs.generate.stubs
+
+Takes seconds; whatever else lies in verl-stubs is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DOORS, STUBS = ROOT / "verl" / "compat", ROOT / "verl-stubs"
+
+
+def stubs() -> dict[str, str]:
+    """Text of each file of verl-stubs by its path there: the re-exports of one file of verl/compat.
+
+    Each module is written as a package, ``roles/__init__.pyi``: for a type checker that merges the stubs with the
+    installed package the folder is there then, and it does not report a module without source.
+    """
+    files = {"py.typed": "partial\n"}
+    for door in sorted(DOORS.rglob("*.py")):
+        module = door.relative_to(DOORS).with_suffix("")
+        folder = module.parent if module.name == "__init__" else module
+        tree = ast.parse(door.read_text())
+        imports = [node for node in tree.body if isinstance(node, ast.ImportFrom) and not private(node)]
+        lines = [ast.unparse(node) for node in imports]
+        names = [(alias.name, alias.asname) for node in imports for alias in node.names]
+        if any(here not in (name, None) for name, here in names):
+            # In a stub, `A as B` alone keeps B private.
+            lines.append(f"__all__ = {[here for _, here in names if here is not None]}")
+        files[str(folder / "__init__.pyi")] = "".join(f"{line}\n" for line in lines)
+    return files
+
+
+def private(node: ast.ImportFrom) -> bool:
+    """Whether an import serves the file itself and is no re-export."""
+    return node.module == "verl.base.doors"
+
+
+def main() -> None:
+    """The command line."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    shutil.rmtree(STUBS, ignore_errors=True)
+    for name, text in stubs().items():
+        path = STUBS / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Agent loops that fail in all ways, beside good ones: each costs its own trajectory, and nobody else's numbers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl.agents.manager import AgentLoopManager
+from verl.errors import RolloutError
+from verl.protocol import DataProto
+from verl.single_controller.local import LocalWorkerGroup
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.trainer.config.command_line import compose
+from verl.trainer.config.load import load_config
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+LOOPS = """
+import asyncio, os, sys, threading, time
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+class Loop(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        self.prompt = row["raw_prompt_ids"]
+        return await getattr(self, row["agent_does"])(sampling_params)
+
+    async def draw(self, params, **changes):
+        return await self.server_manager.generate("a", prompt_ids=self.prompt, sampling_params={**params, **changes})
+
+    def output(self, ids, mask=None, **more):
+        return AgentLoopOutput(
+            prompt_ids=self.prompt, response_ids=ids, response_mask=[1] * len(ids) if mask is None else mask, **more)
+
+    async def good(self, params):
+        return self.output((await self.draw(params)).token_ids)
+
+    async def in_parallel(self, params):
+        first, second = await asyncio.gather(self.draw(params), self.draw(params))
+        assert first.token_ids != second.token_ids  # each call draws anew
+        return self.output(first.token_ids)
+
+    async def too_long(self, params):
+        ids = (await self.draw(params)).token_ids
+        return self.output(ids + [5] * 40, [1] * len(ids) + [0] * 40)
+
+    async def empty(self, params):
+        return self.output([])
+
+    async def raises(self, params):
+        raise ValueError("no idea")
+
+    async def exits(self, params):
+        sys.exit(3)
+
+    async def exits_in_task(self, params):
+        async def leave():
+            sys.exit(3)
+        await asyncio.gather(leave(), asyncio.sleep(60))
+
+    async def cancels_itself(self, params):
+        raise asyncio.CancelledError
+
+    async def returns_text(self, params):
+        return "42"
+
+    async def changed(self, params):
+        output = self.output((await self.draw(params)).token_ids)
+        output.response_mask.append(1)
+        return output
+
+    async def not_drawn(self, params):
+        return self.output([5, 6, 7])
+
+    async def no_token(self, params):
+        return self.output([10**7], [0])
+
+    async def bad_score(self, params):
+        return self.output((await self.draw(params)).token_ids, reward_score=float("nan"))
+
+    async def takes_column(self, params):
+        return self.output((await self.draw(params)).token_ids, extra_fields={"uid": "mine"})
+
+    async def not_sent(self, params):
+        return self.output((await self.draw(params)).token_ids, extra_fields={"lock": threading.Lock()})
+
+    async def text_as_tokens(self, params):
+        self.prompt = ["make", "7"]
+        await self.draw(params)
+
+    async def wrong_stop(self, params):
+        await self.draw(params, stop=[5])
+
+    async def half_a_token(self, params):
+        await self.draw(params, max_tokens=2.5)
+
+    async def never_ends(self, params):
+        await self.draw(params)
+        await asyncio.Event().wait()
+
+    async def blocks(self, params):
+        time.sleep(30)
+
+    async def will_not_be_cancelled(self, params):
+        drawn = await self.draw(params)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            return self.output(drawn.token_ids)
+
+    async def goes_on(self, params):
+        async def forever():
+            while True:
+                await self.draw(params)
+        asyncio.create_task(forever())
+        return await self.good(params)
+
+    async def leaves_a_thread(self, params):
+        asyncio.get_running_loop().run_in_executor(None, time.sleep, 8)
+        return await self.good(params)
+"""
+ENDS = {
+    "good": "done",
+    "in_parallel": "done",
+    "too_long": "context_full",
+    "empty": "done",
+    "goes_on": "done",
+    "leaves_a_thread": "done",
+    **dict.fromkeys(("never_ends", "blocks", "will_not_be_cancelled"), "timeout"),
+    **dict.fromkeys(
+        ("raises", "exits", "exits_in_task", "cancels_itself", "returns_text", "changed", "not_drawn", "no_token"),
+        "agent_error",
+    ),
+    **dict.fromkeys(
+        ("bad_score", "takes_column", "not_sent", "text_as_tokens", "wrong_stop", "half_a_token"), "agent_error"
+    ),
+}
+"""What a loop does, and the status of its trajectory."""
+SAYS = {
+    "raises": "ValueError: no idea",
+    "exits": "SystemExit: 3",
+    "exits_in_task": "SystemExit: 3",
+    "cancels_itself": "CancelledError",
+    "returns_text": "run() returned str",
+    "changed": "these need one value per token",
+    "not_drawn": "token 0 of the response has mask 1",
+    "no_token": "token 10000000 is none of the",
+    "bad_score": "must be a finite number",
+    "takes_column": "may not hold uid",
+    "not_sent": "cannot be sent to another process",
+    "text_as_tokens": "TypeError",
+    "wrong_stop": "stop has 5, which is no str",
+    "half_a_token": "max_tokens has 2.5, which is no int",
+    "never_ends": "took longer than trajectory_timeout_s=2 s",
+    "blocks": "did not end when it was cancelled",
+    "will_not_be_cancelled": "took longer than trajectory_timeout_s=2 s",
+}
+"""Part of the message of each failure."""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    """Answer prompts by loops that do what is asked of them, on one engine."""
+    folder = tmp_path_factory.mktemp("run")
+    paths = make_tiny_run(folder)
+    (folder / "loops.py").write_text(LOOPS)
+    (folder / "loops.yaml").write_text(f"- {{name: mine, _target_: Loop, path: {folder}/loops.py}}\n")
+    group: list[Any] = []
+
+    def answer(does: list[str], **settings: Any) -> DataProto:
+        agent = {
+            "agent_loop_config_path": folder / "loops.yaml",
+            "default_agent_loop": "mine",
+            "max_failure_rate": 1,
+        } | settings
+        keys = {f"actor_rollout_ref__rollout__agent__{name}": value for name, value in agent.items()}
+        config = load_config(compose(overrides(paths, folder, **keys)))
+        if not group:
+            worker = LocalWorkerGroup.describe(
+                ActorRolloutRefWorker, config=config.actor_rollout_ref, role="rollout", device_name="cpu"
+            )
+            group.append(LocalWorkerGroup(ray_cls_with_init=worker))
+            group[0].init_model()
+        manager = AgentLoopManager(config, group[0], hf_tokenizer(paths["model"]))
+        try:
+            return manager.generate_sequences(prompts(does))
+        finally:
+            manager.shutdown()
+
+    return answer
+
+
+def prompts(does: list[str]) -> DataProto:
+    ids = torch.full((len(does), 32), 9)
+    return DataProto.from_dict(
+        tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        non_tensors={
+            "uid": np.array([f"1-{what}" for what in does], dtype=object),
+            "sample_index": np.zeros(len(does), dtype=int),
+            "agent_does": np.array(does, dtype=object),
+        },
+        meta_info={"global_steps": 1, "validate": False},
+    )
+
+
+def test_each_bad_loop_costs_its_own_trajectory(answers):
+    does = [what for name in ENDS for what in (name, "good")]
+    before = time.monotonic()
+    batch = answers(does, trajectory_timeout_s=2)
+    assert time.monotonic() - before < 25  # far less than the times for which loops block
+    columns = batch.non_tensor_batch
+    assert dict(zip(does, columns["trajectory_status"], strict=True)) == ENDS
+    messages = dict(zip(does, columns["trajectory_message"], strict=True))
+    assert {name: part in messages[name] for name, part in SAYS.items()} == dict.fromkeys(SAYS, True), messages
+    assert {messages[name] for name in ENDS if ENDS[name] == "done"} == {""}
+    alone = answers(["good"])
+    good = [row for row, what in enumerate(does) if what == "good"]
+    for name in ("responses", "rollout_log_probs", "response_mask"):
+        expected = alone.batch[name].expand(len(good), -1)
+        torch.testing.assert_close(batch.batch[name][good], expected, rtol=0, atol=1e-5)
+    drawn = batch.batch["response_mask"].sum(-1).tolist()
+    assert drawn[does.index("never_ends")] == 8  # what it drew can be scored 0
+    assert drawn[does.index("too_long")] == 8
+    assert drawn[does.index("raises")] == drawn[does.index("empty")] == 0
+
+
+def test_a_batch_that_fails_as_a_whole_ends_the_run_with_one_screen(answers):
+    with pytest.raises(RolloutError, match=r"24 of 24 trajectories failed:\n  24 x agent_error") as raised:
+        answers(["raises"] * 24, max_failure_rate=0.5)
+    assert len(str(raised.value).splitlines()) < 10
+    assert "rollout.agent.max_failure_rate=0.5" in str(raised.value)
+
+
+def test_nothing_of_agent_loops_is_left_after_the_manager_ends(answers):
+    answers(["good", "raises", "in_parallel"])
+    deadline = time.monotonic() + 10
+    names = ("agent loops", "trajectory 1/1-good", "trajectory 1/1-raises", "trajectory 1/1-in_parallel")
+    while left := [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

@@ -1,0 +1,153 @@
+"""The router: conversations keep their engine, engines have their room, and lost engines cost nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from verl.agents.router import Router
+from verl.errors import EngineLostError, RolloutError
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams
+
+
+class RecordingLink:
+    """An engine that answers only when the test says so."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, int]] = []
+        """Number and first token of each request."""
+        self.cancelled: list[int] = []
+        self.closed = 0
+
+    def put(self, number: int, request: RolloutRequest) -> None:
+        self.sent.append((number, request.prompt_ids[0]))
+
+    def cancel(self, number: int) -> None:
+        self.cancelled.append(number)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def number_of(self, token: int) -> int:
+        return next(number for number, sent in reversed(self.sent) if sent == token)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for _, token in self.sent]
+
+
+def output(token: int) -> RolloutOutput:
+    return RolloutOutput([token], [-1.0], "stop", 0)
+
+
+class Played:
+    """A router, its engines, and the requests under way."""
+
+    def __init__(self, engines: int, room: int) -> None:
+        self.links = [RecordingLink() for _ in range(engines)]
+        self.router = Router(self.links, room)
+
+    async def ask(self, conversation: str, token: int) -> asyncio.Task[RolloutOutput]:
+        request = RolloutRequest([token], SamplingParams(max_tokens=1, seed=0))
+        task = asyncio.create_task(self.router.generate(conversation, request))
+        await asyncio.sleep(0)
+        return task
+
+    def answer(self, engine: int, token: int, answer: RolloutOutput | RolloutError | None = None) -> None:
+        self.router.take_answer(self.links[engine].number_of(token), answer or output(token + 100))
+
+    @property
+    def entries(self) -> int:
+        """What the router holds of requests."""
+        engines = self.router._engines
+        return len(self.router._asked) + sum(len(e.waiting) + len(e.running) for e in engines)
+
+
+def play(engines: int, room: int, script: Callable[[Played], Awaitable[None]]) -> None:
+    async def whole() -> None:
+        played = Played(engines, room)
+        await script(played)
+        assert played.entries == 0
+
+    asyncio.run(whole())
+
+
+def test_a_conversation_stays_and_a_new_one_goes_to_the_engine_with_the_fewest():
+    async def script(p: Played) -> None:
+        first = [await p.ask("a", 1), await p.ask("b", 2), await p.ask("b", 3), await p.ask("c", 4)]
+        assert [link.tokens for link in p.links] == [[1, 4], [2, 3]]
+        p.answer(0, 1)
+        p.answer(0, 4)
+        p.answer(1, 2)
+        p.answer(1, 3)
+        assert [(await task).token_ids for task in first] == [[101], [102], [103], [104]]
+        second = [await p.ask("x", 5), await p.ask("a", 6), await p.ask("b", 7)]
+        assert [link.tokens[2:] for link in p.links] == [[5, 6], [7]]  # a: at home, though the other has less to do
+        for engine, token in ((0, 5), (0, 6), (1, 7)):
+            p.answer(engine, token)
+        await asyncio.gather(*second)
+
+    play(2, 8, script)
+
+
+def test_an_engine_has_its_room_and_cancelling_frees_a_place_at_once():
+    async def script(p: Played) -> None:
+        tasks = [await p.ask(str(token), token) for token in range(5)]
+        link = p.links[0]
+        assert link.tokens == [0, 1]
+        tasks[2].cancel()  # waits: the engine never hears of it
+        tasks[0].cancel()  # runs
+        await asyncio.sleep(0)
+        assert link.cancelled == [link.number_of(0)]
+        assert link.tokens == [0, 1, 3]
+        p.answer(0, 0)  # too late, nobody waits
+        p.answer(0, 1)
+        await tasks[1]
+        assert link.tokens == [0, 1, 3, 4]
+        p.answer(0, 3, RolloutError("cannot be served"))
+        with pytest.raises(RolloutError, match="cannot be served"):
+            await tasks[3]
+        p.answer(0, 4)
+        p.answer(0, 4)  # an engine that answers twice
+        await tasks[4]
+
+    play(1, 2, script)
+
+
+def test_what_a_lost_engine_had_runs_on_the_others_and_none_is_left_if_all_are_lost():
+    async def script(p: Played) -> None:
+        tasks = [await p.ask(str(token), token) for token in range(6)]
+        assert [link.tokens for link in p.links] == [[0, 2], [1, 3]]
+        tasks[0].cancel()
+        p.answer(0, 2, EngineLostError("gone"))  # before the cancelled one has left
+        assert p.links[0].tokens == [0, 2]
+        p.answer(1, 1)
+        p.answer(1, 3)
+        await asyncio.gather(tasks[1], tasks[3])
+        assert p.links[1].tokens == [1, 3, 5, 2]  # 4 waits for room
+        p.answer(1, 2, EngineLostError("gone, too"))
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends[4:]] == [EngineLostError] * 2
+        assert isinstance(ends[2], EngineLostError)
+        with pytest.raises(EngineLostError):
+            await (await p.ask("new", 9))
+        assert [link.closed for link in p.links] == [1, 1]
+
+    play(2, 2, script)
+
+
+def test_closing_fails_what_waits_and_what_comes_later():
+    async def script(p: Played) -> None:
+        tasks = [await p.ask("a", 1), await p.ask("a", 2)]
+        p.router.close()
+        p.router.close()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(end) for end in ends] == [RolloutError] * 2
+        with pytest.raises(RolloutError, match="after run"):
+            await (await p.ask("a", 3))
+        p.answer(0, 1)  # nobody waits
+        assert (p.links[0].tokens, p.links[0].closed) == ([1], 1)
+
+    play(1, 1, script)

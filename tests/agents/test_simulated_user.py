@@ -1,0 +1,103 @@
+"""Code of an interaction in a trajectory: what it may answer, and what becomes of one that fails or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from verl.agents.loop import TrajectoryError
+from verl.agents.simulated_user import SimulatedUser, UserAnswer
+from verl.errors import ConfigError
+from verl.interactions.base import BaseInteraction
+
+MESSAGES = [{"role": "assistant", "content": "4"}]
+
+
+class Given(BaseInteraction):
+    """Answers with the row's ``answer``, which it calls if it can be called."""
+
+    def __init__(self) -> None:
+        super().__init__({"name": "given"})
+        self.closed: list[str] = []
+
+    async def generate_response(self, instance_id: str, messages: list, answer: Any, **kwargs: Any) -> Any:
+        messages.clear()  # the trajectory's own must stay
+        return answer() if callable(answer) else answer
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        self.closed.append(instance_id)
+
+
+def answered(answer: Any, interaction: BaseInteraction | None = None) -> UserAnswer:
+    async def talk() -> UserAnswer:
+        row = {"name": "given", "answer": answer}
+        user = SimulatedUser.of_row({"given": interaction or Given()}, row, timeout_s=0.2)
+        assert user is not None
+        async with user:
+            return await user.answer(MESSAGES)
+
+    return asyncio.run(talk())
+
+
+def test_what_a_user_answers():
+    interaction = Given()
+    assert answered((False, "And 3 + 3?", 1, {}), interaction) == UserAnswer(False, "And 3 + 3?", 1.0)
+    assert answered((True, "", None, None), interaction) == UserAnswer(True, "", None)
+    assert len(interaction.closed) == 2
+    assert MESSAGES == [{"role": "assistant", "content": "4"}]
+
+
+def sleeping() -> None:
+    time.sleep(1.0)
+
+
+def cancelled() -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize(
+    "answer, problem",
+    [
+        (lambda: 1 / 0, "generate_response failed: ZeroDivisionError: division by zero."),
+        (lambda: exit(3), "failed: RuntimeError: sys.exit(3)."),
+        (sleeping, "generate_response took longer than tool_timeout_s=0.2 s."),
+        (cancelled, "generate_response was cancelled by its own code."),
+        (lambda: None, "returned None; generate_response returns (should_terminate, content, score, extra)."),
+        ((True, 5, 0.0, {}), "returned (True, 5, 0.0, {});"),
+        ((True, "", float("nan"), {}), "gave the score nan, which is no finite number."),
+        ((True, "", "1", {}), "gave the score '1', which is no finite number."),
+    ],
+)
+def test_a_user_that_fails_ends_the_trajectory_and_is_finalized(answer: Any, problem: str):
+    interaction = Given()
+    with pytest.raises(TrajectoryError) as error:
+        answered(answer, interaction)
+    assert problem in str(error.value)
+    assert error.value.status == "environment_error"
+    assert len(interaction.closed) == 1
+
+
+def test_threads_of_users_end():
+    name = "simulated user of a trajectory"
+    before = [thread for thread in threading.enumerate() if thread.name == name]
+    answered((True, "", 0.0, {}))
+    deadline = time.monotonic() + 10
+    while [t for t in threading.enumerate() if t.name == name and t not in before]:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_which_user_a_row_wants():
+    users = {"given": Given(), "gsm8k": BaseInteraction({})}
+    for nothing in (None, {}, {"name": None, "answer": None}):  # files in columns fill rows with null
+        assert SimulatedUser.of_row(users, nothing, 1.0) is None
+    with pytest.raises(
+        ConfigError, match=r"name='gsm8': there is no such .* Did you mean 'gsm8k'\? There are: given, "
+    ):
+        SimulatedUser.of_row(users, {"name": "gsm8"}, 1.0)
+    with pytest.raises(ConfigError, match=r"There are none\. The file of .*interaction_config_path lists them"):
+        SimulatedUser.of_row({}, {"name": "gsm8k"}, 1.0)

@@ -1,0 +1,98 @@
+"""What the C library does with freed memory, seen from how much of it stays with the process."""
+
+import subprocess
+import sys
+
+import pytest
+
+from verl.backends.cpu import allocator
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
+
+FREED = """
+import mmap, runpy, sys
+module, how, mib = sys.argv[1], sys.argv[2], int(sys.argv[3])
+print(runpy.run_path(module)["keep_freed_memory"]() if how == "keep" else None)
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * mmap.PAGESIZE
+
+before = resident()
+blocks = [b"x" * (mib << 20) for _ in range(384 // mib)]
+held = resident() - before
+del blocks
+print(held, resident() - before)
+"""
+
+
+def run(how, mib=24, **environment):
+    """What ``keep_freed_memory`` said, and the share of 384 MiB in blocks of ``mib`` that stays when they are freed."""
+    done = subprocess.run(
+        [sys.executable, "-c", FREED, allocator.__file__, how, str(mib)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    said, held, left = done.stdout.split()
+    assert int(held) > 360 * 2**20
+    return said, int(left) / int(held)
+
+
+def test_what_is_freed_stays_for_the_next_pass():
+    assert run("default")[1] < 0.5
+    said, left = run("keep")
+    assert said == "True"
+    assert left > 0.9
+
+
+def test_blocks_above_the_bound_go_back():
+    assert run("keep", mib=64)[1] < 0.5
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"MALLOC_TRIM_THRESHOLD_": "131072"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}],
+    ids=lambda environment: next(iter(environment)),
+)
+def test_what_the_user_sets_stays(environment):
+    said, left = run("keep", **environment)
+    assert said == "False"
+    assert left < 0.5
+
+
+def test_tunables_of_other_parts_of_the_library_do_not_count():
+    assert run("keep", GLIBC_TUNABLES="glibc.rtld.optional_static_tls=1024")[0] == "True"
+
+
+RELEASED = """
+import re, runpy, sys, torch
+buffers = runpy.run_path(sys.argv[1])["ReclaimableBuffers"]()
+
+def lazily_free():
+    return sum(int(kib) for kib in re.findall(r"LazyFree: +(\\d+) kB", open("/proc/self/smaps").read()))
+
+first = buffers.take((16, 1 << 20), torch.float32).fill_(1.0)
+address = first.data_ptr()
+del first
+buffers.release()
+released = lazily_free()
+again = buffers.take((8, 1 << 20), torch.float32)
+same = again.data_ptr() == address
+known = set(again.unique().tolist()) <= {0.0, 1.0}
+again.fill_(2.0)
+larger = buffers.take((4, 1 << 20), torch.float32)
+print(released, same, known, lazily_free(), set(larger.unique().tolist()), float(again.min()))
+"""
+
+
+def test_released_buffers_are_the_systems_until_they_are_used_again():
+    """64 MiB are released, of which the next buffer takes the first 32 MiB back; a second buffer is new, and zeros."""
+    done = subprocess.run(
+        [sys.executable, "-c", RELEASED, allocator.__file__], capture_output=True, text=True, check=True
+    )
+    released, same, known, left, zeros, kept = done.stdout.split()
+    assert 60 * 1024 < int(released) <= 64 * 1024
+    assert (same, known, zeros, kept) == ("True", "True", "{0.0}", "2.0")
+    assert 28 * 1024 < int(left) <= 32 * 1024

@@ -1,0 +1,113 @@
+"""Which Ray a run joins: none that is gone."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from tests.forks import run
+from tests.workers.reward_manager.batches import TOKENIZER, batch_of
+from verl.errors import ConfigError, ResourceError
+from verl.single_controller.ray import session
+from verl.single_controller.ray.session import init_arguments
+from verl.trainer.ppo.reward import compute_reward_async
+from verl.workers.reward_manager import NaiveRewardManager
+
+
+@pytest.fixture(autouse=True)
+def no_ray_address(monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def nobody():
+    """An address at which nobody listens."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.fixture
+def silent():
+    """An address at which a process listens that does not answer, as one that is stopped."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def somebody():
+    """An address at which a gRPC server answers."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None)
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_a_cluster_that_is_gone_is_an_error_at_once(monkeypatch, nobody, scheme):
+    with pytest.raises(ResourceError, match=rf"no Ray answers at {scheme}{nobody} .*RAY_ADDRESS.*unset the address"):
+        init_arguments({"address": scheme + nobody})
+    monkeypatch.setenv("RAY_ADDRESS", scheme + nobody)
+    with pytest.raises(ResourceError, match=f"no Ray answers at {scheme}{nobody}"):
+        init_arguments({"num_cpus": 2})
+
+
+def test_a_cluster_that_does_not_answer_is_an_error(monkeypatch, silent):
+    monkeypatch.setattr(session, "CONNECT_TIMEOUT_S", 0.2)
+    with pytest.raises(ResourceError, match=rf"no Ray answers at {silent} .*has ended, hangs, or cannot be reached"):
+        init_arguments({"address": silent})
+
+
+def test_a_cluster_that_answers_is_joined(monkeypatch, somebody):
+    assert init_arguments({"address": somebody}) == {"address": somebody}
+    monkeypatch.setenv("RAY_ADDRESS", somebody)
+    assert init_arguments({"namespace": "x"}) == {"namespace": "x"}  # Ray reads RAY_ADDRESS itself
+    assert init_arguments({"address": "local"}) == {"address": "local"}
+
+
+def test_the_address_of_a_ray_that_is_gone_is_not_followed(tmp_path, nobody, somebody, caplog):
+    (tmp_path / "ray_current_cluster").write_text(nobody)
+    given = {"_temp_dir": str(tmp_path)}
+    with caplog.at_level(logging.WARNING):
+        assert init_arguments(given) == {**given, "address": "local"}
+    assert f"a Ray at {nobody} left its address behind" in caplog.text
+    (tmp_path / "ray_current_cluster").write_text(somebody)
+    assert init_arguments(given) == given
+    (tmp_path / "ray_current_cluster").unlink()
+    assert init_arguments(given) == given
+
+
+def test_a_size_starts_a_ray_of_its_own(tmp_path, somebody):
+    (tmp_path / "ray_current_cluster").write_text(somebody)
+    given = {"_temp_dir": str(tmp_path), "num_cpus": 2}
+    assert init_arguments(given) == {**given, "address": "local"}
+
+
+def test_a_reward_manager_scores_in_a_process_of_ray(ray_cluster):
+    import ray
+
+    manager, data = NaiveRewardManager(TOKENIZER, 0), batch_of(["#### 3", "x"], ["3", "3"], "openai/gsm8k")
+    scores, extra = ray.get(compute_reward_async.remote(data=data, reward_fn=manager), timeout=120)
+    assert scores.sum(-1).tolist() == extra["score"] == [1.0, 0.0]
+    with pytest.raises(ConfigError, match="needs reward_fn, or config and tokenizer"):
+        compute_reward_async.remote(data)
+
+
+def test_a_folder_that_ray_cannot_use_is_named(tmp_path):
+    long = tmp_path / ("x" * 110)
+    program = (
+        "from types import SimpleNamespace; from verl.single_controller.ray.session import ray_session\n"
+        "with ray_session(SimpleNamespace(ray_init={'num_cpus': 1}, timeline_json_file=None)): pass"
+    )
+    done = run(["-c", program], RAY_TMPDIR=str(long))
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "ResourceError: Ray does not start: OSError: " in last
+    assert f"below {long}: set RAY_TMPDIR to a folder that can be written and has at most 40 characters." in last

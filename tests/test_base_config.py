@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+from pydantic import ValidationError
+
+from verl.config.base import BaseConfig, section, sentence_of, setting, subsection
+from verl.errors import ConfigError
+from verl.toolkit.config import omega_conf_to_dataclass
+from verl.trainer.config import PPOConfig
+from verl.trainer.config.keys import iter_keys
+from verl.workers.config import ActorConfig, CheckpointConfig, FSDPActorConfig
+
+
+@section
+class Inner(BaseConfig):
+    """Inner."""
+
+    lr: float = setting(0.5, gt=0)
+    """Step size."""
+
+
+@section
+class Outer(BaseConfig):
+    """Outer."""
+
+    inner: Inner = subsection(Inner)
+    """The inner one."""
+    names: tuple[str, ...] = setting(("a",))
+    """Names."""
+    hidden: int = setting(0, internal=True)
+    """Filled in by code."""
+
+
+def test_reads_as_attribute_and_as_mapping():
+    config = Outer(inner=Inner(lr=0.1))
+    assert config.inner.lr == config["inner"]["lr"] == 0.1
+    assert config.get("nothing", 7) == 7
+    assert dict(config.inner) == {"lr": 0.1}
+    assert list(config) == ["inner", "names", "hidden"]
+    assert len(config) == 3
+
+
+def test_an_unknown_item_names_the_fields():
+    with pytest.raises(KeyError, match="Inner has no field 'momentum'; it has lr"):
+        Inner()["momentum"]
+
+
+def test_nobody_writes():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Inner().lr = 1.0  # type: ignore[misc]
+    changed = dataclasses.replace(Inner(), lr=2.0)
+    assert changed.lr == 2.0
+    assert Inner().lr == 0.5
+
+
+@pytest.mark.parametrize("arguments", [{"lr": 0}, {"lr": "fast"}, {"momentum": 0.9}])
+def test_bounds_types_and_unknown_fields_are_refused(arguments):
+    with pytest.raises(ValidationError):
+        Inner(**arguments)
+
+
+def test_plain_form_leaves_internal_fields_out():
+    assert Outer(hidden=3).to_dict() == {"inner": {"lr": 0.5}, "names": ["a"]}
+
+
+def test_the_whole_configuration_survives_a_process_border():
+    config = PPOConfig()
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_a_field_that_follows_another_one():
+    assert ActorConfig(clip_ratio=0.1).clip_ratio_low == 0.1
+    assert ActorConfig(clip_ratio=0.1, clip_ratio_high=0.3).clip_ratio_high == 0.3
+    assert CheckpointConfig(save_contents=["model"]).load_contents == ("model",)
+
+
+def test_an_engine_fills_in_global_counts_on_a_copy():
+    config = FSDPActorConfig(ppo_mini_batch_size=8)
+    filled = dataclasses.replace(config, global_batch_info={"dp_size": 2})
+    assert filled.global_batch_info == {"dp_size": 2}
+    assert config.global_batch_info == {}
+    assert "global_batch_info" not in {key.name for key in iter_keys(PPOConfig)}
+
+
+def test_sentences_are_inherited():
+    assert sentence_of(Inner, "lr") == "Step size."
+    assert sentence_of(FSDPActorConfig, "ppo_epochs") == "Passes over the batch of a step."
+
+
+def test_a_plain_dataclass_of_a_user_is_a_mapping_too():
+    @dataclasses.dataclass
+    class Mine(BaseConfig):
+        rate: float = 0.5
+
+    mine = Mine(0.25)
+    assert (mine["rate"], mine.get("nothing", 7), dict(mine), mine.to_dict()) == (0.25, 7, {"rate": 0.25}, dict(mine))
+    assert omega_conf_to_dataclass({"rate": 2.0}, Mine) == Mine(2.0)
+
+
+def test_a_section_is_extended_by_section():
+    @section
+    class Mine(FSDPActorConfig):
+        beta: float = setting(1.0)
+        """Weight."""
+
+    assert (Mine(beta=2.0)["beta"], Mine().clip_ratio) == (2.0, 0.2)
+
+    @dataclasses.dataclass(frozen=True)
+    class Plain(FSDPActorConfig):
+        beta: float = 1.0
+
+    with pytest.raises(ConfigError, match=r"Plain derives from a section.*Write @section"):
+        Plain()
+
+
+def test_a_setting_that_is_not_kept_says_how_to_read_it():
+    with pytest.raises(AttributeError, match=r"Inner has no 'beta'.*\.get\('beta', default\)"):
+        Inner().beta  # noqa: B018
+    assert not hasattr(Inner(), "beta")

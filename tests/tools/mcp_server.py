@@ -1,0 +1,64 @@
+"""An MCP server for tests: over stdio, or over HTTP at the port that is its argument."""
+
+import os
+import sys
+import threading
+import time
+
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("tests", log_level="CRITICAL")
+count = 0
+
+
+@server.tool()
+def add(a: int, b: int = 1) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+@server.tool()
+def counted() -> str:
+    """Count the calls of this process, and say what it knows of its environment."""
+    global count
+    count += 1
+    return f"{count} {os.environ.get('TOKEN_OF_TEST')}"
+
+
+@server.tool()
+def fail() -> str:
+    """Raise."""
+    raise ValueError("broken inside")
+
+
+@server.tool()
+def die() -> str:
+    """End the process in the middle of the call."""
+    os._exit(1)
+
+
+@server.tool()
+def die_soon() -> str:
+    """End the process after the call."""
+    threading.Timer(0.2, os._exit, (1,)).start()
+    return "soon"
+
+
+@server.tool()
+def sleep(seconds: float) -> str:
+    """Sleep."""
+    time.sleep(seconds)
+    return "slept"
+
+
+@server.tool()
+def flood(characters: int) -> str:
+    """Answer at length."""
+    return "x" * characters
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+    else:
+        server.run("stdio")

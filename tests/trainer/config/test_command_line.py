@@ -1,0 +1,274 @@
+"""The command line: what reaches Hydra, what reaches us, and what a user sees."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.trainer.config.support import Run
+from verl.trainer.config import PPOConfig
+from verl.trainer.config.command_line import CONFIG_DIR, command, compose, force_overrides, keys_set, remarks
+from verl.trainer.config.help import FIRST
+from verl.trainer.config.keys import iter_keys
+
+ROOT = CONFIG_DIR.parents[2]
+
+
+@pytest.mark.parametrize(
+    "given, hydra_gets",
+    [
+        (["data.seed=1"], ["++data.seed=1"]),
+        (["+data.seed=1"], ["++data.seed=1"]),
+        (["++data.seed=1"], ["++data.seed=1"]),
+        (["~data.seed"], ["~data.seed"]),
+        (["~data.seed=1"], ["~data.seed=1"]),
+        (["hydra.run.dir=x", "hydra/launcher=basic"], ["hydra.run.dir=x", "hydra/launcher=basic"]),
+        (["actor@actor_rollout_ref.actor=dp_actor"], ["actor@actor_rollout_ref.actor=dp_actor"]),
+        (["data=legacy_data"], ["data=legacy_data"]),  # a group of ours
+        (["use_remove_padding=true"], ["++use_remove_padding=true"]),  # no group: a key at the root
+        (["model.path=org/name@main"], ["++model.path=org/name@main"]),  # marks in the value mean nothing
+        (["trainer.logger=[a,b]"], ["++trainer.logger=[a,b]"]),
+        (["a.b=1", "--cfg", "job", "c.d=2"], ["--cfg", "job", "++a.b=1", "++c.d=2"]),
+        (["a.b=1", "-m"], ["-m", "++a.b=1"]),
+        (["--config-name", "mine", "a.b=1"], ["--config-name", "mine", "++a.b=1"]),
+        (["--config-name=mine"], ["--config-name", "mine"]),
+        (["--info", "a.b=1"], ["--info", "++a.b=1"]),
+        (["--help"], ["--help"]),
+    ],
+)
+def test_overrides_are_forced_so_that_unknown_keys_reach_the_loader(given: list[str], hydra_gets: list[str]):
+    assert force_overrides(given) == hydra_gets
+
+
+def test_folders_are_relative_to_where_the_user_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "conf" / "experiment").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert force_overrides(["--config-path", "conf"]) == ["--config-path", str(tmp_path / "conf")]
+    assert force_overrides(["--config-path=conf", "experiment=x"]) == [
+        "--config-path",
+        f"{tmp_path}/conf",
+        "experiment=x",
+    ]
+    assert force_overrides(["--config-path", "nowhere"]) == ["--config-path", "nowhere"]
+
+
+def test_keys_that_were_set():
+    assert keys_set(["++a.b=1", "+c=2", "~d.e", "f=g=h"]) == {"a.b", "c", "d.e", "f"}
+
+
+def test_compose_takes_unknown_keys_and_deletions():
+    cfg = compose(["data.foo=1", "~data.shuffle"])
+    assert cfg.data.foo == 1
+    assert "shuffle" not in cfg.data
+
+
+class CommandLine:
+    """Runs a ``command`` in this process and keeps the configurations that its main function got."""
+
+    def __init__(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run, self.monkeypatch = run, monkeypatch
+        self.got: list[PPOConfig] = []
+
+    def __call__(self, *arguments: str) -> list[PPOConfig]:
+        quiet = ("hydra/job_logging=none", "hydra/hydra_logging=none", f"hydra.run.dir={self.run.folder}/outputs")
+        settings = [f"{key}={value}" for key, value in self.run.ppo.items()]
+        self.monkeypatch.chdir(self.run.folder)
+        self.monkeypatch.setattr(sys, "argv", ["main.py", *settings, *arguments, *quiet])
+        command(self.main, config_name="ppo_trainer", root=PPOConfig)()
+        return self.got
+
+    def main(self, config: PPOConfig) -> None:
+        self.got.append(config)
+
+
+@pytest.fixture
+def command_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
+    return CommandLine(run, monkeypatch)
+
+
+def asked(*arguments: str) -> str:
+    """What ``main_ppo`` prints; importing torch, transformers or Ray, which take seconds, would fail."""
+    script = """
+import runpy, sys
+sys.modules.update(torch=None, transformers=None, ray=None)
+runpy.run_module("verl.trainer.main_ppo", run_name="__main__")
+"""
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_cfg_job_prints_the_composed_configuration():
+    said = asked("data.train_batch_size=7", "data.train_size=7", "--cfg", "job", "--package", "data")
+    assert said.startswith("# @package data\n")
+    assert "\ntrain_batch_size: 7\n" in said
+    assert said.endswith(
+        "# refused: data.train_size=7: there is no such key.\n# remedy: did you mean data.train_batch_size?\n"
+    )
+
+
+def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
+    keys = {"actor_rollout_ref": {"model": {"lora_rank": 8, "use_shm": True}}, "tools": ["calculator"]}
+    said = remarks(OmegaConf.to_yaml(OmegaConf.create(keys)), PPOConfig)
+    assert "# refused: actor_rollout_ref.model.lora_rank=8: LoRA is not in this version.\n# remedy: " in said
+    assert "# refused: tools=[calculator]: tools stand in a file of their own.\n" in said
+    assert "# no effect: actor_rollout_ref.model.use_shm (" in said
+    assert remarks("# @package trainer\nsave_freq: 3\n", PPOConfig) == ""
+
+
+def test_cfg_job_with_a_variable_that_cannot_be_used():
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", "--cfg", "job"]
+    env = os.environ | {"VERL_SEED": "abc"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
+    said = "ConfigError: VERL_SEED='abc' is no seed. Use an integer >= 0, or unset it.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
+
+
+def test_help_is_one_screen():
+    said = asked("--help")
+    assert said.startswith("python -m verl.trainer.main_ppo KEY=VALUE ...\nTrain a policy by reinforcement learning.\n")
+    assert "Prompts per step. [1024]" in said
+    assert len(said.splitlines()) < 80
+
+
+def test_help_describes_the_keys_of_a_section(command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
+    command_line("--help", "algorithm.kl_ctrl", "use_shm", "tensor_model_parallel_size")
+    said = capsys.readouterr().out
+    assert "algorithm.kl_ctrl.horizon = 10000\n" in said
+    assert "(a number > 0)" in said
+    assert "data.use_shm: no effect: " in said
+    lines = said.splitlines()
+    first = lines.index("actor_rollout_ref.rollout.tensor_model_parallel_size = 2") + 1
+    assert all(line.startswith("    ") for line in lines[first : first + 2])  # a sentence of two lines
+
+
+@pytest.mark.parametrize(
+    "word, near",
+    [("trainr", "trainer"), ("trainer.sav_freq", "trainer.save_freq"), ("optm.lr", "optim.lr")],
+)
+def test_help_names_the_nearest_of_an_unknown_key(
+    command_line: CommandLine, capsys: pytest.CaptureFixture[str], word: str, near: str
+):
+    with pytest.raises(SystemExit) as stopped:
+        command_line("--help", word)
+    assert stopped.value.code == 2
+    assert near in capsys.readouterr().err.removeprefix(
+        f"ConfigError: there is no section or key '{word}'. Did you mean "
+    )
+
+
+@pytest.mark.parametrize("root", FIRST)
+def test_the_first_screen_names_keys_that_exist(root):
+    assert set(FIRST[root]) <= {key.path for key in iter_keys(root)}
+
+
+def test_main_gets_the_typed_configuration(command_line: CommandLine):
+    (config,) = command_line("actor_rollout_ref.actor.optim.lr=3e-6")
+    assert config.actor_rollout_ref.actor.optim.lr == 3e-6
+    assert config.data.train_batch_size == 8
+
+
+def test_errors_are_text_without_a_traceback(command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stopped:
+        command_line("+data.foo=1", "algorithm.kl_ctl.init_kl_coef=0.1", "algorithm.kl_ctrl.kl_coef=0.001")
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("ConfigError: 2 problems in the configuration:\n")
+    # kl_coef was set to its default by hand, so the two spellings disagree.
+    assert "which is set to 0.001" in said
+    assert "data.foo=1: there is no such key" in said
+    assert "Traceback" not in said
+    assert command_line.got == []
+
+
+def test_a_yaml_of_ones_own_names_ours_in_its_defaults(command_line: CommandLine):
+    conf = command_line.run.folder / "conf"
+    conf.mkdir()
+    (conf / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 16}\n")
+    del command_line.run.ppo["data.train_batch_size"]
+    (config,) = command_line("--config-path", "conf", "--config-name=mine")
+    assert config.data.train_batch_size == 16
+
+
+def test_a_sweep_runs_every_point(command_line: CommandLine):
+    configs = command_line("-m", "data.train_batch_size=8,16", f"hydra.sweep.dir={command_line.run.folder}/sweep")
+    assert [config.data.train_batch_size for config in configs] == [8, 16]
+
+
+def test_modules_of_ones_own_register_before_the_check(command_line: CommandLine, monkeypatch: pytest.MonkeyPatch):
+    (command_line.run.folder / "my_algorithms.py").write_text(
+        "from verl.algorithms import register_adv_est\n"
+        "@register_adv_est('mine')\n"
+        "def mine(token_level_rewards, response_mask):\n"
+        "    return token_level_rewards, token_level_rewards\n"
+    )
+    monkeypatch.syspath_prepend(command_line.run.folder)
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "my_algorithms")
+    (config,) = command_line("algorithm.adv_estimator=mine")
+    assert config.algorithm.adv_estimator == "mine"
+
+
+def test_interpolations_on_the_command_line_refer_to_the_configuration(command_line: CommandLine):
+    (config,) = command_line("trainer.project_name=mine", "trainer.experiment_name=${trainer.project_name}")
+    assert config.trainer.experiment_name == "mine"
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["trainer.logger=[console"], "trainer.logger=[console: brackets and quotes do not match"),
+        (["trainer.project_name='a"], "trainer.project_name='a: brackets and quotes do not match"),
+        (["trainer.total_epochs"], "1. trainer.total_epochs: a setting is written KEY=VALUE, without spaces"),
+        (["~critic"], "1. ~critic: a section cannot be deleted"),
+        (["~data=legacy_data"], "1. ~data=legacy_data: a section cannot be deleted"),
+        (["trainer.total_epochs", "=", "3"], "2 problems in the configuration"),
+    ],
+)
+def test_what_hydra_cannot_read_is_named(
+    command_line: CommandLine, capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+):
+    with pytest.raises(SystemExit) as stopped:
+        command_line(*arguments)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+    assert command_line.got == []
+
+
+PUBLIC = "hydra: {searchpath: [pkg://verl.trainer.config]}\n"
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("data:\n\ttrain_batch_size: 3\n", "found character '\\t' that cannot start any token"),
+        ("data: {}\ndata: {}\n", "found duplicate key data"),
+        ("- a\n", "primary config 'mine' must be a DictConfig"),
+        (f"{PUBLIC}defaults: [ppo_trainr]\n", "Could not load 'ppo_trainr'"),
+        (f"{PUBLIC}defaults: [ppo_trainer]\n", "Could not delete from config. 'data.nowhere' does not exist."),
+    ],
+)
+def test_a_yaml_that_cannot_be_composed_is_told_without_a_traceback(
+    command_line: CommandLine,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    recwarn: pytest.WarningsRecorder,
+    text: str,
+    said: str,
+):
+    (command_line.run.folder / "mine.yaml").write_text(text)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        command_line("--config-path=.", "--config-name=mine", "~data.nowhere")
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("ConfigError: the configuration cannot be composed: ")
+    assert said in told
+    assert "Traceback" not in told
+    assert not [warning for warning in recwarn if "is not available" in str(warning.message)]
+    assert "HYDRA_FULL_ERROR" not in os.environ

@@ -1,0 +1,215 @@
+"""Rules of rollout correction and truncated sampling; how the actor learns of the bypass mode."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.trainer.config.support import Run, only
+from verl.errors import ConfigError
+from verl.trainer.config import RolloutCorrectionConfig, load_config
+
+CORRECTION = "algorithm.rollout_correction"
+ROLLOUT = "actor_rollout_ref.rollout"
+LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+LIMIT = "trainer.max_rollout_actor_probs_diff"
+PRESETS = [name for name, value in vars(RolloutCorrectionConfig).items() if isinstance(value, classmethod)]
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    return {f"{CORRECTION}.{name}": value for name, value in changes.items()}
+
+
+# ---- settings
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if not name.startswith("_")])
+def test_every_preset_can_be_configured(run: Run, name: str):
+    preset = getattr(RolloutCorrectionConfig, name)()
+    config = run.load(settings(**preset.to_dict()))
+    assert config.algorithm.rollout_correction == preset
+
+
+def test_thresholds_on_the_command_line(run: Run):
+    from tests.trainer.config.test_scripts import GRPO
+
+    text = f" {CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5.0"
+    text += (
+        f""" {CORRECTION}.rollout_rs="'seq_mean_k1,token_k3'" {CORRECTION}.rollout_rs_threshold="'0.999_1.001,0.1'" """
+    )
+    found = run.script(GRPO.replace("ENGINE", "hf") + text).algorithm.rollout_correction
+    assert (found.rollout_is_threshold, found.rollout_rs) == ("0.5_5.0", "seq_mean_k1,token_k3")
+    assert found.rollout_rs_threshold == "0.999_1.001,0.1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "said"),
+    [
+        ({"rollout_is_threshold": 0.5}, "rollout_is_threshold=0.5", "must be a cap of at least 1"),
+        ({"rollout_is_threshold": "x"}, "rollout_is_threshold=x", "is neither a number"),
+        ({"rollout_rs": "geometric", "rollout_rs_threshold": 1.0}, "rollout_rs=geometric", "there is no criterion"),
+        ({"rollout_rs": "token_k1"}, "rollout_rs=token_k1", "needs rollout_rs_threshold"),
+        ({"rollout_rs": "token_k2", "rollout_rs_threshold": "0.5_2.0"}, "rollout_rs=token_k2", "must be one number"),
+        ({"rollout_rs_threshold": 2.0}, "rollout_rs_threshold=2.0", "nothing is rejected without a criterion"),
+        ({"rollout_is_batch_normalize": True}, "rollout_is_batch_normalize=true", "there are no weights"),
+        ({"loss_type": "reinforce"}, "loss_type=reinforce", "it is the loss of the bypass mode"),
+    ],
+)
+def test_settings_that_do_not_fit(run: Run, changes: dict[str, Any], key: str, said: str):
+    message = only(run.refusal(settings(**changes)))
+    assert f"{CORRECTION}.{key}" in message
+    assert said in message
+
+
+@pytest.mark.parametrize("level", ["geometric", "tokens", True])
+def test_an_unknown_level_lists_those_there_are(run: Run, level: Any):
+    assert "token, sequence" in only(run.refusal(settings(rollout_is=level)))
+
+
+def test_a_loss_must_read_the_weights(run: Run):
+    from verl.algorithms import agg_loss, register_policy_loss
+
+    @register_policy_loss("loss_without_weights")
+    def loss(log_prob, advantages, response_mask, loss_agg_mode):
+        return agg_loss(-advantages * log_prob, response_mask, loss_agg_mode), {}
+
+    changes = {LOSS_MODE: "loss_without_weights"}
+    run.load(changes | settings(rollout_rs="token_k1", rollout_rs_threshold=2.0))
+    message = only(run.refusal(changes | settings(rollout_is="token")))
+    assert "loss_without_weights has no parameter rollout_is_weights" in message
+
+
+# ---- the bypass mode
+
+
+def test_the_actor_learns_of_the_bypass_mode(run: Run):
+    config = run.load(settings(bypass_mode=True, loss_type="reinforce", rollout_is="token"))
+    loss = config.actor_rollout_ref.actor.policy_loss
+    assert loss.loss_mode == "bypass_mode"
+    assert loss.rollout_correction is config.algorithm.rollout_correction
+    again = load_config(config.to_dict())  # what was loaded can be loaded
+    assert again.actor_rollout_ref.actor.policy_loss == loss
+
+
+def test_without_it_the_actor_is_told_nothing(run: Run):
+    config = run.load(settings(rollout_is="token"))
+    loss = config.actor_rollout_ref.actor.policy_loss
+    assert (loss.loss_mode, loss.rollout_correction) == ("vanilla", None)
+
+
+def test_the_copy_of_the_loss_is_another_spelling(run: Run):
+    config = run.load({"actor_rollout_ref.actor.policy_loss.rollout_correction.rollout_is": "token"})
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert config.actor_rollout_ref.actor.policy_loss.rollout_correction is None  # only bypass mode needs it
+
+
+def test_batch_normalised_weights_depend_on_the_layout_inside_of_a_loss(run: Run):
+    changes = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
+    message = only(run.refusal(settings(**changes)))
+    assert "would depend on how the batch is cut and dealt to ranks" in message
+    assert f"or {CORRECTION}.bypass_mode=false, which normalises over the whole batch" in message
+    run.load(settings(**(changes | {"bypass_mode": False, "loss_type": "ppo_clip"})))
+
+
+def test_another_loss_is_not_replaced_in_silence(run: Run):
+    message = only(run.refusal({LOSS_MODE: "gspo"} | settings(bypass_mode=True)))
+    assert f"{LOSS_MODE}=gspo: with {CORRECTION}.bypass_mode=true the loss is {CORRECTION}.loss_type" in message
+    message = only(run.refusal({LOSS_MODE: "bypass_mode"}))
+    assert f"remedy: set {CORRECTION}.bypass_mode=true, which chooses this loss by itself" in message
+    run.load({LOSS_MODE: "bypass_mode"} | settings(bypass_mode=True))
+
+
+def test_weights_beside_the_clip_are_said_to_have_no_effect(run: Run, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        run.load(settings(bypass_mode=True, rollout_is="token"))
+    assert "has no effect with algorithm.rollout_correction.loss_type=ppo_clip" in caplog.text
+
+
+def test_in_the_bypass_mode_there_is_no_gap_to_limit(run: Run):
+    message = only(run.refusal({LIMIT: 0.1} | settings(bypass_mode=True)))
+    assert "the trainer computes no old log-probs, so there is nothing to compare" in message
+
+
+@pytest.mark.parametrize("changes", [{"entropy_target": 0.5}, {"policy_loss.top_entropy_quantile": 0.2}])
+def test_in_the_bypass_mode_there_is_no_entropy(run: Run, changes: dict[str, Any]):
+    keys = {f"actor_rollout_ref.actor.{name}": value for name, value in changes.items()}
+    assert "and so no entropy" in only(run.refusal(keys | settings(bypass_mode=True)))
+
+
+# ---- truncated sampling
+
+CUTS = [("top_p", 0.9, 1), ("top_k", 20, -1), ("min_p", 0.05, 0)]
+
+
+@pytest.mark.parametrize(("name", "value", "off"), CUTS)
+def test_truncated_samples_are_weighed_by_default(
+    run: Run, name: str, value: float, off: int, caplog: pytest.LogCaptureFixture
+):
+    key = f"{ROLLOUT}.{name}"
+    assert run.load({key: value}).algorithm.rollout_correction.rollout_is == "token"
+    assert f"rollout_correction.rollout_is: token, because {key}={value} samples from a truncated" in caplog.text
+    greedy = {f"{ROLLOUT}.do_sample": False, f"{ROLLOUT}.n": 1, "algorithm.adv_estimator": "reinforce_plus_plus"}
+    for changes in ({f"{ROLLOUT}.val_kwargs.{name}": value}, {key: value} | greedy, {key: off}):
+        assert run.load(changes).algorithm.rollout_correction.rollout_is is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_set"),
+    [
+        ({"rollout_is": "sequence"}, "sequence"),
+        ({"rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}, "token"),
+        ({"bypass_mode": True}, None),  # the clipped ratio is the weight
+        ({"bypass_mode": True, "loss_type": "reinforce"}, "token"),
+        ({"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "sequence"}, "sequence"),
+    ],
+)
+def test_what_corrects_truncation(
+    run: Run, changes: dict[str, Any], is_set: str | None, caplog: pytest.LogCaptureFixture
+):
+    config = run.load({f"{ROLLOUT}.top_p": 0.9} | settings(**changes))
+    assert config.algorithm.rollout_correction.rollout_is == is_set
+    assert "is biased" not in caplog.text.replace("without these weights the gradient is biased", "")
+
+
+def test_what_does_not_correct_truncation_is_told(run: Run, caplog: pytest.LogCaptureFixture):
+    off = {f"{ROLLOUT}.top_p": 0.9} | settings(rollout_is=None)
+    assert run.load(off, explicit={"algorithm.rollout_correction.rollout_is"})
+    assert f"{ROLLOUT}.top_p=0.9: the samples then come from a truncated distribution" in caplog.text
+    assert f"remedy: set {ROLLOUT}.top_p=1 for training (validation may truncate: val_kwargs.top_p)" in caplog.text
+    assert "rollout_correction.rollout_is=token" in caplog.text
+
+
+def test_the_correction_needs_the_log_probs_of_what_was_sampled_from(run: Run):
+    changes = {f"{ROLLOUT}.top_p": 0.9, f"{ROLLOUT}.logprobs_mode": "raw_logprobs"} | settings(rollout_is="token")
+    message = only(run.refusal(changes))
+    assert f"{ROLLOUT}.logprobs_mode=raw_logprobs: these are not the log-probs of the distribution" in message
+    assert f"({ROLLOUT}.top_p=0.9)" in message
+    assert f"remedy: set {ROLLOUT}.logprobs_mode=processed_logprobs" in message
+
+
+def test_raw_log_probs_know_nothing_of_the_temperature(run: Run):
+    raw = {f"{ROLLOUT}.logprobs_mode": "raw_logprobs"}
+    run.load(raw)
+    run.load({f"{ROLLOUT}.temperature": 0.7})
+    assert f"({ROLLOUT}.temperature=0.7)" in only(run.refusal(raw | {f"{ROLLOUT}.temperature": 0.7}))
+
+
+@pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "logprobs"])
+def test_other_modes_are_refused(run: Run, mode: str):
+    message = only(run.refusal({f"{ROLLOUT}.logprobs_mode": mode}))
+    assert "processed_logprobs" in message
+
+
+def test_the_gap_is_not_limited_where_it_is_meant_to_be(run: Run):
+    changes = {LIMIT: 0.1, f"{ROLLOUT}.top_k": 20} | settings(rollout_is="token")
+    message = only(run.refusal(changes))
+    assert f"{LIMIT}=0.1: with {ROLLOUT}.top_k=20 the rollout's probabilities are larger" in message
+    run.load({LIMIT: 0.1} | settings(rollout_is="token"))
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1])
+def test_min_p_is_a_share(run: Run, value: float):
+    with pytest.raises(ConfigError, match=r"rollout.min_p"):
+        run.load({f"{ROLLOUT}.min_p": value})

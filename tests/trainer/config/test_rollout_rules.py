@@ -1,0 +1,91 @@
+"""Engines that are programs of their own: what is told before any model loads."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from typing import Any
+
+import pytest
+
+from tests.trainer.config.support import Run, only
+from verl.trainer.config import GenerationConfig
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def settings(**more: Any) -> dict[str, Any]:
+    """A run with vLLM in an environment that is there (it is not started)."""
+    return {
+        f"{ROLLOUT}.name": "vllm",
+        f"{ROLLOUT}.tensor_model_parallel_size": 1,
+        f"{ROLLOUT}.engine_kwargs": {"vllm": {"python": sys.executable}},
+    } | {f"{ROLLOUT}.{key}": value for key, value in more.items()}
+
+
+def test_an_engine_in_another_environment_is_taken(run: Run):
+    assert run.load(settings()).actor_rollout_ref.rollout.name == "vllm"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_an_engine_that_is_not_installed_is_told(run: Run, engine: str):
+    if importlib.util.find_spec(engine) is not None:
+        pytest.skip(f"{engine} is installed here")
+    message = only(run.refusal(settings(name=engine, engine_kwargs={})))
+    assert f"the package {engine} is not installed here" in message
+    assert f"{ROLLOUT}.engine_kwargs.{engine}.python" in message
+
+
+def test_a_python_that_is_not_there_is_told(run: Run):
+    message = only(run.refusal(settings(engine_kwargs={"vllm": {"python": "/nowhere/bin/python"}})))
+    assert f"{ROLLOUT}.engine_kwargs.vllm.python=/nowhere/bin/python: there is no such file" in message
+
+
+@pytest.mark.parametrize("size, ranks, fits", [(1, 1, True), (2, 1, False), (2, 4, True), (3, 4, False), (8, 4, False)])
+def test_the_ranks_of_a_machine_divide_among_the_engines(run: Run, size: int, ranks: int, fits: bool):
+    given = settings(tensor_model_parallel_size=size) | {"trainer.n_gpus_per_node": ranks, "trainer.controller": "ray"}
+    if fits:
+        run.load(given)
+        return
+    message = only(run.refusal(given, explicit={f"{ROLLOUT}.tensor_model_parallel_size"}))
+    assert f"{ROLLOUT}.tensor_model_parallel_size={size}" in message
+    assert f"does not divide trainer.n_gpus_per_node={ranks}" in message
+    assert "tensor_model_parallel_size=1" in message
+
+
+def test_copies_inside_an_engine_are_refused(run: Run):
+    assert "data_parallel_size=2" in only(run.refusal(settings(data_parallel_size=2)))
+
+
+def test_the_usual_size_fits_the_machine_unless_it_was_set(run: Run, caplog: pytest.LogCaptureFixture):
+    usual = {key: value for key, value in settings().items() if not key.endswith("parallel_size")}
+    for ranks, size in ((1, 1), (2, 2), (3, 1)):
+        sizes = {"trainer.n_gpus_per_node": ranks, "data.train_batch_size": 12, f"{ROLLOUT}.n": 6}
+        config = run.load(usual | sizes)
+        assert config.actor_rollout_ref.rollout.tensor_model_parallel_size == size
+    assert f"{ROLLOUT}.tensor_model_parallel_size: 1 and not 2, the usual value" in caplog.text
+    generation = {"rollout.name": "vllm", "rollout.engine_kwargs": {"vllm": {"python": sys.executable}}}
+    changes = generation | {"trainer.n_gpus_per_node": 3}
+    message = run.refusal(changes, GenerationConfig, explicit={"rollout.tensor_model_parallel_size"})
+    assert "rollout.tensor_model_parallel_size=2" in message
+
+
+def test_engines_of_this_process_say_what_they_do_not_read(run: Run, caplog: pytest.LogCaptureFixture):
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    assert run.load({f"{ROLLOUT}.name": "hf"}).actor_rollout_ref.rollout.tensor_model_parallel_size == 1
+    assert "no effect" not in caplog.text
+    run.load({f"{ROLLOUT}.mode": "sync", f"{ROLLOUT}.enforce_eager": True, key: 2}, explicit={key})
+    names = f"{ROLLOUT}.mode, {ROLLOUT}.enforce_eager, {key}"
+    assert f"no effect: {names} (only vllm and sglang read it, and {ROLLOUT}.name=native)" in caplog.text
+    caching = f"{ROLLOUT}.enable_prefix_caching"
+    run.load({caching: False})
+    assert caching not in caplog.text
+    run.load({caching: False, f"{ROLLOUT}.name": "hf"})
+    assert f"no effect: {caching} ({ROLLOUT}.name=hf keeps nothing of earlier requests)" in caplog.text
+
+
+def test_agent_loops_get_the_messages_of_prompts(run: Run):
+    enable = {"actor_rollout_ref.rollout.multi_turn.enable": True}
+    assert run.load(enable).actor_rollout_ref.rollout.default_agent_loop == "tool_agent"
+    message = only(run.refusal(enable | {"data.return_raw_chat": False}))
+    assert "data.return_raw_chat=false: the agent loop tool_agent answers prompts by their messages" in message

@@ -1,0 +1,69 @@
+"""Sizes that follow from others."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from tests.trainer.config.support import Run
+from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
+
+
+def test_sizes_by_hand(run: Run):
+    # 8 prompts × 4 responses = 32 per step; mini-batches of 4 prompts: 2, each trained on 3 times;
+    # 4 × 4 = 16 responses on 2 ranks: 8 each; 32 × (100 + 50) tokens; 35 rows make 4 steps, 3 are left over.
+    config = run.load(
+        {
+            "data.max_prompt_length": 100,
+            "data.max_response_length": 50,
+            "actor_rollout_ref.actor.ppo_epochs": 3,
+            "trainer.total_epochs": 5,
+        }
+    )
+    sizes = derived_sizes(config, 35)
+    assert (sizes.ranks, sizes.prompts_per_step, sizes.responses_per_step) == (2, 8, 32)
+    assert (sizes.mini_batches_per_step, sizes.mini_batch_per_rank) == (2, 8)
+    assert sizes.max_tokens_per_step == 4800
+    assert (sizes.steps_per_epoch, sizes.total_steps) == (4, 20)
+    assert (sizes.optimizer_steps_per_step, sizes.optimizer_steps) == (6, 120)
+    assert sizes.micro_batch == "2 responses"
+
+
+def test_a_given_number_of_steps_wins(run: Run):
+    sizes = derived_sizes(run.load({"trainer.total_training_steps": 7}), 35)
+    assert (sizes.steps_per_epoch, sizes.total_steps) == (4, 7)
+
+
+def test_before_the_data_is_read(run: Run):
+    sizes = derived_sizes(run.load())
+    assert (sizes.steps_per_epoch, sizes.total_steps) == (None, 0)
+    assert "known once the data is read" in str(sizes)
+
+
+def test_budget_by_tokens(run: Run):
+    sizes = derived_sizes(run.load({"actor_rollout_ref.actor.use_dynamic_bsz": True}))
+    assert sizes.micro_batch == "up to 16,384 tokens"
+
+
+def test_table_and_text_say_the_same(run: Run):
+    sizes = derived_sizes(run.load(), 800)
+    console = Console(record=True, width=100)
+    console.print(sizes_table(sizes))
+    table = console.export_text()
+    for name, value in sizes.rows():
+        assert name in table
+        assert value in table
+        assert f"{name}  " in str(sizes)
+
+
+@pytest.mark.parametrize(
+    "asked, available, device", [("cuda", True, "cuda"), ("cuda", False, "cpu"), ("cpu", True, "cpu")]
+)
+def test_device(run: Run, asked: str, available: bool, device: str):
+    assert resolve_device(run.load({"trainer.device": asked}), available) == device
+
+
+def test_the_table_says_why_the_device_is_another_one(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert derived_sizes(run.load()).device == "cpu (trainer.device=cuda, but this machine has no CUDA device)"
+    assert derived_sizes(run.load({"trainer.device": "cpu"})).device == "cpu"

@@ -1,0 +1,70 @@
+"""Scores that agent loops give: on the last token of the whole, or of each turn of the policy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from verl.config import AgentLoopConfig
+from verl.protocol import DataProto
+from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+from verl.trainer.ppo.trajectories import rows_to_score, with_own_scores
+
+CASES = [
+    # mask, status, reward_score, turn_scores; scores on tokens, reward_status
+    ([1, 1, 0, 1, 0], "done", None, [0.25, 0.5], [0, 0.25, 0, 0.5, 0], "ok"),
+    ([1, 1, 0, 1, 0], "done", 2.0, None, [0, 0, 0, 2, 0], "ok"),
+    ([1, 0, 1, 0, 1], "turns_used_up", 1.5, [1.0, 0.0, 0.5], [1, 0, 0, 0, 0.5], "ok"),
+    ([1, 0, 1, 0, 0], "done", None, [1.0], [0, 0, 0, 0, 0], "error"),
+    ([1, 0, 1, 0, 0], "done", None, [1.0, float("nan")], [0, 0, 0, 0, 0], "error"),
+    ([1, 0, 1, 0, 0], "done", 5.0, [1.0, 1.0], [0, 0, 0, 0, 0], "error"),
+    ([1, 0, 1, 0, 0], "environment_error", None, [1.0, 1.0], [0, 0, 0, 0, 0], "trajectory: environment_error"),
+    ([1, 1, 1, 0, 0], "done", None, None, [0, 0, 9, 0, 0], "ok"),  # of the reward function
+]
+
+
+def column(values: list) -> np.ndarray:
+    return np.fromiter(values, dtype=object, count=len(values))
+
+
+def test_scores_of_loops_are_placed_on_the_turns_of_the_policy(caplog: pytest.LogCaptureFixture):
+    masks, statuses, wholes, turns, wanted, reward_statuses = map(list, zip(*CASES, strict=True))
+    batch = DataProto.from_dict(
+        tensors={"response_mask": torch.tensor(masks)},
+        non_tensors={
+            "trajectory_status": column(statuses), "reward_score": column(wholes), "turn_scores": column(turns),
+        },
+    )  # fmt: skip
+    agent = AgentLoopConfig()
+    rows = rows_to_score(batch, agent)
+    assert rows == [7]
+    scored = torch.tensor([[0.0, 0, 9, 0, 0]]), {"score": [9.0], "reward_status": ["ok"]}
+    scores, extra = with_own_scores(batch, scored, rows, agent)
+    assert scores.tolist() == wanted
+    assert extra["reward_status"] == reward_statuses
+    assert extra["score"] == [0.75, 2.0, 1.5, 0.0, 0.0, 0.0, 0.0, 9.0]
+    for problem in ["1 turn_scores, but the policy had 2 turns", "nan, not a finite", "score=5, and turn_scores whose"]:
+        assert problem in caplog.text
+
+
+def test_the_turn_that_was_better_is_rewarded():
+    """Two siblings of two turns: the first turns score 1 and 0, the second ones the same."""
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1]])
+    batch = DataProto.from_dict(
+        tensors={"response_mask": mask},
+        non_tensors={
+            "trajectory_status": column(["done", "done"]), "turn_scores": column([[1.0, 0.5], [0.0, 0.5]]),
+        },
+    )  # fmt: skip
+    scores, _ = with_own_scores(batch, (torch.zeros(0), {}), [], AgentLoopConfig())
+    assert scores.tolist() == [[0, 1, 0, 0.5], [0, 0, 0, 0.5]]
+    advantages, _ = get_adv_estimator_fn("grpo_per_turn")(
+        token_level_rewards=scores, response_mask=mask, index=np.array(["a", "a"], dtype=object)
+    )
+    # Returns of the first turns: 1.5 and 0.5, one standard deviation (sqrt 1/2) apart by 1/sqrt 2; of the second equal.
+    half = 2**-0.5
+    assert advantages.tolist() == [
+        pytest.approx([half, half, 0, 0], abs=1e-5),
+        pytest.approx([-half, 0, 0, 0], abs=1e-5),
+    ]

@@ -1,0 +1,100 @@
+"""The private parts of Transformers are where they were, and mean what they meant."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+
+from verl.testing.models import tiny_model, tiny_model_dir
+from verl.utils import transformers_private as private
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_attention_of_a_config_is_read_and_set():
+    config = tiny_model("qwen3").config
+    private.set_attention(config, "eager")
+    assert private.attention_of(config) == "eager"
+    assert AutoModelForCausalLM.from_config(config).config._attn_implementation == "eager"
+    assert private.attention_of(PretrainedConfig()) is None
+
+
+def test_a_registered_attention_is_called():
+    called = []
+
+    def attention(module, query, key, value, *args, **kwargs):
+        called.append(type(module).__name__)
+        return query.transpose(1, 2).contiguous(), None
+
+    private.ALL_ATTENTION_FUNCTIONS.register("verl_test", attention)
+    model = tiny_model("qwen3")
+    assert private.takes_any_attention(model)
+    model.set_attn_implementation("verl_test")
+    model(input_ids=torch.tensor([[1, 2]]))
+    assert len(called) == model.config.num_hidden_layers
+    assert isinstance(private.ALL_ATTENTION_FUNCTIONS, AttentionInterface)
+
+
+def test_the_repeated_layers_are_named():
+    model = tiny_model("qwen3")
+    layers = {type(module).__name__ for module in model.modules()}
+    assert private.layer_class_names(model) == {"Qwen3DecoderLayer"} <= layers
+
+
+def test_a_model_whose_ties_are_forgotten_saves_both_weights(tmp_path):
+    from safetensors.torch import load_file
+
+    model = tiny_model("qwen3", tie_word_embeddings=True)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    private.forget_ties(model)
+    model.save_pretrained(tmp_path)
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= load_file(tmp_path / "model.safetensors").keys()
+
+
+def test_no_weight_is_initialised():
+    with private.no_init_weights(), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_model("qwen3").config)
+    assert model.lm_head.weight.device.type == "meta"
+
+
+def test_classifiers_by_type_of_model():
+    assert private.sequence_classifier_of("qwen3") == "Qwen3ForSequenceClassification"
+    assert private.token_classifier_of("qwen3") == "Qwen3ForTokenClassification"
+    assert private.sequence_classifier_of("no such type") is None
+    assert private.token_classifier_of("no such type") is None
+
+
+def test_code_of_a_model_is_known_by_the_name_of_its_module():
+    assert private.is_from_model_folder("transformers_modules.folder.modeling_own")
+    assert not private.is_from_model_folder("transformers.models.qwen3.modeling_qwen3")
+
+
+def test_what_a_tokenizer_declares(tmp_path):
+    assert "tokenizer_class" in private.get_tokenizer_config(tiny_model_dir(tmp_path))
+
+
+def test_a_layer_of_a_cache_takes_views_of_a_buffer():
+    layer = private.DynamicLayer()
+    keys = torch.zeros(1, 1, 2, 4)
+    layer.lazy_initialization(keys, keys)
+    found, _ = layer.update(keys, keys)
+    assert found.shape[2] == layer.keys.shape[2] == 2
+
+
+def test_nothing_else_imports_from_below_the_top_of_transformers():
+    guilty = []
+    for path in (ROOT / "verl").rglob("*.py"):
+        if path.name == "transformers_private.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("transformers."):
+                guilty.append(f"{path.relative_to(ROOT)}:{node.lineno} imports from {node.module}")
+            if isinstance(node, ast.Attribute | ast.Constant):
+                name = node.attr if isinstance(node, ast.Attribute) else node.value
+                if name in ("_attn_implementation", "_supports_attention_backend", "_no_split_modules"):
+                    guilty.append(f"{path.relative_to(ROOT)}:{node.lineno} uses {name}")
+    assert not guilty, "\n".join(guilty)

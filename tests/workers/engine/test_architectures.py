@@ -1,0 +1,104 @@
+"""Architectures beyond the plain decoder: packed where that is right, padded where not, refused where neither is."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from tests.workers.support import LAYOUTS, WHOLE, make_engine, naive_outputs, ragged_batch
+from verl.errors import ConfigError
+from verl.model_merger import merge
+from verl.testing.models import tiny_model_dir, tiny_tokenizer
+from verl.workers.losses import sft_loss
+
+SMALL = {
+    "vocab_size": 104, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0, "eos_token_id": 1,
+    "bos_token_id": None,
+}  # fmt: skip
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
+
+PACKED = {
+    "Cohere": {"logit_scale": 0.25},
+    "Granite": {"logits_scaling": 4.0},
+    "Gemma3Text": {"head_dim": 16, "sliding_window": 4},
+    "Qwen3Moe": MOE,
+    "Phi3": {},
+}
+PADDED = {
+    "Lfm2": ({"layer_types": ["conv", "full_attention"], "block_ff_dim": 128}, "packed sequences see each other"),
+    "GptOss": ({"num_local_experts": 2, "head_dim": 16, "num_experts_per_tok": 1}, "it needs s_aux"),
+    "Qwen2Moe": (
+        MOE
+        | {
+            "shared_expert_intermediate_size": 32,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        "past a window that attention is not told of",
+    ),
+    "Mamba": ({}, "its code has no exchangeable attention"),
+}
+
+
+def model_dir(path, name, settings):
+    config = getattr(transformers, f"{name}Config")(**SMALL | settings)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def check(path, engine, layout):
+    batch = ragged_batch()
+    with torch.no_grad():
+        expected, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path).eval(), batch)
+    found = engine.infer_batch(batch, {"log_probs"}, layout)["log_probs"]
+    assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_trained_exported_and_merged(name, tmp_path):
+    path = model_dir(tmp_path / "model", name, PACKED[name])
+    engine = make_engine(path)
+    assert engine.is_packed
+    check(path, engine, LAYOUTS["three"])
+    with engine.train_mode():
+        engine.train_batch(ragged_batch(), sft_loss, WHOLE)
+    engine.save_checkpoint(str(tmp_path / "actor"), contents=("model", "hf_model"))
+    check(tmp_path / "actor" / "huggingface", engine, WHOLE)
+    merge(tmp_path / "actor", tmp_path / "merged")
+    check(tmp_path / "merged", engine, WHOLE)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_with_the_reason(name, tmp_path, caplog):
+    settings, reason = PADDED[name]
+    path = model_dir(tmp_path, name, settings)
+    with caplog.at_level(logging.WARNING):
+        engine = make_engine(path, trained=False)
+    assert not engine.is_packed
+    assert reason in caplog.text
+    check(path, engine, LAYOUTS["three"])
+
+
+def test_an_unknown_treatment_of_logits_is_refused(tmp_path):
+    # Llama does not read this field, so the engine would cap logits that the model does not
+    path = tiny_model_dir(tmp_path, "llama", final_logit_softcapping=1.0)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM does more to its logits than this engine knows"):
+        make_engine(path)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp32"])
+def test_rounding_is_no_reason_against_packing(tmp_path, dtype):
+    path = tiny_model_dir(tmp_path, "qwen3")
+    assert make_engine(path, dtype=dtype, model_dtype=dtype).is_packed
+    assert make_engine(path, "value_model", dtype=dtype).is_packed

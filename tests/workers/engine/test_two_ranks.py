@@ -1,0 +1,210 @@
+"""Two ranks over gloo in one start of two processes: the same numbers as plain PyTorch on one."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from tests.workers.support import (
+    LAYOUTS,
+    WHOLE,
+    has_fast_layers,
+    make_engine,
+    naive_outputs,
+    naive_update,
+    ragged_batch,
+    run_ranks,
+    share,
+    weights_of,
+    with_log_probs,
+)
+from verl.algorithms import LOSS_AGG_MODES
+from verl.errors import CheckpointError, ConfigError
+from verl.testing.models import tiny_model_dir
+from verl.workers.config import ActorConfig
+from verl.workers.engine import MicroBatchConfig
+from verl.workers.losses import PolicyLoss, sft_loss
+
+STATE = ("model", "optimizer", "extra")
+
+
+def config_for(mode):
+    return ActorConfig(loss_agg_mode=mode, entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+
+
+def ppo_batch(path):
+    plain = ragged_batch()
+    with torch.no_grad():
+        log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)
+    return with_log_probs(plain, log_probs)
+
+
+def two_steps(engine, mine, mode, micro):
+    with engine.train_mode():
+        first = engine.train_batch(mine, PolicyLoss(config_for(mode)), micro)
+        engine.train_batch(mine, PolicyLoss(config_for(mode)), micro)
+    return first
+
+
+def on_each_rank(rank, world_size, folder, path):
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    mine = share(batch, rank, world_size)
+    cases = {mode: ({}, "three") for mode in LOSS_AGG_MODES} | {
+        "padded": ({"use_remove_padding": False}, "one by one"),
+        "by tokens": ({}, "by tokens"),
+        "kept activations": ({"enable_gradient_checkpointing": False}, "three"),
+        "kept gathered": ({"reshard_after_forward": False, "forward_prefetch": True}, "three"),
+        "two copies": ({"fsdp_size": 1}, "three"),
+    }
+    weights, metrics, log_probs = {}, {}, {}
+    for case, (settings, layout) in cases.items():
+        engine = make_engine(path, **settings)
+        assert has_fast_layers(engine)
+        log_probs[case] = engine.infer_batch(mine, {"log_probs"}, LAYOUTS[layout])["log_probs"]
+        metrics[case] = two_steps(engine, mine, case if case in LOSS_AGG_MODES else "token-mean", LAYOUTS[layout])
+        weights[case] = weights_of(engine)
+    torch.save({"weights": weights, "metrics": metrics, "log_probs": log_probs}, folder / f"rank_{rank}.pt")
+    uneven(rank, path, batch, folder)
+    checkpoints(rank, path, batch, folder)
+
+
+def uneven(rank, path, batch, folder):
+    """Ranks with other numbers of passes, a rank without a valid token, an error on one rank alone."""
+    engine = make_engine(path)
+    mine = batch.select_idxs([0]) if rank == 0 else batch.select_idxs([1, 2, 3])
+    with engine.train_mode():
+        metrics = engine.train_batch(mine, sft_loss, MicroBatchConfig(micro_batch_size_per_gpu=1))
+    torch.save({"weights": weights_of(engine), "metrics": metrics}, folder / f"uneven_{rank}.pt")
+    micro = MicroBatchConfig(use_dynamic_bsz=True, max_token_len_per_gpu=10)  # too little for rank 1 only
+    with pytest.raises(ConfigError, match="does not fit into a micro-batch of 10"):
+        engine.infer_batch(mine, {"log_probs"}, micro)
+
+
+def checkpoints(rank, path, batch, folder):
+    mine = share(batch, rank, 2)
+    engine = make_engine(path)
+    engine.load_checkpoint(str(folder / "from_one"), STATE)  # written by one rank after one step
+    with engine.train_mode():
+        engine.train_batch(mine, sft_loss, WHOLE)
+    held, weights = engine.state(2).states, weights_of(engine)
+    engine.save_checkpoint(str(folder / "from_two"), 2, (*STATE, "hf_model"))
+    with engine.train_mode():
+        after = engine.train_batch(mine, sft_loss, WHOLE)
+    engine.load_state(held)
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(engine).items())
+    with engine.train_mode():
+        assert engine.train_batch(mine, sft_loss, WHOLE) == after
+    engine.load_state(held)
+    blocked = "/proc/nowhere" if rank == 1 else str(folder / "fine")
+    with pytest.raises(CheckpointError, match="rank 1"):
+        engine.save_checkpoint(blocked)
+    dist.barrier()
+    if rank == 0:
+        (folder / "from_two" / "model_world_size_2_rank_1.pt").rename(folder / "hidden.pt")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"model_world_size_2_rank_1.pt is missing"):
+        engine.load_checkpoint(str(folder / "from_two"))
+    if rank == 0:
+        (folder / "hidden.pt").rename(folder / "from_two" / "model_world_size_2_rank_1.pt")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    # 3 heads of 10 and a vocabulary of 105: no weight divides evenly over two ranks
+    odd = {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "head_dim": 10,
+        "intermediate_size": 65,
+        "hidden_size": 33,
+    }
+    return tiny_model_dir(tmp_path_factory.mktemp("odd"), "qwen3", vocab=105, tie_word_embeddings=True, **odd)
+
+
+@pytest.fixture(scope="module")
+def batch(path):
+    return ppo_batch(path)
+
+
+@pytest.fixture(scope="module")
+def folder(path, batch, tmp_path_factory):
+    """What two ranks left behind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.save(batch, folder / "batch.pt")
+    one = make_engine(path)
+    with one.train_mode():
+        one.train_batch(batch, sft_loss, WHOLE)
+    one.save_checkpoint(str(folder / "from_one"), 1, STATE)
+    run_ranks(on_each_rank, 2, folder, path)
+    return folder
+
+
+def load(folder, name):
+    return torch.load(folder / name, weights_only=True)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_two_ppo_steps_equal_plain_pytorch(folder, path, batch, mode):
+    expected, norm = naive_update(path, batch, config_for(mode))
+    found = load(folder, "rank_0.pt")
+    assert found["metrics"][mode]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for name, weight in found["weights"][mode].items():
+        assert_close(weight, expected[name], atol=2e-6, rtol=1e-5)
+
+
+def test_no_layout_or_placement_changes_the_result(folder, batch):
+    ranks = [load(folder, f"rank_{rank}.pt") for rank in range(2)]
+    reference = ranks[0]["weights"]["token-mean"]
+    for case, weights in ranks[0]["weights"].items():
+        assert ranks[0]["metrics"][case] == ranks[1]["metrics"][case]
+        assert all(torch.equal(weight, ranks[1]["weights"][case][name]) for name, weight in weights.items())
+        if case not in LOSS_AGG_MODES:
+            assert ranks[0]["metrics"][case] == pytest.approx(ranks[0]["metrics"]["token-mean"], rel=1e-4)
+            for name, weight in weights.items():
+                assert_close(weight, reference[name], atol=2e-6, rtol=1e-5)
+
+
+def test_each_rank_gets_the_log_probs_of_its_rows(folder, path, batch):
+    with torch.no_grad():
+        expected, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), batch)
+    for rank in range(2):
+        for log_probs in load(folder, f"rank_{rank}.pt")["log_probs"].values():
+            assert_close(log_probs, expected[rank::2], atol=1e-5, rtol=0)
+
+
+def test_ranks_with_other_numbers_of_passes(folder, path, batch):
+    alone = make_engine(path)
+    with alone.train_mode():
+        metrics = alone.train_batch(batch.select_idxs([0, 1, 2, 3]), sft_loss, WHOLE)
+    found = load(folder, "uneven_0.pt")
+    assert found["metrics"] == pytest.approx(metrics, rel=1e-5)
+    for name, weight in weights_of(alone).items():
+        assert_close(found["weights"][name], weight, atol=2e-6, rtol=1e-5)
+
+
+def test_one_rank_to_two_to_one(folder, path, batch):
+    """A step on one rank, saved, a step on two, saved, a step on one: as three steps on one."""
+    straight, resumed = make_engine(path), make_engine(path)
+    resumed.load_checkpoint(str(folder / "from_two"), STATE)
+    assert resumed.weight_version == 2
+    for engine, steps in ((straight, 3), (resumed, 1)):
+        with engine.train_mode():
+            for _ in range(steps):
+                engine.train_batch(batch, sft_loss, WHOLE)
+    for name, weight in weights_of(straight).items():
+        assert_close(weights_of(resumed)[name], weight, atol=2e-6, rtol=1e-5)
+
+
+def test_checkpoint_of_two_ranks(folder, path, batch):
+    saved = folder / "from_two"
+    assert json.loads((saved / "fsdp_config.json").read_text())["world_size"] == 2
+    parts = [load(saved, f"model_world_size_2_rank_{rank}.pt") for rank in range(2)]
+    name = "model.embed_tokens.weight"
+    assert [part["tensors"][name].shape[0] for part in parts] == [53, 52]
+    exported = AutoModelForCausalLM.from_pretrained(saved / "huggingface")
+    assert torch.equal(exported.model.embed_tokens.weight, torch.cat([part["tensors"][name] for part in parts]))
+    assert torch.equal(exported.lm_head.weight, exported.model.embed_tokens.weight)
+    assert not (folder / "fine").exists()  # one rank failed, so nothing was put in place

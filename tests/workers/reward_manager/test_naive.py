@@ -1,0 +1,209 @@
+"""The naive reward manager: where scores land, what is reported, when a run stops."""
+
+import logging
+
+import pytest
+import torch
+
+from tests.utils.dataset.test_rl_dataset import jsonl
+from tests.workers.reward_manager.batches import LENGTH, TOKENIZER, batch_of
+from tests.workers.reward_manager.hostile import length_of
+from verl.errors import ConfigError, DataError, RewardError, SchemaError
+from verl.trainer.config import DataConfig
+from verl.utils.dataset import RLHFDataset
+from verl.utils.reward_score import UnknownDataSourceError
+from verl.workers.reward_manager import NaiveRewardManager, get_reward_manager_cls, register
+from verl.workers.reward_manager.scores import on_last_token
+
+
+def manager(function=length_of, **changes):
+    return NaiveRewardManager(TOKENIZER, 0, function, **changes)
+
+
+def test_scores_sit_on_the_last_token_and_an_empty_response_has_none():
+    # "ab" is a, b, <eos>; "abcdef" fills all places and loses its <eos>.
+    result = manager()(batch_of(["ab", "", "abcdef"]), return_dict=True)
+    expected = torch.tensor([[0, 0, 0.2, 0, 0, 0], [0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0.6]])
+    torch.testing.assert_close(result["reward_tensor"], expected)
+    assert result["reward_tensor"].dtype == torch.float32
+    assert result["reward_extra_info"] == {"score": [0.2, 0.0, 0.6], "reward_status": ["ok", "ok", "ok"]}
+    torch.testing.assert_close(manager()(batch_of(["ab", "", "abcdef"])), expected)
+
+
+def test_the_score_of_an_empty_response_is_reported():
+    result = manager(lambda solution_str: 0.5)(batch_of([""]), return_dict=True)
+    assert result["reward_tensor"].sum() == 0
+    assert result["reward_extra_info"]["score"] == [0.5]
+
+
+def test_on_last_token_skips_tokens_of_tools():
+    # The last token that the policy chose, not the last one that is there.
+    mask = torch.tensor([[1, 0, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]])
+    assert on_last_token(mask, [1.0, 2.0, 3.0]).tolist() == [[0, 0, 1, 0], [0, 0, 0, 0], [0, 0, 0, 3]]
+
+
+def test_default_scorers_by_data_source():
+    data = batch_of(["#### 3", "#### 4"], ["3", "3"], "openai/gsm8k")
+    assert manager(None)(data).sum(-1).tolist() == [1.0, 0.0]
+    assert manager(None, format_score=0.5)(data).sum(-1).tolist() == [1.0, 0.5]
+
+
+def test_another_column_chooses_the_scorer():
+    data = batch_of(["#### 3"], ["3"], "?", source=["openai/gsm8k"])
+    assert manager(None, reward_fn_key="source")(data).sum() == 1.0
+
+
+def test_an_unknown_source_and_a_missing_column_stop_at_once():
+    with pytest.raises(UnknownDataSourceError, match="'nobody'"):
+        manager(None, max_error_rate=1.0)(batch_of(["a"], ["b"], "nobody"))
+    with pytest.raises(SchemaError, match="reward_model"):
+        manager(None)(batch_of(["a"], None, "openai/gsm8k"))
+    with pytest.raises(SchemaError, match="attention_mask"):
+        manager()(batch_of(["a"]).select(batch_keys=["responses", "prompts", "response_mask"]))
+
+
+def test_a_wrong_setting_stops_at_once():
+    with pytest.raises(ConfigError, match="format_scor"):
+        manager(None, format_scor=1, max_error_rate=1.0)(batch_of(["a"], ["b"], "openai/gsm8k"))
+    with pytest.raises(ConfigError, match="takes no weight"):
+        manager(weight=1)
+
+
+def test_dict_results_become_columns():
+    def score(solution_str, extra_info):
+        extra = {"acc": solution_str == "a"} if extra_info["row"] != 1 else {}
+        return {"score": 1.0, **extra}
+
+    extra = manager(score)(batch_of(["a", "b", "c"]), return_dict=True)["reward_extra_info"]
+    assert extra == {"acc": [True, None, False], "score": [1.0] * 3, "reward_status": ["ok"] * 3}
+
+
+def test_extra_info_has_what_the_rollout_knows_and_the_batch_keeps_its_own():
+    data = batch_of(["a", "b"], __num_turns__=[2, 4], rm_scores=torch.full((2, LENGTH), 0.5))
+    result = manager(lambda solution_str, extra_info: {"score": 0.0, "seen": extra_info})(data, return_dict=True)
+    assert result["reward_extra_info"]["seen"] == [
+        {"row": 0, "num_turns": 2, "rm_score": 3.0},
+        {"row": 1, "num_turns": 4, "rm_score": 3.0},
+    ]
+    assert data.non_tensor_batch["extra_info"].tolist() == [{"row": 0}, {"row": 1}]
+
+
+# ---- failures ------------------------------------------------------------------------------------
+
+
+def fails_on(*bad):
+    def compute_score(data_source, solution_str, ground_truth, extra_info):
+        if solution_str in bad:
+            raise KeyError("difficulty")
+        return {"score": 1.0, "acc": 1}
+
+    return compute_score
+
+
+def test_a_failed_sample_is_marked_counted_and_shown(caplog):
+    data = batch_of(["a", "b", "c", "d"])
+    result = manager(fails_on("b"), max_error_rate=0.25)(data, return_dict=True)
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 0.0, 1.0, 1.0]
+    assert result["reward_extra_info"]["reward_status"] == ["ok", "error", "ok", "ok"]
+    assert result["reward_extra_info"]["acc"] == [1, None, 1, 1]
+    (record,) = caplog.records
+    for part in ("1 of 4", "25.0%", "u1", "countdown", "KeyError: 'difficulty'", "test_naive.py"):
+        assert part in record.getMessage()
+
+
+def test_above_the_rate_the_run_stops_with_the_first_traceback():
+    with pytest.raises(RewardError) as caught:
+        manager(fails_on("b", "c"), max_error_rate=0.25)(batch_of(["a", "b", "c", "d"]))
+    for part in ("2 of 4", "50.0%", "sample u1", "'countdown'", "KeyError: 'difficulty'", "max_error_rate=0.25"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), None, "1"])
+def test_a_score_that_is_no_finite_number_is_a_failure(value):
+    result = manager(lambda solution_str: value, max_error_rate=1.0)(batch_of(["a"]), return_dict=True)
+    assert result["reward_extra_info"] == {"score": [0.0], "reward_status": ["error"]}
+    assert result["reward_tensor"].sum() == 0
+
+
+def test_a_batch_function_that_raises_fails_the_batch():
+    def compute_reward(data):
+        raise RuntimeError("no")
+
+    with pytest.raises(RewardError, match="RuntimeError: no"):
+        manager(compute_reward)(batch_of(["a", "b"]))
+
+
+def test_batch_form_end_to_end():
+    def compute_reward(data, **kwargs):
+        return torch.tensor([float(r == t) for r, t in zip(data.responses, data.ground_truth_answers, strict=True)])
+
+    result = manager(compute_reward)(batch_of(["ab", "c"], ["ab", "x"]), return_dict=True)
+    assert result["reward_tensor"].tolist() == [[0, 0, 1.0, 0, 0, 0], [0.0] * 6]
+    assert result["reward_extra_info"] == {"score": [1.0, 0.0], "reward_status": ["ok", "ok"]}
+
+
+# ---- reward models -------------------------------------------------------------------------------
+
+
+def test_scores_of_a_reward_model_count_where_no_rule_was_chosen():
+    rm_scores = torch.zeros(2, LENGTH)
+    rm_scores[0, 2], rm_scores[1, 1] = 1.5, -0.5
+    data = batch_of(["ab", "c"], rm_scores=rm_scores)
+    result = manager(None)(data, return_dict=True)
+    assert torch.equal(result["reward_tensor"], rm_scores)
+    assert result["reward_extra_info"]["score"] == [1.5, -0.5]
+    assert manager(length_of)(data).sum(-1).tolist() == pytest.approx([0.2, 0.1])
+
+
+def test_a_reward_model_that_returns_nan_is_a_failure():
+    data = batch_of(["ab"], rm_scores=torch.full((1, LENGTH), float("nan")))
+    with pytest.raises(RewardError, match="not a finite number"):
+        manager(None)(data)
+
+
+# ---- reports, checks, registry -------------------------------------------------------------------
+
+
+def test_examples_of_each_source_are_logged(caplog):
+    caplog.set_level(logging.INFO)
+    data = batch_of(["one", "two", "tri"], ["x", "y", "z"], ["s", "s", "t"], prompt="ask")
+    NaiveRewardManager(TOKENIZER, 1, length_of)(data)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert messages[0] == "[s]\n[prompt] ask\n[response] one\n[ground_truth] x\n[score] 0.3"
+    assert "tri" in messages[1]
+
+
+def test_data_is_checked_before_a_run(tmp_path):
+    def dataset(*records):
+        config = DataConfig(max_prompt_length=20)
+        return RLHFDataset(jsonl(tmp_path / "x.jsonl", records), TOKENIZER, config)
+
+    good = {"prompt": "a", "data_source": "openai/gsm8k", "reward_model": {"ground_truth": "3"}}
+    manager(None).check_dataset(dataset(good))
+    with pytest.raises(DataError, match="no column 'reward_model'"):
+        manager(None).check_dataset(dataset({"prompt": "a", "data_source": "openai/gsm8k"}))
+    with pytest.raises(DataError, match=r"no column 'data_source' \(data\.reward_fn_key\)"):
+        manager(None).check_dataset(dataset({"prompt": "a", "reward_model": {}}))
+    with pytest.raises(UnknownDataSourceError, match="'openai/gsm9k'"):
+        manager(None).check_dataset(dataset(good, good | {"data_source": "openai/gsm9k"}))
+    for source, truth in (("openai/gsm8k", {"target": 3}), ("countdown", "3"), ("math_dapo", []), ("searchR1_nq", 3)):
+        other = {"data_source": source, "reward_model": {"ground_truth": truth}}
+        with pytest.raises(DataError, match=rf"1 of 2 rows .* cannot read\..*x\.jsonl, row 1, data source '{source}'"):
+            manager(None).check_dataset(dataset(good, good | other))
+    for truth in (
+        {"reward_model": {"style": "rule"}},
+        {"reward_model": {"ground_truth": None}},
+        {"reward_model": None},
+    ):
+        with pytest.raises(DataError, match=r"2 of 3 rows have no reward_model.ground_truth.* is .*x\.jsonl, row 1"):
+            manager(None).check_dataset(dataset(good, good | truth, good | truth))
+    manager(length_of).check_dataset(dataset({"prompt": "a"}, {"prompt": "a"} | truth))
+
+
+def test_registry():
+    assert get_reward_manager_cls("naive") is NaiveRewardManager
+    with pytest.raises(ConfigError, match=r"'nave'.*Did you mean 'naive'"):
+        get_reward_manager_cls("nave")
+    with pytest.raises(ConfigError, match="registered twice"):
+        register("naive")(type("Other", (NaiveRewardManager,), {}))

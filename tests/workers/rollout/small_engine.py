@@ -1,0 +1,175 @@
+"""A small engine with vLLM's protocol, as a program: what it draws depends on seed, prompt and weights alone.
+
+Its folder, ``SMALL_ENGINE_FOLDER``, has a ``plan.json``: at which moments it waits to be killed, and how often. At each
+moment it leaves a file ``<moment>-<pid>``; requests that it is asked are lines of ``asked-<pid>``.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+
+FOLDER, TOKEN = Path(os.environ["SMALL_ENGINE_FOLDER"]), f"Bearer {os.environ['VERL_ENGINE_TOKEN']}"
+PLAN = json.loads((FOLDER / "plan.json").read_text())
+ROW = 4096
+lock, aborted, broken = threading.Lock(), threading.Event(), threading.Event()
+weights = ""
+
+
+class EngineDeadError(Exception):
+    """The core has died."""
+
+
+def moment(name):
+    with lock:
+        (FOLDER / f"{name}-{os.getpid()}").touch()
+        waits = len(list(FOLDER.glob(f"{name}-*"))) <= PLAN.get(name, 0)
+    if waits and broken.wait(600):
+        raise EngineDeadError
+
+
+def checksum(data):
+    """As the documentation of verl.workers.rollout.engine_side.verl_engine has it, in NumPy."""
+    whole = len(data) // 8 * 8
+    words = np.frombuffer(data[:whole], np.uint64)
+    rows = len(words) // ROW
+    with np.errstate(over="ignore"):
+        sums = [int(row.sum(dtype=np.uint64)) for row in words[: rows * ROW].reshape(rows, ROW)]
+        sums.append(int(words[rows * ROW :].sum(dtype=np.uint64)))
+    rest = int.from_bytes(data[whole:], "little") * (2 * rows + 3)
+    return sum(row * (2 * j + 1) for j, row in enumerate(sums)) + rest
+
+
+def load(paths):
+    global weights
+    found = {}
+    for path in paths:
+        data = Path(path).read_bytes()
+        size = int.from_bytes(data[:8], "little")
+        for name, entry in json.loads(data[8 : 8 + size]).items():
+            begin, end = entry["data_offsets"]
+            count = int(np.prod(entry["shape"]))
+            found[name] = str((checksum(data[8 + size + begin : 8 + size + end]) + count) % 2**64)
+    weights = json.dumps(found, sort_keys=True)
+    return found
+
+
+def draw(body, step):
+    seen = json.dumps([weights, body["sampling_params"]["seed"], body["token_ids"], step])
+    number = int.from_bytes(hashlib.sha256(seen.encode()).digest()[:8], "big")
+    return 2 + number % 100, -(number % 997) / 997
+
+
+def choice(drawn, reason):
+    tokens = [token for token, _ in drawn]
+    return {
+        "choices": [
+            {
+                "token_ids": tokens,
+                "logprobs": {"content": [{"logprob": value} for _, value in drawn]},
+                "finish_reason": reason,
+            }
+        ]
+    }
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args):
+        pass
+
+    def reply(self, body, status=200):
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def do_GET(self):
+        self.reply({}, 503 if broken.is_set() else 200)
+
+    def do_POST(self):
+        try:
+            self.answer()
+        except EngineDeadError:
+            self.reply({"error": {"message": "EngineDeadError"}}, 500)
+
+    def answer(self):
+        assert self.headers["Authorization"] == TOKEN
+        length = int(self.headers["Content-Length"] or 0)
+        body = json.loads(self.rfile.read(length) or b"null")
+        path = self.path.partition("?")[0]
+        if path == "/inference/v1/generate":
+            self.generate(body)
+        elif path == "/collective_rpc":
+            moment("load")
+            self.reply({"results": [{"checksums": load(body["args"][0])}]})
+        elif path == "/reset_prefix_cache":
+            moment("reset")
+            self.reply({"success": True})
+        elif path == "/abort_requests":
+            moment("abort")
+            aborted.set()
+            self.reply({})
+        else:
+            moment(path.strip("/"))  # sleep, wake_up
+            self.reply({})
+
+    def generate(self, body):
+        with lock, (FOLDER / f"asked-{os.getpid()}").open("a") as asked:
+            asked.write(f"{body['token_ids']}\n")
+        most = body["sampling_params"]["max_tokens"]
+        drawn = [draw(body, step) for step in range(most)]
+        last = body["token_ids"] == PLAN.get("last")
+        while last and not (FOLDER / "others-taken").exists():  # is under way when all others have their answers
+            time.sleep(0.01)
+        if body.get("stream"):
+            self.stream(drawn, last)
+        else:
+            if last:
+                moment("generate")
+            if last and PLAN.get("slow") and aborted.wait(600):
+                self.reply(choice(drawn[:1], "abort"))
+                return
+            self.reply(choice(drawn, "length"))
+
+    def stream(self, drawn, last):
+        self.send_response(200)
+        self.end_headers()
+        self.close_connection = True
+        for number, one in enumerate(drawn):
+            if last and number == len(drawn) // 2:
+                self.wfile.flush()
+                moment("generate")
+            event = choice([one], "length" if number == len(drawn) - 1 else None)
+            self.wfile.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
+
+
+def watch(core):
+    core.wait()
+    print("EngineDeadError: the core of the engine died", flush=True)
+    if "lingers_s" in PLAN:  # and answers everything with an error
+        broken.set()
+        time.sleep(PLAN["lingers_s"])
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    print("the small engine begins", flush=True)
+    if PLAN.get("wrong"):
+        sys.exit("ValueError: an argument makes no sense")
+    moment("start")
+    core = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    (FOLDER / f"core-{os.getpid()}").write_text(str(core.pid))
+    threading.Thread(target=watch, args=(core,), daemon=True).start()
+    ThreadingHTTPServer.request_queue_size = 128
+    ThreadingHTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()

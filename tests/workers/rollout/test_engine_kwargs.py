@@ -1,0 +1,60 @@
+"""Settings of engines of other libraries: the keys that verl reads, what goes on to the engine, and variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.config import HFModelConfig, RolloutConfig
+from verl.errors import ConfigError
+from verl.testing.models import tiny_model_dir
+from verl.workers.rollout.engine_kwargs import extra_arguments, launch_settings
+from verl.workers.rollout.vllm_rollout.settings import engine_arguments, process_environment
+
+
+def settings(**kwargs: object) -> RolloutConfig:
+    return RolloutConfig(name="vllm", engine_kwargs={"vllm": kwargs, "sglang": {"python": "/other"}})
+
+
+def test_keys_of_verl_are_read_and_the_rest_goes_on(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.touch()
+    link = tmp_path / "linked"
+    link.symlink_to(python)
+    config = settings(python=str(link), start_timeout_s=5, swap_space=4, unset=None)
+    assert extra_arguments(config, decided=("dtype",)) == {"swap_space": 4}
+    assert launch_settings(config, 600.0).python == str(link)  # not what it points to
+    assert launch_settings(config, 600.0).start_timeout_s == 5.0
+    assert launch_settings(settings(), 600.0).start_timeout_s == 600.0
+    assert extra_arguments(RolloutConfig(name="vllm", engine_kwargs={"vllm": None}), decided=()) == {}
+    with pytest.raises(ConfigError, match=r"engine_kwargs.vllm sets dtype, swap_space, which other settings decide"):
+        extra_arguments(settings(swap_space=4, dtype="half"), decided=("dtype", "swap_space"))
+    with pytest.raises(ConfigError, match=r"engine_kwargs.vllm.python=/no/python: there is no such file"):
+        launch_settings(settings(python="/no/python"), 600.0)
+
+
+def test_variables_of_the_user_reach_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND", raising=False)
+    cpu = torch.device("cpu")
+    assert process_environment(cpu)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in process_environment(torch.device("cuda"))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-3")
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in process_environment(cpu)  # what is in the environment stays
+
+
+def test_on_a_cpu_vllm_does_not_take_half_of_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM goes by its variable first, then by the argument: one GiB, unless either is given."""
+    monkeypatch.delenv("VLLM_CPU_KVCACHE_SPACE", raising=False)
+    model = HFModelConfig(path=tiny_model_dir(tmp_path / "model"))
+
+    def size(device: str, **kwargs: object) -> object:
+        arguments = engine_arguments(settings(**kwargs), model, 64, torch.device(device))
+        return arguments.get("kv_cache_memory_bytes")
+
+    assert size("cpu") == 2**30
+    assert size("cpu", kv_cache_memory_bytes=2**26) == 2**26
+    assert size("cuda") is None
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "4")
+    assert size("cpu") is None

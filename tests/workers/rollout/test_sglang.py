@@ -1,0 +1,250 @@
+"""The SGLang engine against the contract: in this process, and as a server. Needs SGLang: ``make test-sglang``."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib.util
+import inspect
+import json
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.workers.rollout.losses import check_a_lost_process
+from verl.errors import ConfigError, RolloutError
+from verl.testing.rollout_conformance import (
+    CHECKS,
+    PROMPTS,
+    EngineUnderTest,
+    greedy,
+    oracle_greedy,
+    request,
+    tokens_of,
+    weights_of,
+)
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.trainer.config.command_line import compose
+from verl.trainer.main_ppo import run_ppo
+from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.client import EngineClient
+from verl.workers.rollout.engine_kwargs import Launch
+from verl.workers.rollout.engine_side.verl_engine import checksum
+from verl.workers.rollout.sglang_rollout import SGLangRollout, private, served
+from verl.workers.rollout.sglang_rollout.served import SGLangServer
+from verl.workers.rollout.sglang_rollout.settings import process_environment
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("sglang") is None, reason="SGLang is not installed here; `make test-sglang` has it"
+)
+
+ROOMY = {"max_running_requests": 1000, "max_prefill_tokens": 8192, "chunked_prefill_size": 8192}
+"""Arguments of the engine that serves all checks which do not ask for a small one."""
+CONTEXT, CACHED_TOKENS = 640, 16384
+"""A token's keys and values are 1 KiB here and its prompt's place in the cache more: after 10,000 requests the cache is
+full at 16,384 tokens and takes no more memory; at the 65,536 of the engine's own default it would still be filling.
+"""
+SIZE = sum(tensor.nbytes for _, tensor in weights_of())
+KEEPS = "SGLang gives memory back through CUDA's virtual memory; on a CPU it has nothing of the kind"
+
+
+def test_a_whole_run_scores_what_was_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO by main_ppo with a server: the trainer's log-probs are the engine's, also after updates."""
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return sum(c.isdigit() for c in solution_str) / 8\n"
+    )
+    log = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+    settings = {
+        "actor_rollout_ref__rollout__name": "sglang",
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": 1,
+        "custom_reward_function__path": str(tmp_path / "reward.py"),
+        "trainer__total_training_steps": 3,
+    }
+    run_ppo(compose(overrides(make_tiny_run(tmp_path), tmp_path, **settings)))
+    steps = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
+    assert list(steps) == [1, 2, 3]
+    assert all(data["actor/grad_norm"] > 0 for data in steps.values())
+    assert max(data["training/rollout_probs_diff_max"] for data in steps.values()) < 1e-5
+
+
+class Shared:
+    """Running engines by what they were started with: a start takes much longer than a check."""
+
+    def __init__(self) -> None:
+        self.running: dict[str, EngineClient] = {}
+
+    def start(self, engine: SGLangRollout, own_start: Callable[[], EngineClient]) -> EngineClient:
+        engine._arguments |= self._roomier(engine._arguments)
+        same = {"model_path": _weights_folder(engine), "tokenizer_path": ""}
+        key = json.dumps([engine.config.mode, engine._arguments | same])
+        if key not in self.running:
+            for other in [k for k in self.running if '"max_running_requests": 1000' not in k]:
+                self.running.pop(other).kill()
+            self.running[key] = own_start()
+        return self.running[key]
+
+    @staticmethod
+    def _roomier(arguments: dict[str, Any]) -> dict[str, Any]:
+        """Of the settings that only bound sizes, the largest that any check asks for; a small engine stays small."""
+        wider = {"context_length": CONTEXT, "max_total_tokens": CACHED_TOKENS}
+        return wider if arguments["max_running_requests"] < 8 else wider | ROOMY
+
+    def stop(self) -> None:
+        while self.running:
+            self.running.popitem()[1].kill()
+
+
+def _weights_folder(engine: SGLangRollout) -> str:
+    """Folders of one family differ in their end tokens only, and those go to SGLang with each request."""
+    return re.sub(r"-(None|\[.*\])$", "", str(engine.model_config.path))
+
+
+@pytest.fixture(scope="module", params=["sync", "async"])
+def mode(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineUnderTest]:
+    """The engine in one of its modes; the server serves one family, the model's code is the same in both."""
+    shared = Shared()
+
+    class SharedSGLang(SGLangRollout):
+        """The engine itself, but for starting an SGLang of its own where one with the same arguments runs."""
+
+        def _start(self) -> EngineClient:
+            return shared.start(self, super()._start)
+
+    class SharedUnderTest(EngineUnderTest):
+        def engine_class(self) -> type[SharedSGLang]:
+            return SharedSGLang
+
+    settings = {"mode": request.param, "tensor_model_parallel_size": 1}
+    engine = SharedUnderTest("sglang", tmp_path_factory.mktemp(request.param), settings=settings, keeps_memory=KEEPS)
+    yield dataclasses.replace(engine, families=("qwen3",)) if request.param == "async" else engine
+    shared.stop()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_engine(mode: EngineUnderTest, check: Callable[[EngineUnderTest], None]) -> None:
+    check(mode)
+
+
+def corrupted(parts: Iterator[Any]) -> Iterator[Any]:
+    """Files of weights, one bit of which is turned on the way."""
+    for path, part in parts:
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        yield path, part
+
+
+def test_weights_that_do_not_arrive_as_sent_are_noticed(mode: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    running = mode.ready()
+    if mode.settings["mode"] == "sync":
+        monkeypatch.setattr(served, "checksum", lambda tensor: checksum(tensor) + (tensor.dim() == 1))
+    else:
+        own = served.write_weight_files
+        monkeypatch.setattr(served, "write_weight_files", lambda *args: corrupted(own(*args)))
+    with pytest.raises(RolloutError, match=r"did not arrive in .*SGLang.* as they were sent"):
+        running.load_weights(weights_of(seed=1), version=1)
+    with pytest.raises(RolloutError, match="no weights"):
+        running.generate([greedy(PROMPTS[0])])
+    monkeypatch.undo()
+
+
+def test_a_weight_that_sglang_cannot_load_is_an_error_and_no_end(mode: EngineUnderTest) -> None:
+    running = mode.ready()
+    engine = running._engine
+    unknown = [("model.layers.0.self_attn.q_proj.weight", dict(weights_of())["model.norm.weight"])]
+    with pytest.raises(RolloutError, match="cannot load the new weights"):
+        engine.load_weights(iter(unknown), 2**20)
+    running.load_weights(weights_of(), version=1)
+    assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12)]
+
+
+def test_many_small_buckets_are_one_update(mode: EngineUnderTest) -> None:
+    running = mode.ready()
+    assert running._engine.load_weights(weights_of(seed=1), 4096) == SIZE
+    assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12, seed=1)]
+
+
+def test_an_argument_that_sglang_lacks_is_named_before_it_starts(mode: EngineUnderTest) -> None:
+    words = (
+        r"engine_kwargs.sglang: this SGLang has no argument max_runing_requests. Did you mean 'max_running_requests'"
+    )
+    with pytest.raises(ConfigError, match=words):
+        mode.build(engine_kwargs={"sglang": {"page_size": 1, "max_runing_requests": 4}})
+
+
+def test_an_sglang_of_another_version_is_an_error(mode: EngineUnderTest) -> None:
+    running: BaseRollout = mode.build()
+    running._arguments["a_field_of_another_version"] = 1
+    with pytest.raises((ConfigError, RolloutError), match=r"not take verl's arguments: .*a_field_of_another_version"):
+        running.wake()
+
+
+def test_the_private_parts_are_where_they_were(mode: EngineUnderTest) -> None:
+    """What verl calls of SGLang without a promise: see ``sglang/private.py`` and ``engine_side/verl_sglang.py``."""
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.layers import sampler
+    from sglang.srt.managers.scheduler import run_scheduler_process
+
+    assert "run_scheduler_process_func" in inspect.signature(launch_server).parameters
+    assert callable(run_scheduler_process)
+    assert list(inspect.signature(sampler.register_sampler_backend).parameters)[:2] == ["backend", "factory"]
+    given = list(inspect.signature(sampler.Sampler.forward).parameters)
+    assert given[1:4] == ["logits_output", "sampling_info", "return_logprob"]
+    assert given[4:7] == ["top_logprobs_nums", "token_ids_logprobs", "positions"]
+    if mode.settings["mode"] == "sync":
+        engine = mode.ready()._engine._engine
+        assert len(private.child_pids(engine)) >= 2
+        assert hasattr(engine.tokenizer_manager, "_subprocess_watchdog")
+        assert "abort_all" in inspect.signature(engine.tokenizer_manager.abort_request).parameters
+        assert type(engine).run_scheduler_process_func is not type(engine).__mro__[1].run_scheduler_process_func
+        called = []
+        private.call_soon(engine, lambda: called.append(True))
+        engine.loop.run_until_complete(asyncio.sleep(0))
+        assert called
+
+
+def test_two_tensor_parallel_ranks_compute_what_one_does(tmp_path: Path) -> None:
+    """Both report the checksums of all weights; the greedy tokens and all log-probs are the oracle's."""
+    engine = EngineUnderTest("sglang", tmp_path, settings={"tensor_model_parallel_size": 1})
+    rollout, device = engine.build(), torch.device("cpu")
+    environment = process_environment(dataclasses.replace(rollout.config, tensor_model_parallel_size=2), device)
+    server = SGLangServer(rollout._arguments | {"tp_size": 2}, environment, Launch(start_timeout_s=300))
+    try:
+        for seed in (0, 1):
+            assert server.load_weights(weights_of(seed=seed), 2**20) == SIZE
+            sampled = [request(prompt, seed=3, temperature=1.5, top_k=5) for prompt in PROMPTS]
+            asked = [*(greedy(prompt) for prompt in PROMPTS), *sampled]
+            responses = {number: rollout._partial(one) for number, one in enumerate(asked)}
+            server.generate([*responses.values()], threading.Event())
+            outputs = [*rollout._outputs(responses).values()]
+            assert tokens_of(outputs[: len(PROMPTS)]) == [oracle_greedy(prompt, 12, seed=seed) for prompt in PROMPTS]
+            engine.assert_of_the_model(asked, outputs, seed)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "number", "patience"),
+    [
+        ("async", "sglang::scheduler", signal.SIGKILL, {}),
+        ("sync", "sglang::scheduler", signal.SIGKILL, {}),
+        pytest.param("async", "sglang::detokenizer", signal.SIGKILL, {}, marks=pytest.mark.slow),
+        pytest.param("async", "sglang::scheduler", signal.SIGSTOP, {"hang_timeout_s": 10}, marks=pytest.mark.slow),
+        pytest.param("sync", "sglang::scheduler", signal.SIGSTOP, {"hang_timeout_s": 10}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_process_that_dies_or_hangs_is_replaced(
+    mode: str, name: str, number: int, patience: dict[str, Any], tmp_path: Path
+) -> None:
+    """The same responses, by another engine that was given the weights."""
+    settings = {"mode": mode, "tensor_model_parallel_size": 1, "engine_kwargs": {"sglang": patience}}
+    rollout = check_a_lost_process(EngineUnderTest("sglang", tmp_path, settings=settings), name, number)
+    rollout._end_engine()

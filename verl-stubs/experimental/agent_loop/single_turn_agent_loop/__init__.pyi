@@ -1,0 +1,1 @@
+from verl.agents.single_turn import SingleTurnAgentLoop as SingleTurnAgentLoop

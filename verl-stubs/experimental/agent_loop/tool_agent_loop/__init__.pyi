@@ -1,0 +1,1 @@
+from verl.agents.tool_agent import ToolAgentLoop as ToolAgentLoop

@@ -1,0 +1,2 @@
+from verl.tools.mcp_base_tool import MCPBaseTool as MCPSearchTool
+__all__ = ['MCPSearchTool']

@@ -1,0 +1,1 @@
+from verl.toolkit.checkpoints import FSDPCheckpointManager as FSDPCheckpointManager

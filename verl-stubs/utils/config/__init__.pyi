@@ -1,0 +1,2 @@
+from verl.toolkit.config import omega_conf_to_dataclass as omega_conf_to_dataclass
+from verl.toolkit.config import validate_config as validate_config

@@ -1,0 +1,3 @@
+from verl.toolkit.files import copy as copy
+from verl.toolkit.files import exists as exists
+from verl.toolkit.files import makedirs as makedirs

@@ -1,0 +1,3 @@
+from verl.toolkit.profiler import DistProfiler as DistProfiler
+from verl.toolkit.profiler import DistProfilerExtension as DistProfilerExtension
+from verl.toolkit.profiler import ProfilerConfig as ProfilerConfig

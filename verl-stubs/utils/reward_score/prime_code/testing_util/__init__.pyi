@@ -1,0 +1,1 @@
+from verl.utils.reward_score.prime_code import run_test as run_test

@@ -1,0 +1,1 @@
+from verl.utils.reward_score.parts import repetition_penalty as repetition_penalty

@@ -1,0 +1,1 @@
+from verl.toolkit.calls import rollout_trace_op as rollout_trace_op

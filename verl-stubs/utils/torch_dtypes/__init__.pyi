@@ -1,0 +1,1 @@
+from verl.toolkit.names import PrecisionType as PrecisionType

@@ -1,0 +1,1 @@
+from verl.toolkit.imports import is_version_ge as is_version_ge

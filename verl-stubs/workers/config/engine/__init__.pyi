@@ -1,0 +1,3 @@
+from verl.config.model import FSDPEngineConfig as FSDPEngineConfig
+from verl.config.model import MixedPrecisionConfig as MixedPrecisionConfig
+from verl.config.model import WrapPolicyConfig as WrapPolicyConfig

@@ -1,0 +1,1 @@
+from verl.config.model import HFModelConfig as HFModelConfig

@@ -1,0 +1,3 @@
+from verl.config.rollout import CheckpointEngineConfig as CheckpointEngineConfig
+from verl.config.rollout import RolloutConfig as RolloutConfig
+from verl.config.rollout import SamplingConfig as SamplingConfig

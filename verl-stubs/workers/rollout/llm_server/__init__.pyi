@@ -1,0 +1,1 @@
+from verl.agents.servers import LLMServerClient as LLMServerClient

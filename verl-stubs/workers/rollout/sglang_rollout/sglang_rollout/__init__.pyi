@@ -1,0 +1,1 @@
+from verl.workers.rollout.sglang_rollout import SGLangRollout as SGLangRollout

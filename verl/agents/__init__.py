@@ -1,0 +1,1 @@
+"""Agent loops: conversations of several turns, and what runs them."""

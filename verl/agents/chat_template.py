@@ -1,0 +1,241 @@
+"""Render messages with a chat template, and what follows a turn of the policy as a difference of two renderings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl.errors import DataError
+from verl.utils.control_tokens import MARK, Author, ControlTokens
+from verl.utils.dataset.chat import Message, as_messages, common_prefix_length, render, require_chat_template
+
+logger = logging.getLogger(__name__)
+
+SanityCheck = Literal["strict", "ignore_strippable", "disable"]
+Tools = list[dict[str, Any]]
+
+PLACE = "the conversation"
+_TOOLS: Tools = [
+    {
+        "type": "function",
+        "function": {"name": "probe", "description": "-", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+_AUTHORS: Mapping[Any, Author] = {"assistant": "policy", "tool": "program"}
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Tokens that a template writes from the end of one turn of the assistant to the header of the next.
+
+    Where the template ends a turn with a token, ``ids`` begin with it, and ``ends`` are the tokens that stand for it:
+    some templates end the last turn with another one than earlier turns.
+    """
+
+    ids: list[int]
+    ends: frozenset[int]
+
+
+class ChatTemplate:
+    """A tokenizer with its chat template. It holds no state of a conversation, and threads may share it.
+
+    Texts of messages never become control tokens, see :meth:`verl.utils.control_tokens.ControlTokens.guard`.
+
+    Templates differ in what they take. Found out once, by rendering short conversations:
+
+    - whether arguments of tool calls are a mapping, or JSON text;
+    - whether there is a role ``tool``; if not, results are given as a message of the user;
+    - whether the user may speak twice in a row; if not, such messages are joined to one.
+
+    Args:
+        tokenizer: a fast tokenizer with a chat template.
+        sanity_check: what :meth:`verl.agents.conversation.Conversation.check` compares
+            (``multi_turn.tokenization_sanity_check_mode``).
+        template_kwargs: variables of the template, such as ``enable_thinking``.
+        end_token_ids: tokens at which the engine ends a response; the tokenizer's own end token is always one.
+        use_inference_chat_template: let the template rewrite history between turns; see
+            :class:`verl.agents.conversation.Conversation`.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template, or is not one of the ``tokenizers`` library.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        sanity_check: SanityCheck = "strict",
+        template_kwargs: Mapping[str, Any] | None = None,
+        end_token_ids: Iterable[int] = (),
+        use_inference_chat_template: bool = False,
+    ) -> None:
+        require_chat_template(tokenizer)
+        self.tokenizer = tokenizer
+        self.sanity_check = sanity_check
+        self.use_inference_chat_template = use_inference_chat_template
+        self.end_token_ids = frozenset({*end_token_ids, tokenizer.eos_token_id} - {None})
+        self.control = ControlTokens(tokenizer, str(tokenizer.chat_template))
+        self._kwargs = dict(template_kwargs or {})
+        self._told: set[str] = set()
+        self._telling = threading.Lock()
+        self._arguments_are_text, self._joins_users, self._has_tool_role = False, False, True
+        calling = [_user("-"), _stand_in([_call("probe", "call00000")])]
+        # A template that joins texts refuses a mapping, or writes it as Python does.
+        self._arguments_are_text = not self._writes(calling, MARK, _TOOLS) or self._writes(calling, "{'", _TOOLS)
+        self._joins_users = not self._writes([_user("-"), _user(MARK)], MARK)
+        result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": "a result"}
+        self._has_tool_role = self._writes([*calling, result], "a result", _TOOLS)
+
+    def prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
+        """Tokens of a prompt, the header of the assistant's turn included."""
+        return self.encoded([self.prepare(message, "prompt") for message in messages], self.guarded(tools), True)
+
+    def prepare(self, message: Message, author: Author) -> Message:
+        """Check a message and mark its texts so that they cannot become control tokens.
+
+        In a prompt, earlier turns of the assistant are taken as the policy's, and results of tools as a program's.
+        """
+        if author == "prompt" and isinstance(message, Mapping):
+            author = _AUTHORS.get(message.get("role"), "prompt")
+        [checked] = as_messages([self.control.guard(message, author)], PLACE)
+        return checked
+
+    def guarded(self, tools: Tools | None) -> Tools | None:
+        """Tools whose descriptions are marked like the texts of a prompt."""
+        return self.control.guard(tools, "prompt")
+
+    def encoded(self, prepared: list[Message], tools: Tools | None, add_generation_prompt: bool) -> list[int]:
+        """Tokens of prepared messages."""
+        return self.control.encode(self._text(prepared, tools, add_generation_prompt))
+
+    def after_turn(
+        self, before: list[Message], turn: Message, following: list[Message], tools: Tools | None
+    ) -> Continuation:
+        """Tokens from the end of an assistant's ``turn`` to the header of its next one, with ``following`` between.
+
+        They are the difference of two renderings of a short conversation: ``before`` (the first prompt), one turn with
+        calls of the same names, and ``following``, all prepared. So the work does not grow with the number of turns,
+        and what the template would rewrite in earlier turns does not matter.
+        """
+        closed, whole = self._around_turn(before, turn, following, tools)
+        ended = closed.rstrip()
+        last_end = self.control.last_special(ended)
+        common = self._common(ended, whole).rstrip()
+        end, start = self.control.last_special(common), len(common)
+        if end:
+            start -= len(end)
+        elif common != ended and (found := self.control.next_special(whole, start)):
+            end, start = found[0], found.start()  # some templates end the last turn with another token
+        ends = frozenset(self.control.special[token] for token in (end, last_end) if token) if end else frozenset()
+        return Continuation(self.control.encode(whole[start:], after_token=True), ends)
+
+    def tell(self, kind: str, message: str, *args: object) -> None:
+        """Warn, once for each kind."""
+        with self._telling:
+            known = kind in self._told
+            self._told.add(kind)
+        if not known:
+            logger.warning(message, *args)
+
+    def _common(self, a: str, b: str) -> str:
+        """The common beginning of two texts, without a part of a special token."""
+        ours, theirs = self.control.split(a), self.control.split(b)
+        same = common_prefix_length(ours, theirs)
+        common = "".join(ours[:same])
+        if same < min(len(ours), len(theirs)) and not {ours[same], theirs[same]} & self.control.special.keys():
+            common += ours[same][: common_prefix_length(ours[same], theirs[same])]
+        return common
+
+    def _around_turn(
+        self, before: list[Message], turn: Message, following: list[Message], tools: Tools | None
+    ) -> tuple[str, str]:
+        """What is rendered after the text of a turn, if it is the last, and if ``following`` comes after it."""
+        refusal: DataError | None = None
+        for calls in _possible_calls(turn, following):
+            spoken = [*before, _stand_in(calls)]
+            try:
+                closed = self._text(spoken, tools, False)
+                whole = self._text([*spoken, *following], tools, True)
+            except DataError as error:
+                refusal = refusal or error
+                continue
+            if MARK in closed and MARK in whole:
+                return closed.rpartition(MARK)[2], whole.rpartition(MARK)[2]
+        raise refusal or DataError(
+            f"{PLACE}: the chat template leaves out the assistant's turn, so what follows it cannot be rendered."
+        )
+
+    def _writes(self, prepared: list[Message], expected: str, tools: Tools | None = None) -> bool:
+        """Whether the template takes the messages and writes the expected text."""
+        try:
+            return expected in self._text(prepared, tools, False)
+        except DataError:
+            return False
+
+    def _text(self, prepared: list[Message], tools: Tools | None, add_generation_prompt: bool) -> str:
+        kwargs = self._kwargs | ({"tools": tools} if tools else {})
+        messages = self._adapted(prepared)
+        return render(messages, self.tokenizer, PLACE, add_generation_prompt=add_generation_prompt, **kwargs)
+
+    def _adapted(self, prepared: list[Message]) -> list[Message]:
+        """The messages in the form that the template takes."""
+        adapted: list[Message] = []
+        for message in prepared:
+            if message.get("tool_calls"):
+                message = message | {"tool_calls": [self._adapted_call(call) for call in message["tool_calls"]]}
+            if message["role"] == "tool" and not self._has_tool_role:
+                message = {"role": "user", "content": message["content"]}
+            if self._joins_users and adapted and message["role"] == adapted[-1]["role"] == "user":
+                adapted[-1] = message | {"content": f"{adapted[-1]['content']}\n\n{message['content']}"}
+            else:
+                adapted.append(message)
+        return adapted
+
+    def _adapted_call(self, call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if self._arguments_are_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif not self._arguments_are_text and isinstance(arguments, str):
+            try:
+                read = json.loads(arguments)
+            except ValueError:
+                read = arguments
+            arguments = read if isinstance(read, dict) else arguments
+        return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+def _user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def _call(name: str, number: str) -> dict[str, Any]:
+    return {"id": number, "type": "function", "function": {"name": name, "arguments": {"value": MARK}}}
+
+
+def _stand_in(calls: list[dict[str, Any]]) -> Message:
+    """A turn of the assistant whose text ends with a mark, before what the template itself writes.
+
+    Calls hold the mark in their arguments, as some templates write results between the calls and the content.
+    """
+    return (
+        {"role": "assistant", "content": "", "tool_calls": calls} if calls else {"role": "assistant", "content": MARK}
+    )
+
+
+def _possible_calls(turn: Message, following: list[Message]) -> Iterator[list[dict[str, Any]]]:
+    """Calls of a stand-in for ``turn``: as many as it made; else the first, as some templates take one call only; else
+    none, as some refuse a message of the user after results.
+    """
+    calls = [_call(call["function"]["name"], call["id"]) for call in turn.get("tool_calls") or []]
+    if not calls:  # what looked like a call and was none is answered, too
+        results = [message for message in following if message["role"] == "tool"]
+        calls = [_call(result["name"], result["tool_call_id"]) for result in results]
+    yield calls
+    if len(calls) > 1:
+        yield calls[:1]
+    if calls:
+        yield []

@@ -1,0 +1,316 @@
+r"""Tokens of a conversation, written once.
+
+A conversation grows by two methods, and the tokens, their mask and their log-probs always together::
+
+    conversation = Conversation(template, messages, tools)
+    output = engine(conversation.ids)
+    conversation.add_drawn(output.token_ids, output.log_probs, message)     # mask 1
+    conversation.add_messages([{"role": "tool", "content": "4"}])           # mask 0
+
+    <|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n                                        prompt_ids
+    <tool_call>{"name": ...}</tool_call><|im_end|>                                                   mask 1
+    \n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n      mask 0
+    It is 4.<|im_end|>                                                                               mask 1
+
+What the policy drew is never decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from verl.agents.chat_template import ChatTemplate as ChatTemplate
+from verl.agents.chat_template import Tools
+from verl.agents.rendering_check import KINDS, REFUSED, Difference, differences
+from verl.errors import DataError
+from verl.utils.control_tokens import Side
+from verl.utils.dataset.chat import Message, common_prefix_length
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A part of the response: positions ``start`` to ``stop`` (exclusive), and whose it is.
+
+    ``assistant`` is what the policy drew. Otherwise the role of the first message that was added; template text around
+    it and the header of the next turn belong to it. ``history`` is what a template wrote anew.
+    """
+
+    role: str
+    start: int
+    stop: int
+
+
+@dataclass
+class Written:
+    """One sequence to train on: a prompt, and a response whose lists have equal length."""
+
+    prompt_ids: list[int]
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    """1 for tokens that the policy drew, 0 for all others."""
+    response_logprobs: list[float] = field(default_factory=list)
+    """The log-probs of drawn tokens, 0.0 for all others."""
+    turns: list[Turn] = field(default_factory=list)
+    """Cover the response without gaps."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt and the response: what the engine gets next."""
+        return self.prompt_ids + self.response_ids
+
+    def add(self, role: str, ids: Sequence[int], mask: int, log_probs: Sequence[float]) -> None:
+        """Append a turn."""
+        start = len(self.response_ids)
+        self.response_ids += ids
+        self.response_mask += [mask] * len(ids)
+        self.response_logprobs += log_probs
+        self.turns.append(Turn(role, start, len(self.response_ids)))
+
+
+class Conversation:
+    """The messages and tokens of one trajectory.
+
+    With ``use_inference_chat_template`` the template may rewrite history between turns, as it does when a server of the
+    OpenAI protocol is sent all messages again: it leaves out thoughts of earlier turns, for example. The policy then
+    sees other tokens than those written so far, so the sequence ends and another begins; ``sequences`` holds all of
+    them, each with the context in which its last turns were drawn. Otherwise the drawn tokens stay, and there is one.
+
+    Args:
+        template: shared by all conversations of a process.
+        messages: the prompt, as an OpenAI client would send it.
+        tools: descriptions of the tools, as an OpenAI client would send them.
+    """
+
+    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools | None = None) -> None:
+        self.template = template
+        self.messages = copy.deepcopy(list(messages))
+        """As an OpenAI client would hold them."""
+        self.tools = tools
+        self.problems: Counter[str] = Counter()
+        """What :meth:`check` found, by kind."""
+        self._guarded_tools = template.guarded(tools)
+        self._prepared = [template.prepare(message, "prompt") for message in self.messages]
+        self._prompt_length = len(self.messages)
+        self._drawn_last = False
+        self._ends: frozenset[int] = frozenset()
+        self._numbers = itertools.count()
+        self.sequences = [Written(template.encoded(self._prepared, self._guarded_tools, True))]
+        """The sequences to train on: one, unless the template rewrote history."""
+
+    @property
+    def written(self) -> Written:
+        """The sequence that grows."""
+        return self.sequences[-1]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Tokens of the prompt."""
+        return self.written.prompt_ids
+
+    @property
+    def response_ids(self) -> list[int]:
+        """All tokens after the prompt."""
+        return self.written.response_ids
+
+    @property
+    def response_mask(self) -> list[int]:
+        """1 for tokens that the policy drew, 0 for all others."""
+        return self.written.response_mask
+
+    @property
+    def response_logprobs(self) -> list[float]:
+        """The log-probs of drawn tokens, 0.0 for all others."""
+        return self.written.response_logprobs
+
+    @property
+    def turns(self) -> list[Turn]:
+        """The parts of the response, without gaps."""
+        return self.written.turns
+
+    @property
+    def ids(self) -> list[int]:
+        """The prompt and the response: what the engine gets next."""
+        return self.written.ids
+
+    def tokens_left(self, response_length: int) -> int:
+        """How many tokens may still be added before the response has ``response_length``."""
+        return max(response_length - len(self.response_ids), 0)
+
+    def add_drawn(self, token_ids: Sequence[int], log_probs: Sequence[float], message: Message) -> None:
+        """Append a turn of the policy.
+
+        Args:
+            token_ids: what it drew, the end token included if it drew one.
+            log_probs: one for each token.
+            message: what a parser made of it: the content, and perhaps ``tool_calls``. Calls without an id get one.
+        """
+        if len(token_ids) != len(log_probs):
+            raise DataError(f"a turn of {len(token_ids)} tokens came with {len(log_probs)} log-probs; each needs one.")
+        if self._drawn_last:
+            raise DataError("the policy's turn follows its own turn; add the messages that it answers in between.")
+        message = copy.deepcopy(dict(message)) | {"role": "assistant"}
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [
+                {"type": "function", **call, "id": call.get("id") or self._new_id()} for call in calls
+            ]
+        self._prepared.append(self.template.prepare(message, "policy"))
+        self.messages.append(message)
+        self.written.add("assistant", token_ids, 1, log_probs)
+        self._drawn_last = True
+
+    def add_messages(self, messages: list[Message], max_tokens: int | None = None, keep: Side = "middle") -> bool:
+        """Append messages of others and the header of the next turn of the policy.
+
+        Results of tools are matched to the calls of the last turn by their order where they have no ``tool_call_id``.
+
+        Args:
+            messages: results of tools, messages of the user.
+            max_tokens: how many tokens there may be, header included. Results of tools are shortened to that, the
+                longest first; other texts are not.
+            keep: the side of a shortened result that is kept; ``middle`` drops the middle.
+
+        Returns:
+            Whether they fit. If not, nothing was added.
+        """
+        if not self._drawn_last:
+            raise DataError("messages are added after a turn of the policy; add its tokens first.")
+        messages = self._named(copy.deepcopy(list(messages)))
+        fitting = self._fitting(messages, max_tokens, keep)
+        if fitting is None:
+            return False
+        messages, prepared, ids = fitting
+        self.messages += messages
+        self._prepared += prepared
+        self._drawn_last = False
+        if self.template.use_inference_chat_template and self._rewritten(ids):
+            return True
+        self.written.add(messages[0]["role"], ids, 0, [0.0] * len(ids))
+        return True
+
+    def check(self) -> Counter[str]:
+        """Compare the tokens with the template's rendering of all messages; count the differences by kind.
+
+        To be called once, at the end. The kinds are in :data:`verl.agents.rendering_check.KINDS`; each is shown once in
+        a process. With ``sanity_check="ignore_strippable"`` differences in whitespace do not count, with ``"disable"``
+        nothing is compared.
+        """
+        mode = self.template.sanity_check
+        if mode == "disable":
+            return self.problems
+        for found in self._differences():
+            if mode == "strict" or found.kind != "whitespace":
+                self.problems[found.kind] += 1
+                self.template.tell(
+                    found.kind,
+                    "a conversation's tokens are not those of the chat template for all its messages (%s): %s. "
+                    "Written: %s. The template: %s. Set multi_turn.tokenization_sanity_check_mode to choose what is "
+                    "compared.",
+                    found.kind,
+                    KINDS[found.kind],
+                    _excerpt(found.written),
+                    _excerpt(found.rendered),
+                )
+        return self.problems
+
+    def _differences(self) -> Iterator[Difference]:
+        template = self.template
+        try:
+            rendering = template.encoded(self._prepared, self._guarded_tools, not self._drawn_last)
+        except DataError as error:
+            yield Difference(REFUSED, " ".join(message["role"] for message in self.messages), str(error))
+            return
+        yield from differences(
+            self.ids,
+            [0] * len(self.prompt_ids) + self.response_mask,
+            rendering,
+            special=frozenset(template.control.special.values()),
+            ends=self._ends | template.end_token_ids,
+            decode=template.tokenizer.decode,
+        )
+
+    def _new_id(self) -> str:
+        """An id of nine letters and digits, as Mistral's templates demand."""
+        return f"call{next(self._numbers):05d}"
+
+    def _named(self, messages: list[Message]) -> list[Message]:
+        """Give results of tools the ids and names of the calls that they answer, where they lack them."""
+        if not messages:
+            raise DataError("no messages to add; a list of at least one is expected.")
+        calls = list(self.messages[-1].get("tool_calls") or [])
+        names = {call["id"]: call["function"]["name"] for call in calls}
+        results = [message for message in messages if message.get("role") == "tool"]
+        for number, result in enumerate(results):
+            if not result.get("tool_call_id"):  # what was no call is answered, too
+                result["tool_call_id"] = calls[number]["id"] if number < len(calls) else self._new_id()
+            result.setdefault("name", names.get(result["tool_call_id"], "unknown"))
+        return messages
+
+    def _fitting(
+        self, messages: list[Message], max_tokens: int | None, keep: Side
+    ) -> tuple[list[Message], list[Message], list[int]] | None:
+        """The messages, shortened to ``max_tokens``, their prepared form and their tokens; None if they cannot fit."""
+        control = self.template.control
+        prepared, ids = self._following(messages)
+        if max_tokens is None or len(ids) <= max_tokens:
+            return messages, prepared, ids
+        texts = {n: control.plain(m["content"]) for n, m in enumerate(prepared) if m["role"] == "tool"}
+        lengths = [control.count(text) for text in texts.values()]
+        room = sum(lengths)
+        while len(ids) > max_tokens:
+            room -= len(ids) - max_tokens
+            limit = _level(lengths, room)
+            if limit < 1:
+                return None
+            messages = [
+                message | {"content": control.shorten(texts[n], limit, keep)} if n in texts else message
+                for n, message in enumerate(messages)
+            ]
+            prepared, ids = self._following(messages)
+        return messages, prepared, ids
+
+    def _following(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+        """The messages in prepared form, and the tokens that they add after the last turn of the policy."""
+        prepared = [self.template.prepare(message, "program") for message in messages]
+        first_prompt = self._prepared[: self._prompt_length]
+        continuation = self.template.after_turn(first_prompt, self._prepared[-1], prepared, self._guarded_tools)
+        self._ends |= continuation.ends
+        ids, turn = continuation.ids, self.turns[-1]
+        if turn.start == turn.stop:
+            return prepared, ids
+        last = self.response_ids[-1]
+        if last in continuation.ends:
+            return prepared, ids[1:]
+        if continuation.ends and last in self.template.end_token_ids:
+            ids = ids[1:]
+        if ids[:1] == [last]:
+            ids = ids[1:]  # a template without ends of turns: the policy drew the token that opens what follows
+        return prepared, ids
+
+    def _rewritten(self, ids: list[int]) -> bool:
+        """Begin another sequence if the template writes all messages otherwise than they are written so far."""
+        rendering = self.template.encoded(self._prepared, self._guarded_tools, True)
+        decode = self.template.tokenizer.decode
+        if decode(rendering) == decode(self.ids + ids):
+            return False
+        same = common_prefix_length(self.prompt_ids, rendering)
+        self.sequences.append(Written(rendering[:same]))
+        self.written.add("history", rendering[same:], 0, [0.0] * (len(rendering) - same))
+        return True
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 200 else f"{text[:100]} [...] {text[-100:]}")
+
+
+def _level(lengths: list[int], room: int) -> int:
+    """The largest limit under which lengths, each cut to it, add up to at most ``room``."""
+    for number, length in enumerate(sorted(lengths)):
+        share = room // (len(lengths) - number)
+        if length > share:
+            return share
+        room -= length
+    return max(lengths, default=0)

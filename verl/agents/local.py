@@ -1,0 +1,101 @@
+"""Agent loops in the trainer's own process, for ``trainer.controller=local``.
+
+The engine serves in the main thread; trajectories, and the router between them, run beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from verl.agents.router import Router
+from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
+from verl.config import PPOConfig
+from verl.errors import RolloutError
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest
+from verl.workers.rollout.serving import RequestQueue
+
+
+class LocalRequests:
+    """The requests to the one engine of this process; see :class:`verl.workers.rollout.serving.EngineRequests`."""
+
+    def __init__(self, queue: RequestQueue) -> None:
+        self._queue = queue
+
+    @contextmanager
+    def of_engine(self, number: int) -> Iterator[RequestQueue]:
+        """Yield the queue."""
+        yield self._queue
+
+
+class _LocalCall:
+    def __init__(self, future: Future[RolloutOutput]) -> None:
+        self._future = future
+
+    def future(self) -> Future[RolloutOutput]:
+        return self._future
+
+    def cancel(self) -> None:
+        self._future.cancel()
+
+
+class LocalAgents:
+    """Runs trajectories on an event loop beside the main thread.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: the policy's.
+        processor: the multi-modal processor, if the model has one.
+    """
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, processor: Any) -> None:
+        self._room = config.actor_rollout_ref.rollout.max_num_seqs
+        self._loop = asyncio.new_event_loop()
+        self._router: Router | None = None
+        threading.Thread(target=self._run_loop, name="agent loops", daemon=True).start()
+        self._worker = AgentLoopWorker(config, tokenizer, processor, self)
+
+    def send(self, conversation: str, request: RolloutRequest) -> _LocalCall:
+        """Send a request to the engine, from any thread."""
+        router = self._router
+        if router is None:
+            raise RolloutError("no rollout is running, so no engine answers.")
+        return _LocalCall(asyncio.run_coroutine_threadsafe(router.generate(conversation, request), self._loop))
+
+    def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
+        """Run all trajectories to their end, in the order of the results; ``group`` is that of the engine."""
+        queue = RequestQueue(lambda number, answer: self._loop.call_soon_threadsafe(router.take_answer, number, answer))
+        self._router = router = Router([queue], self._room)
+        running = asyncio.run_coroutine_threadsafe(self._all(trajectories, router), self._loop)
+        with ExitStack() as stack:
+            stack.callback(self._end, router)
+            stack.callback(running.cancel)  # does nothing once all have ended
+            group.serve(LocalRequests(queue))
+            return running.result()
+
+    def _end(self, router: Router) -> None:
+        self._loop.call_soon_threadsafe(router.close)
+        self._router = None
+
+    async def _all(self, trajectories: Sequence[Trajectory], router: Router) -> list[TrajectoryResult]:
+        running = [asyncio.create_task(self._worker.run(trajectory)) for trajectory in trajectories]
+        try:
+            return await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()  # does nothing unless another one raised
+            router.close()
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def shutdown(self) -> None:
+        """End the event loop; there can be no later :meth:`run`."""
+        self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,0 +1,265 @@
+"""Agent loops: programs that answer a prompt by one or more turns of the policy.
+
+::
+
+    @register("look_twice")
+    class LookTwice(AgentLoopBase):
+        async def run(self, sampling_params, **kwargs):
+            prompt = await self.apply_chat_template(kwargs["raw_prompt"])
+            first = await self.server_manager.generate("a", prompt_ids=prompt, sampling_params=sampling_params)
+            ...
+            return AgentLoopOutput(prompt_ids=prompt, response_ids=..., response_mask=..., metrics=AgentLoopMetrics())
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import yaml
+from pydantic import BaseModel, Field, model_validator
+
+from verl.agents.servers import AsyncLLMServerManager
+from verl.base.import_utils import load_module
+from verl.base.registry import Registry
+from verl.config.agent import TrajectoryStatus
+from verl.errors import ConfigError, RolloutError
+from verl.utils.dataset.chat import as_messages, encode, render
+
+
+class AgentLoopMetrics(BaseModel):
+    """Times and counts of one trajectory."""
+
+    generate_sequences: float = 0.0
+    """Seconds in the policy's turns."""
+    tool_calls: float = 0.0
+    """Seconds in tool calls."""
+    compute_score: float = 0.0
+    """Seconds in scoring inside the loop."""
+    num_preempted: int = -1
+    """How often an engine interrupted a turn for want of memory; -1 where it is not counted."""
+
+
+class AgentLoopOutput(BaseModel):
+    """One training sequence of a trajectory."""
+
+    prompt_ids: list[int]
+    """Tokens of the first prompt."""
+    response_ids: list[int]
+    """All tokens after it: the policy's, and those of tools and users between its turns."""
+    response_mask: list[int]
+    """1 on tokens that the policy drew, 0 on others."""
+    response_logprobs: list[float] | None = None
+    """log p of the drawn tokens, 0 on others; None takes what the engines returned."""
+    routed_experts: Any | None = None
+    multi_modal_data: dict[str, Any] | None = None
+    reward_score: float | None = None
+    """Score of the whole, if the loop computes it; otherwise the reward function does."""
+    num_turns: int = 0
+    """Messages of the conversation, those of the prompt, tools and users among them."""
+    metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
+    status: TrajectoryStatus = "done"
+    """How the trajectory ended."""
+    extra_fields: dict[str, Any] = {}
+    """Further values, which become columns of the batch: ``turn_scores`` (a score for each turn of the policy, in the
+    place of ``reward_score``), ``tool_rewards``, and your own."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        counts = {"response_ids": len(self.response_ids), "response_mask": len(self.response_mask)}
+        if self.response_logprobs is not None:
+            counts["response_logprobs"] = len(self.response_logprobs)
+        if len(set(counts.values())) > 1:
+            raise ValueError(f"these need one value per token of the response: {counts}")
+        if not set(self.response_mask) <= {0, 1}:
+            raise ValueError(f"response_mask holds {sorted(set(self.response_mask))}, and may hold 0 and 1")
+        return self
+
+
+class TrajectoryError(RolloutError):
+    """Ends a trajectory with a status, such as ``environment_error``; the message says why."""
+
+    def __init__(self, message: str, status: TrajectoryStatus) -> None:
+        super().__init__(message)
+        self.status: TrajectoryStatus = status
+
+
+@dataclass(frozen=True)
+class DictConfigWrap:
+    """A configuration as an agent loop gets it: ``trainer_config.config``."""
+
+    config: Any
+
+
+class AgentLoopBase(ABC):
+    """An agent loop. One object answers one prompt, in a thread with an event loop of its own.
+
+    Args:
+        trainer_config: the whole configuration, as ``trainer_config.config``.
+        server_manager: the policy.
+        tokenizer: the policy's.
+        processor: the multi-modal processor, if the model has one.
+        dataset_cls: class of the data set.
+        dataset_config: the section ``data``, as ``dataset_config.config``.
+        **kwargs: further arguments of the loop's entry in ``agent_loop_config_path``.
+    """
+
+    def __init__(
+        self,
+        trainer_config: DictConfigWrap,
+        server_manager: AsyncLLMServerManager,
+        tokenizer: Any,
+        processor: Any = None,
+        dataset_cls: type | None = None,
+        dataset_config: DictConfigWrap | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if kwargs:
+            raise ConfigError(f"{type(self).__name__} takes no argument {', '.join(sorted(kwargs))}.")
+        self.shared: Any = None
+        """What :meth:`prepare` made."""
+        self.config = trainer_config.config
+        self.rollout_config = self.config.actor_rollout_ref.rollout
+        self.server_manager = server_manager
+        self.tokenizer = tokenizer
+        self.processor = processor
+        self.dataset_cls = dataset_cls
+        self.dataset_config = (dataset_config or DictConfigWrap(self.config.data)).config
+        self.apply_chat_template_kwargs = dict(self.dataset_config.apply_chat_template_kwargs or {})
+
+    @classmethod
+    def prepare(cls, config: Any, tokenizer: Any) -> Any:
+        """Make what all trajectories of a process share; each finds it as ``self.shared``. Called once in a process.
+
+        It is used by several threads at once.
+        """
+        return None
+
+    @abstractmethod
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """Answer one prompt.
+
+        Args:
+            sampling_params: ``temperature``, ``top_p``, ``top_k`` and ``max_tokens`` of the rollout or of validation,
+                for ``server_manager.generate``.
+            **kwargs: the row of the data set by column, ``raw_prompt`` (messages), ``tools_kwargs`` and
+                ``interaction_kwargs`` among them, and ``raw_prompt_ids``, the tokens of the prompt.
+        """
+
+    async def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        images: Sequence[Any] | None = None,
+        videos: Sequence[Any] | None = None,
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """Render messages and the header of the policy's turn, and tokenize them.
+
+        Args:
+            messages: the conversation, or its newest part.
+            tools: schemas of the tools that the policy may call.
+            images: not in this version.
+            videos: not in this version.
+            remove_system_prompt: leave out the system message that the template writes by itself in front of messages
+                without one.
+        """
+        if images or videos:
+            raise ConfigError("images and videos are not in this version; give text alone.")
+        settings: dict[str, Any] = {**self.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
+        text = self._rendered(messages, add_generation_prompt=True, **settings)
+        if remove_system_prompt:
+            text = text.removeprefix(self._system_prompt())
+        return encode(text, self.tokenizer)
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
+        return render(as_messages(list(messages), "the conversation"), self.tokenizer, "the conversation", **settings)
+
+    def _system_prompt(self) -> str:
+        """Text that the template writes in front of a conversation which has no system message."""
+        once, twice = (
+            self._rendered([{"role": "user", "content": ""}] * count, **self.apply_chat_template_kwargs)
+            for count in (1, 2)
+        )
+        return once.removesuffix(twice.removeprefix(once))
+
+    async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return the images and videos of messages: none in this version, which trains on text."""
+        return {}
+
+
+# ---- which loop
+
+LOOPS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+
+
+@dataclass(frozen=True)
+class LoopEntry:
+    """An agent loop that rows can name."""
+
+    target: type[AgentLoopBase] | str
+    """The class, or its dotted path, or its name in ``file``."""
+    file: str | None = None
+    """A Python file with the class."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    def load(self) -> type[AgentLoopBase]:
+        """Return the class.
+
+        Raises:
+            ConfigError: there is no such class, or it is no agent loop.
+        """
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, name = self.target.rpartition(".")
+        if not (self.file or module):
+            raise ConfigError(f"{LOOPS_KEY}: _target_={name} names no module. Write module.{name}, or give its `path`.")
+        found = getattr(load_module(self.file or module, LOOPS_KEY), name, None)
+        if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
+            raise ConfigError(f"{LOOPS_KEY}: {self.target} is no class that derives from AgentLoopBase.")
+        return found
+
+
+Loop = TypeVar("Loop", bound=type[AgentLoopBase])
+
+AGENT_LOOPS: Registry[LoopEntry] = Registry("agent loop", origin=lambda entry: entry.target)
+"""Agent loops by the name that rows give in ``agent_name``."""
+
+
+def register(agent_name: str) -> Callable[[Loop], Loop]:
+    """Register the decorated class as the agent loop of rows with this ``agent_name``."""
+
+    def file(cls: Loop) -> Loop:
+        AGENT_LOOPS.add(agent_name, LoopEntry(cls))
+        return cls
+
+    return file
+
+
+def read_agent_loops(path: str) -> dict[str, LoopEntry]:
+    """Read ``rollout.agent.agent_loop_config_path``: a list of ``name``, ``_target_`` and further arguments.
+
+    ``_target_`` is the dotted path of a class, or its name in the Python file ``path``.
+
+    Raises:
+        ConfigError: the file is no such list.
+    """
+    try:
+        entries = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{LOOPS_KEY}={path} cannot be read: {error}.") from error
+    if not isinstance(entries, list) or not all(
+        isinstance(e, dict) and {"name", "_target_"} <= set(e) for e in entries
+    ):
+        raise ConfigError(
+            f"{LOOPS_KEY}={path} must be a list of entries with 'name' and '_target_' (dotted path of a class)."
+        )
+    loops = {}
+    for entry in entries:
+        arguments = dict(entry)
+        name, target, file = arguments.pop("name"), arguments.pop("_target_"), arguments.pop("path", None)
+        loops[str(name)] = LoopEntry(str(target), file, arguments)
+    return loops

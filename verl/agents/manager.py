@@ -1,0 +1,173 @@
+"""The driver's side of agent loops: a batch of prompts becomes trajectories, and these a batch of responses."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from verl.agents.servers import SampleId
+from verl.agents.worker import Trajectory, TrajectoryResult, agent_loops
+from verl.config import PPOConfig
+from verl.errors import RolloutError
+from verl.protocol import DataProto
+from verl.workers.rollout.request import joined_columns, padded, requests_from_prompts
+
+LEFT_OUT = ("mask", "redraw")
+"""Treatments of trajectories that are not trained on."""
+SHOWN_FAILURES = 8
+logger = logging.getLogger(__name__)
+
+REDRAWS = 2
+"""How often a trajectory whose status asks for it is drawn again."""
+NOT_FOR_LOOPS = ("uid", "sample_index")
+"""Columns that the trainer made, which a row of the data set does not have."""
+
+
+class Agents(Protocol):
+    """What runs trajectories: :class:`verl.agents.local.LocalAgents` or :class:`verl.agents.ray.RayAgents`."""
+
+    def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
+        """Run all trajectories to their end, in the order of the results; ``group`` is that of the engines."""
+        ...
+
+    def shutdown(self) -> None:
+        """End what runs."""
+        ...
+
+
+class AgentLoopManager:
+    """Answers batches of prompts by agent loops.
+
+    Args:
+        config: the whole configuration.
+        worker_group: the ranks with the rollout engines; may be replaced between two calls.
+        tokenizer: the policy's.
+        processor: the multi-modal processor, if the model has one.
+
+    Raises:
+        ConfigError: an agent loop of the configuration cannot be loaded.
+    """
+
+    def __init__(self, config: PPOConfig, worker_group: Any, tokenizer: Any, processor: Any = None) -> None:
+        agent_loops(config)  # here too, so that what cannot be loaded ends the run before a process starts
+        self.worker_group = worker_group
+        self._rollout = config.actor_rollout_ref.rollout
+        self._pad = tokenizer.pad_token_id
+        self._agents: Agents = _agents(config, tokenizer, processor)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Answer each row by its agent loop.
+
+        Args:
+            prompts: as for the ranks' ``generate_sequences`` (:mod:`verl.workers.rollout.request`), with ``raw_prompt``
+                and the other columns of the data set.
+
+        Returns:
+            the columns of the ranks' ``generate_sequences``, where ``response_mask`` is 1 on the policy's tokens alone,
+            and ``trajectory_status``, ``trajectory_message``, ``__num_turns__``, and those of ``extra_fields``.
+        """
+        trajectories = self._trajectories(prompts)
+        results = self._agents.run(trajectories, self.worker_group)
+        for attempt in range(1, REDRAWS + 1):
+            again = [row for row, result in enumerate(results) if self._treatment(result) == "redraw"]
+            if not again:
+                break
+            redrawn = [
+                replace(trajectories[row], sample=replace(trajectories[row].sample, attempt=attempt)) for row in again
+            ]
+            for row, result in zip(again, self._agents.run(redrawn, self.worker_group), strict=True):
+                results[row] = result
+        self._look_at_failures(results)
+        return self._columns(results)
+
+    def shutdown(self) -> None:
+        """End the processes and threads of agent loops; the manager cannot be used afterwards."""
+        self._agents.shutdown()
+
+    def _treatment(self, result: TrajectoryResult) -> str:
+        return self._rollout.agent.treatment_of(result.status)
+
+    def _trajectories(self, prompts: DataProto) -> list[Trajectory]:
+        step = int(prompts.meta_info.get("global_steps", 0))
+        columns = prompts.non_tensor_batch
+        trajectories = []
+        for number, request in enumerate(requests_from_prompts(prompts, self._rollout)):
+            row = {name: values[number] for name, values in columns.items() if name not in NOT_FOR_LOOPS}
+            sample = SampleId(
+                step=step,
+                uid=str(columns["uid"][number]),
+                sample_index=int(columns["sample_index"][number]),
+                prompt_ids=tuple(request.prompt_ids),
+            )
+            name = row.get("agent_name") or self._rollout.default_agent_loop
+            row = {**row, "agent_name": name, "raw_prompt_ids": request.prompt_ids}
+            trajectories.append(Trajectory(agent_name=name, sample=sample, sampling=request.sampling, row=row))
+        return trajectories
+
+    def _look_at_failures(self, results: Sequence[TrajectoryResult]) -> None:
+        """Say once for each kind of failure how often it happened.
+
+        Raises:
+            RolloutError: too many trajectories failed.
+        """
+        failures = [result for result in results if self._treatment(result) in LEFT_OUT]
+        kinds = Counter((result.status, result.message) for result in failures)
+        shown = [f"{count} x {status}: {message}" for (status, message), count in kinds.most_common(SHOWN_FAILURES)]
+        if not failures:
+            return
+        said = f"{len(failures)} of {len(results)} trajectories failed:\n  " + "\n  ".join(shown)
+        limit = self._rollout.agent.max_failure_rate
+        if len(failures) > limit * len(results):
+            raise RolloutError(f"{said}\nMore than rollout.agent.max_failure_rate={limit:g} ends the run.")
+        logger.warning("%s", said)
+
+    def _columns(self, results: Sequence[TrajectoryResult]) -> DataProto:
+        outputs = [result.output for result in results]
+        longest_prompt, longest = self._rollout.prompt_length, self._rollout.response_length
+        response_mask, _ = padded([output.response_mask for output in outputs], longest, 0)
+        log_probs, _ = padded([output.response_logprobs or [] for output in outputs], longest, 0.0)
+        extra = {name: None for output in outputs for name in output.extra_fields}
+        own_scores = [output.reward_score for output in outputs]
+        return DataProto.from_dict(
+            tensors={
+                **joined_columns(
+                    padded([output.prompt_ids for output in outputs], longest_prompt, self._pad, left=True),
+                    padded([output.response_ids for output in outputs], longest, self._pad),
+                ),
+                "response_mask": response_mask,
+                "rollout_log_probs": log_probs,
+            },
+            non_tensors={
+                "finish_reason": _objects(_finish_reason(result) for result in results),
+                "weight_version": np.array([result.weight_version for result in results]),
+                "trajectory_status": _objects(result.status for result in results),
+                "trajectory_message": _objects(result.message for result in results),
+                "__num_turns__": np.array([output.num_turns for output in outputs]),
+                **({} if own_scores == [None] * len(outputs) else {"reward_score": _objects(own_scores)}),
+                **{name: _objects(output.extra_fields.get(name) for output in outputs) for name in extra},
+            },
+        )
+
+
+def _agents(config: PPOConfig, tokenizer: Any, processor: Any) -> Agents:
+    if config.trainer.controller == "local":
+        from verl.agents.local import LocalAgents
+
+        return LocalAgents(config, tokenizer, processor)
+    from verl.agents.ray import RayAgents  # Ray need not be installed for the other
+
+    return RayAgents(config)
+
+
+def _finish_reason(result: TrajectoryResult) -> str:
+    return {"done": "stop", "turns_used_up": "stop", "context_full": "length"}.get(result.status, "abort")
+
+
+def _objects(values: Iterable[Any]) -> np.ndarray:
+    listed = list(values)
+    return np.fromiter(listed, dtype=object, count=len(listed))

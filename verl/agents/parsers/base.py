@@ -1,0 +1,293 @@
+"""What all tool parsers share: the registry, the result, and reading JSON that a model wrote."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NoReturn, TypeVar
+
+from pydantic import BaseModel
+
+from verl.base.registry import Registry
+
+END_MARKERS = (
+    "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_text|>", "</s>",
+    "<end_of_turn>", "<｜end▁of▁sentence｜>", "<|user|>", "<|observation|>", "<|end|>", "<|call|>", "<|return|>",
+)  # fmt: skip
+"""Tokens that end a turn, of all known templates; they are no part of the message."""
+MOST_MALFORMED = 8
+"""Calls of one response that are reported; a model that repeats itself writes thousands, and each gets an answer."""
+THINK, END_OF_THINK = "<think>", "</think>"
+
+Properties = Mapping[str, Mapping[str, Any]]
+"""JSON schema of each parameter of a tool."""
+
+
+class FunctionCall(BaseModel):
+    """A tool call; ``arguments`` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class MalformedCall:
+    """Text that was meant as a tool call and is none."""
+
+    text: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class ParsedTurn:
+    """A turn of the policy, read by a parser."""
+
+    content: str
+    """Text outside of calls and thinking, with calls that could not be read, without the tokens that end the turn."""
+    calls: list[FunctionCall] = field(default_factory=list)
+    malformed: list[MalformedCall] = field(default_factory=list)
+    thinking: str = ""
+    """Text of the thinking, in which no calls are looked for."""
+
+
+class NoCallError(ValueError):
+    """A piece of text is not the call that it was taken for; the message says why."""
+
+
+_parsers: Registry[type[ToolParser]] = Registry("tool parser")
+P = TypeVar("P", bound="type[ToolParser]")
+
+
+class ToolParser(ABC):
+    """Reads the tool calls in the tokens of a response. One object serves all conversations of a process.
+
+    A parser of your own extends this class, is registered by ``@ToolParser.register("name")``, and is chosen by
+    ``rollout.multi_turn.format=name``.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    @abstractmethod
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """Return the text outside of calls, and the calls.
+
+        Args:
+            responses_ids: token ids of one response.
+            tools: schemas of the tools, by which formats without types of their own read the arguments.
+        """
+
+    async def parse(
+        self, responses_ids: list[int], tools: Sequence[Any] | None = None, is_thinking: bool = False
+    ) -> ParsedTurn:
+        """Read a response, its malformed calls and its thinking too.
+
+        Args:
+            responses_ids: token ids of one response.
+            tools: as in :meth:`extract_tool_calls`.
+            is_thinking: whether the prompt has opened the thinking block already.
+        """
+        extract = self.extract_tool_calls
+        takes_tools = "tools" in inspect.signature(extract).parameters
+        content, calls = await (extract(responses_ids, tools) if takes_tools else extract(responses_ids))
+        return ParsedTurn(content, calls)
+
+    def is_thinking_after(self, ids: Sequence[int]) -> bool:
+        """Whether a context ends with an opened thinking block, as the header of some templates does."""
+        return self.tokenizer.decode(list(ids[-8:]), skip_special_tokens=False).rstrip().endswith(THINK)
+
+    @classmethod
+    def register(cls, name: str) -> Callable[[P], P]:
+        """Register the decorated class under ``name``."""
+        return _parsers.register(name)  # pyright: ignore[reportReturnType]
+
+    @classmethod
+    def get_tool_parser(cls, name: str, tokenizer: Any) -> ToolParser:
+        """Make the parser called ``name``; see :func:`get_tool_parser`."""
+        return get_tool_parser(name, tokenizer)
+
+
+def get_tool_parser(name: str, tokenizer: Any) -> ToolParser:
+    """Make a parser.
+
+    Raises:
+        ConfigError: no parser has this name; the message lists them.
+    """
+    return _parsers.get(name)(tokenizer)
+
+
+class TextToolParser(ToolParser):
+    """Parser of a format that is read from the text of a response, with its special tokens."""
+
+    starts: ClassVar[tuple[str, ...]] = ()
+    """Texts that start a call; before the first of them, ``</think>`` ends the thinking."""
+
+    async def extract_tool_calls(
+        self, responses_ids: list[int], tools: Sequence[Any] | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """See :meth:`ToolParser.extract_tool_calls`."""
+        turn = await self.parse(responses_ids, tools)
+        return turn.content, turn.calls
+
+    async def parse(
+        self, responses_ids: list[int], tools: Sequence[Any] | None = None, is_thinking: bool = False
+    ) -> ParsedTurn:
+        """See :meth:`ToolParser.parse`."""
+        text = self.tokenizer.decode(responses_ids, skip_special_tokens=False)
+        return self.parse_text(self._without_end(text), tools, is_thinking)
+
+    def parse_text(self, text: str, tools: Sequence[Any] | None = None, is_thinking: bool = False) -> ParsedTurn:
+        """Read the text of a response whose end markers are gone."""
+        thinking, rest = self.split_thinking(text, is_thinking)
+        content, calls, malformed = self.read(rest, properties_of(tools))
+        return ParsedTurn(content.strip() if calls or malformed or thinking else content, calls, malformed, thinking)
+
+    @abstractmethod
+    def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
+        """Return the text outside of calls, the calls, and what was no call."""
+
+    def _without_end(self, text: str) -> str:
+        ends = {*END_MARKERS, self.tokenizer.eos_token, self.tokenizer.pad_token} - {None, ""}
+        while end := next((end for end in ends if text.rstrip().endswith(end)), None):
+            text = text.rstrip()[: -len(end)]
+        return text
+
+    def split_thinking(self, text: str, is_thinking: bool) -> tuple[str, str]:
+        """Return the thinking and the rest."""
+        begins = text.lstrip().startswith(THINK)
+        inner = text.lstrip().removeprefix(THINK) if begins else text
+        end = inner.find(END_OF_THINK)
+        if not (begins or is_thinking):
+            first = min((place for start in self.starts if (place := inner.find(start)) >= 0), default=len(inner))
+            if not 0 <= end < first:
+                return "", text
+        if end < 0:
+            return inner, ""
+        return inner[:end].strip(), inner[end + len(END_OF_THINK) :]
+
+
+Reading = tuple[str, list[FunctionCall], list[MalformedCall]]
+
+
+def read_calls(text: str, start: str, end: str, read_one: Callable[[str, int], tuple[FunctionCall, int]]) -> Reading:
+    """Read all calls that begin with ``start``.
+
+    Args:
+        text: what is read.
+        start: text that begins a call.
+        end: text that ends one; a call that cannot be read goes as far as this or the next ``start``.
+        read_one: returns the call after a place of the text, and the place after its end; raises NoCallError.
+    """
+    pieces, calls, malformed, place = [], [], [], 0
+    while len(malformed) < MOST_MALFORMED and (found := text.find(start, place)) >= 0:
+        pieces.append(text[place:found])
+        after = found + len(start)
+        try:
+            call, place = read_one(text, after)
+            calls.append(call)
+        except NoCallError as error:
+            place = _end_of_broken(text, after, start, end)
+            malformed.append(MalformedCall(text[found:place], str(error)))
+            pieces.append(text[found:place])
+    return "".join([*pieces, text[place:]]), calls, malformed
+
+
+def _end_of_broken(text: str, place: int, start: str, end: str) -> int:
+    next_start = text.find(start, place)
+    limit = next_start if next_start >= 0 else len(text)
+    next_end = text.find(end, place, limit)
+    return next_end + len(end) if next_end >= 0 else limit
+
+
+_BLANKS = re.compile(r"\s*")
+
+
+def expect(text: str, place: int, wanted: str) -> int:
+    """Return the place after ``wanted``, which may follow blanks.
+
+    Raises:
+        NoCallError: something else is there.
+    """
+    at = skip_blanks(text, place)
+    if not text.startswith(wanted, at):
+        found = f"found {text[at : at + 20]!r}" if text[at:] else "the response ends"
+        raise NoCallError(f"expected {wanted!r} at character {at}, but {found}")
+    return at + len(wanted)
+
+
+def skip_blanks(text: str, place: int) -> int:
+    """Return the first place that is no blank."""
+    found = _BLANKS.match(text, place)
+    return found.end() if found else place
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise NoCallError(f"{name} is no JSON")
+
+
+_decoder = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def read_json(text: str, place: int = 0) -> tuple[Any, int]:
+    """Read one JSON value that may follow blanks; return it with the place after it.
+
+    Raises:
+        NoCallError: there is none, or one that cannot be used (too deep, numbers of thousands of digits).
+    """
+    try:
+        return _decoder.raw_decode(text, skip_blanks(text, place))
+    except json.JSONDecodeError as error:
+        raise NoCallError(f"invalid JSON: {error.msg} at character {error.pos}") from error
+    except RecursionError as error:
+        raise NoCallError("invalid JSON: nested too deeply") from error
+    except ValueError as error:
+        raise NoCallError(f"invalid JSON: {error}") from error
+
+
+def make_call(name: Any, arguments: Any) -> FunctionCall:
+    """Make a call of values as they were read.
+
+    Raises:
+        NoCallError: the name is no text, or the arguments are no JSON object of texts that can be encoded.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise NoCallError(f"the name of the function must be a text, not {name!r:.100}")
+    if not isinstance(arguments, dict):
+        raise NoCallError(f"the arguments must be a JSON object, not {type(arguments).__name__} {arguments!r:.100}")
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + text).encode()
+    except (ValueError, RecursionError) as error:  # 1e999 is infinite; "\ud800" is half of a character
+        raise NoCallError(f"the arguments cannot be written as JSON: {error}") from error
+    return FunctionCall(name=name.strip(), arguments=text)
+
+
+def call_of_object(value: Any, arguments_key: str) -> FunctionCall:
+    """Make a call of an object ``{"name": ..., arguments_key: {...}}``.
+
+    Raises:
+        NoCallError: it has another form.
+    """
+    if not isinstance(value, dict):
+        raise NoCallError(f"a call is a JSON object, not {type(value).__name__}")
+    for key in ("name", arguments_key):
+        if key not in value:
+            raise NoCallError(f"the call has no {key!r}, only {', '.join(map(repr, value)) or 'nothing'}")
+    return make_call(value["name"], value[arguments_key])
+
+
+def properties_of(tools: Sequence[Any] | None) -> dict[str, Properties]:
+    """Return the parameters of each tool by name; tools are schemas of ``verl.tools.schemas`` or their dicts."""
+    found: dict[str, Properties] = {}
+    for tool in tools or ():
+        schema = tool if isinstance(tool, Mapping) else tool.model_dump(exclude_none=True)
+        function = schema.get("function", schema)
+        parameters = function.get("parameters") or {}
+        found[function["name"]] = parameters.get("properties") or {}
+    return found

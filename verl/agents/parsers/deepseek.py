@@ -1,0 +1,100 @@
+"""The formats of DeepSeek: calls between special tokens (V3, R1, V3.1), and tags (V3.2 and later)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from verl.agents.parsers.base import (
+    FunctionCall,
+    NoCallError,
+    Properties,
+    Reading,
+    TextToolParser,
+    ToolParser,
+    expect,
+    make_call,
+    read_calls,
+    read_json,
+    skip_blanks,
+)
+
+BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+_AROUND = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+INVOKE, END_INVOKE = "<｜DSML｜invoke", "</｜DSML｜invoke>"
+_AROUND_INVOKES = re.compile(r"</?｜DSML｜(?:function_calls|tool_calls)>")
+_NAME = re.compile(r'\s+name="([^"]+)"\s*>')
+_PARAMETER = re.compile(r'<｜DSML｜parameter\s+name="([^"]+)"(?:\s+string="(true|false)")?\s*>')
+_END_PARAMETER = "</｜DSML｜parameter>"
+
+
+@ToolParser.register("deepseek")
+class DeepSeekToolParser(TextToolParser):
+    """Calls of DeepSeek V3, R1, V3.1, and of V3.2 and later, which mark each parameter as text or as JSON."""
+
+    starts = (*_AROUND, BEGIN, "<｜DSML｜")
+
+    def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
+        """See :meth:`TextToolParser.read`."""
+        if "<｜DSML｜" in text:
+            content, calls, malformed = read_calls(text, INVOKE, END_INVOKE, _read_invoke)
+            if not calls and not malformed:
+                return read_calls(text, "<｜DSML｜", "</｜DSML｜", _no_invoke)
+            return (content if malformed else _AROUND_INVOKES.sub("", content)), calls, malformed
+        content, calls, malformed = read_calls(text, BEGIN, END, _read_one)
+        if not calls and not malformed and _AROUND[0] in text:
+            return read_calls(text, *_AROUND, _no_begin)
+        if not malformed:
+            for marker in _AROUND:
+                content = content.replace(marker, "")
+        return content, calls, malformed
+
+
+def _read_one(text: str, place: int) -> tuple[FunctionCall, int]:
+    separator, end = text.find(SEPARATOR, place), text.find(END, place)
+    if separator < 0 or 0 <= end < separator:
+        raise NoCallError(f"no {SEPARATOR} in the call")
+    first, place = text[place:separator].strip(), separator + len(SEPARATOR)
+    # V3 and R1: "function" SEPARATOR name, then the arguments as a block of JSON. V3.1: name SEPARATOR arguments.
+    if text[skip_blanks(text, place) : skip_blanks(text, place) + 1] in ("{", "[", '"'):
+        value, place = read_json(text, place)
+        return make_call(first, value), expect(text, place, END)
+    fence = text.find("```", place)
+    if fence < 0 or END in text[place:fence]:
+        raise NoCallError("the arguments are neither a JSON object nor a block of ```json")
+    name = text[place:fence].strip()
+    value, place = read_json(text, fence + len("```json") if text.startswith("```json", fence) else fence + 3)
+    return make_call(name, value), expect(text, expect(text, place, "```"), END)
+
+
+def _no_begin(text: str, place: int) -> tuple[FunctionCall, int]:
+    raise NoCallError(f"no {BEGIN} follows")
+
+
+def _no_invoke(text: str, place: int) -> tuple[FunctionCall, int]:
+    raise NoCallError(f'no {INVOKE} name="..."> in the block')
+
+
+def _read_invoke(text: str, place: int) -> tuple[FunctionCall, int]:
+    head = _NAME.match(text, place)
+    if head is None:
+        raise NoCallError(f'no name="..."> follows {INVOKE}')
+    arguments, place = {}, head.end()
+    while not text.startswith(END_INVOKE, place := skip_blanks(text, place)):
+        parameter = _PARAMETER.match(text, place)
+        if parameter is None:
+            raise NoCallError(f"neither a parameter nor {END_INVOKE} at character {place}")
+        end = text.find(_END_PARAMETER, parameter.end())
+        if end < 0:
+            raise NoCallError(f"no {_END_PARAMETER} ends the parameter '{parameter[1]}'")
+        value = text[parameter.end() : end]
+        arguments[parameter[1]] = _json_value(value, parameter[1]) if parameter[2] == "false" else value
+        place = end + len(_END_PARAMETER)
+    return make_call(head[1], arguments), place + len(END_INVOKE)
+
+
+def _json_value(text: str, name: str) -> object:
+    value, place = read_json(text)
+    if text[place:].strip():
+        raise NoCallError(f"the parameter '{name}' is no JSON: {text[place:].strip()[:20]!r} follows the value")
+    return value

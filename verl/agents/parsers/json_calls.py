@@ -1,0 +1,111 @@
+"""Formats whose calls are JSON objects: Hermes (and Qwen), Llama 3, Mistral."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from verl.agents.parsers.base import (
+    FunctionCall,
+    MalformedCall,
+    NoCallError,
+    Properties,
+    Reading,
+    TextToolParser,
+    ToolParser,
+    call_of_object,
+    expect,
+    make_call,
+    read_calls,
+    read_json,
+    skip_blanks,
+)
+
+
+@ToolParser.register("hermes")
+class HermesToolParser(TextToolParser):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes 2 and 3, Qwen 2.5, Qwen 3."""
+
+    starts = ("<tool_call>",)
+
+    def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
+        """See :meth:`TextToolParser.read`."""
+        return read_calls(text, "<tool_call>", "</tool_call>", self._read_one)
+
+    @staticmethod
+    def _read_one(text: str, place: int) -> tuple[FunctionCall, int]:
+        value, place = read_json(text, place)
+        return call_of_object(value, "arguments"), expect(text, place, "</tool_call>")
+
+
+@ToolParser.register("llama3_json")
+class Llama3JsonToolParser(TextToolParser):
+    """``{"name": ..., "parameters": {...}}`` as the whole response: Llama 3.1 to 3.3.
+
+    Several calls are separated by ``;``. After ``<|python_tag|>`` anything else is a malformed call; without it, a
+    response that is JSON of another kind is an answer.
+    """
+
+    starts = ("<|python_tag|>", "{")
+
+    def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
+        """See :meth:`TextToolParser.read`."""
+        before, tag, body = text.partition("<|python_tag|>")
+        if not tag or before.lstrip().startswith("{"):  # the tag may stand in an argument
+            before, tag, body = "", "", text
+            if not self._looks_like_a_call(text):
+                return text, [], []
+        calls: list[FunctionCall] = []
+        place = 0
+        try:
+            while True:
+                value, place = read_json(body, place)
+                calls.append(call_of_object(value, "parameters"))
+                place = skip_blanks(body, place)
+                if place >= len(body):
+                    return before, calls, []
+                place = expect(body, place, ";")
+        except NoCallError as error:
+            # One of several calls is broken: none is made, for it is not known where the next would begin.
+            return text, [], [MalformedCall(tag + body, str(error))]
+
+    @staticmethod
+    def _looks_like_a_call(text: str) -> bool:
+        return text.lstrip().startswith("{") and re.search(r'"(name|parameters)"\s*:', text) is not None
+
+
+@ToolParser.register("mistral")
+class MistralToolParser(TextToolParser):
+    """``[TOOL_CALLS]`` with a list of calls, or ``[TOOL_CALLS]name[ARGS]{...}`` for each: Mistral's instruct models."""
+
+    starts = ("[TOOL_CALLS]",)
+
+    def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
+        """See :meth:`TextToolParser.read`."""
+        found = text.find("[TOOL_CALLS]")
+        if found < 0:
+            return text, [], []
+        if text[skip_blanks(text, found + len("[TOOL_CALLS]")) :].startswith(("[", "{")):
+            return self._read_list(text, found)
+        return read_calls(text, "[TOOL_CALLS]", "[TOOL_CALLS]", self._read_one)
+
+    @staticmethod
+    def _read_list(text: str, found: int) -> Reading:
+        try:
+            value, place = read_json(text, found + len("[TOOL_CALLS]"))
+            listed = value if isinstance(value, list) else [value]
+            calls = [call_of_object(one, "arguments") for one in listed]
+            if not calls:
+                raise NoCallError("the list of calls is empty")
+        except NoCallError as error:
+            return text, [], [MalformedCall(text[found:], str(error))]
+        return text[:found] + text[place:], calls, []
+
+    @staticmethod
+    def _read_one(text: str, place: int) -> tuple[FunctionCall, int]:
+        arguments = text.find("[ARGS]", place)
+        if arguments < 0:
+            raise NoCallError("no [ARGS] follows the name of the function")
+        name = text[place:arguments].partition("[CALL_ID]")[0]
+        value, end = read_json(text, arguments + len("[ARGS]"))
+        return make_call(name, value), end

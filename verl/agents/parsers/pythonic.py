@@ -1,0 +1,93 @@
+"""Calls as a list of Python calls: Llama 4, Llama 3.2 with its small models, ToolACE."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verl.agents.parsers.base import (
+    FunctionCall,
+    MalformedCall,
+    NoCallError,
+    Properties,
+    Reading,
+    TextToolParser,
+    ToolParser,
+    make_call,
+)
+
+_START, _END = "<|python_start|>", "<|python_end|>"
+_LOOKS_LIKE_CALLS = re.compile(r"\s*\[\s*[A-Za-z_][\w.]*\s*\(")
+_JSON_WORDS = {"true": True, "false": False, "null": None}
+
+
+@ToolParser.register("pythonic")
+class PythonicToolParser(TextToolParser):
+    """``[get_weather(city="Paris", days=3), get_time()]`` as the whole response, with arguments by name."""
+
+    starts = ("[", _START)
+
+    def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
+        """See :meth:`TextToolParser.read`."""
+        before, tag, body = text.partition(_START)
+        if _LOOKS_LIKE_CALLS.match(text):
+            before, tag, body = "", "", text
+        elif not tag:
+            return text, [], []
+        body = body.strip().removesuffix(_END)
+        try:
+            return before, _calls(body), []
+        except (NoCallError, RecursionError) as error:
+            return text, [], [MalformedCall(tag + body, str(error))]
+
+
+def _calls(text: str) -> list[FunctionCall]:
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except SyntaxError as error:
+        raise NoCallError(f"no Python expression: {error.msg} at character {error.offset}") from error
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise NoCallError(f"no Python expression: {str(error) or 'nested too deeply'}") from error
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise NoCallError("the calls must be one list: [name(key=value, ...)]")
+    return [_call(node) for node in tree.elts]
+
+
+def _call(node: ast.expr) -> FunctionCall:
+    if not isinstance(node, ast.Call):
+        raise NoCallError(f"{ast.unparse(node)[:50]!r} in the list is no call")
+    name = ast.unparse(node.func)
+    if not re.fullmatch(r"[A-Za-z_][\w.]*", name):
+        raise NoCallError(f"{name[:50]!r} is no name of a function")
+    if node.args:
+        raise NoCallError(f"an argument of {name} has no name: write {name}(key=value)")
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            raise NoCallError(f"{name} has ** in its arguments")
+        arguments[keyword.arg] = _value(keyword.value, keyword.arg)
+    return make_call(name, arguments)
+
+
+def _value(node: ast.expr, key: str) -> Any:
+    """Value of a literal, or of the words true, false and null, which models take from JSON."""
+    match node:
+        case ast.Name(id=name) if name in _JSON_WORDS:
+            return _JSON_WORDS[name]
+        case ast.List(elts=elements) | ast.Tuple(elts=elements):
+            return [_value(element, key) for element in elements]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(one, key): _value(value, key) for one, value in zip(keys, values, strict=True)}
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
+            return -number
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+    raise NoCallError(f"the value of {key!r} is no literal")
+
+
+def _key(node: ast.expr | None, key: str) -> str:
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+        raise NoCallError(f"a key in the value of {key!r} is no text")
+    return node.value

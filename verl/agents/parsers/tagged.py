@@ -1,0 +1,121 @@
+"""Formats whose arguments stand between tags, without types of their own: Qwen3-Coder and GLM."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verl.agents.parsers.base import (
+    FunctionCall,
+    NoCallError,
+    Properties,
+    Reading,
+    TextToolParser,
+    ToolParser,
+    expect,
+    make_call,
+    read_calls,
+    skip_blanks,
+)
+
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
+"""Chat templates write these three as Python does."""
+_TYPE_NAMES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+
+
+@ToolParser.register("qwen3_coder")
+class Qwen3CoderToolParser(TextToolParser):
+    """``<tool_call><function=name><parameter=key>value</parameter></function></tool_call>``: Qwen3-Coder, Qwen 3.5.
+
+    Models leave the outer tag out at times; the inner ones make the call.
+    """
+
+    starts = ("<tool_call>", "<function=")
+
+    def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
+        """See :meth:`TextToolParser.read`."""
+
+        def read_one(text: str, place: int) -> tuple[FunctionCall, int]:
+            name, place = _until(text, place, ">", "the name of the function")
+            properties = tools.get(name, {})
+            arguments = {}
+            while not text.startswith("</function>", place := skip_blanks(text, place)):
+                place = expect(text, place, "<parameter=")
+                key, place = _until(text, place, ">", "the name of a parameter")
+                value, place = _until(text, place, "</parameter>", f"the value of {key!r}")
+                # The template puts each value on lines of its own.
+                arguments[key] = typed(value.removeprefix("\n").removesuffix("\n"), properties.get(key))
+            return make_call(name, arguments), place + len("</function>")
+
+        content, calls, malformed = read_calls(text, "<function=", "</function>", read_one)
+        if not calls and not malformed and "<tool_call>" in text:
+            return read_calls(text, "<tool_call>", "</tool_call>", _no_function)
+        return (re.sub(r"</?tool_call>", "", content) if calls and not malformed else content), calls, malformed
+
+
+def _no_function(text: str, place: int) -> tuple[FunctionCall, int]:
+    raise NoCallError("no <function=name> follows <tool_call>")
+
+
+@ToolParser.register("glm")
+class GlmToolParser(TextToolParser):
+    """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``: GLM 4.5 and later."""
+
+    starts = ("<tool_call>",)
+
+    def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
+        """See :meth:`TextToolParser.read`."""
+
+        def read_one(text: str, place: int) -> tuple[FunctionCall, int]:
+            name, place = _until(text, place, "<", "the name of the function")
+            name, place = name.strip(), place - 1
+            properties, arguments = tools.get(name, {}), {}
+            while not text.startswith("</tool_call>", place := skip_blanks(text, place)):
+                key, place = _until(text, expect(text, place, "<arg_key>"), "</arg_key>", "a key")
+                value, place = _until(text, expect(text, place, "<arg_value>"), "</arg_value>", f"the value of {key!r}")
+                arguments[key.strip()] = typed(value, properties.get(key.strip()))
+            return make_call(name, arguments), place + len("</tool_call>")
+
+        return read_calls(text, "<tool_call>", "</tool_call>", read_one)
+
+
+def _until(text: str, place: int, end: str, what: str) -> tuple[str, int]:
+    found = text.find(end, place)
+    if found < 0:
+        raise NoCallError(f"no {end!r} ends {what}")
+    return text[place:found], found + len(end)
+
+
+def typed(text: str, schema: Mapping[str, Any] | None) -> Any:
+    """Return the value that a text stands for under a JSON schema; the text itself where the schema does not know.
+
+    A text that is no value of the wanted type stays a text, so that the check against the schema reports it.
+
+    >>> typed("12", {"type": "integer"}), typed("12", {"type": "string"}), typed("x", {"type": "integer"})
+    (12, '12', 'x')
+    """
+    wanted = _types(schema or {})
+    if not wanted - {"string"}:
+        return text
+    stripped = text.strip()
+    try:
+        value = _PYTHON_WORDS[stripped] if stripped in _PYTHON_WORDS else json.loads(stripped)
+    except (ValueError, RecursionError):
+        return text
+    kind = "null" if value is None else _TYPE_NAMES[type(value)]
+    matches = kind in wanted or (kind == "integer" and "number" in wanted)
+    return value if matches or "string" not in wanted else text
+
+
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Names of the JSON types that a schema allows."""
+    kinds = schema.get("type", [])
+    found = {kinds} if isinstance(kinds, str) else set(kinds)
+    for key in ("anyOf", "oneOf"):
+        for one in schema.get(key, ()):
+            found |= _types(one)
+    if not found and "enum" in schema:
+        found = {"null" if value is None else _TYPE_NAMES.get(type(value), "string") for value in schema["enum"]}
+    return found | ({"null"} if schema.get("nullable") else set())

@@ -1,0 +1,352 @@
+"""Agent loops in processes of their own, for ``trainer.controller=ray``.
+
+::
+
+    driver ── trajectories ──► worker 0 … worker n     one actor each; trajectories in threads
+                                   │ requests
+                                   ▼
+                                router                 one actor; sticky, least loaded
+                                   │ fetched by the ranks
+                                   ▼
+                                engine 0 … engine m    the ranks' rollout engines
+
+A worker that dies is replaced, and its trajectories are run again from their beginning with the same random numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from verl.agents.router import Router
+from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult, failed
+from verl.base.import_utils import prepare_process
+from verl.config import PPOConfig, RolloutConfig
+from verl.errors import ProcessLostError, RolloutError, WorkerError
+from verl.single_controller.ray.private import brief
+from verl.single_controller.ray.processes import finished_of
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest
+from verl.workers.rollout.serving import Answer, RequestQueue
+
+logger = logging.getLogger(__name__)
+
+Command = tuple[str, int, RolloutRequest | None]
+"""``put`` with a request, ``cancel`` or ``close``, for an engine."""
+
+LONG_POLL_S = 1.0
+"""How long a rank's question for new requests is held back if there are none."""
+LOOK_S = 0.5
+"""How often the driver looks after the ranks while trajectories run."""
+MOST_CALLS = 100_000
+"""Most calls under way in one actor."""
+ATTEMPTS = 3
+"""How often a trajectory is begun whose process dies; the last time without others beside it."""
+
+
+class _Mailbox:
+    """Commands for one engine, until its rank fetches them."""
+
+    def __init__(self) -> None:
+        self._commands: list[Command] = []
+        self._arrived = asyncio.Event()
+
+    def put(self, number: int, request: RolloutRequest) -> None:
+        self._add(("put", number, request))
+
+    def cancel(self, number: int) -> None:
+        self._add(("cancel", number, None))
+
+    def close(self) -> None:
+        self._add(("close", 0, None))
+
+    def _add(self, command: Command) -> None:
+        self._commands.append(command)
+        self._arrived.set()
+
+    async def fetch(self) -> list[Command]:
+        try:
+            await asyncio.wait_for(self._arrived.wait(), LONG_POLL_S)
+        except TimeoutError:
+            return []
+        self._arrived.clear()
+        commands, self._commands = self._commands, []
+        return commands
+
+
+class RouterActor:
+    """The router of a run, as a Ray actor; one rollout after the other."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._rollout = 0
+        self._mailboxes: list[_Mailbox] = []
+        self._router: Router | None = None
+
+    async def open(self, engines: int) -> int:
+        """Begin a rollout with so many engines; return its number."""
+        self._rollout += 1
+        self._mailboxes = [_Mailbox() for _ in range(engines)]
+        self._router = Router(self._mailboxes, self._room)
+        return self._rollout
+
+    async def close(self) -> None:
+        """End the rollout."""
+        if self._router is not None:
+            self._router.close()
+
+    async def generate(self, conversation: str, request: RolloutRequest) -> RolloutOutput:
+        """See :meth:`Router.generate`."""
+        if self._router is None:
+            raise RolloutError("no rollout is running, so no engine answers.")
+        return await self._router.generate(conversation, request)
+
+    async def silent_s(self) -> float:
+        """See :meth:`Router.silent_s`."""
+        return 0.0 if self._router is None else self._router.silent_s()
+
+    async def fetch(self, rollout: int, engine: int) -> list[Command]:
+        """Return what is new for an engine, after at most ``LONG_POLL_S`` seconds."""
+        return await self._mailboxes[engine].fetch() if rollout == self._rollout else [("close", 0, None)]
+
+    async def take_answers(self, rollout: int, answers: Sequence[tuple[int, Answer]]) -> None:
+        """Pass answers of an engine on."""
+        if rollout == self._rollout and self._router is not None:
+            for number, answer in answers:
+                self._router.take_answer(number, answer)
+
+
+class RayRequests:
+    """The requests to the engines of the ranks; see :class:`verl.workers.rollout.serving.EngineRequests`."""
+
+    def __init__(self, router: Any, rollout: int) -> None:
+        self._router, self._rollout = router, rollout
+
+    @contextmanager
+    def of_engine(self, number: int) -> Iterator[RequestQueue]:
+        """Yield a queue that a thread fills with what the router has for the engine."""
+        queue = RequestQueue(
+            lambda request, answer: self._router.take_answers.remote(self._rollout, [(request, answer)])
+        )
+        thread = threading.Thread(target=self._fill, args=(queue, number), name="requests", daemon=True)
+        thread.start()
+        try:
+            yield queue
+        finally:
+            queue.close()
+            thread.join()
+
+    def _fill(self, queue: RequestQueue, engine: int) -> None:
+        try:
+            while not queue.is_closed:
+                for what, number, request in ray.get(self._router.fetch.remote(self._rollout, engine)):
+                    if what == "put" and request is not None:
+                        queue.put(number, request)
+                    elif what == "cancel":
+                        queue.cancel(number)
+                    else:
+                        queue.close()
+        except RayError as error:  # the router is gone: the driver learns it too, and says so
+            logger.warning("the router of agent loops does not answer: %s", error)
+            queue.close()
+
+
+class _RayCall:
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def future(self) -> Future[RolloutOutput]:
+        return self._reference.future()
+
+    def cancel(self) -> None:
+        ray.cancel(self._reference)
+
+
+class _RayConnection:
+    def __init__(self, router: Any) -> None:
+        self._router = router
+
+    def send(self, conversation: str, request: RolloutRequest) -> _RayCall:
+        return _RayCall(self._router.generate.remote(conversation, request))
+
+
+class WorkerActor:
+    """An :class:`AgentLoopWorker` in a process of its own."""
+
+    def __init__(self, config: PPOConfig, router: Any, import_path: Sequence[str]) -> None:
+        # Agent loops live where the driver finds them.
+        sys.path.extend(path for path in import_path if path not in sys.path)
+        prepare_process()
+        model = config.actor_rollout_ref.model
+        path, trusts = model.tokenizer_path or model.path, model.trust_remote_code
+        tokenizer = hf_tokenizer(path, trust_remote_code=trusts, chat_template=model.custom_chat_template)
+        processor = hf_processor(path, trust_remote_code=trusts)
+        self._worker = AgentLoopWorker(config, tokenizer, processor, _RayConnection(router))
+
+    async def run(self, trajectory: Trajectory) -> TrajectoryResult:
+        """Run a trajectory to its end."""
+        return await self._worker.run(trajectory)
+
+    async def abandoned(self) -> int:
+        """Return the number of threads that do not end."""
+        return self._worker.abandoned
+
+
+class RayAgents:
+    """Runs trajectories in Ray actors, which start with the first rollout and stay for the run.
+
+    Args:
+        config: the whole configuration.
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        self._config = config
+        self._workers: list[Any] = []
+        self._router: Any = None
+
+    def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
+        """Run all trajectories to their end, in the order of the results.
+
+        Raises:
+            ProcessLostError: a rank or the router died, or a rank hangs.
+            WorkerError: an engine failed.
+        """
+        try:
+            return self._run(trajectories, group)
+        except RayActorError as error:
+            raise ProcessLostError(f"the router of agent loops died: {brief(str(error))}") from error
+
+    def _run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
+        self._start()
+        with ExitStack() as on_failure:
+            on_failure.callback(self.shutdown)  # neither the ranks nor the trajectories may go on
+            engines = len(group.mesh("rollout").collecting_ranks)
+            rollout: Any = ray.get(self._router.open.remote(engines))
+            serving = group.serve(RayRequests(self._router, rollout))
+            results = self._results(trajectories, group, serving)
+            ray.get(self._router.close.remote())
+            group.wait_for(serving)
+            self._replace_stuck_workers()
+            on_failure.pop_all()
+        return results
+
+    def _results(self, trajectories: Sequence[Trajectory], group: Any, serving: Any) -> list[TrajectoryResult]:
+        settings = self._config.actor_rollout_ref.rollout
+        running = _Rollout(settings, trajectories, self._workers, self._new_worker)
+        while not running.look():
+            if group.any_returned(serving):
+                group.wait_for(serving)  # raises why the ranks ended before their time
+                raise WorkerError("the rollout engines ended while trajectories still ran.")
+            limit_s = group.hang_timeout_s
+            if limit_s is not None and ray.get(self._router.silent_s.remote()) > limit_s:
+                raise group.end_hanging(serving)
+        return running.results
+
+    def _start(self) -> None:
+        if self._router is not None:
+            return
+        rollout = self._config.actor_rollout_ref.rollout
+        self._router = _actor(RouterActor).remote(rollout.max_num_seqs)
+        cores = int(ray.cluster_resources().get("CPU", 1))
+        self._workers = [self._new_worker() for _ in range(max(1, min(rollout.agent.num_workers, cores)))]
+
+    def _new_worker(self) -> Any:
+        return _actor(WorkerActor).remote(self._config, self._router, sys.path)
+
+    def _replace_stuck_workers(self) -> None:
+        counts = ray.get([worker.abandoned.remote() for worker in self._workers])
+        for slot, count in enumerate(counts):
+            if count:
+                logger.warning("%d agent loop(s) do not end; their process is replaced", count)
+                ray.kill(self._workers[slot])
+                self._workers[slot] = self._new_worker()
+
+    def shutdown(self) -> None:
+        """End all processes. A later :meth:`run` starts new ones."""
+        actors, self._workers, self._router = [*self._workers, self._router], [], None
+        for actor in actors:
+            if actor is not None:
+                ray.kill(actor)
+
+
+def _actor(cls: type) -> Any:
+    # They wait most of the time, so they take no core from the ranks.
+    return ray.remote(cls).options(num_cpus=0, max_concurrency=MOST_CALLS)
+
+
+class _Rollout:
+    """The trajectories of one rollout, and the workers that run them.
+
+    Args:
+        rollout: ``actor_rollout_ref.rollout``.
+        trajectories: what to run.
+        workers: the actors; one that died is replaced in this list.
+        new_worker: starts an actor.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        trajectories: Sequence[Trajectory],
+        workers: list[Any],
+        new_worker: Callable[[], Any],
+    ) -> None:
+        self._rollout, self._trajectories = rollout, trajectories
+        self._workers, self._new_worker = workers, new_worker
+        self._begun: Counter[int] = Counter()
+        self._running: dict[Any, tuple[int, int, Any]] = {}
+        """Trajectory, slot and actor of each reference to a result."""
+        self._alone: list[int] = []
+        """Trajectories whose process died too often to run them beside others."""
+        self._results: dict[int, TrajectoryResult] = {}
+        for number in range(len(trajectories)):
+            self._begin(number)
+
+    def look(self) -> bool:
+        """Take results for at most ``LOOK_S`` seconds; return whether there are all."""
+        if not self._running and self._alone:
+            self._begin(self._alone.pop(0))
+        if self._running:
+            for reference in finished_of(list(self._running), LOOK_S, fetch_local=False):
+                self._take(reference)
+        return not (self._running or self._alone)
+
+    @property
+    def results(self) -> list[TrajectoryResult]:
+        """The results, in the order of the trajectories."""
+        return [self._results[number] for number in range(len(self._trajectories))]
+
+    def _begin(self, number: int) -> None:
+        slot = number % len(self._workers)
+        self._begun[number] += 1
+        actor = self._workers[slot]
+        self._running[actor.run.remote(self._trajectories[number])] = (number, slot, actor)
+
+    def _take(self, reference: Any) -> None:
+        number, slot, actor = self._running.pop(reference)
+        try:
+            self._results[number] = ray.get(reference)
+        except RayActorError as error:
+            if self._workers[slot] is actor:
+                logger.warning("a process of agent loops died, and is replaced: %s", brief(str(error)))
+                self._workers[slot] = self._new_worker()
+            self._begin_again(number)
+
+    def _begin_again(self, number: int) -> None:
+        if self._begun[number] >= ATTEMPTS:
+            message = f"its process died each of the {ATTEMPTS} times that it was begun"
+            self._results[number] = failed(self._trajectories[number], (), "agent_error", message, self._rollout)
+        elif self._begun[number] == ATTEMPTS - 1:
+            self._alone.append(number)
+        else:
+            self._begin(number)

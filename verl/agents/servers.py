@@ -1,0 +1,235 @@
+"""What an agent loop generates with: ``await server_manager.generate(...)``, token ids in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import operator
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from pydantic import BaseModel
+
+from verl.config import RolloutConfig
+from verl.errors import ConfigError, RolloutError
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams, sample_seed
+
+NO_EFFECT = ("logprobs",)
+"""Sampling parameters of other engines that ask for what is always given."""
+OTHER_NAMES = {"max_new_tokens": "max_tokens"}
+NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
+"""Parameters that engines of this version lack, and the value that changes nothing."""
+
+
+class ContextFullError(RolloutError):
+    """A conversation has used up the tokens that prompt and response may have together."""
+
+
+class TokenOutput(BaseModel):
+    """One response of the policy."""
+
+    token_ids: list[int]
+    """The drawn tokens, with the end token if one was drawn."""
+    log_probs: list[float] | None = None
+    """log p of each drawn token."""
+    routed_experts: Any | None = None
+    """Not recorded in this version."""
+    stop_reason: str | None = None
+    """``stop``: an end token or stop text; ``length``: as many tokens as asked for; ``abort``."""
+    weight_version: int = -1
+    """Version of the weights that the response was drawn with."""
+    num_preempted: int | None = None
+    """Not counted in this version."""
+    extra_fields: dict[str, Any] = {}
+
+
+class GenerationCall(Protocol):
+    """A request under way."""
+
+    def future(self) -> Future[RolloutOutput]:
+        """Return what becomes of it."""
+        ...
+
+    def cancel(self) -> None:
+        """Withdraw it."""
+        ...
+
+
+class Connection(Protocol):
+    """The way from agent loops to the router; may be used by any thread."""
+
+    def send(self, conversation: str, request: RolloutRequest) -> GenerationCall:
+        """Send a request of a conversation."""
+        ...
+
+
+@dataclass(frozen=True)
+class DrawnTurn:
+    """A response as it was asked for and drawn."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    log_probs: list[float]
+    weight_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleId:
+    """Which response of a run a trajectory is; its random numbers follow from this and from its own tokens."""
+
+    step: int
+    uid: str
+    sample_index: int
+    attempt: int = 0
+    """0, or how often the trajectory was drawn before, with a failure at the end."""
+    prompt_ids: tuple[int, ...] = ()
+    """The prompt as the data set made it: a response to just this has the same seed as without an agent loop."""
+
+    @property
+    def name(self) -> str:
+        """Step, prompt, sample and attempt, for logs and ids."""
+        return f"{self.step}/{self.uid}/{self.sample_index}/{self.attempt}"
+
+
+class AsyncLLMServerManager:
+    """The policy, for one trajectory. ``generate`` may be called from several tasks at once.
+
+    Args:
+        config: ``actor_rollout_ref.rollout``.
+        connection: the way to the engines.
+        sample: which response of the run the trajectory is.
+        default: sampling parameters where a call names none.
+    """
+
+    def __init__(
+        self, config: RolloutConfig, connection: Connection, sample: SampleId, default: SamplingParams
+    ) -> None:
+        self._config = config
+        self._connection = connection
+        self._sample = sample
+        self._default = default
+        self._asked: Counter[tuple[int, ...]] = Counter()
+        self.turns: list[DrawnTurn] = []
+        """All responses of the trajectory, in the order in which they arrived."""
+        self.seconds = 0.0
+        """Time spent in ``generate``, summed over calls."""
+        self.is_closed = False
+        self._under_way: list[GenerationCall] = []
+
+    def close(self) -> None:
+        """Withdraw what is under way and refuse further calls, also those of threads that were left behind."""
+        self.is_closed = True
+        for call in list(self._under_way):
+            call.cancel()
+
+    @property
+    def max_model_len(self) -> int:
+        """Most tokens of prompt and response together."""
+        return self._config.max_model_len or self._config.prompt_length + self._config.response_length
+
+    async def generate(
+        self,
+        request_id: str,
+        *,
+        prompt_ids: Sequence[int],
+        sampling_params: Mapping[str, Any] | None = None,
+        image_data: Sequence[Any] | None = None,
+        video_data: Sequence[Any] | None = None,
+    ) -> TokenOutput:
+        """Draw a response to ``prompt_ids``, all tokens of the conversation so far.
+
+        Args:
+            request_id: id of the conversation; the same for all its turns, so that they meet the same engine.
+            prompt_ids: at least one token.
+            sampling_params: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``,
+                ``stop_token_ids``, ``ignore_eos``; by default those of the rollout (or of validation).
+            image_data: not in this version.
+            video_data: not in this version.
+
+        Raises:
+            ContextFullError: there is no room for another token.
+            ConfigError: a sampling parameter is unknown or out of range.
+            RolloutError: the request cannot be served.
+        """
+        if image_data or video_data:
+            raise ConfigError("images and videos are not in this version; give text alone.")
+        if self.is_closed:
+            raise RolloutError("this trajectory has ended, and the policy answers it no more.")
+        ids = [operator.index(token) for token in prompt_ids]
+        room = self.max_model_len - len(ids)
+        if room < 1:
+            raise ContextFullError(
+                f"the conversation has {len(ids)} tokens, and prompt and response may have {self.max_model_len} "
+                "(data.max_prompt_length + data.max_response_length, or rollout.max_model_len)."
+            )
+        params = self._params(sampling_params or {}, room)
+        request = RolloutRequest(ids, replace(params, seed=self._seed(tuple(ids))))
+        began = time.monotonic()
+        call = self._connection.send(f"{self._sample.name}/{request_id}", request)
+        self._under_way.append(call)
+        try:
+            if self.is_closed:  # since the question above
+                raise asyncio.CancelledError
+            output = await asyncio.wrap_future(call.future())
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        finally:
+            self._under_way.remove(call)
+            self.seconds += time.monotonic() - began
+        self.turns.append(DrawnTurn(ids, output.token_ids, output.log_probs, output.weight_version))
+        return TokenOutput(
+            token_ids=output.token_ids,
+            log_probs=output.log_probs,
+            stop_reason=output.finish_reason,
+            weight_version=output.weight_version,
+        )
+
+    def _params(self, given: Mapping[str, Any], room: int) -> SamplingParams:
+        wanted = {OTHER_NAMES.get(name, name): value for name, value in given.items() if name not in NO_EFFECT}
+        for name, neutral in NEUTRAL.items():
+            if wanted.pop(name, neutral) != neutral:
+                raise ConfigError(f"sampling parameter {name}={given[name]!r} is not in this version; leave it out.")
+        known = set(SamplingParams.__dataclass_fields__) - {"seed"}
+        if unknown := sorted(set(wanted) - known):
+            raise ConfigError(f"unknown sampling parameter {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
+        for name in ("stop", "stop_token_ids"):
+            if name in wanted:
+                value = wanted[name] or ()
+                wanted[name] = (value,) if isinstance(value, str) else tuple(value)
+        for name, value in wanted.items():
+            _check_type(name, value)
+        params = replace(self._default, **{name: value for name, value in wanted.items() if value is not None})
+        return replace(params, max_tokens=min(params.max_tokens, room))
+
+    def _seed(self, prompt: tuple[int, ...]) -> int:
+        """Seed of a response: by the sample and the tokens before it, never by the order of calls."""
+        earlier = self._asked[prompt]
+        self._asked[prompt] += 1
+        sample = self._sample
+        seed = sample_seed(self._config.seed, sample.step, sample.uid, sample.sample_index)
+        if prompt == sample.prompt_ids and earlier == 0 and sample.attempt == 0:
+            return seed
+        tokens = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
+        return sample_seed(seed, sample.attempt, tokens, earlier)
+
+
+def _check_type(name: str, value: Any) -> None:
+    """Check the type of a sampling parameter, for which an engine would end.
+
+    Raises:
+        ConfigError: it has another.
+    """
+    kinds = {"max_tokens": int, "top_k": int, "ignore_eos": bool, "stop": str, "stop_token_ids": int}
+    kind = kinds.get(name, (int, float))
+    values = value if name in ("stop", "stop_token_ids") else [value]
+    if wrong := [each for each in values if each is not None and not isinstance(each, kind)]:
+        wanted = kind.__name__ if isinstance(kind, type) else "number"
+        raise ConfigError(f"sampling parameter {name} has {wrong[0]!r}, which is no {wanted}.")
+
+
+LLMServerClient = AsyncLLMServerManager

@@ -1,0 +1,26 @@
+"""The agent loop of one turn: a prompt and a response."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoopBase):
+    """Answer the prompt once, with the tokens that ``generate_sequences`` would draw."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """See :meth:`AgentLoopBase.run`."""
+        prompt = kwargs["raw_prompt_ids"]
+        drawn = await self.server_manager.generate("turn", prompt_ids=prompt, sampling_params=sampling_params)
+        return AgentLoopOutput(
+            prompt_ids=prompt,
+            response_ids=drawn.token_ids,
+            response_mask=[1] * len(drawn.token_ids),
+            response_logprobs=drawn.log_probs,
+            num_turns=2,
+            metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds),
+            status="context_full" if drawn.stop_reason == "length" else "done",
+        )

@@ -1,0 +1,257 @@
+"""The agent loop of tools and simulated users.
+
+The policy calls tools and goes on with their results until it answers without a call. Where the row names an
+interaction, that answers as the user, and the conversation goes on until it ends it::
+
+    generate ──► parse ──► calls ──► run them ──► results as tokens with mask 0 ──► generate …
+                   └─ no call: done, or the user's answer as tokens with mask 0 ──► generate …
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+from verl.agents.chat_template import ChatTemplate
+from verl.agents.conversation import Conversation
+from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.agents.parsers import FunctionCall, ParsedTurn, ToolParser, get_tool_parser
+from verl.agents.simulated_user import SimulatedUser
+from verl.agents.slots import MachineSlots
+from verl.agents.tool_calls import ToolCallResult, ToolLimits, ToolRunner, ToolSession, descriptions
+from verl.config import PPOConfig, RolloutConfig
+from verl.config.agent import TrajectoryStatus
+from verl.errors import ConfigError
+from verl.interactions.base import BaseInteraction
+from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+from verl.tools.base_tool import BaseTool
+from verl.tools.utils.tool_registry import initialize_tools
+from verl.utils.dataset.chat import as_messages
+from verl.utils.model import eos_token_ids
+
+CONVERSATION = "policy"
+
+
+@dataclass(frozen=True)
+class ToolAgentParts:
+    """What the trajectories of one process share."""
+
+    template: ChatTemplate
+    tools: ToolRunner
+    parser: ToolParser
+    interactions: Mapping[str, BaseInteraction]
+
+    @classmethod
+    def of(cls, config: PPOConfig, tokenizer: Any) -> Self:
+        """Make the tools, the template, the parser and the interactions of a configuration.
+
+        Raises:
+            ConfigError: a file of tools or of interactions is wrong, there is no parser of this name, or the tokenizer
+                cannot be used.
+        """
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        turns = rollout.multi_turn
+        template = ChatTemplate(
+            tokenizer,
+            sanity_check=turns.tokenization_sanity_check_mode,
+            template_kwargs=config.data.apply_chat_template_kwargs,
+            end_token_ids=(*eos_token_ids(model.path, tokenizer), *rollout.stop_token_ids),
+        )
+        limits = ToolLimits(
+            timeout_s=rollout.agent.tool_timeout_s,
+            max_parallel_calls=turns.max_parallel_calls,
+            max_response_tokens=turns.max_tool_response_length,
+            truncate_side=turns.tool_response_truncate_side,
+        )
+        tools = initialize_tools(turns.tool_config_path, turns.function_tool_path)
+        run = hashlib.sha256(os.path.abspath(config.trainer.default_local_dir).encode()).hexdigest()[:16]
+        slots = partial(_slots, Path(tempfile.gettempdir()) / f"verl-tools-{os.getuid()}" / run)
+        return cls(
+            template,
+            ToolRunner(tools, template.control.shorten, limits, slots),
+            get_tool_parser(turns.format, tokenizer),
+            initialize_interactions_from_config(path) if (path := turns.interaction_config_path) else {},
+        )
+
+
+def _slots(folder: Path, tool: BaseTool, number: int) -> MachineSlots:
+    """Slots that all workers of a run on this machine share."""
+    return MachineSlots(number, folder, tool.name)
+
+
+def described_tools(rollout: RolloutConfig) -> list[dict[str, Any]]:
+    """Return the descriptions of a configuration's tools, as chat templates take them.
+
+    Raises:
+        ConfigError: a file of tools is wrong.
+    """
+    turns = rollout.multi_turn
+    return descriptions(initialize_tools(turns.tool_config_path, turns.function_tool_path))
+
+
+@register("tool_agent")
+class ToolAgentLoop(AgentLoopBase):
+    """Let the policy call tools and answer its user, until it ends or a limit of turns or tokens is reached.
+
+    A call that fails, or that cannot be read, is answered with the reason. Rewards of calls are ``tool_rewards``, one
+    for each call, among the columns of the batch; scores of the user are ``turn_scores``, one for each turn of the
+    policy, 0 for turns that the user did not answer.
+    """
+
+    shared: ToolAgentParts
+
+    @classmethod
+    def prepare(cls, config: PPOConfig, tokenizer: Any) -> ToolAgentParts:
+        """See :meth:`AgentLoopBase.prepare`."""
+        return ToolAgentParts.of(config, tokenizer)
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """See :meth:`AgentLoopBase.run`."""
+        parts = self.shared
+        messages = as_messages(list(kwargs["raw_prompt"]), "the prompt")
+        conversation = Conversation(parts.template, messages, parts.tools.schemas or None)
+        longest = self.rollout_config.prompt_length
+        if len(conversation.prompt_ids) > longest:
+            raise ConfigError(
+                f"the prompt has {len(conversation.prompt_ids)} tokens with the descriptions of the tools, more than "
+                f"data.max_prompt_length={longest}. Raise that, or describe the tools in fewer words."
+            )
+        calls = _Calls()
+        user = SimulatedUser.of_row(
+            parts.interactions, kwargs.get("interaction_kwargs"), self.rollout_config.agent.tool_timeout_s
+        )
+        async with AsyncExitStack() as stack:
+            session = await stack.enter_async_context(parts.tools.session(kwargs.get("tools_kwargs")))
+            if user is not None:
+                await stack.enter_async_context(user)
+            others = _Others(session, calls, user)
+            status = await self._converse(conversation, others, sampling_params)
+            final_rewards = await session.rewards()
+        return AgentLoopOutput(
+            prompt_ids=conversation.prompt_ids,
+            response_ids=conversation.response_ids,
+            response_mask=conversation.response_mask,
+            response_logprobs=conversation.response_logprobs,
+            num_turns=len(conversation.messages),
+            status=status,
+            metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=calls.seconds),
+            extra_fields={
+                "turn_scores": others.turn_scores(),
+                "tool_rewards": calls.rewards,
+                "tool_extra_fields": {"final_rewards": final_rewards, "metrics": calls.metrics},
+                "tool_calls": calls.made,
+                "tool_failures": dict(calls.failures),
+                "rendering_differences": dict(conversation.check()),
+            },
+        )
+
+    async def _converse(
+        self, conversation: Conversation, others: _Others, sampling_params: Mapping[str, Any]
+    ) -> TrajectoryStatus:
+        turns, most_tokens = self.rollout_config.multi_turn, self.rollout_config.response_length
+        number = 0
+        while True:
+            left = conversation.tokens_left(most_tokens)
+            if not left:
+                return "context_full"
+            limits = {**sampling_params, "max_tokens": min(left, sampling_params.get("max_tokens") or left)}
+            context = conversation.ids
+            drawn = await self.server_manager.generate(CONVERSATION, prompt_ids=context, sampling_params=limits)
+            number += 1
+            parser = self.shared.parser
+            # A call that the policy only thinks of is none.
+            is_thinking = parser.is_thinking_after(context)
+            turn = await parser.parse(drawn.token_ids, self.shared.tools.schemas, is_thinking)
+            conversation.add_drawn(drawn.token_ids, drawn.log_probs or [], _message(turn))
+            # Each turn of the policy but the last is followed by one of the tools or of the user.
+            is_last = number in (turns.max_assistant_turns, (turns.max_user_turns or -1) + 1)
+            limit = "context_full" if drawn.stop_reason != "stop" else "turns_used_up" if is_last else None
+            answers = await others.answer(turn, conversation.messages, limit)
+            if isinstance(answers, str):
+                return answers
+            # The next turn needs room for a token.
+            room = conversation.tokens_left(most_tokens) - 1
+            if not conversation.add_messages(answers, room, turns.tool_response_truncate_side):
+                return "context_full"
+
+
+@dataclass
+class _Others:
+    """Those whom the policy talks to in one trajectory: its tools, and its user if there is one."""
+
+    tools: ToolSession
+    calls: _Calls
+    user: SimulatedUser | None
+    scores: list[float | None] = field(default_factory=list)
+    """Of each turn of the policy, the user's score."""
+
+    async def answer(
+        self, turn: ParsedTurn, messages: list[dict[str, Any]], limit: TrajectoryStatus | None
+    ) -> list[dict[str, Any]] | TrajectoryStatus:
+        """Answer a turn; at the end of the conversation return how it ended.
+
+        Args:
+            turn: the policy's.
+            messages: the conversation, with this turn.
+            limit: the limit that lets no other turn follow. The user scores this one nevertheless.
+        """
+        has_calls = bool(turn.calls or turn.malformed)
+        if has_calls and limit is None:
+            self.scores.append(None)
+            results = await self.calls.make(turn, self.tools)
+            return [{"role": "tool", "content": result.response.text or ""} for result in results]
+        if self.user is None:
+            return limit if limit == "context_full" or (limit and has_calls) else "done"
+        said = await self.user.answer(messages)
+        self.scores.append(said.score)
+        if said.is_end and limit != "context_full" and not has_calls:
+            return "done"
+        return limit or [{"role": "user", "content": said.text}]
+
+    def turn_scores(self) -> list[float] | None:
+        """Return a score for each turn of the policy; None if the user gives no scores."""
+        if all(score is None for score in self.scores):
+            return None
+        return [score or 0.0 for score in self.scores]
+
+
+class _Calls:
+    """The tool calls of one trajectory."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.seconds = 0.0
+        self.rewards: list[float | None] = []
+        self.metrics: list[dict[str, Any]] = []
+        self.failures: Counter[str] = Counter()
+
+    async def make(self, turn: ParsedTurn, session: ToolSession) -> list[ToolCallResult]:
+        """Make the calls of a turn; those that could not be read are refused."""
+        began = time.monotonic()
+        results = [*await session.call_all(turn.calls), *(session.refuse(bad) for bad in turn.malformed)]
+        self.seconds += time.monotonic() - began
+        for result in results:
+            self.made += result.failure is None
+            self.rewards.append(result.reward)
+            self.metrics.append(result.metrics)
+            if result.failure is not None:
+                self.failures[result.failure.value] += 1
+        return results
+
+
+def _message(turn: ParsedTurn) -> dict[str, Any]:
+    calls = [{"type": "function", "function": _function(call)} for call in turn.calls]
+    return {"role": "assistant", "content": turn.content, **({"tool_calls": calls} if calls else {})}
+
+
+def _function(call: FunctionCall) -> dict[str, str]:
+    return {"name": call.name, "arguments": call.arguments}

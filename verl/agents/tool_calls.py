@@ -1,0 +1,384 @@
+"""Call tools so that a bad call costs its own trajectory nothing but an error message to the model.
+
+runner = ToolRunner(tools, template.control.shorten, ToolLimits(timeout_s=30))     # one per process
+async with runner.session(tools_kwargs) as session:                                # one per trajectory
+    results = await session.call_all(turn.calls)                                   # one per turn
+    rewards = await session.rewards()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import threading
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from numbers import Real
+from typing import Any, Literal, TypeVar
+
+from jsonschema import Draft202012Validator
+
+from verl.agents.parsers import FunctionCall, MalformedCall
+from verl.agents.slots import ProcessSlots, Slots, no_limit
+from verl.base.redact import redacted
+from verl.base.registry import suggest
+from verl.tools.base_tool import BaseTool, ToolTimeoutError
+from verl.tools.schemas import ToolResponse
+from verl.tools.threads import LoopThread
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+Side = Literal["left", "middle", "right"]
+UNBLOCK_S = 0.5
+"""How long after a timeout the thread of a trajectory's tools may take to go on before it is given up."""
+MOST_DETAIL = 500
+"""Characters of an error message that a model is shown."""
+
+
+class CallFailure(StrEnum):
+    """Why a call gave no result; the values are names of metrics."""
+
+    MALFORMED = "malformed_call"
+    """The text was no call in the model's format."""
+    UNKNOWN_TOOL = "unknown_tool"
+    """There is no tool of this name."""
+    WRONG_ARGUMENTS = "wrong_arguments"
+    """The arguments do not fit the description of the tool."""
+    TOO_MANY = "too_many_calls"
+    """The turn had more calls than ``max_parallel_calls``; this one was not made."""
+    TIMEOUT = "tool_timeout"
+    """The call took longer than the tool may."""
+    RAISED = "tool_error"
+    """The tool raised an exception."""
+    WRONG_RESULT = "wrong_tool_result"
+    """The tool returned something else than a response, a reward and metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolLimits:
+    """Limits of all calls; a tool's own ``config`` may set ``timeout_s`` and ``max_concurrent`` for itself."""
+
+    timeout_s: float = 60.0
+    """Seconds of one call, without its wait for a slot."""
+    max_parallel_calls: int = 1
+    """Calls of one turn that are made; each further one is answered with an error."""
+    max_response_tokens: int = 256
+    """Tokens of the text of one response."""
+    truncate_side: Side = "middle"
+    """What is kept of a longer text: its beginning (``left``), its end (``right``), or both (``middle``)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToolCallResult:
+    """What came of one call."""
+
+    name: str
+    arguments: str
+    """As the model wrote them."""
+    response: ToolResponse
+    """For the model; of a failed call, the error message."""
+    reward: float | None = None
+    metrics: dict[str, Any] = field(default_factory=dict)
+    failure: CallFailure | None = None
+    seconds: float = 0.0
+    """Time in the tool."""
+    waited_s: float = 0.0
+    """Time until a slot was free."""
+    is_truncated: bool = False
+
+
+class _CallError(Exception):
+    """A call that failed; the message is for the model."""
+
+    def __init__(self, failure: CallFailure, message: str) -> None:
+        super().__init__(message)
+        self.failure = failure
+
+
+class ToolRunner:
+    """The tools of a process, with their limits. Threads may share it.
+
+    Args:
+        tools: the tools.
+        shorten: cuts a text to a number of tokens: ``shorten(text, max_tokens, side)``. It must cope with any length.
+        limits: limits of all calls.
+        slots: makes the slots of a tool that may have ``max_concurrent`` calls at once, where something else than
+            this process is to count them.
+    """
+
+    def __init__(
+        self,
+        tools: Sequence[BaseTool],
+        shorten: Callable[[str, int, Side], str],
+        limits: ToolLimits | None = None,
+        slots: Callable[[BaseTool, int], Slots] = lambda tool, number: ProcessSlots(number),
+    ) -> None:
+        self.tools = {tool.name: tool for tool in tools}
+        self.limits = limits or ToolLimits()
+        self._shorten = shorten
+        self.schemas = descriptions(tools)
+        """The descriptions, for the chat template and the parser."""
+        self._validators = {
+            tool.name: Draft202012Validator(described["function"].get("parameters", {}))
+            for tool, described in zip(tools, self.schemas, strict=True)
+        }
+        numbers = {tool.name: tool.config.get("max_concurrent") for tool in tools}
+        self._slots: dict[str, Slots] = {
+            name: slots(self.tools[name], int(number)) if number else no_limit for name, number in numbers.items()
+        }
+        self._told: set[tuple[str, str]] = set()
+        self._telling = threading.Lock()
+
+    @asynccontextmanager
+    async def session(self, tools_kwargs: Mapping[str, Any] | None = None) -> AsyncIterator[ToolSession]:
+        """The tools for one trajectory; at the end all that they have created is released.
+
+        Args:
+            tools_kwargs: of each tool by name, the row's ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs``
+                and ``release_kwargs``.
+        """
+        session = ToolSession(self, tools_kwargs or {})
+        try:
+            yield session
+        finally:
+            await session.close()
+
+    def read_arguments(self, call: FunctionCall) -> dict[str, Any]:
+        """Arguments of a call that fit the description of its tool.
+
+        Raises:
+            _CallError: there is no such tool, or they do not fit.
+        """
+        if call.name not in self.tools:
+            known = sorted(self.tools)
+            listed = f"The tools are: {', '.join(known)}." if known else "There are no tools."
+            raise _CallError(
+                CallFailure.UNKNOWN_TOOL, f"there is no tool {call.name!r:.100}.{suggest(call.name, known)} {listed}"
+            )
+        try:
+            arguments = json.loads(call.arguments)
+        except (ValueError, RecursionError) as error:
+            raise _CallError(
+                CallFailure.WRONG_ARGUMENTS, f"the arguments of {call.name} are no JSON: {error}"
+            ) from error
+        if not isinstance(arguments, dict):
+            raise _CallError(CallFailure.WRONG_ARGUMENTS, f"the arguments of {call.name} must be a JSON object.")
+        found = sorted(self._validators[call.name].iter_errors(arguments), key=lambda error: error.json_path)
+        if found:
+            listed = "; ".join(f"{error.json_path.removeprefix('$.')}: {error.message[:200]}" for error in found[:3])
+            raise _CallError(CallFailure.WRONG_ARGUMENTS, f"the arguments of {call.name} are wrong: {listed}")
+        return arguments
+
+    def shortened(self, text: str) -> tuple[str, bool]:
+        """The text within ``max_response_tokens``, and whether it was cut."""
+        usable = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
+        short = self._shorten(usable, self.limits.max_response_tokens, self.limits.truncate_side)
+        return short, short != usable
+
+    def tell(self, tool: str, error: BaseException) -> None:
+        """Log the traceback of a tool's error, once for each kind of error of a tool."""
+        with self._telling:
+            known = (tool, type(error).__name__) in self._told
+            self._told.add((tool, type(error).__name__))
+        if not known:
+            text = redacted("".join(traceback.format_exception(error)))
+            logger.warning("the tool %s failed; later errors of this kind are only counted:\n%s", tool, text)
+
+
+class ToolSession:
+    """The tools of one trajectory. Their code runs in a thread of its own, so that code that blocks can be left."""
+
+    def __init__(self, runner: ToolRunner, tools_kwargs: Mapping[str, Any]) -> None:
+        self.runner = runner
+        self._kwargs = tools_kwargs
+        self._thread: LoopThread | None = None
+        self._instances: dict[str, asyncio.Task[Any]] = {}
+
+    async def call_all(self, calls: Sequence[FunctionCall], **kwargs: Any) -> list[ToolCallResult]:
+        """Make the calls of one turn at once, at most ``max_parallel_calls`` of them.
+
+        Args:
+            calls: the calls.
+            **kwargs: for ``execute`` of each tool, such as ``agent_data``.
+
+        Returns:
+            One result for each call, in their order.
+        """
+        most = self.runner.limits.max_parallel_calls
+        made = await asyncio.gather(*(self.call(call, **kwargs) for call in calls[:most]))
+        problem = f"a turn may have at most {most} {'call' if most == 1 else 'calls'}; this one was not made."
+        return [*made, *(self._failed(call, CallFailure.TOO_MANY, problem) for call in calls[most:])]
+
+    def refuse(self, malformed: MalformedCall) -> ToolCallResult:
+        """The result of what a parser could not read."""
+        call = FunctionCall(name="", arguments=malformed.text)
+        return self._failed(call, CallFailure.MALFORMED, f"this is no tool call: {malformed.reason}")
+
+    async def call(self, call: FunctionCall, **kwargs: Any) -> ToolCallResult:
+        """Make one call; see :meth:`call_all`."""
+        begin = start = time.monotonic()
+        try:
+            arguments = self.runner.read_arguments(call)
+            tool = self.runner.tools[call.name]
+            async with self.runner._slots[call.name]():
+                start = time.monotonic()
+                response, reward, metrics = await self._execute(tool, arguments, kwargs)
+        except _CallError as error:
+            return self._failed(call, error.failure, str(error), time.monotonic() - start, start - begin)
+        text, is_truncated = self.runner.shortened(response.text or "")
+        return ToolCallResult(
+            name=call.name,
+            arguments=call.arguments,
+            response=response.model_copy(update={"text": text}),
+            reward=reward,
+            metrics=metrics,
+            seconds=time.monotonic() - start,
+            waited_s=start - begin,
+            is_truncated=is_truncated,
+        )
+
+    async def rewards(self) -> dict[str, float | None]:
+        """``calc_reward`` of each tool that the trajectory has used; None where it failed."""
+        found: dict[str, float | None] = {}
+        for name, instance in self._created().items():
+            tool, kwargs = self.runner.tools[name], self._of_row(name, "calc_reward_kwargs")
+            try:
+                found[name] = _number(await self._run(tool, tool.calc_reward(instance, **kwargs)))
+            except _CallError:
+                found[name] = None
+        return found
+
+    async def close(self) -> None:
+        """Release everything; errors are logged, for the trajectory is over."""
+        for name, instance in self._created().items():
+            tool, kwargs = self.runner.tools[name], self._of_row(name, "release_kwargs")
+            try:
+                await self._run(tool, tool.release(instance, **kwargs))
+            except _CallError as error:
+                logger.debug("release of the tool %s: %s", name, error)
+        self._instances.clear()
+        if self._thread is not None:
+            self._thread.stop()
+            self._thread = None
+
+    async def _execute(
+        self, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any]
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        kwargs = {**self._of_row(tool.name, "execute_kwargs"), **kwargs}
+        return _checked(tool.name, await self._run(tool, self._created_and_executed(tool, arguments, kwargs)))
+
+    async def _created_and_executed(self, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+        """In the thread of the tools: create the state of this trajectory at the first call, then execute."""
+        making = self._instances.get(tool.name)
+        if making is None or _has_failed(making):
+            kwargs_of_row = self._of_row(tool.name, "create_kwargs")
+            making = asyncio.ensure_future(_without_exit(tool.create(create_kwargs=kwargs_of_row)))
+            self._instances[tool.name] = making
+        # Calls of one turn share it, and one that times out must not cancel it for the others.
+        instance, _ = await asyncio.shield(making)
+        return await tool.execute(instance, arguments, **kwargs)
+
+    def _created(self) -> dict[str, str]:
+        """Names of the states that exist, by tool."""
+        made = [(name, making) for name, making in self._instances.items() if making.done()]
+        return {name: making.result()[0] for name, making in made if not _has_failed(making)}
+
+    async def _run(self, tool: BaseTool, coroutine: Any) -> Any:
+        """Run code of a tool in the thread of the tools, for at most the tool's time."""
+        thread = self._thread = self._thread or LoopThread("tools of a trajectory")
+        timeout_s = float(tool.config.get("timeout_s") or self.runner.limits.timeout_s)
+        future = thread.submit(_without_exit(coroutine))
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                return await asyncio.wrap_future(future)
+        except ToolTimeoutError as error:
+            raise _CallError(CallFailure.TIMEOUT, f"the tool {tool.name} {error}.") from error
+        except TimeoutError as error:
+            if not limit.expired():
+                raise self._raised(tool, error) from error
+            if not await thread.responds(UNBLOCK_S) and self._thread is thread:
+                # The tool's code blocks its loop and cannot be interrupted. It ends when that returns.
+                thread.stop()
+                self._thread = None
+                self._instances = {name: making for name, making in self._instances.items() if making.done()}
+            raise _CallError(CallFailure.TIMEOUT, f"the tool {tool.name} took longer than {timeout_s:g} s.") from None
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or not task.cancelling():  # not this trajectory was cancelled, but the tool's code
+                raise self._raised(tool, error) from error
+            raise
+        except Exception as error:  # users' code raises anything
+            raise self._raised(tool, error) from error
+
+    def _raised(self, tool: BaseTool, error: BaseException) -> _CallError:
+        self.runner.tell(tool.name, error)
+        message = f"the tool {tool.name} failed: {type(error).__name__}: {error}"
+        return _CallError(CallFailure.RAISED, redacted(message))
+
+    def _failed(
+        self, call: FunctionCall, failure: CallFailure, message: str, seconds: float = 0.0, waited_s: float = 0.0
+    ) -> ToolCallResult:
+        text, is_truncated = self.runner.shortened(f"Error: {message[:MOST_DETAIL]}")
+        return ToolCallResult(
+            name=call.name,
+            arguments=call.arguments,
+            response=ToolResponse(text=text),
+            failure=failure,
+            seconds=seconds,
+            waited_s=waited_s,
+            is_truncated=is_truncated,
+        )
+
+    def _of_row(self, tool: str, key: str) -> dict[str, Any]:
+        return dict((self._kwargs.get(tool) or {}).get(key) or {})
+
+
+def _has_failed(making: asyncio.Task[Any]) -> bool:
+    return making.done() and (making.cancelled() or making.exception() is not None)
+
+
+async def _without_exit(coroutine: Awaitable[T]) -> T:
+    """Await code of a tool; turn ``sys.exit`` into an error, which would end the event loop otherwise."""
+    try:
+        return await coroutine
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r})") from error
+
+
+def descriptions(tools: Sequence[BaseTool]) -> list[dict[str, Any]]:
+    """Return what a chat template tells the model of each tool."""
+    described = [tool.get_openai_tool_schema() for tool in tools]
+    return [one.to_template() for one in described if one is not None]
+
+
+def _checked(name: str, result: Any) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+    """The parts of what a tool's ``execute`` returned.
+
+    Raises:
+        _CallError: it is something else.
+    """
+    match result:
+        case (str() as text, reward, dict() | None as metrics):  # the form of older releases
+            return ToolResponse(text=text), _number(reward), metrics or {}
+        case (ToolResponse(text=str() | None) as response, reward, dict() | None as metrics):
+            return response, _number(reward), metrics or {}
+    raise _CallError(
+        CallFailure.WRONG_RESULT,
+        f"the tool {name} gave no answer that can be read ({type(result).__name__} in the place of a response, a "
+        "reward and metrics).",
+    )
+
+
+def _number(reward: Any) -> float | None:
+    if reward is None:
+        return None
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise _CallError(CallFailure.WRONG_RESULT, f"the tool gave the reward {reward!r:.50}, which is no number.")
+    return float(reward)

@@ -1,0 +1,361 @@
+"""Runs trajectories in one process, each in a thread with an event loop of its own.
+
+So user code that blocks stops only its own conversation, and an error costs only its own trajectory. A trajectory that
+does not end in its time is cancelled; if its thread does not end even then, it is left behind and can do no more harm:
+the policy refuses it, and on Ray its process is replaced after the rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import pickle
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.agents.loop import (
+    AGENT_LOOPS,
+    AgentLoopBase,
+    AgentLoopOutput,
+    DictConfigWrap,
+    TrajectoryError,
+    read_agent_loops,
+)
+from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, DrawnTurn, SampleId
+from verl.agents.single_turn import SingleTurnAgentLoop
+from verl.agents.tool_agent import ToolAgentLoop
+from verl.base.import_utils import user_code
+from verl.base.registry import suggest
+from verl.config import PPOConfig, RolloutConfig
+from verl.config.agent import TrajectoryStatus
+from verl.errors import ConfigError, VerlError
+from verl.workers.rollout.request import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+BUILT_IN = (SingleTurnAgentLoop, ToolAgentLoop)
+"""Agent loops of verl; their modules register them."""
+
+COLUMNS = (
+    *("prompts", "responses", "response_mask", "rollout_log_probs", "input_ids", "attention_mask", "position_ids"),
+    *("finish_reason", "weight_version", "trajectory_status", "trajectory_message", "__num_turns__", "reward_score"),
+    *("uid", "sample_index", "token_level_scores", "reward_status", "score"),
+)
+"""Columns of the batch that an agent loop cannot set."""
+
+END_GRACE_S = 5.0
+"""How long a cancelled trajectory may take to end before its thread is left behind."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One prompt to answer."""
+
+    agent_name: str
+    sample: SampleId
+    sampling: SamplingParams
+    row: Mapping[str, Any]
+    """Columns of the data set."""
+
+
+@dataclass(frozen=True)
+class TrajectoryResult:
+    """What became of a trajectory."""
+
+    output: AgentLoopOutput
+    """The training sequence; after a failure, the tokens up to the last turn of the policy."""
+    message: str = ""
+    """Why it failed."""
+    weight_version: int = -1
+
+    @property
+    def status(self) -> TrajectoryStatus:
+        """How it ended."""
+        return self.output.status
+
+
+@dataclass
+class _RunningTrajectory:
+    """A trajectory in its thread."""
+
+    result: Future[TrajectoryResult] = field(default_factory=Future)
+    thread_end: Future[None] = field(default_factory=Future)
+    loop: asyncio.AbstractEventLoop | None = None
+    task: asyncio.Task[Any] | None = None
+    cancelled_as: TrajectoryStatus | None = None
+    """Its status if it was cancelled, whatever the user's code makes of that."""
+
+    def cancel(self, status: TrajectoryStatus) -> None:
+        """Cancel the user's coroutine, from any thread."""
+        self.cancelled_as = status
+        if self.loop is not None and self.task is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.task.cancel)
+
+    def settle(self, result: TrajectoryResult) -> None:
+        """Give the result, unless there is one."""
+        if not self.result.done():
+            self.result.set_result(result)
+
+
+def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], Mapping[str, Any]]]:
+    """Load the agent loops that rows can name, with the arguments of each.
+
+    Raises:
+        ConfigError: ``agent_loop_config_path`` cannot be read, or a class of it cannot be loaded, or there is no
+            ``default_agent_loop``.
+    """
+    settings = config.actor_rollout_ref.rollout.agent
+    path = settings.agent_loop_config_path
+    entries = {name: AGENT_LOOPS.get(name) for name in AGENT_LOOPS} | (read_agent_loops(path) if path else {})
+    if settings.default_agent_loop not in entries:
+        near = suggest(settings.default_agent_loop, list(entries))
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.agent.default_agent_loop={settings.default_agent_loop}: there is no such agent "
+            f"loop.{near} There are: {', '.join(sorted(entries))}; agent_loop_config_path adds your own."
+        )
+    return {name: (entry.load(), entry.arguments) for name, entry in entries.items()}
+
+
+class AgentLoopWorker:
+    """Runs the trajectories of one process.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: the policy's.
+        processor: the multi-modal processor, if the model has one.
+        connection: the way to the engines.
+
+    Raises:
+        ConfigError: ``agent_loop_config_path`` cannot be read.
+    """
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, processor: Any, connection: Connection) -> None:
+        self._config = config
+        self._rollout = config.actor_rollout_ref.rollout
+        self._tokenizer, self._processor, self._connection = tokenizer, processor, connection
+        self._vocabulary = len(tokenizer)
+        self._loops = agent_loops(config)
+        self._shared: dict[type[AgentLoopBase], Any] = {}
+        self._preparing = threading.Lock()
+        default = self._rollout.default_agent_loop
+        self._shared_by(self._loops[default][0])  # here, so that what is wrong with it ends the run
+        self._places = asyncio.Semaphore(self._rollout.agent.max_concurrent)
+        self.abandoned = 0
+        """Number of threads that were left behind."""
+
+    async def run(self, trajectory: Trajectory) -> TrajectoryResult:
+        """Run a trajectory to its end. Cancelling the call cancels the trajectory."""
+        limit_s = self._rollout.agent.trajectory_timeout_s
+        policy = AsyncLLMServerManager(self._rollout, self._connection, trajectory.sample, trajectory.sampling)
+        async with self._places:
+            attempt = _RunningTrajectory()
+            name = f"trajectory {trajectory.sample.name}"
+            threading.Thread(target=self._in_thread, args=(attempt, trajectory, policy), name=name, daemon=True).start()
+            result, thread_end = asyncio.wrap_future(attempt.result), asyncio.wrap_future(attempt.thread_end)
+            try:
+                await asyncio.wait({result}, timeout=limit_s)
+                if not result.done():
+                    attempt.cancel("timeout")
+                policy.close()
+                # What the user's code started beside its coroutine is cancelled, too.
+                await asyncio.wait({thread_end}, timeout=END_GRACE_S)
+            except asyncio.CancelledError:
+                attempt.cancel("cancelled")
+                policy.close()
+                raise
+            if not thread_end.done():
+                self.abandoned += 1
+            if result.done():
+                return result.result()
+            message = f"{_too_long(limit_s)}, and did not end when it was cancelled"
+            return self._failed(trajectory, policy, "timeout", message)
+
+    def _in_thread(self, attempt: _RunningTrajectory, trajectory: Trajectory, policy: AsyncLLMServerManager) -> None:
+        try:
+            asyncio.run(self._settled(attempt, trajectory, policy))
+        except (KeyboardInterrupt, SystemExit, asyncio.CancelledError) as error:  # raised by a task of the user's code
+            message = f"agent loop '{trajectory.agent_name}' raised {type(error).__name__}: {error}".rstrip(": ")
+            attempt.settle(self._failed(trajectory, policy, attempt.cancelled_as or "agent_error", message))
+        finally:
+            attempt.thread_end.set_result(None)
+
+    async def _settled(
+        self, attempt: _RunningTrajectory, trajectory: Trajectory, policy: AsyncLLMServerManager
+    ) -> None:
+        attempt.loop, attempt.task = asyncio.get_running_loop(), asyncio.current_task()
+        try:
+            result = await self._answered(trajectory, policy)
+        except asyncio.CancelledError:
+            if attempt.cancelled_as is None:
+                raise
+        except Exception as error:  # noqa: BLE001 - a mistake of verl's own, which the caller raises
+            attempt.result.set_exception(error)
+            return
+        if attempt.cancelled_as is not None:
+            is_late = attempt.cancelled_as == "timeout"
+            message = _too_long(self._rollout.agent.trajectory_timeout_s) if is_late else "it was cancelled"
+            result = self._failed(trajectory, policy, attempt.cancelled_as, message)
+        attempt.settle(result)
+
+    async def _answered(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> TrajectoryResult:
+        try:
+            with user_code(f"agent loop '{trajectory.agent_name}'"):
+                output = await self._loop(trajectory, policy).run(_named(trajectory.sampling), **trajectory.row)
+            output = self._checked(output, policy.turns, trajectory.row)
+            return TrajectoryResult(output, "", policy.turns[-1].weight_version if policy.turns else -1)
+        except ContextFullError as error:
+            return self._failed(trajectory, policy, "context_full", str(error))
+        except TrajectoryError as error:
+            return self._failed(trajectory, policy, error.status, str(error))
+        except VerlError as error:
+            return self._failed(trajectory, policy, "agent_error", str(error))
+
+    def _loop(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> Any:
+        if trajectory.agent_name not in self._loops:
+            known = ", ".join(sorted(self._loops))
+            near = suggest(trajectory.agent_name, list(self._loops))
+            raise ConfigError(f"unknown agent loop '{trajectory.agent_name}'.{near} Known: {known}.")
+        loop, arguments = self._loops[trajectory.agent_name]
+        made = loop(
+            DictConfigWrap(self._config),
+            policy,
+            self._tokenizer,
+            self._processor,
+            dataset_config=DictConfigWrap(self._config.data),
+            **arguments,
+        )
+        made.shared = self._shared_by(loop)
+        return made
+
+    def _shared_by(self, loop: type[AgentLoopBase]) -> Any:
+        with self._preparing:
+            if loop not in self._shared:
+                self._shared[loop] = loop.prepare(self._config, self._tokenizer)
+            return self._shared[loop]
+
+    # ---- outputs
+
+    def _checked(self, output: Any, turns: Sequence[DrawnTurn], row: Mapping[str, Any]) -> AgentLoopOutput:
+        """Check an output and give it the log-probs that the engines returned."""
+        if not isinstance(output, AgentLoopOutput):
+            raise ConfigError(f"run() returned {type(output).__name__}; it returns an AgentLoopOutput.")
+        with user_code("run() returned an AgentLoopOutput that was changed after it was made"):
+            output = AgentLoopOutput.model_validate(dict(output))
+        longest, most = self._rollout.prompt_length, self._rollout.response_length
+        if not 0 < len(output.prompt_ids) <= longest:
+            raise ConfigError(
+                f"the prompt has {len(output.prompt_ids)} tokens; it may have 1 to data.max_prompt_length={longest}."
+            )
+        log_probs = drawn_log_probs([*output.prompt_ids, *output.response_ids], turns)[len(output.prompt_ids) :]
+        for place, (mask, log_prob) in enumerate(zip(output.response_mask, log_probs, strict=True)):
+            if mask and log_prob is None:
+                raise ConfigError(
+                    f"token {place} of the response has mask 1, but the policy did not draw it after the tokens before "
+                    "it. Keep the drawn ids as they came (never decode and encode them again), and give mask 0 to "
+                    "every other token."
+                )
+        self._check_foreign(output, log_probs)
+        _check_additions(output, row)
+        is_cut = len(output.response_ids) > most
+        pairs = zip(output.response_mask, log_probs, strict=True)
+        return output.model_copy(
+            update={
+                "response_ids": output.response_ids[:most],
+                "response_mask": output.response_mask[:most],
+                "response_logprobs": [value if mask and value is not None else 0.0 for mask, value in pairs][:most],
+                "status": "context_full" if is_cut and output.status == "done" else output.status,
+            }
+        )
+
+    def _check_foreign(self, output: AgentLoopOutput, log_probs: Sequence[float | None]) -> None:
+        """Check the tokens that the policy did not draw, which the trainer's model reads."""
+        drawn = zip(output.response_ids, log_probs, strict=True)
+        foreign = [*output.prompt_ids, *(token for token, log_prob in drawn if log_prob is None)]
+        if wrong := [token for token in foreign if not 0 <= token < self._vocabulary]:
+            raise ConfigError(
+                f"token {wrong[0]} is none of the {self._vocabulary} tokens of the vocabulary. Encode text with "
+                "self.tokenizer or self.apply_chat_template."
+            )
+
+    def _failed(
+        self, trajectory: Trajectory, policy: AsyncLLMServerManager, status: TrajectoryStatus, message: str
+    ) -> TrajectoryResult:
+        logger.info("trajectory %s ended with %s: %s", trajectory.sample.name, status, message)
+        return failed(trajectory, tuple(policy.turns), status, message, self._rollout)
+
+
+def failed(
+    trajectory: Trajectory,
+    turns: Sequence[DrawnTurn],
+    status: TrajectoryStatus,
+    message: str,
+    rollout: RolloutConfig,
+) -> TrajectoryResult:
+    """Make the result of a trajectory without an output: what the policy drew last, and all before it."""
+    prompt = _first_prompt(trajectory, turns, rollout.prompt_length)
+    turns = [turn for turn in turns if turn.prompt_ids[: len(prompt)] == prompt]
+    written = [*turns[-1].prompt_ids, *turns[-1].token_ids] if turns else prompt
+    response = slice(len(prompt), len(prompt) + rollout.response_length)
+    values = drawn_log_probs(written, turns)[response]
+    output = AgentLoopOutput(
+        prompt_ids=prompt,
+        response_ids=written[response],
+        response_mask=[int(value is not None) for value in values],
+        response_logprobs=[value or 0.0 for value in values],
+        num_turns=1 + len(turns),
+        status=status,
+    )
+    return TrajectoryResult(output, message, turns[-1].weight_version if turns else -1)
+
+
+def _first_prompt(trajectory: Trajectory, turns: Sequence[DrawnTurn], longest: int) -> list[int]:
+    """Return the prompt that the policy met first: the data set's, or with tools, for example, another."""
+    own = list(trajectory.sample.prompt_ids)
+    if any(turn.prompt_ids[: len(own)] == own for turn in turns):
+        return own
+    return next((turn.prompt_ids for turn in turns if len(turn.prompt_ids) <= longest), own)
+
+
+def _check_additions(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
+    """Check what an agent loop adds to the batch.
+
+    Raises:
+        ConfigError: a score is no number, or a further value has the name of a column of the batch.
+    """
+    if output.reward_score is not None and not math.isfinite(output.reward_score):
+        raise ConfigError(
+            f"reward_score={output.reward_score} must be a finite number, or None for the reward function."
+        )
+    if taken := sorted(set(output.extra_fields) & {*COLUMNS, *row}):
+        raise ConfigError(f"extra_fields may not hold {', '.join(taken)}: the batch has it. Choose another name.")
+    try:
+        pickle.dumps(output.extra_fields)
+    except Exception as error:  # whatever a user's object raises
+        raise ConfigError(
+            f"extra_fields cannot be sent to another process ({type(error).__name__}: {error}). Give plain values."
+        ) from error
+
+
+def _too_long(limit_s: float) -> str:
+    return f"it took longer than trajectory_timeout_s={limit_s:g} s"
+
+
+def drawn_log_probs(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[float | None]:
+    """Return the log-prob of each token that the policy drew after exactly the tokens before it; None for others."""
+    written = list(tokens)
+    found: list[float | None] = [None] * len(written)
+    for turn in turns:
+        start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
+        kept = written[start:end]
+        if kept and kept == turn.token_ids[: len(kept)] and written[:start] == turn.prompt_ids:
+            found[start : start + len(kept)] = turn.log_probs[: len(kept)]
+    return found
+
+
+def _named(sampling: SamplingParams) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
+    return {name: getattr(sampling, name) for name in names}

@@ -1,0 +1,101 @@
+"""The policy loss of bypass mode, in which the rollout engine's log-probs are used as the old ones."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from verl.algorithms.loss_registry import LossTerms, register_policy_loss
+from verl.algorithms.policy_losses.token import vanilla
+from verl.algorithms.rollout_correction import (
+    LOG_RATIO_BOUND,
+    Band,
+    accepted,
+    importance_ratio,
+    importance_weights,
+    log_ratio_of,
+    parse_criteria,
+    parse_is_threshold,
+)
+from verl.config.rollout_correction import RolloutCorrectionConfig
+from verl.errors import ConfigError
+from verl.utils.torch_functional import zero_masked
+
+
+@register_policy_loss("bypass_mode", paper="https://arxiv.org/abs/1707.06347", returns_terms=True)
+def bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+    rollout_correction: RolloutCorrectionConfig | None,
+) -> LossTerms:
+    """A loss on the ratio of the policy being updated, π_θ, to the distribution that was sampled from, μ.
+
+        ppo_clip     l = s · the clipped surrogate of PPO with r = π_θ / μ
+        reinforce    l = -s · sg[w] · A · log π_θ                      w = 1 without rollout_is
+
+    w is the bounded weight of :func:`importance_weights`; s is 1 where ``rollout_rs`` accepts, else 0. Both compare the
+    current π_θ with μ, so they change from one mini-batch to the next, and are per token or per response. They do not
+    depend on other responses, so the loss does not depend on micro-batches or ranks. ``ppo_clip`` has no w.
+
+    Rejected tokens have loss and gradient 0 but stay in the denominators, which are counted before any weight is known:
+    rejecting half of the tokens halves the loss. (The decoupled mode, which sees the whole batch first, divides by the
+    accepted tokens.) If everything is rejected, loss and gradient are 0 and ``rollout_corr/rollout_rs_masked_fraction``
+    is 1.
+
+    ``old_log_prob`` is the rollout's, log μ. Further metrics: ``rollout_corr/{kl,k3_kl,chi2_token}``;
+    ``rollout_corr/rollout_is_{mean,max,min,ratio_fraction_high,ratio_fraction_low}`` of the ratio (reinforce with
+    rollout_is); ``rollout_corr/rollout_rs_masked_fraction`` (rollout_rs).
+
+    Raises:
+        ConfigError: the settings of the correction are missing or invalid.
+    """
+    if (settings := rollout_correction) is None:
+        raise ConfigError(
+            "the policy loss bypass_mode needs the settings of the correction: set "
+            "algorithm.rollout_correction.bypass_mode=true, which chooses this loss and hands them over "
+            "(policy_loss.rollout_correction)."
+        )
+    if settings.rollout_is_batch_normalize:
+        raise ConfigError(
+            "rollout_is_batch_normalize=true cannot be used in the policy loss bypass_mode: it sees one micro-batch "
+            "at a time, so the mean weight would depend on the layout. Set it to false, or bypass_mode=false, which "
+            "normalises over the batch of the step."
+        )
+    log_ratio = log_ratio_of(log_prob, old_log_prob, response_mask)
+    ratio = importance_ratio(log_ratio, response_mask, "token")
+    metrics = {
+        "actor/ppo_kl": -log_ratio,
+        "rollout_corr/kl": -log_ratio,
+        "rollout_corr/k3_kl": ratio - 1.0 - log_ratio,
+        "rollout_corr/chi2_token": (2.0 * log_ratio).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() - 1.0,
+    }
+    if settings.loss_type == "ppo_clip":
+        terms = vanilla(old_log_prob, log_prob, advantages, clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    else:
+        terms = LossTerms(-advantages * log_prob)
+        if settings.rollout_is is not None:
+            band = parse_is_threshold(settings.rollout_is_threshold)
+            ratio = importance_ratio(log_ratio, response_mask, settings.rollout_is)
+            terms = LossTerms(terms.losses * importance_weights(ratio, band).to(terms.losses.dtype))
+            metrics |= _ratio_metrics(ratio, band)
+    losses = terms.losses
+    if settings.rollout_rs is not None:
+        kept = accepted(log_ratio, response_mask, parse_criteria(settings.rollout_rs, settings.rollout_rs_threshold))
+        losses = zero_masked(losses, kept)
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = (~kept).double()
+    return LossTerms(losses, terms.is_clipped, terms.is_clipped_lower, metrics)
+
+
+def _ratio_metrics(ratio: Tensor, band: Band) -> dict[str, Tensor]:
+    lower = 1.0 / band.upper if band.lower is None else band.lower
+    return {
+        "rollout_corr/rollout_is_mean": ratio,
+        "rollout_corr/rollout_is_max": ratio,
+        "rollout_corr/rollout_is_min": ratio,
+        "rollout_corr/rollout_is_ratio_fraction_high": (ratio > band.upper).double(),
+        "rollout_corr/rollout_is_ratio_fraction_low": (ratio < lower).double(),
+    }

@@ -1,0 +1,80 @@
+"""Columns that an update computes from its whole mini-batch, before the rows are distributed to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms.aggregate import prepare_aggregation
+from verl.algorithms.entropy import top_entropy_mask
+from verl.algorithms.loss_registry import policy_loss_columns, policy_loss_info
+from verl.errors import ConfigError
+from verl.schema import require
+
+
+def prepare_policy_loss(name: str, columns: Mapping[str, Any], config: Any, seed: int) -> dict[str, Tensor]:
+    """Compute the columns that the loss ``name`` needs from a whole mini-batch; see :func:`prepare_update`.
+
+    Raises:
+        ConfigError: there is no such loss, or its ``prepare`` returned other columns than it declares.
+        SchemaError: a column that ``prepare`` reads is missing.
+    """
+    info = policy_loss_info(name)
+    if info.prepare is None:
+        return {}
+    made = info.prepare(columns, config, seed)
+    if made.keys() != info.prepared_columns:
+        raise ConfigError(
+            f"the prepare function of policy loss '{name}' made columns {sorted(made)}, but the loss has parameters "
+            f"with default None for {sorted(info.prepared_columns)}. Make them the same."
+        )
+    return made
+
+
+def prepare_update(columns: Mapping[str, Any], config: Any, seed: int) -> dict[str, Tensor]:
+    """Compute the columns that the policy's update needs from the whole mini-batch; none for most settings.
+
+    A loss is computed on micro-batches, and their sum is the loss of the mini-batch. Whatever
+    depends on other rows of the mini-batch is therefore computed here and passed along as columns:
+
+    - ``row_weights`` for ``loss_agg_mode=prompt-mean``;
+    - ``top_entropy_mask`` for ``policy_loss.top_entropy_quantile`` below 1;
+    - the columns of the loss's own ``prepare``, such as ``cov_selected``.
+
+    Args:
+        columns: of one whole mini-batch, all ranks' rows in batch order: response_mask, and as the settings require
+            old_log_probs, advantages, entropys; ``index``, an array of group ids.
+        config: the actor section.
+        seed: of random draws; give each mini-batch its own.
+
+    Raises:
+        SchemaError: a column is missing; the message names the stage that makes it.
+        ConfigError: there is no such loss.
+    """
+    settings = config.policy_loss
+    made: dict[str, Tensor] = {}
+    if config.loss_agg_mode == "prompt-mean":
+        # The group ids are called `index` here; the batch calls them `uid`.
+        require(columns, ("response_mask", "index" if "index" in columns else "uid"), "loss_agg_mode=prompt-mean")
+        made |= prepare_aggregation("prompt-mean", columns["response_mask"], columns["index"])
+    if settings.top_entropy_quantile < 1:
+        require(columns, ("response_mask", "entropys"), "policy_loss.top_entropy_quantile")
+        kept = top_entropy_mask(columns["entropys"], columns["response_mask"], settings.top_entropy_quantile)
+        made["top_entropy_mask"] = kept
+    return made | prepare_policy_loss(settings.loss_mode, columns, config, seed)
+
+
+def update_columns(config: Any) -> frozenset[str]:
+    """Columns that the policy's update requires beyond the usual ones, for an actor section.
+
+    Raises:
+        ConfigError: there is no such loss.
+    """
+    needed = set(policy_loss_columns(config.policy_loss.loss_mode))
+    if config.loss_agg_mode == "prompt-mean":
+        needed.add("row_weights")
+    if config.policy_loss.top_entropy_quantile < 1:
+        needed.add("top_entropy_mask")
+    return frozenset(needed)

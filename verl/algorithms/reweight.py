@@ -1,0 +1,70 @@
+"""PF-PPO: resample the rows of a batch in favour of extreme scores."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.schema import require
+from verl.utils.torch_functional import masked_sum
+
+ReweightMethod = Literal["pow", "max_min", "max_random"]
+
+
+def compute_pf_ppo_reweight_data(
+    data: DataProto, reweight_method: str = "pow", weight_pow: float = 2.0, seed: int = 0
+) -> DataProto:
+    """Resample a batch with replacement, to the same size, with probabilities that depend on the score.
+
+    Policy filtration for PPO (arXiv:2409.06957): a reward model is most reliable where its scores are
+    extreme. With s_i = Σ_t token_level_scores_{i,t}·m_{i,t}, a row is drawn with probability ∝
+
+        pow          |s_i|^weight_pow
+        max_min      1 for rows of the largest and of the smallest score, 0 for others
+        max_random   0.4 for rows of the largest score, 0.1 for others
+
+    A row without a valid token, such as a response that could not be scored, is never drawn, unless there are no
+    others. If every weight is 0 (``pow``, all scores 0) the valid rows are equally likely. A row keeps all its columns,
+    the group id included, so a row that is drawn twice becomes two siblings. The draw depends on ``seed`` alone; use
+    another seed for every step.
+
+    Raises:
+        ConfigError: there is no such method.
+        SchemaError: ``token_level_scores`` or ``response_mask`` is missing.
+    """
+    require(data, ("token_level_scores", "response_mask"), "PF-PPO (algorithm.use_pf_ppo)")
+    scores = masked_sum(data.batch["token_level_scores"], data.batch["response_mask"], axis=-1).double()
+    is_valid = data.batch["response_mask"].bool().any(-1)
+    if not is_valid.any():
+        is_valid = torch.ones_like(is_valid)  # nothing can be learned from any row, so any will do
+    weights = torch.zeros_like(scores)
+    weights[is_valid] = pf_ppo_weights(scores[is_valid], reweight_method, weight_pow)
+    weights = weights.cpu().numpy()
+    rows = np.random.default_rng(seed).choice(len(weights), size=len(weights), p=weights / weights.sum())
+    return data.select_idxs(torch.from_numpy(rows))
+
+
+def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0) -> Tensor:
+    """Unnormalised sampling probabilities, (bsz,), of scores, (bsz,); see :func:`compute_pf_ppo_reweight_data`.
+
+    At least one is above 0.
+    """
+    is_best = scores == scores.max()
+    match reweight_method:
+        case "pow":
+            magnitude = scores.abs()
+            weights = (magnitude / magnitude.max().clamp(min=torch.finfo(scores.dtype).tiny)) ** weight_pow
+        case "max_min":
+            weights = (is_best | (scores == scores.min())).to(scores.dtype)
+        case "max_random":
+            weights = torch.where(is_best, 0.4, 0.1).to(scores.dtype)
+        case _:
+            raise ConfigError(
+                f"algorithm.pf_ppo.reweight_method={reweight_method} is unknown. Use pow, max_min or max_random."
+            )
+    return weights if (weights > 0).any() else torch.ones_like(weights)

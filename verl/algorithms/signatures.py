@@ -1,0 +1,49 @@
+"""Checks of the parameters and results of registered functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Set
+from typing import Any
+
+from torch import Tensor
+
+from verl.base.registry import suggest
+from verl.errors import ConfigError
+
+Parameters = Mapping[str, inspect.Parameter]
+
+
+def is_required(parameter: inspect.Parameter) -> bool:
+    """Whether the parameter has no default and is not variadic."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return parameter.default is inspect.Parameter.empty and parameter.kind not in variadic
+
+
+def takes_kwargs(parameters: Parameters) -> bool:
+    """Whether there is a ``**kwargs`` among the parameters."""
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def refuse_unknown(owner: str, parameter: inspect.Parameter, known: Set[str]) -> None:
+    """Check that a parameter will be given a value.
+
+    Raises:
+        ConfigError: it is required and not ``known``, or it has a default and looks like a misspelt known name.
+    """
+    if parameter.name in known or parameter.kind is inspect.Parameter.VAR_KEYWORD:
+        return
+    hint = suggest(parameter.name, sorted(known))
+    if is_required(parameter) or hint:
+        raise ConfigError(
+            f"{owner} has a parameter '{parameter.name}', which nothing provides.{hint} "
+            f"Parameters may be {', '.join(sorted(known))}; **kwargs, which gets columns of your own; "
+            "or a constant with a default."
+        )
+
+
+def describe_result(result: Any) -> str:
+    """The types and shapes that a function returned, for an error message."""
+    if isinstance(result, (tuple, list)):
+        return f"{type(result).__name__} of {', '.join(map(describe_result, result)) or 'nothing'}"
+    return f"Tensor {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__

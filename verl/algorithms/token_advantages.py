@@ -1,0 +1,267 @@
+"""Advantage estimators with a separate advantage for each token or turn of a response.
+
+``token_level_rewards`` r, ``values`` V (of the state before each token) and ``response_mask`` (1 on tokens that the
+policy chose) are (bsz, response_length); ``gamma`` is γ, ``lam`` λ, ``epsilon`` ε. Siblings have the same id in
+``index``, (bsz,). Masked tokens (tool outputs, padding) are not time steps: t + 1 is the next valid token, so sums and
+discounts continue across them.
+
+Each returns advantages A and returns G, both (bsz, response_length) and 0 off the mask. Values at masked positions are
+ignored.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.estimator_registry import register_adv_est, with_public_arguments
+from verl.algorithms.groups import GroupIds, Groups
+from verl.algorithms.response_advantages import group_relative
+from verl.utils.torch_functional import masked_whiten, zero_masked
+
+# ---- sums along a response ---------------------------------------------------------------------
+
+
+def discounted_sum(x: Tensor, mask: Tensor, factor: float) -> Tensor:
+    """y_t = x_t + factor · y_{t+1} on valid tokens; masked tokens repeat y_{t+1}. All (bsz, response_length)."""
+    valid, x = mask.bool(), x.to(torch.promote_types(x.dtype, torch.float32))
+    return _backwards(zero_masked(x, valid), torch.ones_like(x).masked_fill_(valid, factor))
+
+
+def next_valid(values: Tensor, mask: Tensor) -> Tensor:
+    """For each token the value at the next valid token; 0 after the last. All (bsz, response_length)."""
+    valid = mask.bool()
+    nearest = _backwards(zero_masked(values, valid), (~valid).to(values.dtype))
+    return torch.nn.functional.pad(nearest[:, 1:], (0, 1))[:, : values.shape[1]]
+
+
+def reward_to_go(rewards: Tensor, mask: Tensor) -> Tensor:
+    """G_t = Σ_{s≥t} r_s over valid tokens, 0 at masked ones; both (bsz, response_length)."""
+    kept = zero_masked(rewards.to(torch.promote_types(rewards.dtype, torch.float32)), mask)
+    return zero_masked(kept.flip(-1).cumsum(-1).flip(-1), mask)
+
+
+def _backwards(x: Tensor, keep: Tensor) -> Tensor:
+    """y_t = x_t + keep_t · y_{t+1}, with one fused operation on all rows per token."""
+    # Transposed, so that each step reads and writes contiguous memory.
+    y = torch.empty(x.shape[1], x.shape[0], dtype=x.dtype, device=x.device)  # (response_length, bsz)
+    after = x.new_zeros(x.shape[0])
+    columns = zip(x.t().contiguous().unbind(), keep.t().contiguous().unbind(), y.unbind(), strict=True)
+    for here, factor, out in reversed(list(columns)):
+        after = torch.addcmul(here, factor, after, out=out)
+    return y.t().contiguous()
+
+
+# ---- one response ------------------------------------------------------------------------------
+
+
+@register_adv_est(
+    "gae",
+    paper="https://arxiv.org/abs/1506.02438",
+    reproduces={
+        "PPO (arXiv:1707.06347)": ("algorithm.adv_estimator=gae", "algorithm.gamma=0.99", "algorithm.lam=0.95"),
+        "PPO for reasoning (arXiv:2503.24290)": (
+            "algorithm.adv_estimator=gae", "algorithm.gamma=1.0", "algorithm.lam=1.0",
+        ),
+    },
+)  # fmt: skip
+@with_public_arguments
+def compute_gae_advantage_return(
+    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation.
+
+        δ_t = r_t + γ V_{t+1} - V_t        A_t = δ_t + γλ A_{t+1}        returns = A + V
+
+    where t+1 is the next valid token: masked tokens (tool outputs) are skipped. The advantages are then whitened over
+    the batch; the returns are not.
+    """
+    values = zero_masked(values, response_mask)
+    rewards = zero_masked(token_level_rewards, response_mask)
+    deltas = rewards + gamma * next_valid(values, response_mask) - values
+    advantages = zero_masked(discounted_sum(deltas, response_mask, gamma * lam), response_mask)
+    return masked_whiten(advantages, response_mask), advantages + values
+
+
+@register_adv_est(
+    "reinforce_plus_plus",
+    paper="https://arxiv.org/abs/2501.03262",
+    reproduces={
+        "REINFORCE++": (
+            "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=1.0", "algorithm.use_kl_in_reward=true",
+            "algorithm.kl_penalty=kl",
+        )
+    },
+)  # fmt: skip
+@with_public_arguments
+def compute_reinforce_plus_plus_outcome_advantage(
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE with discounted returns, whitened over the batch.
+
+        G_t = r_t + γ G_{t+1}        A = whiten(G)
+
+    where t+1 is the next valid token: masked tokens (tool outputs) are skipped, so a reward at the end reaches every
+    turn.
+    """
+    returns = zero_masked(discounted_sum(token_level_rewards, response_mask, gamma), response_mask)
+    return masked_whiten(returns, response_mask), returns
+
+
+@register_adv_est(
+    "remax",
+    paper="https://arxiv.org/abs/2310.10505",
+    reproduces={"ReMax": ("algorithm.adv_estimator=remax", "algorithm.use_kl_in_reward=true")},
+)
+@with_public_arguments
+def compute_remax_outcome_advantage(
+    token_level_rewards: Tensor, reward_baselines: Tensor, response_mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Reward to go, minus the reward of the greedy response to the same prompt.
+
+        G_t = Σ_{s≥t} r_s        A_t = G_t - b
+
+    with b, (bsz,) ``reward_baselines``, the summed reward of the greedy response.
+    """
+    returns = reward_to_go(token_level_rewards, response_mask)
+    return zero_masked(returns - reward_baselines.unsqueeze(-1), response_mask), returns
+
+
+# ---- siblings at the same token or turn --------------------------------------------------------
+
+OTB = "https://verl.readthedocs.io/en/latest/algo/otb.html"
+
+
+@register_adv_est(
+    "optimal_token_baseline",
+    paper=OTB,
+    reproduces={
+        "OTB": (
+            "algorithm.adv_estimator=optimal_token_baseline", "actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+        )
+    },
+)  # fmt: skip
+@with_public_arguments
+def compute_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    handle_zero_tail: bool = True,
+    epsilon: float = 1e-8,
+) -> tuple[Tensor, Tensor]:
+    """The baseline of least variance at each token: siblings weighted by their accumulated squared gradient norm.
+
+        w_t = 1 - 2π_t + Σ_v π_t(v)²        W_t = Σ_{s≤t} w_s        B_t = Σ_j G_{j,t} W_{j,t} / (Σ_j W_{j,t} + ε)
+
+        A_t = G_t - B_t        G_t = Σ_{s≥t} r_s
+
+    over the siblings j that have a token of the policy at t. w_t = ‖onehot - π_t‖² is the squared norm of
+    the gradient of log π_t in the logits. Truncated importance weights ρ (``rollout_is_weights``, if rollout
+    correction makes them) scale that gradient: w_t becomes ρ_t² w_t.
+
+    Where no sibling has a token at t, as in a group of one and beyond the end of the second longest response, the only
+    return would be its own baseline, so B_t = 0 there. With ``handle_zero_tail=False`` this holds only for a group of
+    one, and the other such tokens have an advantage of nearly 0.
+    """
+    returns = reward_to_go(token_level_rewards, response_mask)
+    gradient = 1 - 2 * zero_masked(old_log_probs, response_mask).exp() + sum_pi_squared
+    if rollout_is_weights is not None:
+        gradient = gradient * rollout_is_weights**2
+    valid = response_mask.bool()
+    weight = zero_masked(zero_masked(gradient, valid).cumsum(-1, dtype=torch.float64), valid)
+    groups = Groups.of(index, valid)
+    baseline = groups.sums(returns * weight) / (groups.sums(weight) + epsilon)  # (groups, response_length)
+    siblings = groups.sums(valid) if handle_zero_tail else groups.sums(groups.is_member).unsqueeze(-1)
+    baseline = baseline.masked_fill(siblings <= 1, 0.0)
+    return zero_masked((returns - baseline[groups.number]).to(returns.dtype), valid), returns
+
+
+@register_adv_est(
+    "tir_optimal_token_baseline",
+    paper=OTB,
+    reproduces={
+        "OTB with tools": (
+            "algorithm.adv_estimator=tir_optimal_token_baseline",
+            "actor_rollout_ref.actor.calculate_sum_pi_squared=true",
+        )
+    },
+)  # fmt: skip
+@with_public_arguments
+def compute_multi_turn_optimal_token_baseline_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    rollout_is_weights: Tensor | None = None,
+    epsilon: float = 1e-8,
+) -> tuple[Tensor, Tensor]:
+    """The optimal token baseline for responses with tool outputs: siblings are compared at the policy's n-th token.
+
+    It is ``optimal_token_baseline`` on responses from which all masked tokens have been removed, so that the length of
+    a tool's output does not change which tokens are compared. Both results are at the original positions of the tokens.
+    """
+    valid, width = response_mask.bool(), response_mask.shape[1]
+    place = valid.cumsum(-1) - 1
+    target = torch.where(valid, place, width)  # masked tokens go to a column that is cut off
+
+    def squeezed(column: Tensor) -> Tensor:
+        out = torch.zeros(len(column), width + 1, dtype=column.dtype, device=column.device)
+        return out.scatter_(1, target, column)[:, :width]
+
+    weights = None if rollout_is_weights is None else squeezed(rollout_is_weights)
+    found = compute_optimal_token_baseline_advantage(
+        squeezed(token_level_rewards), squeezed(valid), index, squeezed(old_log_probs), squeezed(sum_pi_squared),
+        weights, epsilon=epsilon,
+    )  # fmt: skip
+    advantages, returns = (zero_masked(column.gather(1, place.clamp(min=0)), valid) for column in found)
+    return advantages, returns
+
+
+@register_adv_est(
+    "grpo_per_turn",
+    paper="https://arxiv.org/abs/2505.11821",
+    reproduces={"credit per turn": ("algorithm.adv_estimator=grpo_per_turn", "algorithm.gamma=1.0")},
+)
+@with_public_arguments
+def compute_grpo_per_turn_advantage(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    gamma: float = 1.0,
+    epsilon: float = 1e-6,
+    norm_adv_by_std_in_grpo: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Group-relative advantage of every turn: its return, normalised over the siblings at the same turn.
+
+        G_k = R_k + γ G_{k+1}        A_k = (G_k - mean_g G_k) / (std_g G_k + ε)
+
+    A turn is a contiguous run of tokens of the policy, between tool outputs or users' answers; R_k is the sum of
+    the rewards on its tokens. Mean and deviation are over the siblings that have a k-th turn; if no other has, the
+    baseline is 0 and the scale 1. With a single turn it is ``grpo``.
+
+    MT-GRPO (arXiv:2505.11821) normalises the rewards of a turn and of the outcome separately and adds them;
+    here they are added first, which works for any number of turns.
+
+    Returns:
+        advantages and returns, equal on every token of a turn.
+    """
+    valid = response_mask.bool()
+    starts = valid & ~torch.nn.functional.pad(valid[:, :-1], (1, 0))
+    turn = starts.cumsum(-1) - 1  # (bsz, response_length), right on valid tokens
+    # At least 1, because tokens of rows without a turn are scattered to turn 0.
+    turns = max(int(starts.sum(-1).max()), 1) if starts.numel() else 1
+    number = torch.arange(turns, device=valid.device)
+    has_turn = number < starts.sum(-1, keepdim=True)  # (bsz, turns)
+    kept = zero_masked(token_level_rewards.to(torch.promote_types(token_level_rewards.dtype, torch.float32)), valid)
+    rewards = torch.zeros(has_turn.shape, dtype=kept.dtype, device=kept.device)
+    rewards = rewards.scatter_add(1, turn.clamp(min=0), kept)
+    returns = zero_masked(discounted_sum(rewards, has_turn, gamma), has_turn)
+    rows = Groups.of(index, valid)
+    groups = Groups((rows.number.unsqueeze(-1) * turns + number).flatten(), has_turn.flatten(), rows.groups * turns)
+    scores = group_relative(returns.flatten(), groups, epsilon, norm_adv_by_std_in_grpo).view(has_turn.shape)
+    advantages = zero_masked(scores.to(rewards.dtype).gather(1, turn.clamp(min=0)), valid)
+    return advantages, advantages.clone()

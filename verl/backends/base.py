@@ -1,0 +1,54 @@
+"""The interface between a training engine and the kind of device that it computes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from verl.utils.sharded_tensor import full_tensor
+
+
+class Backend:
+    """The backend of one engine on one rank. This default, used for GPUs, relies on PyTorch alone."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def install(
+        self,
+        model: nn.Module,
+        units: Sequence[FSDPModule],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        name: str,
+        difference: Callable[[], float | None],
+    ) -> None:
+        """Replace layers and collectives of ``model`` by faster ones for this device, in place. Collective.
+
+        Args:
+            model: already placed on its ranks, with no weight gathered.
+            units: the model's FSDP units; empty if it is not sharded.
+            group: ranks among which each weight is sharded.
+            dtype: number format in which the model computes.
+            name: name of the model in log messages.
+            difference: collective function that returns the largest difference between the model's present log-probs
+                and those of its own forward pass, or None if it is within rounding error.
+        """
+        self._model = model
+
+    def frozen_weights(self) -> AbstractContextManager[None]:
+        """Context for several passes during which no weight changes, so weights may be exchanged once. Collective."""
+        return nullcontext()
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over names and unsharded weights. Collective: every rank must iterate to the end.
+
+        The tensors are valid until the next iteration over the weights begins; copy them to keep them longer.
+        """
+        for name, weight in self._model.named_parameters():
+            yield name, full_tensor(weight, self.device)

@@ -1,0 +1,64 @@
+"""The CPU backend of training engines."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from verl.backends.base import Backend
+from verl.backends.cpu.allocator import KEEP_BYTES, keep_freed_memory
+from verl.backends.cpu.collectives import FrozenWeights, use_shared_memory
+from verl.backends.cpu.kernels import cpu_kernels
+from verl.backends.cpu.layers import use_fast_layers
+from verl.backends.cpu.whole_weights import WholeWeights
+
+logger = logging.getLogger(__name__)
+
+
+class CPUBackend(Backend):
+    """Backend for CPUs: keeps freed memory, runs layers on compiled kernels, lets local ranks share memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._frozen: FrozenWeights | None = None
+        keep_freed_memory()
+
+    def install(
+        self,
+        model: nn.Module,
+        units: Sequence[FSDPModule],
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        name: str,
+        difference: Callable[[], float | None],
+    ) -> None:
+        """See :meth:`Backend.install`."""
+        if dist.get_world_size(group) > 1:
+            nbytes = sum(weight.numel() * weight.dtype.itemsize for weight in model.parameters())
+            self._frozen = use_shared_memory(units, group, keeps_copy=nbytes <= KEEP_BYTES)
+        self._weights = WholeWeights(model, None if self._frozen is None else group)
+        if dtype is not torch.float32 or cpu_kernels() is None:
+            return  # in other formats Transformers' own layers are as fast
+        undo = use_fast_layers(model, for_training=True)
+        if (found := difference()) is not None:
+            undo()
+            logger.warning(
+                "%s keeps the layers of Transformers, which are slower on a CPU: with fast ones its log-probs "
+                "differ by %.2g from its own.",
+                name,
+                found,
+            )
+
+    def frozen_weights(self) -> AbstractContextManager[None]:
+        """See :meth:`Backend.frozen_weights`."""
+        return nullcontext() if self._frozen is None else self._frozen()
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`Backend.whole_weights`."""
+        return iter(self._weights)

@@ -1,0 +1,229 @@
+"""The parts of a decoder layer as autograd functions over compiled kernels, in fp32 on a CPU.
+
+N is the number of tokens, H the hidden size, D the head dimension. Plain PyTorch chains operations that each read and
+write a whole activation; these kernels take a few tokens at a time through a part of a layer, within a cache.
+Required: fp32 tensors on the CPU, N >= 1, and a C compiler (``cpu_kernels()`` is not None).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from verl.backends.cpu.kernels import CPUKernels, FeedForward, Heads, Linear, Norm, cpu_kernels
+
+# With fewer tokens the kernels' rearranged copy of a weight costs more than it gains.
+_FEW_ROWS = 64
+# A weight of so many elements (a projection to a vocabulary) is not copied.
+_LARGE_WEIGHT = 2**26
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()  # not in every build, such as those for Apple's processors
+
+
+def _kernels() -> CPUKernels:
+    found = cpu_kernels()
+    assert found is not None
+    return found
+
+
+# ---- matrix products ---------------------------------------------------------------------------------------------
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, other: Tensor | None = None) -> Tensor:
+    """Compute x Wᵀ + b + other.
+
+    Args:
+        x: (..., inputs).
+        weight: W, (outputs, inputs).
+        bias: b, (outputs,).
+        other: (..., outputs).
+    """
+    # PyTorch uses MKL, which uses the widest instructions on Intel's processors only; ours use what the CPU has.
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if len(rows) < _FEW_ROWS or weight.numel() >= _LARGE_WEIGHT or not weight.is_contiguous():
+        y = functional.linear(x, weight, bias)
+        return y if other is None else other + y
+    others = None if other is None else other.reshape(-1, len(weight)).contiguous()
+    return _Linear.apply(rows, weight, bias, others).view(*x.shape[:-1], len(weight))  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, bias)
+        return _kernels().training.project(x, Linear(weight, bias), other)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias = ctx.saved_tensors
+        *wants, wants_other = ctx.needs_input_grad
+        found = _kernels().training.project_backward(grads[0].contiguous(), x, Linear(weight, bias), wants)
+        return *found, grads[0] if wants_other else None
+
+
+def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``functional.linear`` without gradients; in fp32 by oneDNN, faster than MKL also on few rows."""
+    if _HAS_ONEDNN and x.dtype is torch.float32:
+        return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
+    return functional.linear(x, weight, bias)
+
+
+# ---- norm --------------------------------------------------------------------------------------------------------
+
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """RMS norm y = x / √(mean x² + ε) · (weight + offset) over the last dimension (https://arxiv.org/abs/1910.07467).
+
+    Args:
+        x: (..., H).
+        norm: weight (H,), ε, and the offset, which is 1 in Gemma.
+    """
+    return _RMSNorm.apply(x.contiguous(), *norm)  # pyright: ignore[reportReturnType]
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.settings = eps, offset
+        return _kernels().rms_norm(x, Norm(weight, eps, offset))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        found = _kernels().training.rms_norm_backward(grads[0].contiguous(), x, Norm(weight, *ctx.settings))
+        return *found, None, None
+
+
+# ---- feed-forward ------------------------------------------------------------------------------------------------
+
+
+def feed_forward(x: Tensor, part: FeedForward) -> Tensor:
+    """Gated feed-forward layer (act(n Gᵀ) ⊙ n Uᵀ) Wᵀ [+ x] with n = norm(x) (https://arxiv.org/abs/2002.05202).
+
+    The backward pass computes the norm and the activation again; only n Gᵀ and n Uᵀ are saved for it.
+
+    Args:
+        x: (..., H).
+        part: G, U, W; the norm, if any; and whether x is added.
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    norm_weight = None if part.norm is None else part.norm.weight
+    y = _FeedForward.apply(rows, norm_weight, part.gate, part.up, part.down, part, torch.is_grad_enabled())
+    return y.view(x.shape)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+class _FeedForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> Tensor:
+        *tensors, part, keep = arguments
+        y, kept = _kernels().training.feed_forward(x, part, keep)
+        ctx.save_for_backward(x, *tensors, kept)
+        ctx.settings = part.norm and part.norm[1:], part.activation, part.adds
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, norm_weight, gate, up, down, kept = ctx.saved_tensors
+        rule, activation, adds = ctx.settings
+        part = FeedForward(gate, up, down, rule and Norm(norm_weight, *rule), activation, adds)
+        wants = ctx.needs_input_grad[2:5]
+        found = _kernels().training.feed_forward_backward(grads[0].contiguous(), x, kept, part, wants)
+        return *found, None, None
+
+
+# ---- attention ---------------------------------------------------------------------------------------------------
+
+
+def attention_inputs(x: Tensor, part: Heads) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute a layer's queries, keys and values: norm, projections, norms of heads, rotary position embedding.
+
+    The rotation (https://arxiv.org/abs/2104.09864) turns coordinates j and j + D/2 of a head by the j-th angle.
+
+    Args:
+        x: (N, H).
+        part: weights of the layer, and cosines and sines of these N tokens.
+
+    Returns:
+        q (N, heads, D), k and v (N, kv_heads, D), and x. Use this x for the residual connection: then the kernel adds
+        both of its gradients in one pass.
+    """
+    weights, biases = zip(*part.projections, strict=True)
+    norms = [None if norm is None else norm.weight for norm in (part.norm, *(part.head_norms or (None, None)))]
+    return _Heads.apply(x.contiguous(), *weights, *biases, *norms, part, torch.is_grad_enabled())  # pyright: ignore[reportReturnType]
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, part, keep = arguments
+        q, k, v, kept = _kernels().training.project_heads(x, part, keep)
+        ctx.save_for_backward(x, *tensors, kept)
+        ctx.settings = part.head_dim, part.cos, part.sin, [n and n[1:] for n in (part.norm, *(part.head_norms or ()))]
+        ctx.set_materialize_grads(False)
+        return q, k, v, x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, *tensors, kept = ctx.saved_tensors
+        head_dim, cos, sin, (rule, *head_rules) = ctx.settings
+        weights, biases, norms = tensors[:3], tensors[3:6], tensors[6:]
+        head_norms: Any = (
+            tuple(Norm(w, *rule) for w, rule in zip(norms[1:], head_rules, strict=True)) if head_rules else None
+        )
+        projections: Any = tuple(map(Linear, weights, biases))
+        part = Heads(projections, head_dim, cos, sin, rule and Norm(norms[0], *rule), head_norms)
+        of_heads = [
+            x.new_zeros(len(x), len(weight) // head_dim, head_dim) if grad is None else grad.contiguous()
+            for grad, weight in zip(grads[:3], weights, strict=True)
+        ]
+        other = None if grads[3] is None else grads[3].contiguous()
+        wants = any(ctx.needs_input_grad[1:4])
+        found = _kernels().training.project_heads_backward(of_heads, other, x, kept, part, wants)
+        of_x, of_weights, of_biases, of_norms = found
+        return of_x, *of_weights, *of_biases, *of_norms, None, None
+
+
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: Tensor,
+    scale: float,
+    window: int | None,
+    key_starts: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each sequence of a packed row, (N, heads, D); see :meth:`CPUKernels.attention_forward`.
+
+    It is differentiable, unless ``key_starts`` are given; the backward pass computes the attention weights again.
+    """
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    if key_starts is not None:
+        return _kernels().attention_forward(q, k, v, starts.long(), scale, window, key_starts.long())[0]
+    return _PackedAttention.apply(q, k, v, starts.long(), scale, window)  # pyright: ignore[reportReturnType]
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, window: int | None
+    ) -> Tensor:
+        out, log_sums = _kernels().attention_forward(query, key, value, starts, scale, window)
+        ctx.save_for_backward(query, key, value, starts, out, log_sums)
+        ctx.settings = scale, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, starts, out, log_sums = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        found = _kernels().attention_backward(grad, out, log_sums, query, key, value, starts, *ctx.settings)
+        return *found, None, None, None

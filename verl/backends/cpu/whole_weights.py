@@ -1,0 +1,155 @@
+"""Unsharded weights of a model on CPUs, for rollout engines and exports.
+
+A model that is not sharded yields its own tensors. Ranks on one machine gather into shared memory, so that the machine
+holds one copy whatever the number of ranks. Other ranks gather one tensor after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from verl.backends.cpu.allocator import KEEP_BYTES
+from verl.backends.cpu.shared_memory import shared_memory
+from verl.errors import ResourceError
+from verl.utils.sharded_tensor import full_tensor, local_rows
+
+BUCKET_BYTES = 64 << 20
+"""Bytes gathered at a time; the extra memory needed while a consumer copies what it receives."""
+_ALIGNMENT = 64
+_CPU = torch.device("cpu")
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A parameter's place in its module, and the tensor without autograd that stands for it."""
+
+    name: str
+    owner: dict[str, nn.Parameter | None]
+    key: str
+    detached: Tensor | None = None
+    pointer: int = 0
+    """Address of the memory of ``detached``."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        return cast(nn.Parameter, self.owner[self.key])
+
+    def without_autograd(self) -> Tensor:
+        """Return the detached parameter; a new tensor only if the parameter has moved to other memory."""
+        parameter = self.parameter
+        pointer = parameter.data_ptr()
+        if self.detached is None or self.pointer != pointer:
+            self.detached, self.pointer = parameter.detach(), pointer
+        return self.detached
+
+
+@dataclass
+class _Bucket:
+    """Weights that are gathered together into one piece of memory."""
+
+    weights: list[_Weight] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
+    """Offset in bytes of each weight, and the size of the bucket."""
+    memory: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.starts[-1]
+
+    def add(self, weight: _Weight) -> None:
+        self.weights.append(weight)
+        self.starts.append(self.nbytes + -(-_nbytes(weight.parameter) // _ALIGNMENT) * _ALIGNMENT)
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        parameters = [weight.parameter for weight in self.weights]
+        return [
+            memory[start : start + _nbytes(p)].view(p.dtype).view(p.shape)
+            for start, p in zip(self.starts, parameters, strict=False)
+        ]
+
+
+class WholeWeights:
+    """Iterable of names and unsharded weights. Collective: every rank must iterate to the end.
+
+    The tensors are valid until the next iteration begins; copy them to keep them longer.
+
+    Args:
+        model: its parameters may be replaced later, but their names and shapes must stay.
+        group: ranks on one machine among which the weights are sharded; None if they cannot share memory.
+        bucket_bytes: bytes gathered at a time; a larger tensor is gathered alone.
+        keep_bytes: if all weights are at most this large, their memory is kept between iterations: mapping new pages
+            takes several times as long as writing to them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        keep_bytes: int = KEEP_BYTES,
+    ) -> None:
+        self._group = group
+        self._weights = _weights_of(model)
+        self._is_unsharded = not any(isinstance(w.parameter, DTensor) for w in self._weights)
+        self._buckets = _buckets_of(self._weights, bucket_bytes) if group is not None else []
+        self._keeps = sum(bucket.nbytes for bucket in self._buckets) <= keep_bytes
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        if self._group is not None:
+            yield from self._shared(self._group)
+            return
+        for weight in self._weights:
+            yield weight.name, weight.without_autograd() if self._is_unsharded else full_tensor(weight.parameter, _CPU)
+
+    @torch.no_grad()
+    def _shared(self, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+        dist.barrier(group=group)  # no rank still reads what is overwritten
+        for bucket in self._buckets:
+            memory = bucket.memory
+            if memory is None:
+                memory = shared_memory(bucket.nbytes, group)
+                if memory is None:
+                    raise ResourceError(
+                        "the ranks shared memory when they began, and can share no more of it. Look for the limits of "
+                        "this process (ulimit -n, ulimit -v) and for memory that ran out."
+                    )
+            views = bucket.views(memory)
+            for weight, whole in zip(bucket.weights, views, strict=True):
+                rows, first = local_rows(weight.parameter)
+                whole[first : first + len(rows)] = rows
+            dist.barrier(group=group)
+            bucket.memory = memory if self._keeps else None
+            for weight, whole in zip(bucket.weights, views, strict=True):
+                yield weight.name, whole
+
+
+def _weights_of(model: nn.Module) -> list[_Weight]:
+    """List each parameter once, as ``model.named_parameters()`` does, with its place in its module."""
+    found, seen = [], set()
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and parameter not in seen:
+                seen.add(parameter)
+                found.append(_Weight(f"{prefix}.{key}" if prefix else key, module._parameters, key))
+    return found
+
+
+def _buckets_of(weights: list[_Weight], size: int) -> list[_Bucket]:
+    buckets = [_Bucket()]
+    for weight in weights:
+        if buckets[-1].weights and buckets[-1].nbytes + _nbytes(weight.parameter) > size:
+            buckets.append(_Bucket())
+        buckets[-1].add(weight)
+    return buckets
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Size of the whole tensor, also if this rank holds only some of its rows."""
+    return tensor.numel() * tensor.dtype.itemsize

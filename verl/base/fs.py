@@ -1,0 +1,155 @@
+"""Local copies of remote files (``s3://``, ``hdfs://`` ...) through fsspec, and safe paths below a folder."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
+
+_REMOTE = "://"
+LONGEST_NAME = 240  # bytes; file systems allow 255, and suffixes are added
+
+
+def is_remote(path: str) -> bool:
+    """Whether ``path`` is the URL of a remote file, as in ``s3://bucket/file``; ``file://`` is local."""
+    return _REMOTE in path and not path.startswith("file://")
+
+
+def below(folder: Path, *names: str) -> Path:
+    """Return ``folder / name / ...`` for untrusted names, e.g. from a configuration, a data file or a service.
+
+    Raises:
+        ConfigError: a name leads out of the folder, or is not a valid file name.
+    """
+    for name in names:
+        if problem := name_problem(name):
+            raise ConfigError(f"{name!r:.120} cannot be a name below {folder}: {problem}.")
+    return folder.joinpath(*names)
+
+
+def name_problem(name: str) -> str | None:
+    """Return why a name cannot be a path below a folder; None if it can. ``a/b`` can."""
+    parts = name.split("/")
+    if not name or name.startswith("/") or "\0" in name:
+        return "it is empty" if not name else "it begins with /" if name.startswith("/") else "it holds a NUL"
+    if any(part in (".", "..") for part in parts):
+        return "it leads out of the folder"
+    if any(len(part.encode(errors="replace")) > LONGEST_NAME for part in parts):
+        return f"it is longer than the {LONGEST_NAME} bytes that a file name may have"
+    return None
+
+
+def copy_to_local(
+    src: str,
+    cache_dir: str | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+    use_shm: bool = False,
+) -> str:
+    """Return a local path of the file or folder ``src``, downloading it if it is remote.
+
+    A local path is returned with ``~`` and environment variables expanded. A remote one is copied to ``cache_dir``
+    once and found there by later calls, so other users should not have write access to that folder.
+
+    Args:
+        src: a path or a URL.
+        cache_dir: default is ``verl/files`` below ``XDG_CACHE_HOME`` or ``~/.cache``.
+        filelock: name of the lock file beside the copy, so that one of several processes copies.
+        verbose: log the copying.
+        always_recopy: copy a remote file again, although it is there.
+        use_shm: copy a local file or folder on into shared memory (/dev/shm) if it fits there, else only warn; names
+            that do not exist locally, such as those of models on the hub, are returned as they are.
+
+    Raises:
+        DataError: the remote file system is unknown, or nothing exists at ``src``.
+        ConfigError: the URL does not end in a file name.
+    """
+    if not is_remote(src):
+        local = os.path.expandvars(str(Path(src.removeprefix("file://")).expanduser()))
+        return in_shared_memory(local, filelock) if use_shm else local
+    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl" / "files"
+    root = Path(cache_dir).expanduser() if cache_dir else own
+    target = below(root / hashlib.sha256(src.encode()).hexdigest()[:16], Path(src.rstrip("/")).name)
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(target.parent / filelock):
+        if always_recopy and target.exists():
+            _remove(target)
+        if not target.exists():
+            if verbose:
+                logger.warning("copying %s to %s", src, target)
+            _fetch(src, target)
+    return in_shared_memory(str(target), filelock) if use_shm else str(target)
+
+
+def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Path("/dev/shm")) -> str:
+    """Copy a file or folder into shared memory once and return its path there; if it does not fit, only warn.
+
+    What does not exist locally, or does not fit, is returned as it is. The copy stays until the machine restarts.
+    """
+    source = Path(path)
+    if not source.exists():
+        return path
+    if not shared.is_dir():
+        logger.warning("there is no shared memory at %s: %s is read where it is.", shared, path)
+        return path
+    files = [source] if source.is_file() else [file for file in source.rglob("*") if file.is_file()]
+    stats = [file.stat() for file in files]
+    # Other contents under the same path are another copy.
+    told = repr(
+        [str(source.resolve()), *((str(f), s.st_size, s.st_mtime_ns) for f, s in zip(files, stats, strict=True))]
+    )
+    folder = shared / f"verl-{os.getuid()}" / hashlib.sha256(told.encode()).hexdigest()[:16]
+    target = folder / source.name
+    needed, free = sum(stat.st_size for stat in stats), shutil.disk_usage(shared).free
+    if not target.exists() and needed > free:
+        logger.warning("%s has %d bytes and %s %d free: it is read where it is.", path, needed, shared, free)
+        return path
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _locked(folder / filelock):
+        if not target.exists():
+            partial = target.with_name(target.name + ".partial")
+            if partial.exists():
+                _remove(partial)
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, partial)
+            partial.replace(target)
+    return str(target)
+
+
+def _locked(path: Path) -> AbstractContextManager[Any]:
+    from filelock import FileLock  # here, because every command imports this module and few copy a file
+
+    return FileLock(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _fetch(src: str, target: Path) -> None:
+    import fsspec
+
+    partial = target.with_name(target.name + ".partial")
+    if partial.exists():  # of a process that was ended
+        _remove(partial)
+    try:
+        files, path = fsspec.core.url_to_fs(src)
+        if not files.exists(path):
+            raise DataError(f"there is nothing at {src}.")
+        files.get(path, str(partial), recursive=files.isdir(path))
+    except (ImportError, ValueError) as error:
+        raise DataError(f"{src} cannot be read: {error}. Install the fsspec driver of its file system.") from error
+    except OSError as error:
+        raise DataError(f"{src} cannot be copied to {target}: {error}.") from error
+    partial.replace(target)

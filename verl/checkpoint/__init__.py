@@ -1,0 +1,1 @@
+"""Checkpoints: save and restore the state of a run on disk, complete for every saved step."""

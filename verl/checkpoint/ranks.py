@@ -1,0 +1,135 @@
+"""Write each rank's part of a checkpoint, and combine the ranks' results."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from verl.checkpoint.files import FileEntry, NewFolder, sync_tree, write_states
+from verl.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """The training state of one rank at one moment."""
+
+    states: dict[str, dict[str, Any]]
+    """CPU tensors, numbers and strings, by the file name on disk."""
+    describe: Callable[[Path], None] | None = None
+    """On rank 0: writes what belongs to the whole model, such as config and tokenizer, into a folder."""
+
+    def write(self, folder: Path) -> dict[str, FileEntry]:
+        """Write and sync this rank's files into an existing folder; return them by relative path. Not collective."""
+        files = write_states(folder, self.states)
+        if self.describe is None:
+            return files
+        # In a folder of its own, so that sync_tree sees no files of other ranks.
+        own = folder / ".rank_0"
+        own.mkdir()
+        self.describe(own)
+        files |= sync_tree(own)
+        for path in sorted(own.iterdir()):
+            path.replace(folder / path.name)
+        own.rmdir()
+        return files
+
+
+# ---- ranks that write one folder together ---------------------------------------------------------
+
+
+def save_together(folder: Path, write: Callable[[Path], object]) -> None:
+    """Write one folder from all ranks; it appears complete or not at all. Collective.
+
+    Works with a shared file system and with one file system per node. An existing folder stays until the new one is
+    complete. ``write`` writes this rank's files into the folder that it is given; if it fails on one rank, all raise
+    ``CheckpointError``.
+    """
+    new = NewFolder(folder)
+    task = f"write the checkpoint {new.place}"
+    with on_all_ranks(task):
+        if dist.get_rank() == 0:
+            new.begin()
+    with on_all_ranks(task):
+        new.partial.mkdir(parents=True, exist_ok=True)  # on a node that does not share rank 0's file system
+    with on_all_ranks(task):
+        write(new.partial)
+    with on_all_ranks(task):
+        if dist.get_rank() == 0:
+            new.commit()
+    hosts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, socket.gethostname())
+    with on_all_ranks(task):
+        if hosts.index(socket.gethostname()) == dist.get_rank() and new.partial.exists():  # not shared, see above
+            new.commit()
+
+
+@contextmanager
+def on_all_ranks(task: str) -> Iterator[None]:
+    """Run the block on every rank; if it fails on one, raise ``CheckpointError`` on all, so that none waits forever.
+
+    The block must not contain collective operations.
+    """
+    try:
+        yield
+    finally:
+        problem = sys.exc_info()[1]
+        if problem is None or isinstance(problem, Exception):  # no collective after an interrupt
+            texts: list[str | None] = [None] * dist.get_world_size()
+            dist.all_gather_object(texts, None if problem is None else str(problem) or type(problem).__name__)
+            for rank, text in enumerate(texts):
+                if text is not None:
+                    raise CheckpointError(f"cannot {task}: {text} (rank {rank})") from problem
+
+
+# ---- parts of a save that the driver starts -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """Result of one rank's part of a save."""
+
+    files: dict[str, FileEntry] = field(default_factory=dict)
+    """Written files, by path below the folder."""
+    problem: str | None = None
+    """Why writing failed; None if it did not."""
+
+
+class Writing:
+    """One rank's part of a save in progress, written in a thread if ``background``.
+
+    ``write`` writes into ``folder``, which is created if needed, and returns the files' entries.
+    """
+
+    def __init__(self, write: Callable[[Path], dict[str, FileEntry]], folder: Path, background: bool) -> None:
+        self._report: SaveReport | None = None
+        # A daemon thread: when the process ends, a save in progress is useless, as it could not be committed.
+        self._thread = threading.Thread(target=self._run, args=(write, folder), name="checkpoint", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            self._run(write, folder)
+
+    def _run(self, write: Callable[[Path], dict[str, FileEntry]], folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._report = SaveReport(write(folder))
+        except Exception as error:
+            logger.warning("could not write to %s", folder, exc_info=error)
+            self._report = SaveReport(problem=f"{type(error).__name__}: {error}")
+
+    def report(self, wait: bool) -> SaveReport | None:
+        """The result; None while writing is in progress, unless ``wait``."""
+        if wait and self._report is None:
+            self._thread.join()
+        return self._report

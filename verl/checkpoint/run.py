@@ -1,0 +1,526 @@
+"""Save, verify, prune and resume the checkpoints of a run: state of the workers and of the driver.
+
+::
+
+    {default_local_dir}/
+      latest_checkpointed_iteration.txt     "N", written last: the step to resume from
+      global_step_N/                        written as global_step_N.partial, renamed when complete
+        manifest.json                       size and SHA-256 of every file
+        actor/  critic/                     the engines' shards (:mod:`verl.checkpoint.shards`)
+        data.pt                             state of the data loader, its sampler and data set
+        trainer_state.json                  step, controllers of KL and entropy, epochs
+        driver_rng.pt                       random generators of the driver
+
+:mod:`verl.checkpoint.steps` describes how folders are committed and what a crash leaves.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import pickle
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from verl.checkpoint import steps
+from verl.checkpoint.files import UNREADABLE, FileEntry, sync_folder, write_bytes, write_states
+from verl.checkpoint.ranks import SaveReport
+from verl.checkpoint.shards import WORLD_SIZE_FILE
+from verl.checkpoint.states import RunState, from_arrays
+from verl.checkpoint.steps import (
+    LATEST,
+    LINEAGE,
+    MANIFEST,
+    Lineage,
+    contains_step,
+    read_lineage,
+    saved_steps,
+    step_folder,
+)
+from verl.config import BaseTrainerConfig, TrainerConfig
+from verl.errors import CheckpointError, VerlError
+
+logger = logging.getLogger(__name__)
+
+STATE, DATA, RNG = "trainer_state.json", "data.pt", "driver_rng.pt"
+FORMAT = 2
+"""Version of ``trainer_state.json``. Steps of version 2 have a manifest; version 1 had neither number nor manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPlan:
+    """Where a run saves, how many checkpoints it keeps, what it resumes from, and how it reacts to failures."""
+
+    root: str
+    resume_mode: str = "auto"
+    resume_from_path: str | None = None
+    keep: dict[str, int | None] = field(default_factory=dict)
+    """Number of newest checkpoints to keep, for each sub-folder; None keeps all."""
+    delete_after_load: bool = False
+    on_damaged: Literal["previous", "stop"] = "previous"
+    on_failed_save: Literal["retry", "stop"] = "retry"
+
+    @classmethod
+    def of(
+        cls, trainer: BaseTrainerConfig, keep: dict[str, int | None], delete_after_load: bool = False
+    ) -> CheckpointPlan:
+        """Create from a run's ``trainer`` section."""
+        return cls(
+            root=trainer.default_local_dir,
+            resume_mode=trainer.resume_mode,
+            resume_from_path=trainer.resume_from_path,
+            keep=keep,
+            delete_after_load=delete_after_load,
+            on_damaged=trainer.recovery.on_damaged_checkpoint,
+            on_failed_save=trainer.recovery.on_failed_save,
+        )
+
+    @classmethod
+    def of_ppo(cls, trainer: TrainerConfig) -> CheckpointPlan:
+        """Create for a PPO run, which limits actor and critic checkpoints separately."""
+        keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
+        return cls.of(trainer, keep, trainer.del_local_ckpt_after_load)
+
+
+class TrainerCheckpoint:
+    """Saves and restores one run.
+
+    ::
+
+        state = checkpoint.load()              None: start from scratch
+        ...each step:  checkpoint.save(state)  if a save is due, or checkpoint.owed
+                       checkpoint.poll()       commits a finished save: from now on a run resumes from it
+        checkpoint.finish()                    commits the last save, or raises
+
+    Report a step to the trackers between :meth:`save` and :meth:`poll`, so that they have every step up to the one that
+    a resumed run starts from.
+
+    Args:
+        plan: folder, retention and resume settings.
+        groups: worker groups of an :class:`verl.workers.training_workers.EngineWorker`, by the sub-folder that each
+            writes; ``"."`` is the step's folder itself.
+    """
+
+    def __init__(self, plan: CheckpointPlan, groups: dict[str, Any]) -> None:
+        self.plan = plan
+        self.root = Path(plan.root).expanduser().absolute()
+        self.groups = groups
+        self.owed = False
+        """A save failed and none has succeeded since: save after the next step."""
+        self.failed_saves = 0
+        self._writing: RunState | None = None
+        self._last: RunState | None = None
+        self._own_files: dict[str, FileEntry] = {}
+        self._own_steps: list[int] = []
+        self._loaded_from: Path | None = None
+        self._id = uuid.uuid4().hex[:16]
+        self._before: Lineage = ()
+        """Lineage of the step that this process resumed from."""
+
+    @property
+    def last_saved(self) -> int | None:
+        """The last step that this process saved."""
+        return self._own_steps[-1] if self._own_steps else None
+
+    # ---- saving -------------------------------------------------------------------------------
+
+    def save(self, state: RunState) -> None:
+        """Start saving the current state; waits for a save in progress first.
+
+        Returns when the state is copied if ``checkpoint.async_save`` is on, else when it is written. :meth:`poll` or
+        :meth:`finish` commits it. A failure is a ``CheckpointError`` with ``recovery.on_failed_save=stop``, else
+        logged.
+        """
+        self._end_writing(wait=True)
+        if state.global_step in self._own_steps[-1:]:
+            return
+        self._writing = self._last = state
+        try:
+            partial = steps.begin(self.root, state.global_step)
+            self._own_files = _write_driver(partial, state, self._lineage(state.global_step))
+        except OSError as error:
+            self._failed(str(error))
+            return
+        for name, group in self.groups.items():
+            group.begin_save(str(partial / name), state.global_step)
+
+    def poll(self) -> None:
+        """Commit the save in progress if every rank has written its part; does not wait. Fails as :meth:`save`."""
+        self._end_writing(wait=False)
+
+    def finish(self) -> None:
+        """Wait for the last save and commit it; if a save failed, try once more.
+
+        Call it only when the last :meth:`save` holds the current state, or no save was due.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._end_writing(wait=True)
+        if self.owed and self._last is not None:
+            self.save(self._last)
+            self._end_writing(wait=True)
+        if self.owed:
+            raise CheckpointError(
+                f"the run is over and its last checkpoint could not be written to {self.root}; see the errors above. "
+                f"{self._whole_before()} Free space there, or set trainer.default_local_dir to a writable folder, "
+                "and start the run again: it goes on from there."
+            )
+
+    def save_held(
+        self,
+        state: RunState,
+        ranks: Mapping[str, Sequence[Mapping[str, Any]]],
+        documents: Mapping[str, Mapping[str, bytes]],
+    ) -> None:
+        """Save from state that was collected before the workers ended.
+
+        Args:
+            state: of the driver.
+            ranks: the ``snapshot`` of every rank, by the sub-folder of its group.
+            documents: the result of ``documents``, likewise. The model as ``hf_model`` is not written.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self.forget_writing()
+        if state.global_step in self._own_steps[-1:]:
+            return
+        try:
+            partial = steps.begin(self.root, state.global_step)
+            files = _write_driver(partial, state, self._lineage(state.global_step))
+            for name, snapshots in ranks.items():
+                files |= _write_group(partial, name, snapshots, documents[name])
+            steps.commit(self.root, state.global_step, files, self._lineage(state.global_step))
+        except OSError as error:
+            raise CheckpointError(f"cannot write the checkpoint: {error}. {self._whole_before()}") from error
+        self._own_steps.append(state.global_step)
+
+    def forget_writing(self) -> None:
+        """Discard the save in progress, because the workers that write it have ended."""
+        if self._writing is not None:
+            steps.discard(self.root, self._writing.global_step)
+            self._writing, self.owed = None, True
+
+    def rescue(self) -> None:
+        """Commit the save in progress while the run ends with an error; only logs failures, to keep that error."""
+        try:
+            self._end_writing(wait=True)
+        except VerlError as error:
+            logger.warning("the save that was being written is lost: %s", error)
+
+    def workers_replaced(self, groups: dict[str, Any]) -> None:
+        """Continue with new workers; the save that the old ones were writing is lost and due again."""
+        self.groups = groups
+        self.forget_writing()
+
+    def metrics(self) -> dict[str, float]:
+        """``recovery/failed_saves`` since the start of the run, if any."""
+        return {"recovery/failed_saves": float(self.failed_saves)} if self.failed_saves else {}
+
+    def _end_writing(self, wait: bool) -> None:
+        if self._writing is None:
+            return
+        found = {name: group.save_report(wait) for name, group in self.groups.items()}
+        if any(report is None for reports in found.values() for report in reports):
+            return
+        try:
+            files = self._own_files | _joined(found)
+            steps.commit(self.root, self._writing.global_step, files, self._lineage(self._writing.global_step))
+        except (OSError, CheckpointError) as error:
+            self._failed(str(error))
+            return
+        self._own_steps.append(self._writing.global_step)
+        self._writing, self.owed = None, False
+        self._drop_old(self._own_steps[-1])
+
+    def _failed(self, problem: str) -> None:
+        assert self._writing is not None
+        step, self._writing = self._writing.global_step, None
+        steps.discard(self.root, step)  # on a full disk the rest of the run needs the space
+        self.failed_saves += 1
+        self.owed = True
+        message = f"the checkpoint of step {step} could not be written: {problem}. {self._whole_before()}"
+        if self.plan.on_failed_save == "stop":
+            raise CheckpointError(f"{message} Free space, or set trainer.default_local_dir to a writable folder.")
+        logger.error("%s It is tried again after the next step.", message)
+
+    def _whole_before(self) -> str:
+        names = [path.name for path in saved_steps(self.root).values()]
+        return f"What was saved before is untouched ({names[-1]})." if names else "No step has been saved yet."
+
+    def _lineage(self, step: int) -> Lineage:
+        return [*self._before, (self._id, step)]
+
+    def _drop_old(self, newest: int) -> None:
+        """Remove steps beyond the limits of ``plan.keep``, after ``newest`` is committed.
+
+        Steps outside this run's lineage belong to other runs that saved here; they are neither counted nor removed.
+        """
+        lineage, found = self._lineage(newest), saved_steps(self.root)
+        saved_by = {step: of[-1][0] for step, path in found.items() if (of := read_lineage(path, STATE)) is not None}
+        folders = {step: found[step] for step, run in saved_by.items() if contains_step(lineage, step, run)}
+        try:
+            for name in self.groups:
+                limit = self.plan.keep.get(name)
+                holders = [path for path in folders.values() if (path / name).is_dir()]
+                for path in holders[:-limit] if limit and limit > 0 else []:
+                    shutil.rmtree(path / name)
+            for path in folders.values():
+                if path.is_dir() and not any((path / name).is_dir() for name in self.groups):
+                    shutil.rmtree(path)
+            if self.plan.delete_after_load and self._loaded_from not in (None, step_folder(self.root, newest)):
+                shutil.rmtree(self._loaded_from, ignore_errors=True)
+                self._loaded_from = None
+        except OSError as error:
+            logger.warning("an old checkpoint could not be removed: %s", error)
+
+    # ---- loading ------------------------------------------------------------------------------
+
+    def load(self) -> RunState | None:
+        """Restore the workers as ``trainer.resume_mode`` says and return the driver's state; None for a fresh start.
+
+        Raises:
+            CheckpointError: the checkpoint is missing or damaged, and ``resume_mode`` or
+                ``recovery.on_damaged_checkpoint`` forbids another one, or no complete one exists. A run never starts
+                from scratch silently where one was saved.
+        """
+        self._loaded_from = self._folder_to_resume()
+        if self._loaded_from is None:
+            return None
+        state = self._read(self._loaded_from)
+        self._before = read_lineage(self._loaded_from, STATE) or ()
+        return state
+
+    def load_again(self) -> RunState | None:
+        """Restore lost workers from the newest intact step that this process saved.
+
+        Without one, restores the step that the run resumed from; None if it did not resume.
+
+        Raises:
+            CheckpointError: all of these are damaged, or the first of them and ``recovery.on_damaged_checkpoint=stop``.
+        """
+        steps.repair(self.root)
+        own = [step_folder(self.root, step) for step in sorted(self._own_steps, reverse=True)]
+        folders = [folder for folder in own if folder.is_dir()]
+        if self._loaded_from is not None:
+            folders.append(self._loaded_from)
+        if not folders:
+            return None
+        state = self._read(self._first_whole(folders, []))
+        self._own_steps = [step for step in self._own_steps if step <= state.global_step]  # damaged ones come again
+        return state
+
+    def _read(self, folder: Path) -> RunState:
+        if _is_public(folder):
+            return self._read_public(folder)
+        state = _read_file(folder / STATE, lambda path: json.loads(path.read_text()))
+        dataloader, rng = (
+            _read_file(folder / name, lambda path: torch.load(path, weights_only=True)) for name in (DATA, RNG)
+        )
+        self._load_groups(folder)
+        for key in ("format", LINEAGE):
+            state.pop(key, None)
+        return RunState(global_step=state.pop("global_step"), dataloader=dataloader, controllers=state, rng=rng)
+
+    def _read_public(self, folder: Path) -> RunState:
+        """Restore from a step of verl 0.8; its data loader, controllers and random states are those of other code."""
+        self._load_groups(folder)
+        step = int(folder.name.rpartition("_")[2])
+        logger.warning(
+            "%s was saved by verl 0.8 under FSDP and has no checksums. Taken from it: weights, moments and their step, "
+            "the step of the schedule, the number of steps. Not in it, or not used: optimizer settings (the command's "
+            "hold), random states, the order of the rows (%d batches of this run's order are skipped), adaptive KL or "
+            "entropy coefficients, runs of trackers.",
+            folder,
+            step,
+        )
+        return RunState(global_step=step, dataloader=None, controllers={}, rng=None)
+
+    def _load_groups(self, folder: Path) -> None:
+        for name, group in self.groups.items():
+            if not (folder / name).is_dir():
+                raise CheckpointError(
+                    f"the checkpoint {folder} has no '{name}' folder, which this run needs. "
+                    "Resume with the algorithm that wrote it, or set trainer.resume_mode=disable."
+                )
+            group.load_checkpoint(str(folder / name))
+        logger.info("resumed from %s", folder)
+
+    def _folder_to_resume(self) -> Path | None:
+        mode = self.plan.resume_mode
+        if mode == "disable":
+            if others := list(saved_steps(self.root).values()):
+                logger.warning("starting anew in a folder where another run saved: %s", ", ".join(map(str, others)))
+            return None
+        if mode == "resume_path":
+            folder = Path(str(self.plan.resume_from_path)).expanduser().absolute()
+            if problem := self._problem(folder):
+                raise CheckpointError(
+                    f"the checkpoint to resume from is not whole: {problem}. Set trainer.resume_from_path to an "
+                    "existing .../global_step_N folder that is."
+                )
+            return folder
+        steps.repair(self.root)
+        return self._newest_whole()
+
+    def _newest_whole(self) -> Path | None:
+        """The latest step, or the newest intact one before it if it is damaged."""
+        found, problems = saved_steps(self.root), []
+        try:
+            latest = steps.read_latest(self.root)
+        except CheckpointError as error:
+            latest = None
+            problems.append(str(error))
+        if latest is None and not found and not problems:
+            logger.info("no checkpoint in %s: starting from step 0", self.root)
+            return None
+        if latest is None and not problems:
+            problems.append(f"{self.root / LATEST} is missing")
+        if latest is not None and latest not in found:
+            problems.append(f"{step_folder(self.root, latest)}, which {LATEST} names, does not exist")
+        before = {step: path for step, path in found.items() if latest is None or step <= latest}
+        lineages = {step: of for step, path in before.items() if (of := read_lineage(path, STATE)) is not None}
+        lineage = lineages[max(lineages)] if lineages else ()
+        others = [step for step, of in lineages.items() if not contains_step(lineage, step, of[-1][0])]
+        if others and latest not in lineages:
+            problems.append("steps of several runs lie there, and none of them is named as the latest")
+            before = {}
+        ours = {step: path for step, path in before.items() if step not in others}
+        return self._first_whole(
+            [ours[step] for step in sorted(ours, reverse=True)], problems, [found[step].name for step in others]
+        )
+
+    def _first_whole(self, folders: Sequence[Path], problems: list[str], others: Sequence[str] = ()) -> Path:
+        """The first intact one of ``folders``, which are ordered the best first.
+
+        ``problems`` are known problems of better checkpoints, ``others`` steps skipped because another run saved them.
+        """
+        passed_over = f"{', '.join(others)}: saved by another run, passed over. " if others else ""
+        for folder in folders:
+            if problems and self.plan.on_damaged == "stop":
+                break
+            if problem := self._problem(folder):
+                problems.append(problem)
+                continue
+            if problems:
+                logger.warning("damaged checkpoints: %s. %sGoing on from %s.", "; ".join(problems), passed_over, folder)
+            return folder
+        raise CheckpointError(
+            f"cannot resume from {self.root}: {'; '.join(problems)}. {passed_over}"
+            + (
+                "By trainer.recovery.on_damaged_checkpoint=stop no other step takes its place. "
+                if self.plan.on_damaged == "stop"
+                else "There is no whole step before it. "
+            )
+            + "Restore it, name another step with trainer.resume_mode=resume_path "
+            "trainer.resume_from_path=.../global_step_N, or set trainer.resume_mode=disable to start anew."
+        )
+
+    def _problem(self, folder: Path) -> str | None:
+        """The first problem of a saved step; None if it is intact."""
+        if not folder.is_dir():
+            return f"{folder} does not exist"
+        try:
+            files = steps.read_manifest(folder)
+        except CheckpointError as error:
+            if _is_public(folder):
+                return None
+            if _is_of_format_1(folder):
+                logger.warning(
+                    "%s has no %s: it was saved by an earlier version, and is not verified", folder, MANIFEST
+                )
+                return None
+            return str(error)
+        if problems := steps.wrong_sizes(folder, files):
+            return problems[0]
+        # Every byte is read, so every rank takes a share of the files: the largest ones first, dealt in turn.
+        group = next(iter(self.groups.values()))
+        names = sorted(files, key=lambda name: -files[name].size)
+        shares = [{name: files[name] for name in names[rank :: group.world_size]} for rank in range(group.world_size)]
+        found = group.check_files([str(folder)] * group.world_size, shares)
+        return next((problem for problems in found for problem in problems), None)
+
+
+def _write_driver(folder: Path, state: RunState, lineage: Lineage) -> dict[str, FileEntry]:
+    assert state.dataloader is not None  # only a state that was read from a step of verl 0.8 lacks them
+    assert state.rng is not None
+    described = {"format": FORMAT, "global_step": state.global_step, LINEAGE: lineage} | state.controllers
+    return {
+        DATA: write_bytes(folder / DATA, _loadable(state.dataloader)),
+        RNG: write_bytes(folder / RNG, _loadable(state.rng)),
+        STATE: write_bytes(folder / STATE, json.dumps(described).encode()),
+    }
+
+
+def _write_group(
+    folder: Path, name: str, snapshots: Sequence[Mapping[str, Any]], documents: Mapping[str, bytes]
+) -> dict[str, FileEntry]:
+    own, files = folder / name, {}
+    for path, content in documents.items():
+        (own / path).parent.mkdir(parents=True, exist_ok=True)
+        files[path] = write_bytes(own / path, content)
+    for snapshot in snapshots:
+        files |= write_states(own, from_arrays(dict(snapshot)))
+    for inner in [own, *(path for path in own.rglob("*") if path.is_dir())]:
+        sync_folder(inner)
+    return {(Path(name) / path).as_posix(): entry for path, entry in files.items()}
+
+
+def _loadable(state: dict[str, Any]) -> bytes:
+    """Serialize ``state`` as a ``.pt`` file; refuse objects that could not be loaded with ``weights_only=True``."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    try:
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            "the state of the data loader cannot be saved: the state_dict() of a data set or sampler may hold tensors, "
+            f"numbers, strings, lists and dicts only. {str(error).splitlines()[0]}"
+        ) from error
+    return buffer.getvalue()
+
+
+def _joined(found: dict[str, list[SaveReport]]) -> dict[str, FileEntry]:
+    """Merge the ranks' files by path below the step's folder; a ``CheckpointError`` if a rank failed."""
+    files: dict[str, FileEntry] = {}
+    for name, reports in found.items():
+        for rank, report in enumerate(reports):
+            if report.problem is not None:
+                raise CheckpointError(f"{report.problem} (rank {rank})")
+            files |= {(Path(name) / file).as_posix(): entry for file, entry in report.files.items()}
+    return files
+
+
+def _is_public(folder: Path) -> bool:
+    """Whether ``folder`` is a step that verl 0.8 saved under FSDP: without files of this driver, with its shards."""
+    if any((folder / name).exists() for name in (MANIFEST, STATE, RNG)):
+        return False
+    return any((folder / name / WORLD_SIZE_FILE).is_file() for name in (".", "actor", "critic"))
+
+
+def _is_of_format_1(folder: Path) -> bool:
+    """Whether ``folder`` was saved by a version without manifests, where the latest step counted as complete."""
+    try:
+        return "format" not in json.loads((folder / STATE).read_bytes())
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _read_file(path: Path, reader: Callable[[Path], Any]) -> Any:
+    try:
+        return reader(path)
+    except FileNotFoundError:
+        raise CheckpointError(f"the checkpoint is incomplete: {path} is missing.") from None
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"the checkpoint file {path} cannot be read ({error}). Resume from another step with "
+            "trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N."
+        ) from error

@@ -1,0 +1,103 @@
+"""State besides the model (driver, random generators), and states as NumPy arrays for transfer through Ray."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """The driver's state between two steps, as plain numbers, strings and tensors that share no memory with the run."""
+
+    global_step: int
+    """Number of finished steps."""
+    dataloader: dict[str, Any] | None
+    """Position of the training data loader, with the state of its sampler and data set if they have one.
+
+    None: only the number of steps is known."""
+    controllers: dict[str, Any]
+    """Values that change from step to step besides the weights (KL and entropy coefficients, epochs), by name."""
+    rng: dict[str, Any] | None
+    """Random generators of the driver process, if they were saved."""
+
+
+# ---- random generators ---------------------------------------------------------------------------
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch, NumPy and Python's ``random``, as user code may draw from any of them."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)  # NumPy takes 32 bits
+    random.seed(seed)
+
+
+def rng_state() -> dict[str, Any]:
+    """Return the state of every random generator of this process, as tensors and plain numbers."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [str(name), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "python": random.getstate(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """Restore the state from :func:`rng_state`."""
+    torch.set_rng_state(state["torch"])
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+# ---- states as arrays ----------------------------------------------------------------------------
+# Ray copies a torch tensor into the pickled message, but passes the buffer of a NumPy array without copying.
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class TensorArray:
+    """The bits of a CPU tensor as integers, since NumPy lacks some of torch's dtypes."""
+
+    dtype: str
+    """Of the tensor, e.g. ``"bfloat16"``."""
+    bits: np.ndarray
+    """Integers of the same size and shape."""
+
+
+def to_arrays(state: Any) -> Any:
+    """Replace each tensor in nested dicts, lists and tuples by a :class:`TensorArray` over the same memory."""
+    if isinstance(state, Tensor):
+        tensor = state.detach().contiguous()
+        return TensorArray(str(tensor.dtype).removeprefix("torch."), tensor.view(_BITS[tensor.element_size()]).numpy())
+    return _mapped(state, to_arrays)
+
+
+def from_arrays(state: Any) -> Any:
+    """Invert :func:`to_arrays`; the tensors' memory may be read-only, so copy before writing."""
+    if isinstance(state, TensorArray):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+            return torch.from_numpy(state.bits).view(getattr(torch, state.dtype))
+    return _mapped(state, from_arrays)
+
+
+def _mapped(state: Any, function: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: function(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(function(value) for value in state)
+    return state

@@ -1,0 +1,1 @@
+"""Public paths of parts that were called experimental."""

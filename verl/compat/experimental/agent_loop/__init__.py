@@ -1,0 +1,10 @@
+"""Public path of agent loops."""
+
+from verl.agents.loop import AgentLoopBase as AgentLoopBase
+from verl.agents.manager import AgentLoopManager as AgentLoopManager
+from verl.agents.servers import AsyncLLMServerManager as AsyncLLMServerManager
+from verl.agents.single_turn import SingleTurnAgentLoop as SingleTurnAgentLoop
+from verl.agents.worker import AgentLoopWorker as AgentLoopWorker
+from verl.base.doors import absent_names
+
+__getattr__ = absent_names(__name__)

@@ -1,0 +1,14 @@
+"""Public path of what agent loops are made of."""
+
+from verl.agents.loop import AgentLoopBase as AgentLoopBase
+from verl.agents.loop import AgentLoopMetrics as AgentLoopMetrics
+from verl.agents.loop import AgentLoopOutput as AgentLoopOutput
+from verl.agents.loop import DictConfigWrap as DictConfigWrap
+from verl.agents.loop import register as register
+from verl.agents.manager import AgentLoopManager as AgentLoopManager
+from verl.agents.servers import AsyncLLMServerManager as AsyncLLMServerManager
+from verl.agents.servers import TokenOutput as TokenOutput
+from verl.agents.worker import AgentLoopWorker as AgentLoopWorker
+from verl.base.doors import absent_names
+
+__getattr__ = absent_names(__name__)

@@ -1,0 +1,6 @@
+"""Public path of the agent loop of tools."""
+
+from verl.agents.tool_agent import ToolAgentLoop as ToolAgentLoop
+from verl.base.doors import absent_names
+
+__getattr__ = absent_names(__name__)

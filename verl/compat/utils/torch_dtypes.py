@@ -1,0 +1,3 @@
+"""Number formats by name, from :mod:`verl.toolkit.names`."""
+
+from verl.toolkit.names import PrecisionType as PrecisionType

@@ -1,0 +1,8 @@
+"""Public address of :mod:`verl.config.model`."""
+
+from verl.base.doors import absent_names
+from verl.config.model import FSDPEngineConfig as FSDPEngineConfig
+from verl.config.model import MixedPrecisionConfig as MixedPrecisionConfig
+from verl.config.model import WrapPolicyConfig as WrapPolicyConfig
+
+__getattr__ = absent_names(__name__)

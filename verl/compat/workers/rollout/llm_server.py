@@ -1,0 +1,6 @@
+"""Public path of the policy as agent loops see it."""
+
+from verl.agents.servers import LLMServerClient as LLMServerClient
+from verl.base.doors import absent_names
+
+__getattr__ = absent_names(__name__)

@@ -1,0 +1,1 @@
+"""Public path of helpers of workers; see :mod:`verl.workers.utils.padding`."""

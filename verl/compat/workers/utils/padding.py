@@ -1,0 +1,4 @@
+"""Public path of :mod:`verl.toolkit.padding`."""
+
+from verl.toolkit.padding import left_right_2_no_padding as left_right_2_no_padding
+from verl.toolkit.padding import no_padding_2_padding as no_padding_2_padding

@@ -1,0 +1,161 @@
+"""Sections of the configuration: typed, frozen dataclasses with a sentence for each key."""
+
+from verl.config.actor import (
+    ActorConfig,
+    FSDPActorConfig,
+    PolicyLossConfig,
+    RefConfig,
+)
+from verl.config.agent import (
+    AgentLoopConfig,
+    MultiTurnConfig,
+)
+from verl.config.algorithm import (
+    AlgoConfig,
+    FilterGroupsConfig,
+    KLControlConfig,
+    PFPPOConfig,
+)
+from verl.config.base import (
+    BaseConfig,
+)
+from verl.config.critic import (
+    CriticConfig,
+    FSDPCriticConfig,
+    FSDPCriticModelCfg,
+)
+from verl.config.data import (
+    CurriculumConfig,
+    CustomClassConfig,
+    DataConfig,
+    DatagenConfig,
+    SamplerConfig,
+)
+from verl.config.generation import (
+    EvalConfig,
+    EvalDataConfig,
+    GenerationConfig,
+    GenerationDataConfig,
+)
+from verl.config.model import (
+    CheckpointConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    MixedPrecisionConfig,
+    OptimizerConfig,
+    WrapPolicyConfig,
+)
+from verl.config.ppo import (
+    ActorRolloutRefConfig,
+    PPOConfig,
+)
+from verl.config.preference import (
+    DirectPreferenceLossConfig,
+    DPOConfig,
+    PreferenceConfig,
+    PreferenceDataConfig,
+    ReferenceModelConfig,
+    RewardModelLossConfig,
+    RMConfig,
+)
+from verl.config.problems import (
+    Problem,
+)
+from verl.config.reward import (
+    CustomRewardFunctionConfig,
+    FailurePolicy,
+    ModuleConfig,
+    RewardManagerConfig,
+    RewardModelConfig,
+    RewardModelModelConfig,
+    SandboxFusionConfig,
+)
+from verl.config.rollout import (
+    CheckpointEngineConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
+from verl.config.rollout_correction import (
+    RolloutCorrectionConfig,
+)
+from verl.config.sft import (
+    SFTConfig,
+    SFTDataConfig,
+)
+from verl.config.supervised import (
+    SupervisedConfig,
+    SupervisedDataConfig,
+)
+from verl.config.trainer import (
+    BaseTrainerConfig,
+    PlacementConfig,
+    RayConfig,
+    RecoveryConfig,
+    SFTTrainerConfig,
+    TrainerConfig,
+)
+
+__all__ = [
+    "ActorConfig",
+    "ActorRolloutRefConfig",
+    "AgentLoopConfig",
+    "AlgoConfig",
+    "BaseConfig",
+    "BaseTrainerConfig",
+    "CheckpointConfig",
+    "CheckpointEngineConfig",
+    "CriticConfig",
+    "CurriculumConfig",
+    "CustomClassConfig",
+    "CustomRewardFunctionConfig",
+    "DPOConfig",
+    "DataConfig",
+    "DatagenConfig",
+    "DirectPreferenceLossConfig",
+    "EvalConfig",
+    "EvalDataConfig",
+    "FSDPActorConfig",
+    "FSDPCriticConfig",
+    "FSDPCriticModelCfg",
+    "FSDPEngineConfig",
+    "FSDPOptimizerConfig",
+    "FailurePolicy",
+    "FilterGroupsConfig",
+    "GenerationConfig",
+    "GenerationDataConfig",
+    "HFModelConfig",
+    "KLControlConfig",
+    "MixedPrecisionConfig",
+    "ModuleConfig",
+    "MultiTurnConfig",
+    "OptimizerConfig",
+    "PFPPOConfig",
+    "PPOConfig",
+    "PlacementConfig",
+    "PolicyLossConfig",
+    "PreferenceConfig",
+    "PreferenceDataConfig",
+    "Problem",
+    "RMConfig",
+    "RayConfig",
+    "RecoveryConfig",
+    "RefConfig",
+    "ReferenceModelConfig",
+    "RewardManagerConfig",
+    "RewardModelConfig",
+    "RewardModelLossConfig",
+    "RewardModelModelConfig",
+    "RolloutConfig",
+    "RolloutCorrectionConfig",
+    "SFTConfig",
+    "SFTDataConfig",
+    "SFTTrainerConfig",
+    "SamplerConfig",
+    "SamplingConfig",
+    "SandboxFusionConfig",
+    "SupervisedConfig",
+    "SupervisedDataConfig",
+    "TrainerConfig",
+    "WrapPolicyConfig",
+]

@@ -1,0 +1,183 @@
+"""Configuration of the actor (the policy that is trained) and of the frozen reference policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.model import NO_MEGATRON, CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, Strategy
+from verl.config.problems import Problem
+from verl.config.rollout_correction import RolloutCorrectionConfig
+
+KLKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
+LossAggMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", "prompt-mean"
+]
+
+
+@section
+class PolicyLossConfig(BaseConfig):
+    """The policy loss, and the settings of particular losses."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.PolicyLossConfig"
+
+    loss_mode: str = setting("vanilla")
+    """Registered policy loss: vanilla (PPO's clip), gspo, luspo, geo_mean, sapo, cispo, gpg, clip_cov, kl_cov, dppo_tv,
+    dppo_kl, dro, bypass_mode, or your own."""
+    clip_cov_ratio: float = setting(0.0002, ge=0, le=1)
+    """`clip_cov`: fraction of tokens whose gradient is dropped."""
+    clip_cov_lb: float = setting(1.0)
+    """`clip_cov`: covariance above which a token may be dropped."""
+    clip_cov_ub: float = setting(5.0)
+    """`clip_cov`: covariance below which a token may be dropped."""
+    kl_cov_ratio: float = setting(0.0002, ge=0, le=1)
+    """`kl_cov`: fraction of tokens that get a KL penalty."""
+    ppo_kl_coef: float = setting(0.1, ge=0)
+    """`kl_cov`: weight of that penalty."""
+    dro_beta: float | None = setting(None, gt=0)
+    """`dro`: weight of its quadratic term, in advantage per nat; must be set for that loss."""
+    top_entropy_quantile: float = setting(1.0, gt=0, le=1)
+    """Fraction of tokens, those of highest entropy, that keep their policy loss (arXiv:2506.01939); 1 keeps all."""
+    rollout_correction: RolloutCorrectionConfig | None = setting(None, internal=True)
+    """`bypass_mode`: copy of `algorithm.rollout_correction`, filled in while the configuration is loaded."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """`dro` has a weight, and the covariance bounds of `clip_cov` are in order."""
+        if self.loss_mode == "dro" and self.dro_beta is None:
+            wrong = "policy_loss.loss_mode=dro is a policy gradient without any leash unless it has this weight"
+            remedy = "0.1 lets the log-prob of a token with advantage 1 move by 10 nats, 10 by 0.1"
+            yield Problem(f"{path}.dro_beta", None, wrong, "> 0", remedy)
+        if self.loss_mode == "clip_cov" and self.clip_cov_lb >= self.clip_cov_ub:
+            wrong = f"no covariance lies between it and policy_loss.clip_cov_ub={self.clip_cov_ub}"
+            yield Problem(f"{path}.clip_cov_lb", self.clip_cov_lb, wrong, f"< {self.clip_cov_ub}")
+
+
+def _follows_clip_ratio(data: dict[str, Any]) -> float:
+    return data["clip_ratio"]
+
+
+@section
+class ActorConfig(BaseConfig):
+    """One update of the policy: batches, loss, optimizer."""
+
+    strategy: Strategy = setting("fsdp", refuse_values=NO_MEGATRON)
+    """Training back end; `fsdp` and `fsdp2` are both served by FSDP2."""
+    ppo_mini_batch_size: int = setting(256, ge=1)
+    """Prompts per optimizer step over all ranks; each brings its `rollout.n` responses."""
+    ppo_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
+    """Sequences per forward and backward pass on one rank."""
+    use_dynamic_bsz: bool = setting(False)
+    """Fill passes by tokens instead of by sequences."""
+    ppo_max_token_len_per_gpu: int = setting(16384, ge=1)
+    """Tokens per pass on one rank, with `use_dynamic_bsz`."""
+    clip_ratio: float = setting(0.2, ge=0)
+    """How far the ratio of new to old probability may move before its gradient stops."""
+    clip_ratio_low: float = setting(factory=_follows_clip_ratio, ge=0)
+    """Clip range for falling probabilities; by default `clip_ratio`."""
+    clip_ratio_high: float = setting(factory=_follows_clip_ratio, ge=0)
+    """Clip range for rising probabilities; by default `clip_ratio`. More than `clip_ratio_low` is clip-higher
+    (arXiv:2503.14476)."""
+    tau_pos: float = setting(1.0, gt=0)
+    """`sapo`: temperature for positive advantages."""
+    tau_neg: float = setting(1.05, gt=0)
+    """`sapo`: temperature for negative advantages."""
+    policy_loss: PolicyLossConfig = subsection(PolicyLossConfig)
+    """The policy loss."""
+    clip_ratio_c: float = setting(3.0, gt=1)
+    """Dual clip: cap on ratio·|A| where the advantage is negative (arXiv:1912.09729); `dppo_*`: cap on the ratio."""
+    loss_agg_mode: LossAggMode = setting("token-mean")
+    """How per-token losses are aggregated to a scalar; all denominators are global. `prompt-mean` weighs all prompts
+    equally, and all tokens in the responses to one prompt."""
+    loss_scale_factor: float | None = setting(None, gt=0)
+    """Divisor of `seq-mean-token-sum-norm`; null takes the response length."""
+    entropy_coeff: float = setting(0)
+    """Weight of the entropy bonus; with `entropy_target` its initial value."""
+    entropy_target: float | None = setting(None, ge=0)
+    """Target entropy per token, in nats: the weight rises while entropy is below, and is 0 above (arXiv:2505.22312)."""
+    entropy_target_step: float = setting(0.005, gt=0)
+    """Change of the weight per training step, with `entropy_target`."""
+    entropy_coeff_min: float = setting(0.0, ge=0)
+    """Smallest weight while the entropy is not above `entropy_target`."""
+    entropy_coeff_max: float = setting(1.0, ge=0)
+    """Largest weight, with `entropy_target`."""
+    calculate_entropy: bool = setting(False)
+    """Compute and log the entropy during the update even if the bonus has no weight."""
+    recompute_old_log_probs: Literal["auto", "always"] = setting("auto")
+    """Whether a separate forward pass computes `old_log_probs`. `auto` skips it where the update's own pass gives the
+    same: one optimizer step per batch, and nothing that reads them earlier; `always` never skips it."""
+    use_kl_loss: bool = setting(False)
+    """Add the divergence from the reference policy to the loss."""
+    kl_loss_coef: float = setting(0.001, ge=0)
+    """Weight of that divergence."""
+    kl_loss_type: KLKind = setting("low_var_kl")
+    """Estimator of that divergence: kl (k1), abs, mse (k2), low_var_kl (k3); with `+` the gradient is that of k2."""
+    ppo_epochs: int = setting(1, ge=1)
+    """Passes over the batch of a step."""
+    shuffle: bool = setting(False)
+    """Take the mini-batches in a random order; which samples are in each does not change."""
+    data_loader_seed: int = setting(42, ge=0)
+    """Seed of that order."""
+    checkpoint: CheckpointConfig = subsection(CheckpointConfig)
+    """What a checkpoint holds."""
+    optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig)
+    """Optimizer and schedule."""
+    global_batch_info: dict[str, Any] = setting(factory=dict, internal=True)
+    """Global counts of the current mini-batch, for `agg_loss`; losses in the public form get a filled-in copy."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """With `entropy_target`, the initial weight of the entropy bonus is within its bounds."""
+        if self.entropy_target is None:
+            return
+        low, high = self.entropy_coeff_min, self.entropy_coeff_max
+        if low > high:
+            yield Problem(f"{path}.entropy_coeff_min", low, f"it is above entropy_coeff_max={high}", f"<= {high}")
+        elif not low <= self.entropy_coeff <= high:
+            wrong = f"with entropy_target it is kept between entropy_coeff_min={low} and entropy_coeff_max={high}"
+            yield Problem(f"{path}.entropy_coeff", self.entropy_coeff, wrong, f"{low} to {high}")
+
+
+@section
+class FSDPActorConfig(ActorConfig):
+    """An actor trained under FSDP."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
+
+    grad_clip: float = setting(1.0, gt=0)
+    """Largest norm of the gradient of one step."""
+    fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig)
+    """Sharding, precision, offload."""
+    use_remove_padding: bool = setting(
+        True, interpolation="${oc.select:actor_rollout_ref.model.use_remove_padding,false}"
+    )
+    """Pack sequences, by default as the model section says."""
+    calculate_sum_pi_squared: bool = setting(False)
+    """Compute Σπ² of every token with the old log-probs; set automatically for estimators that read it."""
+
+
+def _forward_only() -> FSDPEngineConfig:
+    return FSDPEngineConfig(forward_only=True)
+
+
+@section
+class RefConfig(BaseConfig):
+    """The frozen reference policy; only its log-probs are computed."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
+
+    strategy: Strategy = setting("fsdp", interpolation="${actor_rollout_ref.actor.strategy}", refuse_values=NO_MEGATRON)
+    """Back end, by default the actor's."""
+    log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
+    """Sequences per forward pass on one rank; null takes that of the rollout's log-probs."""
+    log_prob_use_dynamic_bsz: bool = setting(
+        False, interpolation="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}"
+    )
+    """Fill passes by tokens instead of by sequences."""
+    log_prob_max_token_len_per_gpu: int = setting(
+        16384, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}"
+    )
+    """Tokens per pass on one rank, with `log_prob_use_dynamic_bsz`."""
+    fsdp_config: FSDPEngineConfig = subsection(_forward_only)
+    """Sharding, precision, offload."""

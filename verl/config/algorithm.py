@@ -1,0 +1,99 @@
+"""Configuration of the algorithm: KL in the reward, advantages, resampling, dynamic sampling, rollout correction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from verl.config.actor import KLKind
+from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.problems import Problem
+from verl.config.rollout_correction import RolloutCorrectionConfig
+
+
+@section
+class KLControlConfig(BaseConfig):
+    """Weight of the KL penalty in the reward."""
+
+    hydra_target: ClassVar[str] = "verl.trainer.config.KLControlConfig"
+
+    type: Literal["fixed", "adaptive"] = setting("fixed")
+    """`fixed` keeps the weight; `adaptive` changes it to bring the divergence to `target_kl` (arXiv:1909.08593)."""
+    kl_coef: float = setting(0.001, ge=0)
+    """Weight of the penalty, or its initial value with `adaptive`."""
+    horizon: int = setting(10000, ge=1)
+    """Samples over which an adaptive weight changes."""
+    target_kl: float = setting(0.1, gt=0)
+    """Divergence that an adaptive weight aims at."""
+
+
+@section
+class PFPPOConfig(BaseConfig):
+    """Probabilities with which PF-PPO draws samples, by their score s (arXiv:2409.06957)."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = setting("pow")
+    """`pow`: |s|^weight_pow; `max_min`: only the best and the worst; `max_random`: 0.4 the best, 0.1 the others."""
+    weight_pow: float = setting(2.0, ge=0)
+    """Exponent of `pow`."""
+
+
+@section
+class FilterGroupsConfig(BaseConfig):
+    """Dynamic sampling (DAPO, arXiv:2503.14476): replace prompts whose responses all have the same metric."""
+
+    enable: bool = setting(False)
+    """Train only on prompts whose responses differ, and sample until there are enough of them."""
+    metric: str | None = setting(None)
+    """What must differ: seq_reward (the summed token scores), or a value from the reward function: score, acc."""
+    max_num_gen_batches: int = setting(0, ge=0)
+    """Stop the run with an error after this many batches of `data.gen_batch_size` prompts for one step; 0 never."""
+
+
+@section
+class AlgoConfig(BaseConfig):
+    """Advantages, discounting, KL in the reward."""
+
+    hydra_target: ClassVar[str] = "verl.trainer.config.AlgoConfig"
+
+    gamma: float = setting(1.0, ge=0, le=1)
+    """Discount per token; per turn for `grpo_per_turn`."""
+    lam: float = setting(1.0, ge=0, le=1)
+    """λ of generalised advantage estimation."""
+    adv_estimator: str = setting("gae")
+    """Registered advantage estimator: gae, grpo, rloo, reinforce_plus_plus, remax, opo, gpg, ..., or one of yours."""
+    norm_adv_by_std_in_grpo: bool = setting(True)
+    """Divide by the group's standard deviation (GRPO and what builds on it); false is Dr. GRPO (arXiv:2503.20783)."""
+    use_kl_in_reward: bool = setting(False)
+    """Subtract the weighted divergence from the reference from the reward of every token."""
+    kl_penalty: KLKind = setting("kl")
+    """Estimator of that divergence: kl (k1), abs, mse (k2), low_var_kl (k3)."""
+    kl_ctrl: KLControlConfig = subsection(KLControlConfig)
+    """Weight of the KL penalty in the reward."""
+    gdpo_reward_keys: tuple[str, ...] | None = setting(None)
+    """`gdpo`: components of the reward, as keys of the dict that the reward function returns."""
+    gdpo_reward_weights: tuple[float, ...] | None = setting(None)
+    """`gdpo`: a weight for each component; null weighs all by 1."""
+    use_pf_ppo: bool = setting(False)
+    """PF-PPO (arXiv:2409.06957): resample the samples of an update with replacement, by their score."""
+    pf_ppo: PFPPOConfig = subsection(PFPPOConfig)
+    """How PF-PPO weighs samples."""
+    filter_groups: FilterGroupsConfig = subsection(FilterGroupsConfig)
+    """Dynamic sampling."""
+    rollout_correction: RolloutCorrectionConfig = subsection(RolloutCorrectionConfig)
+    """Correction for the gap between rollout and trainer."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """`gdpo` names components of the reward, each once, and has a weight for each."""
+        if self.adv_estimator != "gdpo":
+            return
+        key, keys, weights = f"{path}.gdpo_reward_keys", self.gdpo_reward_keys or (), self.gdpo_reward_weights
+        if not keys:
+            wrong = f"{path}.adv_estimator=gdpo compares components of the reward, and this names none"
+            remedy = "name keys of the dict that the reward function returns, e.g. [accuracy,format]"
+            yield Problem(key, self.gdpo_reward_keys, wrong, remedy=remedy)
+        elif len(set(keys)) < len(keys):
+            wrong = "a component is named twice, and would be counted once"
+            yield Problem(key, list(keys), wrong, remedy="weigh it by gdpo_reward_weights")
+        elif weights is not None and len(weights) != len(keys):
+            wrong = f"{key} names {len(keys)} components: {', '.join(keys)}"
+            yield Problem(f"{path}.gdpo_reward_weights", list(weights), wrong, "one number for each, or null")

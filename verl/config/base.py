@@ -1,0 +1,227 @@
+"""Base class and decorators of configuration sections, and the declaration of their fields.
+
+A section is a class under ``@section`` that derives from ``BaseConfig``. Each field has a type, a default, bounds
+where they make sense, and one sentence below it. The YAML files, docs/configuration.md, the list of known keys and
+the error messages are made from these classes, so a default is written once.
+
+    @section
+    class ClipConfig(BaseConfig):
+        '''Trust region of the surrogate.'''
+
+        low: float = setting(0.2, ge=0, lt=1)
+        '''How far the ratio may fall below 1.'''
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform
+
+from omegaconf import DictConfig
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic.fields import FieldInfo
+
+from verl.base.redact import without_secrets
+from verl.config.problems import Problem
+from verl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Numbers are turned into strings where a string is wanted: YAML reads experiment_name=7 as a number.
+_RULES = ConfigDict(extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False)
+_META = "verl"
+
+
+class BaseConfig(Mapping[str, Any]):
+    """A section: read its fields as ``cfg.lr``, ``cfg["lr"]`` or ``cfg.get("lr", default)``.
+
+    Sections are frozen; a value that is derived from several fields is a property with a name of its own.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse a class whose own fields the standard library's decorator made, on top of a section's.
+
+        Raises:
+            ConfigError: the class is not under ``@section``.
+        """
+        if is_section(cls) and "__dataclass_fields__" in vars(cls) and "__pydantic_fields__" not in vars(cls):
+            raise ConfigError(
+                f"{cls.__name__} derives from a section of verl by @dataclass, which would lose defaults and checks. "
+                "Write @section in its place: from verl.base_config import section."
+            )
+        return super().__new__(cls)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Convert a mapping with any part of this section; its other keys have no effect.
+
+        Of a plain mapping these are logged. A composed section has some always, which loading has judged.
+
+        Raises:
+            ConfigError: a value has the wrong type or is out of bounds.
+        """
+        if isinstance(values, cls):
+            return values
+        fields = config_fields(cls)
+        known = {name: _of_type(fields[name], values[name]) for name in values if name in fields}
+        others = sorted(map(str, set(values) - set(known)))
+        if others and not isinstance(values, DictConfig):
+            logger.warning("%s has no %s; what these keys say has no effect", cls.__name__, ", ".join(others))
+        try:
+            return cls(**known)
+        except ValidationError as error:
+            raise ConfigError(str(error)) from error
+
+    if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"{type(self).__name__} has no '{name}': settings of features that this version lacks are not kept. "
+                f"Where a default will do, write .get('{name}', default)."
+            )
+
+    def __getitem__(self, key: str) -> Any:
+        if key not in config_fields(type(self)):
+            raise KeyError(f"{type(self).__name__} has no field '{key}'; it has {', '.join(self)}.")
+        return getattr(self, key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(config_fields(type(self)))
+
+    def __len__(self) -> int:
+        return len(config_fields(type(self)))
+
+    def __repr__(self) -> str:
+        fields = (f"{name}={self._shown(name)!r}" for name in self)
+        return f"{type(self).__name__}({', '.join(fields)})"
+
+    def _shown(self, name: str) -> Any:
+        """Return a field's value without secrets; subsections mask their own."""
+        value = getattr(self, name)
+        return value if isinstance(value, BaseConfig) else without_secrets({name: value})[name]
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Yield problems of the section's own fields, beyond types and bounds; sections override this.
+
+        Rules that involve several sections are in :mod:`verl.trainer.config.rules`.
+
+        Args:
+            path: dotted path of the section for messages, such as ``actor_rollout_ref.actor``.
+        """
+        yield from ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert the section to plain dicts, lists and scalars (for trackers and JSON), without internal fields."""
+        return {
+            name: _plain(getattr(self, name)) for name in self if not meta_of(config_fields(type(self))[name]).internal
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Meta:
+    """Properties of a field beyond its type and bounds."""
+
+    interpolation: str | None = None
+    """Default in the YAML files, derived from other keys; the class default applies where it cannot be resolved."""
+    refuse_values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Values that cannot be used in this version: value → ``reason; remedy``."""
+    missing: bool = False
+    """The YAML default is ``???``: there is no sensible value until the feature is used."""
+    internal: bool = False
+    """Filled in by code; not a key that users can set."""
+    path: bool = False
+    """A file or folder: loading expands ``~`` and ``$VARIABLES``."""
+
+
+INTERNAL: Mapping[str, Any] = {"json_schema_extra": {_META: dataclasses.asdict(Meta(internal=True))}}
+"""Metadata of an internal field that is declared by ``dataclasses.field``."""
+
+
+def setting(default: Any = dataclasses.MISSING, *, factory: Callable[..., Any] | None = None, **about: Any) -> Any:
+    """Declare a field of a section.
+
+    Args:
+        default: the default value; every section must be constructible without arguments.
+        factory: makes the default instead; may take a dict with the values of the fields declared before.
+        about: fields of ``Meta``, and bounds for pydantic (``ge``, ``gt``, ``le``, ``lt``).
+    """
+    meta = Meta(**{field.name: about.pop(field.name) for field in dataclasses.fields(Meta) if field.name in about})
+    extra: dict[str, Any] = {_META: dataclasses.asdict(meta)}
+    if factory is not None:
+        return Field(default_factory=factory, json_schema_extra=extra, **about)
+    return Field(default, json_schema_extra=extra, **about)
+
+
+def subsection(cls: Callable[[], Any], **meta: Any) -> Any:
+    """Declare a field that holds a section, by default ``cls()``."""
+    return setting(factory=cls, **meta)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def section(cls: type[T]) -> type[T]:
+    """Turn a class into a frozen, keyword-only, validated dataclass that refuses unknown fields."""
+    return pydantic_dataclass(frozen=True, kw_only=True, repr=False, config=_RULES)(cls)  # type: ignore[return-value]
+
+
+def config_fields(cls: type) -> Mapping[str, FieldInfo]:
+    """Map field name to pydantic's field info, in the order of the class."""
+    if not is_section(cls):  # a plain dataclass of a user's
+        return {field.name: FieldInfo() for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    return cls.__pydantic_fields__  # type: ignore[attr-defined]
+
+
+def is_section(cls: type) -> bool:
+    """Whether the class, or one that it derives from, was made by :func:`section`."""
+    return hasattr(cls, "__pydantic_fields__")
+
+
+def section_of(field: FieldInfo) -> type[BaseConfig] | None:
+    """Return the section class of a field, also where the field is optional."""
+    annotation = field.annotation
+    options = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, BaseConfig)), None)
+
+
+def meta_of(field: FieldInfo) -> Meta:
+    """Return the ``Meta`` of a field, an empty one if it was declared without ``setting``."""
+    extra = field.json_schema_extra
+    return Meta(**extra[_META]) if isinstance(extra, dict) and _META in extra else Meta()  # type: ignore[arg-type]
+
+
+def sentence_of(cls: type, name: str) -> str:
+    """Return the sentence below a field, also when a parent class declares it."""
+    for owner in cls.__mro__:
+        field = getattr(owner, "__pydantic_fields__", {}).get(name)
+        if field is not None and field.description:
+            return " ".join(field.description.split())
+    return ""
+
+
+def _of_type(field: FieldInfo, value: Any) -> Any:
+    below = section_of(field)
+    return below.of(value) if below is not None and isinstance(value, Mapping) else _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseConfig):
+        return value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _one_or_many(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+OneOrMany = BeforeValidator(_one_or_many)
+"""Validator for ``Annotated[tuple[str, ...], OneOrMany]``: a single string becomes a list of one."""

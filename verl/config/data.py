@@ -1,0 +1,157 @@
+"""Configuration of the data of PPO: prompts, their order, generated rows; and of data set classes of your own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.problems import Problem
+
+Truncation = Literal["error", "left", "right", "middle"]
+
+
+@section
+class CustomClassConfig(BaseConfig):
+    """A dataset class of your own."""
+
+    path: str | None = setting(None, path=True)
+    """File that holds the class."""
+    name: str | None = setting(None)
+    """Name of the class; a torch Dataset."""
+
+
+@section
+class SamplerConfig(BaseConfig):
+    """A sampler that adapts to the results of earlier batches, or one of your own."""
+
+    class_path: str | None = setting(None, path=True)
+    """File or module that holds the class; null takes a built-in one."""
+    class_name: str | None = setting(None)
+    """Name of the class; built in is `DifficultyCurriculum`."""
+
+
+@section
+class CurriculumConfig(BaseConfig):
+    """Which rows `DifficultyCurriculum` draws more often."""
+
+    target_success: float = setting(0.5, gt=0, lt=1)
+    """Success rate of the rows that are drawn most often."""
+    sharpness: float = setting(4.0, ge=0)
+    """How fast a row's weight falls with the distance of its success rate from the target; 0 draws all alike."""
+    decay: float = setting(0.5, ge=0, le=1)
+    """Factor on the weight of a row's earlier outcomes at each further visit."""
+    success_score: float = setting(0.5)
+    """A response with this score or more is a success."""
+    revisit_epochs: float = setting(4.0, ge=1)
+    """A row that was not drawn for this many epochs is drawn next, whatever its success rate."""
+
+
+@section
+class DatagenConfig(BaseConfig):
+    """A generator of new rows between steps."""
+
+    path: str | None = setting(None, path=True)
+    """File or module that holds the class."""
+    name: str | None = setting(None)
+    """Name of the class, an AbstractDataGenerator."""
+
+
+@section
+class DataConfig(BaseConfig):
+    """Prompts for training and validation."""
+
+    train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
+        "~/data/rlhf/gsm8k/train.parquet", validate_default=True, path=True
+    )
+    """Training files: parquet, json or jsonl; one path or a list."""
+    val_files: Annotated[tuple[str, ...], OneOrMany] = setting(
+        "~/data/rlhf/gsm8k/test.parquet", validate_default=True, path=True
+    )
+    """Validation files, likewise."""
+    train_max_samples: int = setting(-1, ge=-1)
+    """Use only this many training rows; -1 uses all."""
+    val_max_samples: int = setting(-1, ge=-1)
+    """Use only this many validation rows; -1 uses all."""
+    prompt_key: str = setting("prompt")
+    """Column of the prompt, a list of messages."""
+    reward_fn_key: str = setting("data_source")
+    """Column that chooses the scorer."""
+    max_prompt_length: int = setting(512, ge=1)
+    """Longest prompt in tokens."""
+    max_response_length: int = setting(512, ge=1)
+    """Longest response in tokens."""
+    train_batch_size: int = setting(1024, ge=1)
+    """Prompts per step."""
+    gen_batch_size: int | None = setting(None, ge=1)
+    """Prompts sampled at once with dynamic sampling (`algorithm.filter_groups`); null takes `train_batch_size`."""
+    val_batch_size: int | None = setting(None, ge=1)
+    """Prompts per validation batch; null takes the whole validation set at once."""
+    return_raw_input_ids: bool = setting(False)
+    """Add the prompt's token ids before truncation to the batch."""
+    return_raw_chat: bool = setting(True)
+    """Add the prompt's messages to the batch."""
+    return_full_prompt: bool = setting(False)
+    """Add the prompt's text, with the chat template applied, to the batch."""
+    shuffle: bool = setting(True)
+    """Shuffle training rows at every epoch."""
+    seed: int | None = setting(None, ge=0)
+    """Seed of that shuffle; null takes `trainer.seed`."""
+    dataloader_num_workers: int = setting(8, ge=0)
+    """Processes that read rows."""
+    validation_shuffle: bool = setting(False)
+    """Shuffle validation rows."""
+    filter_overlong_prompts: bool = setting(False)
+    """Drop prompts longer than `max_prompt_length` when the files are read."""
+    filter_overlong_prompts_workers: int = setting(1, ge=1)
+    """Processes that measure the length of prompts for that filter."""
+    truncation: Truncation = setting("error")
+    """What happens to a longer prompt: an error, or a cut at the left, right or middle."""
+    image_key: str = setting("images")
+    """Column of images; rows that have any are refused in this version."""
+    video_key: str = setting("videos")
+    """Column of videos; rows that have any are refused in this version."""
+    custom_cls: CustomClassConfig = subsection(CustomClassConfig)
+    """A dataset class of your own."""
+    sampler: SamplerConfig = subsection(SamplerConfig)
+    """A sampler that adapts to the results of earlier batches, or one of your own."""
+    curriculum: CurriculumConfig = subsection(CurriculumConfig)
+    """Which rows the built-in curriculum draws more often."""
+    source_weights: dict[str, float] = setting(factory=dict)
+    """Weight of each data source, for its share of every batch; empty treats all files as one source."""
+    datagen: DatagenConfig = subsection(DatagenConfig)
+    """A generator of new rows."""
+    apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the chat template, such as `enable_thinking`."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Source weights are usable, and generated rows have a generator, a data set for them and no early reader."""
+        weights, sampler, datagen = self.source_weights, self.sampler, self.datagen
+        if weights and (sampler.class_path or sampler.class_name):
+            remedy = f"set one of the two; a sampler of your own can read {path}.source_weights itself"
+            wrong = f"{path}.sampler decides the order of the rows, so nothing would use the weights"
+            yield Problem(f"{path}.source_weights", dict(weights), wrong, remedy=remedy)
+        for source, weight in weights.items():
+            if not 0 <= weight < float("inf"):
+                yield Problem(f"{path}.source_weights.{source}", weight, "a weight is no share", "a number >= 0")
+        if weights and not sum(weights.values()) > 0:
+            wrong = "no source has a positive weight"
+            yield Problem(f"{path}.source_weights", dict(weights), wrong, remedy="give one at least")
+        if datagen.path is None and datagen.name is not None:
+            remedy = f"set {path}.datagen.path to the file that holds it"
+            yield Problem(f"{path}.datagen.name", datagen.name, f"{path}.datagen.path is not set", remedy=remedy)
+        if datagen.path is not None and self.custom_cls.path is not None:
+            wrong = f"{path}.custom_cls replaces the data set that would take the generated rows"
+            remedy = (
+                "set one of the two; a class of your own can inherit from DynamicGenDataset and be its own generator"
+            )
+            yield Problem(f"{path}.datagen.path", datagen.path, wrong, remedy=remedy)
+        if datagen.path is not None:
+            yield from self.reads_ahead(path, f"{path}.datagen")
+
+    def reads_ahead(self, path: str, why: str) -> Iterator[Problem]:
+        """Report loader processes, which read rows before ``why`` can choose or add them."""
+        if self.dataloader_num_workers != 0:
+            wrong = f"these processes read rows ahead of the step that {why} has to see first"
+            key = f"{path}.dataloader_num_workers"
+            yield Problem(key, self.dataloader_num_workers, wrong, "0", f"set {key}=0")

@@ -1,0 +1,92 @@
+"""Root sections of ``python -m verl.trainer.main_generation`` and ``python -m verl.trainer.main_eval``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.model import HFModelConfig
+from verl.config.ppo import ActorRolloutRefConfig
+from verl.config.problems import Problem
+from verl.config.reward import CustomRewardFunctionConfig
+from verl.config.rollout import RolloutConfig, all_the_same
+from verl.config.trainer import PlacementConfig, RayConfig
+
+
+@section
+class GenerationDataConfig(BaseConfig):
+    """Files of prompts and of their responses."""
+
+    path: str | None = setting(None, missing=True, path=True)
+    """File of prompts: parquet, json or jsonl."""
+    prompt_key: str = setting("prompt")
+    """Column of the prompt, a list of messages."""
+    n_samples: int = setting(5, ge=1)
+    """Responses per prompt."""
+    output_path: str | None = setting(None, missing=True, path=True)
+    """File to write: the prompts' rows and a column `responses`."""
+    batch_size: int = setting(128, ge=1)
+    """Prompts per batch."""
+    apply_chat_template_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the chat template."""
+
+
+def _wide_sampling() -> RolloutConfig:
+    return RolloutConfig(top_k=50, top_p=0.7, prompt_length=1536)
+
+
+@section
+class GenerationConfig(BaseConfig):
+    """Sampling from a model, without training."""
+
+    trainer: PlacementConfig = subsection(PlacementConfig)
+    """Where sampling runs."""
+    data: GenerationDataConfig = subsection(GenerationDataConfig)
+    """Files of prompts and of their responses."""
+    model: HFModelConfig = subsection(HFModelConfig)
+    """The model that is sampled from."""
+    rollout: RolloutConfig = subsection(_wide_sampling)
+    """How responses are sampled."""
+    ray_kwargs: RayConfig = subsection(RayConfig)
+    """How Ray is started."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Greedy decoding is not combined with several responses per prompt."""
+        if not self.rollout.do_sample and self.data.n_samples > 1:
+            yield all_the_same("rollout", "data.n_samples", self.data.n_samples)
+
+    @property
+    def roles(self) -> ActorRolloutRefConfig:
+        """Configuration of workers that only sample."""
+        # No trainer needs the memory between two batches, so the weights are loaded once and kept.
+        return ActorRolloutRefConfig(model=self.model, rollout=replace(self.rollout, free_cache_engine=False))
+
+
+@section
+class EvalDataConfig(BaseConfig):
+    """Responses to score."""
+
+    path: str | None = setting(None, missing=True, path=True)
+    """File of responses, as `main_generation` writes it."""
+    prompt_key: str = setting("prompt")
+    """Column of the prompt."""
+    response_key: str = setting("responses")
+    """Column of the responses, a list per row."""
+    data_source_key: str = setting("data_source")
+    """Column that chooses the scorer."""
+    reward_model_key: str = setting("reward_model")
+    """Column that holds the ground truth."""
+
+
+@section
+class EvalConfig(BaseConfig):
+    """Scoring of stored responses."""
+
+    data: EvalDataConfig = subsection(EvalDataConfig)
+    """Responses to score."""
+    custom_reward_function: CustomRewardFunctionConfig = subsection(CustomRewardFunctionConfig)
+    """A scorer of your own."""
+    ray_kwargs: RayConfig = subsection(RayConfig)
+    """How Ray is started."""

@@ -1,0 +1,172 @@
+"""Configuration of a model: its files, sharding, precision, optimizer and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.problems import Problem
+
+
+@section
+class HFModelConfig(BaseConfig):
+    """A Transformers model: its files, and how it is loaded and run."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.HFModelConfig"
+
+    path: str = setting("~/models/deepseek-llm-7b-chat", path=True)
+    """Folder of the model, or its name on the Hugging Face hub."""
+    hf_config_path: str | None = setting(None, path=True)
+    """Folder of the model's config; null takes the model's folder."""
+    tokenizer_path: str | None = setting(None, path=True)
+    """Folder of the tokenizer; null takes the model's folder."""
+    trust_remote_code: bool = setting(False)
+    """Run Python code that comes with the model."""
+    custom_chat_template: str | None = setting(None)
+    """Jinja chat template in place of the tokenizer's own."""
+    external_lib: str | None = setting(None)
+    """Module that every worker imports before it loads the model (to register your own model)."""
+    override_config: dict[str, Any] = setting(factory=dict)
+    """Values that replace entries of the model's config, such as `attn_implementation`."""
+    enable_gradient_checkpointing: bool = setting(True)
+    """Store only each layer's input and recompute the other activations in the backward pass."""
+    use_remove_padding: bool = setting(True)
+    """Pack sequences one after the other, so that no time goes into padding."""
+
+
+Strategy = Literal["fsdp", "fsdp2", "megatron"]
+DType = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
+
+NO_MEGATRON = {"megatron": "Megatron is not in this version; use fsdp2"}
+
+
+@section
+class WrapPolicyConfig(BaseConfig):
+    """Which modules are sharded as units."""
+
+    min_num_params: int = setting(0, ge=0)
+    """Shard every module with at least this many parameters; 0 shards by layer class."""
+    transformer_layer_cls_to_wrap: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None)
+    """Class names of the layers that are sharded as units; null takes those that the model class declares."""
+
+
+@section
+class MixedPrecisionConfig(BaseConfig):
+    """Number formats inside a sharded forward and backward pass."""
+
+    param_dtype: DType = setting("bf16")
+    """Format in which parameters are gathered and used."""
+    reduce_dtype: DType = setting("fp32")
+    """Format in which gradients are summed over ranks."""
+    buffer_dtype: DType = setting("fp32")
+    """Format of buffers."""
+
+
+@section
+class FSDPEngineConfig(BaseConfig):
+    """One model under FSDP: sharding, precision, offload."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.FSDPEngineConfig"
+
+    wrap_policy: WrapPolicyConfig = subsection(WrapPolicyConfig)
+    """Which modules are sharded as units."""
+    mixed_precision: MixedPrecisionConfig | None = setting(None)
+    """Number formats inside the passes; null computes in `dtype` and sums gradients in fp32."""
+    param_offload: bool = setting(False)
+    """Keep parameters in host memory while the model is idle."""
+    optimizer_offload: bool = setting(False)
+    """Keep the optimizer state in host memory while the model is idle."""
+    offload_policy: bool = setting(False)
+    """Let FSDP2 itself stream parameters from host memory during the passes."""
+    reshard_after_forward: bool = setting(True)
+    """Free gathered parameters after each layer's forward: less memory, one more gather."""
+    fsdp_size: int = setting(-1, ge=-1)
+    """Ranks that share one copy of the model; -1 means all of them."""
+    forward_prefetch: bool = setting(False)
+    """Gather the next layer while this one computes."""
+    model_dtype: DType = setting("fp32")
+    """Format in which the trained parameters are stored."""
+    seed: int = setting(42, ge=0)
+    """Seed of this model's random numbers (dropout, new heads)."""
+    full_determinism: bool = setting(False)
+    """Allow only deterministic kernels: slower, bit-equal from run to run."""
+    forward_only: bool = setting(False)
+    """The model is never trained: no optimizer, no gradients."""
+    strategy: Strategy = setting("fsdp", refuse_values=NO_MEGATRON)
+    """Sharding back end; `fsdp` and `fsdp2` are both served by FSDP2."""
+    dtype: DType = setting("bfloat16")
+    """Format of the computation (parameters are cast to it inside the passes)."""
+
+
+@section
+class OptimizerConfig(BaseConfig):
+    """Settings of every optimizer: step size, decay, clipping and a schedule with warm-up."""
+
+    lr: float = setting(1e-6, ge=0)
+    """Peak learning rate."""
+    lr_warmup_steps_ratio: float = setting(0.0, ge=0, le=1)
+    """Warm-up as a fraction of all optimizer steps; used when `lr_warmup_steps` is not positive."""
+    total_training_steps: int = setting(-1, ge=-1)
+    """Length of the schedule in optimizer steps; -1 takes the length of the run."""
+    weight_decay: float = setting(0.01, ge=0)
+    """Decoupled weight decay."""
+    lr_warmup_steps: int = setting(-1, ge=-1)
+    """Warm-up in optimizer steps; 0 or -1 leaves it to `lr_warmup_steps_ratio`."""
+    betas: tuple[float, float] = setting((0.9, 0.999))
+    """Decay of the running mean and of the running square of the gradient."""
+    clip_grad: float = setting(1.0, gt=0)
+    """Largest norm of the gradient of one step; the same setting as `grad_clip` of the actor and the critic."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Running means forget, and a step does not overwrite the weights."""
+        if not all(0 <= beta < 1 for beta in self.betas):
+            wrong = "a running mean keeps this fraction of its past at every step"
+            yield Problem(f"{path}.betas", list(self.betas), wrong, "two numbers >= 0 and < 1")
+        if self.lr >= 1:
+            wrong = "one step of AdamW moves every weight by about this much, which no model survives"
+            remedy = "usual are 1e-7 to 1e-4"
+            yield Problem(f"{path}.lr", self.lr, wrong, remedy=remedy, advice=True)
+
+
+@section
+class FSDPOptimizerConfig(OptimizerConfig):
+    """Optimizer of a model that is trained under FSDP."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.FSDPOptimizerConfig"
+
+    optimizer: str = setting("AdamW")
+    """Class name of the optimizer inside `optimizer_impl`."""
+    optimizer_impl: str = setting("torch.optim")
+    """Module that holds the optimizer class, as an import path."""
+    min_lr_ratio: float = setting(0.0, ge=0, le=1)
+    """Where a decaying schedule ends, as a fraction of `lr`."""
+    num_cycles: float = setting(0.5, gt=0)
+    """Cosine periods over the run; 0.5 is one fall from the peak to the end."""
+    lr_scheduler_type: Literal["constant", "cosine"] = setting("constant")
+    """Shape of the schedule after the warm-up."""
+    override_optimizer_config: dict[str, Any] | None = setting(None)
+    """Further keyword arguments of the optimizer class."""
+
+
+CheckpointPart = Literal["model", "optimizer", "extra", "hf_model"]
+
+
+def _same_as_saved(data: dict[str, Any]) -> tuple[str, ...]:
+    return data["save_contents"]
+
+
+@section
+class CheckpointConfig(BaseConfig):
+    """What is written at every save, and what is read back on resume."""
+
+    hydra_target: ClassVar[str] = "verl.trainer.config.CheckpointConfig"
+
+    save_contents: Annotated[tuple[CheckpointPart, ...], OneOrMany] = setting(("model", "optimizer", "extra"))
+    """What to save: `model` shards, `optimizer` state, `extra` (schedule, random states), `hf_model` (safetensors)."""
+    load_contents: Annotated[tuple[CheckpointPart, ...], OneOrMany] = setting(
+        factory=_same_as_saved, interpolation="${.save_contents}"
+    )
+    """What to read back on resume; by default all that was saved."""
+    async_save: bool = setting(False)
+    """Copy the state and write it while training continues, with memory for the copy; false makes the step wait."""

@@ -1,0 +1,64 @@
+"""Root section of ``python -m verl.trainer.main_ppo``."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from verl.config.actor import FSDPActorConfig, RefConfig
+from verl.config.algorithm import AlgoConfig
+from verl.config.base import INTERNAL, BaseConfig, section, setting, subsection
+from verl.config.critic import FSDPCriticConfig
+from verl.config.data import DataConfig
+from verl.config.model import HFModelConfig
+from verl.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
+from verl.config.rollout import RolloutConfig
+from verl.config.trainer import RayConfig, TrainerConfig
+
+
+@section
+class ActorRolloutRefConfig(BaseConfig):
+    """Policy, rollout engine and reference."""
+
+    nccl_timeout: int = setting(600, ge=1)
+    """Seconds after which a collective that does not finish is an error."""
+    model: HFModelConfig = subsection(HFModelConfig)
+    """The model that all three share."""
+    actor: FSDPActorConfig = subsection(FSDPActorConfig)
+    """The policy that is trained."""
+    rollout: RolloutConfig = subsection(RolloutConfig)
+    """How responses are sampled."""
+    ref: RefConfig = subsection(RefConfig)
+    """The frozen reference."""
+
+    @property
+    def trained_model(self) -> HFModelConfig:
+        """The model section with the actor's own ``use_remove_padding``."""
+        return replace(self.model, use_remove_padding=self.actor.use_remove_padding)
+
+
+@section
+class PPOConfig(BaseConfig):
+    """Reinforcement learning: data, models, algorithm, run."""
+
+    actor_rollout_ref: ActorRolloutRefConfig = subsection(ActorRolloutRefConfig)
+    """Policy, rollout engine and reference."""
+    data: DataConfig = subsection(DataConfig)
+    """Prompts."""
+    critic: FSDPCriticConfig = subsection(FSDPCriticConfig)
+    """The value model."""
+    reward_model: RewardModelConfig = subsection(RewardModelConfig)
+    """How responses are scored."""
+    reward_manager: RewardManagerConfig = subsection(RewardManagerConfig)
+    """The reward manager."""
+    custom_reward_function: CustomRewardFunctionConfig = subsection(CustomRewardFunctionConfig)
+    """A scorer of your own."""
+    algorithm: AlgoConfig = subsection(AlgoConfig)
+    """Advantages, discounting, KL in the reward."""
+    trainer: TrainerConfig = subsection(TrainerConfig)
+    """Length, placement, logging, checkpoints and recovery of the run."""
+    ray_kwargs: RayConfig = subsection(RayConfig)
+    """How Ray is started."""
+    composed: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)
+    """The keys as they were composed, with those that nothing reads, for a ``fit`` of a user's own."""

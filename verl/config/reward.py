@@ -1,0 +1,163 @@
+"""Configuration of rewards: reward manager, scorers, discriminative reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.model import NO_MEGATRON, FSDPEngineConfig, Strategy
+from verl.config.problems import Problem
+
+
+@section
+class ModuleConfig(BaseConfig):
+    """A class in a file of yours."""
+
+    hydra_target: ClassVar[str] = "verl.trainer.config.config.ModuleConfig"
+
+    path: str | None = setting(None, path=True)
+    """File that holds the class."""
+    name: str = setting("custom_reward_manager")
+    """Name of the class."""
+
+
+@section
+class RewardManagerConfig(BaseConfig):
+    """The reward manager: a registered one, or a class of yours."""
+
+    hydra_target: ClassVar[str] = "verl.trainer.config.config.RewardManagerConfig"
+
+    source: Literal["register", "importlib"] = setting("register")
+    """`register` takes the registered `name`, `importlib` the class in `module`."""
+    name: str = setting("naive", interpolation="${oc.select:reward_model.reward_manager,naive}")
+    """Registered reward manager."""
+    module: ModuleConfig = subsection(ModuleConfig)
+    """A reward manager class of your own, with `source=importlib`."""
+
+
+@section
+class CustomRewardFunctionConfig(BaseConfig):
+    """A scorer of your own."""
+
+    path: str | None = setting(None, path=True)
+    """Python file that holds the function; null chooses a scorer by data source."""
+    name: str = setting("compute_score")
+    """Name of the function."""
+    reward_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the function."""
+
+
+FailurePolicy = Literal["mask", "drop_group", "stop"]
+"""Treatment of samples that could not be scored."""
+
+
+def _forward_only() -> FSDPEngineConfig:
+    return FSDPEngineConfig(forward_only=True)
+
+
+@section
+class SandboxFusionConfig(BaseConfig):
+    """Where generated programs run: on a SandboxFusion service, or in the sandbox of this machine."""
+
+    url: str | None = setting(None)
+    """Address of a SandboxFusion service, such as `http://host:8080`; null runs programs on this machine, in the
+    sandbox of bubblewrap."""
+    max_concurrent: int = setting(64, ge=1)
+    """Most requests to the service at once, over all processes that score."""
+    memory_limit_mb: int = setting(1024, ge=64)
+    """MiB of memory for one run of a program, on the service or on this machine."""
+
+
+@section
+class RewardModelModelConfig(BaseConfig):
+    """The reward model's weights and tokenizer."""
+
+    input_tokenizer: str | None = setting(None, interpolation="${actor_rollout_ref.model.path}", path=True)
+    """Tokenizer of the policy, where the reward model reads other tokens; null if they share one."""
+    path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", path=True)
+    """Folder of the reward model, or its name on the Hugging Face hub."""
+    external_lib: str | None = setting(None, interpolation="${actor_rollout_ref.model.external_lib}")
+    """Module that every worker imports before it loads the model."""
+    trust_remote_code: bool = setting(False)
+    """Run Python code that comes with the model."""
+    override_config: dict[str, Any] = setting(factory=dict)
+    """Values that replace entries of the model's config."""
+    use_remove_padding: bool = setting(False)
+    """Pack sequences one after the other, so that no time goes into padding."""
+    fsdp_config: FSDPEngineConfig = subsection(_forward_only)
+    """Sharding, precision, offload."""
+
+
+@section
+class RewardModelConfig(BaseConfig):
+    """Scoring of responses by rules, by a function of yours, or by a model."""
+
+    enable: bool = setting(False)
+    """Score with a discriminative reward model."""
+    enable_resource_pool: bool = setting(False)
+    """Give the reward model ranks of its own instead of sharing those of the policy."""
+    n_gpus_per_node: int = setting(8, ge=1)
+    """Ranks per node of that pool."""
+    nnodes: int = setting(0, ge=0)
+    """Nodes of that pool."""
+    strategy: Strategy = setting("fsdp", refuse_values=NO_MEGATRON)
+    """Back end; `fsdp` and `fsdp2` are both served by FSDP2."""
+    model: RewardModelModelConfig = subsection(RewardModelModelConfig)
+    """The reward model's weights and tokenizer."""
+    micro_batch_size_per_gpu: int | None = setting(None, ge=1)
+    """Sequences per forward pass on one rank; null takes that of the rollout's log-probs."""
+    max_length: int | None = setting(None, ge=1)
+    """Longest prompt and response together that the reward model reads; null is no limit."""
+    use_dynamic_bsz: bool = setting(False, interpolation="${critic.use_dynamic_bsz}")
+    """Fill passes by tokens instead of by sequences."""
+    forward_max_token_len_per_gpu: int = setting(32768, ge=1, interpolation="${critic.forward_max_token_len_per_gpu}")
+    """Tokens per pass on one rank, with `use_dynamic_bsz`."""
+    reward_manager: str = setting("naive")
+    """Registered reward manager: how responses become calls of a scorer."""
+    reward_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the reward manager."""
+    reward_format: str | None = setting(None)
+    """Registered scorer for all rows, whatever their data source; null chooses by data source."""
+    scorer_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the scorer, such as `format_score` of countdown."""
+    max_error_rate: float = setting(0.5, ge=0, le=1)
+    """Fraction of a step's samples whose scorer may fail before the run stops."""
+    on_failure: FailurePolicy = setting("mask")
+    """Treatment of samples that could not be scored: `mask` leaves them out of training and of their group's
+    baseline, `drop_group` leaves out all responses to the prompt, `stop` ends the run at the first one."""
+    timeout_s: float = setting(30.0, gt=0)
+    """Time for the score of one sample; what takes longer is killed and has the status `timeout`."""
+    memory_limit_mb: int | None = setting(4096, ge=1)
+    """Memory for the score of one sample, beyond what loading the scorer took; null is no limit."""
+    launch_reward_fn_async: bool = setting(False)
+    """Compute scores while log-probs are computed."""
+    num_workers: int = setting(1, ge=1)
+    """Processes that score; more are started temporarily while slow samples occupy some of them."""
+    sandbox_fusion: SandboxFusionConfig = subsection(SandboxFusionConfig)
+    """Where generated programs run: on a SandboxFusion service, or in the sandbox of this machine."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """A pool has nodes, the code service an HTTP address, and programs a time limit below that of their sample."""
+        if self.enable_resource_pool and self.nnodes == 0:
+            remedy = f"set {path}.nnodes and {path}.n_gpus_per_node, or enable_resource_pool=false"
+            yield Problem(f"{path}.nnodes", 0, "a pool of its own needs at least one node", ">= 1", remedy)
+        url = self.sandbox_fusion.url
+        if url and not url.startswith(("http://", "https://")):
+            yield Problem(
+                f"{path}.sandbox_fusion.url",
+                url,
+                "it is no address of http",
+                "http://HOST:PORT or https://HOST/run_code",
+                "leave it null to run programs in the sandbox of this machine",
+            )
+        total = self.scorer_kwargs.get("total_time_limit_s")
+        if isinstance(total, (int, float)) and total >= self.timeout_s:
+            yield Problem(
+                f"{path}.scorer_kwargs.total_time_limit_s",
+                total,
+                f"the sample is given up after {path}.timeout_s={self.timeout_s:g}, so a slow program would be a "
+                "failure of the scorer and not a wrong answer",
+                f"less than {self.timeout_s:g}",
+                f"lower it, or raise {path}.timeout_s",
+            )

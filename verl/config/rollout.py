@@ -1,0 +1,231 @@
+"""Configuration of the rollout: sampling settings and engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from verl.base.registry import suggest
+from verl.config.agent import SINGLE_TURN, AgentLoopConfig, MultiTurnConfig
+from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.model import DType
+from verl.config.problems import Problem
+
+OTHER_PROGRAMS = ("vllm", "sglang")
+"""Engines that need the package of the same name, in this environment or another."""
+
+NO_OTHER_ENGINE = "this engine is not in this version; use native, vllm or sglang"
+LOWEST_TEMPERATURE = 1e-5
+"""Lowest temperature that engines sample with; vLLM takes less for greedy."""
+
+NO_LOGITS = "logits are not log-probs, and nothing here can train on them; use processed_logprobs"
+
+
+@section
+class SamplingConfig(BaseConfig):
+    """Sampling settings of validation."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.SamplingConfig"
+
+    temperature: float = setting(0, ge=0)
+    """Divisor of the logits; 0 is greedy."""
+    top_k: int = setting(-1, ge=-1)
+    """Sample among this many most likely tokens; -1 or 0 among all."""
+    top_p: float = setting(1.0, gt=0, le=1)
+    """Sample among the fewest tokens whose probabilities reach this sum."""
+    min_p: float = setting(0.0, ge=0, le=1)
+    """Sample among tokens with at least this share of the largest probability; 0 keeps all."""
+    do_sample: bool = setting(False)
+    """Sample; false takes the most likely token whatever `temperature` says."""
+    n: int = setting(1, ge=1)
+    """Responses per prompt."""
+    stop: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None)
+    """Texts that end a response; null takes those of training."""
+    stop_token_ids: tuple[int, ...] | None = setting(None)
+    """Tokens that end a response besides EOS; null takes those of training."""
+    max_tokens: int | None = setting(None, ge=1)
+    """Longest response in tokens, at most `data.max_response_length`; null takes that."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """The sampling settings of validation are consistent."""
+        yield from sampling_problems(path, self)
+
+
+@section
+class CheckpointEngineConfig(BaseConfig):
+    """Transfer of new weights to the rollout engine."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.CheckpointEngineConfig"
+
+    update_weights_bucket_megabytes: int = setting(2048, ge=1)
+    """Size of one transfer, in MiB (`vllm`, `sglang`)."""
+
+
+def _per_engine() -> dict[str, Any]:
+    return {"vllm": {}, "sglang": {}, "trtllm": {}}
+
+
+@section
+class RolloutConfig(BaseConfig):
+    """Sampling of training responses, and the engine that does it."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
+
+    name: Literal["native", "hf", "vllm", "sglang", "trtllm"] = setting(
+        "native", refuse_values={"trtllm": NO_OTHER_ENGINE}
+    )
+    """Engine: `native` is our own, in the trainer's process on its weights; `hf` a plain loop around Transformers."""
+    mode: Literal["sync", "async"] = setting("async")
+    """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`, `sglang`)."""
+    temperature: float = setting(1.0, ge=0)
+    """Divisor of the logits; log-probs are of the divided logits."""
+    top_k: int = setting(-1, ge=-1)
+    """Sample among this many most likely tokens; -1 or 0 among all."""
+    top_p: float = setting(1, gt=0, le=1)
+    """Sample among the fewest tokens whose probabilities reach this sum."""
+    min_p: float = setting(0.0, ge=0, le=1)
+    """Sample among tokens with at least this share of the largest probability; 0 keeps all."""
+    do_sample: bool = setting(True)
+    """Sample; false takes the most likely token."""
+    n: int = setting(1, ge=1)
+    """Responses per prompt."""
+    seed: int = setting(1, ge=0, interpolation="${oc.select:trainer.seed,1}")
+    """Seed of sampling, as in `trainer.seed`; each response has its own, by step, prompt and index in the group."""
+    prompt_length: int = setting(512, ge=1, interpolation="${oc.select:data.max_prompt_length,512}")
+    """Longest prompt in tokens."""
+    response_length: int = setting(512, ge=1, interpolation="${oc.select:data.max_response_length,512}")
+    """Longest response in tokens."""
+    stop: Annotated[tuple[str, ...], OneOrMany] = setting(())
+    """Texts that end a response."""
+    stop_token_ids: tuple[int, ...] = setting(())
+    """Tokens that end a response besides EOS."""
+    ignore_eos: bool = setting(False)
+    """Go on after EOS, up to the longest response."""
+    dtype: DType = setting("bfloat16")
+    """Format of the weights inside the engine."""
+    gpu_memory_utilization: float = setting(0.5, gt=0, le=1)
+    """Fraction of a GPU's memory that the engine may take; with `native`, fraction of the free memory (also on a CPU)
+    for the KV cache."""
+    enforce_eager: bool = setting(False)
+    """Do not capture CUDA graphs (`vllm`, `sglang`)."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
+    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`)."""
+    free_cache_engine: bool = setting(True)
+    """Free the engine's memory during training; it receives the weights again for the next rollout."""
+    data_parallel_size: int = setting(1, ge=1)
+    """Copies of the model inside one engine (`vllm`, `sglang`)."""
+    expert_parallel_size: int = setting(1, ge=1)
+    """Ranks that share the experts of one layer (`vllm`, `sglang`)."""
+    tensor_model_parallel_size: int = setting(2, ge=1)
+    """Ranks that split each layer; times the pipeline stages it must divide the ranks per node (`vllm`, `sglang`).
+    Unless it is set, 1 where 2 does not divide them."""
+    max_num_batched_tokens: int = setting(8192, ge=1)
+    """Most tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
+    max_model_len: int | None = setting(None, ge=1)
+    """Longest prompt and response together, in tokens; null takes the sum of both limits."""
+    max_num_seqs: int = setting(256, ge=1)
+    """Sequences that the engine runs at once."""
+    load_format: str = setting("dummy")
+    """How the engine loads its first weights: `dummy` waits for the trainer's (`vllm`, `sglang`)."""
+    limit_images: int | None = setting(None, ge=0)
+    """Most images in one prompt (`vllm`, `sglang`)."""
+    enable_chunked_prefill: bool = setting(True)
+    """Process long prompts in several passes (`vllm`, `sglang`)."""
+    enable_prefix_caching: bool = setting(True)
+    """Compute prefixes that prompts share only once (`vllm`, `sglang`); with `native` those of requests that come one
+    by one, such as the turns of a conversation, within the memory that `gpu_memory_utilization` allows."""
+    disable_log_stats: bool = setting(True)
+    """Leave statistics out of the engine's log (`vllm`, `sglang`)."""
+    pipeline_model_parallel_size: int = setting(1, ge=1)
+    """Stages that share one copy of the model (`vllm`, `sglang`)."""
+    engine_kwargs: dict[str, Any] = setting(factory=_per_engine)
+    """Further arguments, by engine; `vllm.python` and `sglang.python` name the interpreter of another environment that
+    has the engine."""
+    scheduling_policy: str = setting("fcfs")
+    """Order in which the engine serves waiting requests (`vllm`, `sglang`)."""
+    logprobs_mode: Literal["processed_logprobs", "raw_logprobs", "processed_logits", "raw_logits"] = setting(
+        "processed_logprobs", refuse_values=dict.fromkeys(("processed_logits", "raw_logits"), NO_LOGITS)
+    )
+    """`processed_logprobs` are those of the distribution that is sampled from: after temperature, min_p, top_k and
+    top_p, summing to 1 over the tokens kept; `raw_logprobs` those of the model's own logits, before all of these."""
+    multi_stage_wake_up: bool = setting(False)
+    """Allocate the memory of the KV cache only after the weights are updated (`vllm`, `sglang`)."""
+    log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
+    """Sequences per pass on one rank where the trainer computes the old log-probs; null takes the actor's
+    `ppo_micro_batch_size_per_gpu`."""
+    log_prob_use_dynamic_bsz: bool = setting(
+        False, interpolation="${oc.select:actor_rollout_ref.actor.use_dynamic_bsz,false}"
+    )
+    """Fill those passes by tokens instead of by sequences."""
+    log_prob_max_token_len_per_gpu: int = setting(
+        16384, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}"
+    )
+    """Tokens per pass on one rank, with `log_prob_use_dynamic_bsz`."""
+    val_kwargs: SamplingConfig = subsection(SamplingConfig)
+    """Sampling settings of validation."""
+    checkpoint_engine: CheckpointEngineConfig = subsection(CheckpointEngineConfig)
+    """Transfer of new weights to the engine."""
+    multi_turn: MultiTurnConfig = subsection(MultiTurnConfig)
+    """Conversations of several turns, with tools and simulated users."""
+    agent: AgentLoopConfig = subsection(AgentLoopConfig)
+    """Agent loops: the programs that answer prompts."""
+
+    @property
+    def default_agent_loop(self) -> str:
+        """Name of the agent loop of prompts whose row names none."""
+        named = self.agent.default_agent_loop
+        return "tool_agent" if self.multi_turn.enable and named == SINGLE_TURN else named
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """The sampling settings of training are consistent, and the engine is installed."""
+        yield from sampling_problems(path, self)
+        for name, arguments in self.engine_kwargs.items():
+            key = f"{path}.engine_kwargs.{name}"
+            if name not in _per_engine():
+                wrong = f"no engine of that name takes arguments.{suggest(name, OTHER_PROGRAMS)}"
+                yield Problem(key, arguments, wrong, ", ".join(OTHER_PROGRAMS))
+            elif arguments is not None and not isinstance(arguments, Mapping):
+                yield Problem(key, arguments, "an engine takes arguments by name", remedy=f"set {key}.NAME=VALUE")
+                return
+        if self.name not in OTHER_PROGRAMS:
+            return
+        key = f"{path}.engine_kwargs.{self.name}.python"
+        python = (self.engine_kwargs.get(self.name) or {}).get("python")
+        if python is not None and not Path(str(python)).expanduser().is_file():
+            allowed = "the interpreter of an environment that has the engine"
+            yield Problem(key, python, "there is no such file", allowed)
+        if python is None and importlib.util.find_spec(self.name) is None:
+            remedy = f"install it (requirements/{self.name}.txt), or name the python of another environment that has "
+            wrong = f"the package {self.name} is not installed here"
+            yield Problem(f"{path}.name", self.name, wrong, remedy=f"{remedy}it in {key}")
+        if self.data_parallel_size != 1:
+            wrong = "every rank, or group of tensor-parallel ranks, has an engine of its own already"
+            yield Problem(f"{path}.data_parallel_size", self.data_parallel_size, wrong, "1")
+
+
+def sampling_problems(path: str, settings: RolloutConfig | SamplingConfig) -> Iterator[Problem]:
+    """Report contradictions between temperature, number of responses and stops."""
+    if settings.do_sample and settings.temperature == 0:
+        remedy = f"set {path}.temperature=1.0, or {path}.do_sample=false for greedy responses"
+        yield Problem(f"{path}.temperature", 0, "temperature 0 is greedy, but do_sample=true", "> 0", remedy)
+    if 0 < settings.temperature < LOWEST_TEMPERATURE:
+        remedy = f"set {path}.do_sample=false (and {path}.temperature=0) for greedy responses"
+        wrong = "logits divided by so little overflow, and what is sampled is the most likely token anyway"
+        allowed = f"0, or >= {LOWEST_TEMPERATURE}"
+        yield Problem(f"{path}.temperature", settings.temperature, wrong, allowed, remedy)
+    if not settings.do_sample and settings.n > 1:
+        yield all_the_same(path, f"{path}.n", settings.n)
+    if "" in (settings.stop or ()):
+        wrong = "the empty text is in every response"
+        yield Problem(f"{path}.stop", [*(settings.stop or ())], wrong, "texts of some length")
+    if any(token < 0 for token in settings.stop_token_ids or ()):
+        key, allowed = f"{path}.stop_token_ids", "ids of the model's vocabulary"
+        yield Problem(key, [*(settings.stop_token_ids or ())], "no token has such an id", allowed)
+
+
+def all_the_same(path: str, key: str, n: int) -> Problem:
+    """Make the problem of several greedy responses to one prompt, which would be equal."""
+    wrong = f"greedy responses of one prompt are all the same ({path}.do_sample=false)"
+    return Problem(key, n, wrong, "1", f"set {path}.do_sample=true and a temperature, or ask for one response")

@@ -1,0 +1,187 @@
+"""Configuration of rollout correction, and its usual settings as presets."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from verl.config.base import BaseConfig, section, setting
+
+
+@section
+class RolloutCorrectionConfig(BaseConfig):
+    """Correction for the gap between the rollout's and the trainer's probabilities.
+
+    The class methods are presets. *Decoupled*: the trainer computes its own old log-probs, and importance weights or
+    rejection correct for the gap between them and the rollout's. *Bypass*: the rollout's log-probs are the old ones,
+    and the policy loss does the correction.
+    """
+
+    rollout_is: Literal["token", "sequence"] | None = setting(None)
+    """Importance weights π/μ of the trainer's policy over the rollout's, per token or per response; null for none."""
+    rollout_is_threshold: Annotated[float | str, "threshold"] = setting(2.0)
+    """Cap of a weight, at least 1; or a band `lo_hi` (0.5_5.0) outside of which a weight is 0 (IcePop)."""
+    rollout_rs: str | None = setting(None)
+    """Criteria of rejection, comma-separated: token_k1..k3, seq_sum_k1..k3, seq_mean_k1..k3, seq_max_k2..k3."""
+    rollout_rs_threshold: Annotated[str | float | None, "threshold"] = setting(None)
+    """One threshold for each criterion, or one for all: k1 a band of ratios `lo_hi`, k2 and k3 an upper bound."""
+    bypass_mode: bool = setting(False)
+    """Take the rollout's log-probs as the old ones: no pass for old log-probs, and the policy loss corrects."""
+    loss_type: Literal["ppo_clip", "reinforce"] = setting("ppo_clip")
+    """Policy loss of the bypass mode: clip the ratio to the rollout, or weighted policy gradient without a clip."""
+    rollout_is_batch_normalize: bool = setting(False)
+    """Divide the weights by their mean over the batch of a step."""
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether the driver computes weights or rejection, from the trainer's own old log-probs."""
+        return not self.bypass_mode and (self.rollout_is is not None or self.rollout_rs is not None)
+
+    # ---- presets, decoupled -------------------------------------------------------------------
+
+    @classmethod
+    def disabled(cls) -> RolloutCorrectionConfig:
+        """No correction; the gap is only measured."""
+        return cls()
+
+    @classmethod
+    def decoupled_token_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+        """Truncated importance weights per token."""
+        return cls(rollout_is="token", rollout_is_threshold=threshold)
+
+    @classmethod
+    def decoupled_seq_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+        """Truncated importance weights per response."""
+        return cls(rollout_is="sequence", rollout_is_threshold=threshold)
+
+    @classmethod
+    def decoupled_token_icepop(cls, threshold: str = "0.5_5.0") -> RolloutCorrectionConfig:
+        """Importance weights per token, 0 outside of a band."""
+        return cls(rollout_is="token", rollout_is_threshold=threshold)
+
+    @classmethod
+    def decoupled_seq_is_rs(
+        cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.5_2.0"
+    ) -> RolloutCorrectionConfig:
+        """Truncated weights per response; responses rejected by their ratio."""
+        return cls(
+            rollout_is="sequence",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_sum_k1",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def decoupled_geo_rs(cls, rs_threshold: str | float = "0.999_1.001") -> RolloutCorrectionConfig:
+        """Responses rejected by the geometric mean of their token ratios."""
+        return cls(rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def decoupled_geo_rs_seq_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """Truncated weights per response; responses rejected by the geometric mean of their token ratios."""
+        return cls(
+            rollout_is="sequence",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def decoupled_geo_rs_token_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """Truncated weights per token; responses rejected by the geometric mean of their token ratios."""
+        return cls(
+            rollout_is="token",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> RolloutCorrectionConfig:
+        """Responses rejected by their mean k3 divergence."""
+        return cls(rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def decoupled_k3_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> RolloutCorrectionConfig:
+        """Truncated weights per response; responses rejected by their mean k3 divergence."""
+        return cls(
+            rollout_is="sequence",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k3",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def decoupled_k3_rs_token_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: float = 0.01
+    ) -> RolloutCorrectionConfig:
+        """Truncated weights per token; responses rejected by their mean k3 divergence."""
+        return cls(
+            rollout_is="token",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k3",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    # ---- presets, bypass ----------------------------------------------------------------------
+
+    @classmethod
+    def bypass_ppo_clip(cls) -> RolloutCorrectionConfig:
+        """PPO's clip on the ratio of the policy to the rollout."""
+        return cls(bypass_mode=True, loss_type="ppo_clip")
+
+    @classmethod
+    def bypass_ppo_clip_geo_rs(cls, rs_threshold: str | float = "0.999_1.001") -> RolloutCorrectionConfig:
+        """PPO's clip on the ratio to the rollout; responses rejected by the geometric mean of their token ratios."""
+        return cls(bypass_mode=True, loss_type="ppo_clip", rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def bypass_ppo_clip_k3_rs(cls, rs_threshold: float = 0.01) -> RolloutCorrectionConfig:
+        """PPO's clip on the ratio to the rollout; responses rejected by their mean k3 divergence."""
+        return cls(bypass_mode=True, loss_type="ppo_clip", rollout_rs="seq_mean_k3", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def bypass_pg_is(cls, threshold: float = 2.0) -> RolloutCorrectionConfig:
+        """Policy gradient with truncated weights per response."""
+        return cls(bypass_mode=True, loss_type="reinforce", rollout_is="sequence", rollout_is_threshold=threshold)
+
+    @classmethod
+    def bypass_pg_token_icepop(cls, threshold: str = "0.5_5.0") -> RolloutCorrectionConfig:
+        """Policy gradient with weights per token, 0 outside of a band."""
+        return cls(bypass_mode=True, loss_type="reinforce", rollout_is="token", rollout_is_threshold=threshold)
+
+    @classmethod
+    def bypass_pg_geo_rs(cls, rs_threshold: str | float = "0.999_1.001") -> RolloutCorrectionConfig:
+        """Policy gradient without weights; responses rejected by the geometric mean of their token ratios."""
+        return cls(bypass_mode=True, loss_type="reinforce", rollout_rs="seq_mean_k1", rollout_rs_threshold=rs_threshold)
+
+    @classmethod
+    def bypass_pg_geo_rs_seq_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """Policy gradient, truncated weights per response; responses rejected by the geometric mean of token ratios."""
+        return cls(
+            bypass_mode=True,
+            loss_type="reinforce",
+            rollout_is="sequence",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+        )
+
+    @classmethod
+    def bypass_pg_geo_rs_token_tis(
+        cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
+    ) -> RolloutCorrectionConfig:
+        """Policy gradient, truncated weights per token; responses rejected by the geometric mean of token ratios."""
+        return cls(
+            bypass_mode=True,
+            loss_type="reinforce",
+            rollout_is="token",
+            rollout_is_threshold=is_threshold,
+            rollout_rs="seq_mean_k1",
+            rollout_rs_threshold=rs_threshold,
+        )

@@ -1,0 +1,240 @@
+"""Configuration of the run: length, placement, logging, checkpoints, recovery."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from verl.base.fs import name_problem
+from verl.base.registry import suggest
+from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.problems import Problem
+
+TRACKERS: dict[str, str | None] = {
+    "console": None,
+    "console_full": None,
+    "file": None,
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "clearml": "clearml",
+    "trackio": "trackio",
+}
+"""Tracker → the package that it needs, if any."""
+
+
+@section
+class RecoveryConfig(BaseConfig):
+    """Fault tolerance: restarts, snapshots, time-outs, damaged checkpoints, skipped updates."""
+
+    max_restarts: int = setting(3, ge=0)
+    """Restarts of the workers in a row, without a finished step between them; 0 stops at the first lost worker."""
+    backoff_s: float = setting(1.0, ge=0)
+    """Pause before the first restart, in seconds; each further one waits twice as long, up to a minute."""
+    snapshot_freq: int = setting(1, ge=0)
+    """Steps between snapshots in memory that restarts continue from (on Ray); 0 uses the newest checkpoint on disk."""
+    hang_timeout_s: float | None = setting(1800.0, gt=0)
+    """Time limit of one call of a worker, in seconds, after which it counts as hung; null is no limit."""
+    driver_restarts: int = setting(3, ge=0)
+    """How often a driver that a signal kills is started again (on Linux, from the command line); 0 never."""
+    on_damaged_checkpoint: Literal["previous", "stop"] = setting("previous")
+    """Resume from the checkpoint before a damaged one and report it (`previous`), or stop."""
+    on_failed_save: Literal["retry", "stop"] = setting("retry")
+    """After a failed save, try again after the next step (the last save must succeed), or stop the run."""
+    max_bad_steps: int | None = setting(3, ge=1)
+    """Stop after this many steps in a row whose update was skipped (loss or gradient not finite); null never stops."""
+    bad_batch_dir: str | None = setting(None, path=True)
+    """Folder for the batches of such steps, the newest few; null takes `bad_batches` in the checkpoint folder."""
+    split_on_out_of_memory: bool = setting(True)
+    """Split a micro-batch that does not fit into memory in two, try again, and keep to the size that fitted."""
+
+
+@section
+class PlacementConfig(BaseConfig):
+    """Nodes, ranks and device of a run."""
+
+    nnodes: int = setting(1, ge=1)
+    """Nodes."""
+    n_gpus_per_node: int = setting(8, ge=1)
+    """Ranks per node: one per GPU, or processes on a machine without one."""
+    device: Literal["cuda", "cpu"] = setting("cuda")
+    """`cuda` uses GPUs if there are any and otherwise the CPU; `cpu` always the CPU."""
+    controller: Literal["ray", "local"] = setting("ray")
+    """`ray` starts ranks as Ray actors; `local` runs one rank in this process, for a debugger."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the run."""
+        return self.nnodes * self.n_gpus_per_node
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """The local controller has one rank, and the `ray` controller has Ray installed."""
+        if self.controller == "local" and self.ranks > 1:
+            wrong = f"it runs one rank in this process, and {self.ranks} are asked for (nnodes × n_gpus_per_node)"
+            remedy = f"set {path}.nnodes=1 and {path}.n_gpus_per_node=1, or {path}.controller=ray"
+            yield Problem(f"{path}.controller", "local", wrong, remedy=remedy)
+        if self.controller == "ray" and importlib.util.find_spec("ray") is None:
+            remedy = f"pip install 'ray>=2.60,<2.62', or set {path}.controller=local with one rank"
+            yield Problem(f"{path}.controller", "ray", "Ray is not installed", remedy=remedy)
+
+
+@section
+class BaseTrainerConfig(PlacementConfig):
+    """Settings of every training run."""
+
+    project_name: str = setting("verl_examples")
+    """Project in the trackers and part of the checkpoint folder."""
+    experiment_name: str = setting("gsm8k")
+    """Name of the run in the trackers and part of the checkpoint folder."""
+    total_epochs: int = setting(30, ge=1)
+    """Passes over the training rows."""
+    total_training_steps: int | None = setting(None, ge=1)
+    """Steps of the run; null takes `total_epochs`."""
+    seed: int = setting(1, ge=0)
+    """Seed of the run: sampling and the order of the data follow it, whatever the number of ranks."""
+    save_freq: int = setting(0, ge=-1)
+    """Save every this many steps and at the end; 0 at the end only, -1 never."""
+    test_freq: int = setting(-1, ge=-1)
+    """Validate every this many steps and at the end; -1 or 0 never."""
+    logger: Annotated[tuple[str, ...], OneOrMany] = setting(("console", "wandb"))
+    """Trackers: console (main metrics) or console_full, file, tensorboard, wandb, mlflow, swanlab, clearml, trackio."""
+    default_local_dir: str = setting(
+        "checkpoints/verl_examples/gsm8k",
+        interpolation="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        path=True,
+    )
+    """Folder of the checkpoints."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = setting("auto")
+    """Resume from the last checkpoint in `default_local_dir` if there is one, never, or from `resume_from_path`."""
+    resume_from_path: str | None = setting(None, path=True)
+    """Checkpoint folder (`.../global_step_N`) to resume from, with `resume_mode=resume_path`."""
+    progress: Literal["auto", "on", "off"] = setting("auto")
+    """Live progress display: on a terminal only, always, or never."""
+    recovery: RecoveryConfig = subsection(RecoveryConfig)
+    """Fault tolerance: restarts, snapshots, time-outs, damaged checkpoints, skipped updates."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints, the last step at least."""
+        return self.save_freq >= 0
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Names are safe as folders, trackers are known and installed, and the checkpoint to resume from exists."""
+        yield from super().problems(path)
+        for key in ("project_name", "experiment_name"):
+            if wrong := name_problem(self[key]):
+                remedy = f"set folders by {path}.default_local_dir and by the variables of the trackers"
+                yield Problem(f"{path}.{key}", self[key], wrong, "a name, or names with / between them", remedy)
+        yield from self._tracker_problems(f"{path}.logger")
+        yield from self._resume_problems(f"{path}.resume_from_path")
+
+    def _tracker_problems(self, key: str) -> Iterator[Problem]:
+        for name in self.logger:
+            if name not in TRACKERS:
+                wrong = f"there is no tracker '{name}'.{suggest(name, list(TRACKERS))}"
+                yield Problem(key, list(self.logger), wrong, ", ".join(TRACKERS))
+            elif (module := TRACKERS[name]) is not None and importlib.util.find_spec(module) is None:
+                rest = [other for other in self.logger if other != name] or ["console"]
+                remedy = f"pip install 'verl[{name}]', or set {key}=[{','.join(rest)}]"
+                yield Problem(key, list(self.logger), f"{name} is not installed", remedy=remedy)
+
+    def _resume_problems(self, key: str) -> Iterator[Problem]:
+        path, mode = self.resume_from_path, "trainer.resume_mode"
+        if self.resume_mode != "resume_path":
+            if path is not None:
+                wrong = f"it is not read with {mode}={self.resume_mode}"
+                yield Problem(key, path, wrong, remedy=f"set {mode}=resume_path to start from it", advice=True)
+        elif path is None:
+            yield Problem(key, None, f"{mode}=resume_path needs it", remedy="name a .../global_step_N folder")
+        elif not re.search(r"global_step_\d+/?$", path):
+            yield Problem(key, path, "this is no checkpoint", "a folder that ends in global_step_N")
+        elif not Path(path).is_dir():
+            beside = Path(path).parent.glob("global_step_[0-9]*")
+            steps = sorted((int(p.name.rpartition("_")[2]), p.name) for p in beside)
+            there = ", ".join(name for _, name in steps[-3:])
+            remedy = f"there is {there}" if steps else f"{Path(path).parent} holds no checkpoint"
+            yield Problem(key, path, "there is no such folder", remedy=remedy)
+
+
+@section
+class TrainerConfig(BaseTrainerConfig):
+    """A reinforcement-learning run."""
+
+    balance_batch: bool = setting(True)
+    """Order samples so that ranks get nearly equal numbers of tokens."""
+    critic_warmup: int = setting(0, ge=0)
+    """Steps at the start in which only the critic is trained."""
+    val_before_train: bool = setting(True)
+    """Validate before the first step."""
+    val_only: bool = setting(False)
+    """Validate and stop."""
+    log_val_generations: int = setting(0, ge=0)
+    """Validation samples that are shown in the trackers."""
+    rollout_data_dir: str | None = setting(None, path=True)
+    """Folder for all training responses, one jsonl per step."""
+    validation_data_dir: str | None = setting(None, path=True)
+    """Folder for all validation responses, one jsonl per validation."""
+    max_actor_ckpt_to_keep: int | None = setting(None, ge=1)
+    """Actor checkpoints to keep; null keeps all."""
+    max_critic_ckpt_to_keep: int | None = setting(None, ge=1)
+    """Critic checkpoints to keep; null keeps all."""
+    del_local_ckpt_after_load: bool = setting(False)
+    """Delete the checkpoint that was resumed from, once the next one is complete."""
+    max_rollout_actor_probs_diff: float | None = setting(None, gt=0, le=1)
+    """Stop when a token's probability under rollout and trainer differs by more; null only logs the difference."""
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints; one that only validates does not."""
+        return super().saves and not self.val_only
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """`val_only` has a validation to run."""
+        yield from super().problems(path)
+        if self.val_only and not self.val_before_train:
+            wrong = f"the run would do nothing: {path}.val_before_train=false"
+            yield Problem(f"{path}.val_only", True, wrong, remedy=f"set {path}.val_before_train=true")
+
+
+@section
+class SFTTrainerConfig(BaseTrainerConfig):
+    """A supervised run."""
+
+    project_name: str = setting("gsm8k-sft")
+    """Project in the trackers and part of the checkpoint folder."""
+    experiment_name: str = setting("test")
+    """Name of the run in the trackers and part of the checkpoint folder."""
+    total_epochs: int = setting(4, ge=1)
+    """Passes over the training rows."""
+    logger: Annotated[tuple[str, ...], OneOrMany] = setting(("console", "wandb"))
+    """Trackers: console (main metrics) or console_full, file, tensorboard, wandb, mlflow, swanlab, clearml, trackio."""
+    default_local_dir: str = setting(
+        "checkpoints/gsm8k-sft/test",
+        interpolation="checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        path=True,
+    )
+    """Folder of the checkpoints."""
+    nnodes: int = setting(1, ge=1, interpolation="${oc.env:GROUP_WORLD_SIZE,1}")
+    """Nodes; under torchrun, those that it started."""
+    n_gpus_per_node: int = setting(1, ge=1, interpolation="${oc.env:LOCAL_WORLD_SIZE,1}")
+    """Ranks per node; under torchrun, those that it started."""
+    max_ckpt_to_keep: int | None = setting(None, ge=1)
+    """Checkpoints to keep; null keeps all."""
+
+
+def _ray_init() -> dict[str, Any]:
+    return {"num_cpus": None}
+
+
+@section
+class RayConfig(BaseConfig):
+    """How Ray is started."""
+
+    ray_init: dict[str, Any] = setting(factory=_ray_init)
+    """Arguments of `ray.init`; with `num_cpus` null Ray counts the CPUs."""
+    timeline_json_file: str | None = setting(None)
+    """File for Ray's timeline at the end of the run."""

@@ -1,1 +1,0 @@
-"""Scoring within a rollout: see :mod:`verl.experimental.reward_loop.reward_manager`."""

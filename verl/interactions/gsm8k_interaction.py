@@ -1,0 +1,66 @@
+"""A user who says whether the answer to a problem of GSM8K is right, until it is."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.interactions.base import BaseInteraction
+from verl.utils.reward_score import gsm8k
+
+RIGHT = "Yes, that is right."
+WRONG = "That is not right. Look for the mistake, and give your answer again."
+METHODS = ("strict", "flexible")
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """Score each answer, 1 if it is right and 0 if not, and ask again until one is right.
+
+    The row's ``interaction_kwargs`` hold ``ground_truth``. ``config`` may have ``method``: ``strict`` (the default)
+    reads the number after ``####``, ``flexible`` the last number.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self.method = config.get("method", "strict")
+        if self.method not in METHODS:
+            raise ConfigError(f"method={self.method!r} is unknown; there are {' and '.join(METHODS)}.")
+        self._lock = threading.Lock()
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> str:
+        """Start a trajectory.
+
+        Raises:
+            ValueError: the row has no ``ground_truth``.
+        """
+        if ground_truth is None:
+            raise ValueError("no ground_truth: the row needs extra_info.interaction_kwargs.ground_truth.")
+        instance_id = await super().start_interaction(instance_id)
+        with self._lock:
+            self._instance_dict[instance_id] = {"response": "", "ground_truth": str(ground_truth), "reward": 0.0}
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Score the policy's last turn."""
+        answers = [message.get("content") or "" for message in messages if message.get("role") == "assistant"]
+        state = self._instance_dict[instance_id]
+        state["response"] = answers[-1] if answers else ""
+        state["reward"] = await self.calculate_score(instance_id)
+        is_right = state["reward"] == 1.0
+        return is_right, RIGHT if is_right else WRONG, state["reward"], {}
+
+    async def calculate_score(self, instance_id: str | None = None, **kwargs: Any) -> float:
+        """Score of the last answer."""
+        state = self._instance_dict[str(instance_id)]
+        return float(gsm8k.compute_score(state["response"], state["ground_truth"], method=self.method))
+
+    async def finalize_interaction(self, instance_id: str | None = None, **kwargs: Any) -> None:
+        """See :meth:`BaseInteraction.finalize_interaction`."""
+        with self._lock:
+            self._instance_dict.pop(str(instance_id), None)

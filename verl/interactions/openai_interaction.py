@@ -1,0 +1,167 @@
+"""A user whose part a language model plays, behind an OpenAI-compatible chat-completions endpoint.
+
+::
+
+    interaction:
+      - name: customer
+        class_name: verl.interactions.openai_interaction.OpenAIInteraction
+        config:
+          base_url: http://localhost:8000/v1
+          model: Qwen/Qwen3-8B
+          system_prompt: "You are a customer. You want: {goal} Say ###STOP### when you have it."
+
+The model sees the conversation with the roles exchanged: what the policy said comes from its user, what the user said
+is its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+from verl.base import env
+from verl.base.registry import suggest
+from verl.errors import ConfigError, RolloutError
+from verl.interactions.base import BaseInteraction
+from verl.tools.threads import in_thread
+from verl.utils.reward_score.llm_judge import CONTROL_TOKEN
+
+OTHER_SIDE = {"user": "assistant", "assistant": "user"}
+BEGINNING = "The conversation begins. Say what you want."
+FIELD = re.compile(r"\{(\w+)\}")
+SHOWN = 500
+"""Longest part of an error of the endpoint in a message, in characters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Endpoint:
+    """Where the user's model is, and how it is asked: ``config`` of the YAML file."""
+
+    base_url: str
+    model: str
+    system_prompt: str
+    """What the model is to play. ``{key}`` stands for that value of the row's ``interaction_kwargs``."""
+    end_marker: str = "###STOP###"
+    """The conversation ends where the reply holds this."""
+    api_key_env: str | None = None
+    """Environment variable with the key; None for a server that needs none."""
+    temperature: float | None = None
+    max_tokens: int | None = 512
+    timeout_s: float = 60.0
+    """Time of one attempt."""
+    max_retries: int = 3
+    extra_body: Mapping[str, Any] | None = None
+    """Further fields of a request."""
+
+    def __post_init__(self) -> None:
+        if not str(self.base_url).startswith(("http://", "https://")):
+            raise ConfigError(f"base_url='{self.base_url}' must begin with http:// or https://.")
+        if not self.model or not self.end_marker:
+            raise ConfigError(f"model='{self.model}' and end_marker='{self.end_marker}' must not be empty.")
+        if self.timeout_s <= 0 or self.max_retries < 0:
+            raise ConfigError(
+                f"timeout_s={self.timeout_s} must be positive and max_retries={self.max_retries} at least 0."
+            )
+
+
+class OpenAIInteraction(BaseInteraction):
+    """Let a language model play the user. It gives no scores: the reward function scores the conversation.
+
+    Raises:
+        ConfigError: a setting is missing or wrong, or the package ``openai`` is not installed.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        given = {key: value for key, value in config.items() if key != "name"}
+        known = [field.name for field in fields(Endpoint)]
+        for key in given:
+            if key not in known:
+                raise ConfigError(f"unknown key '{key}'.{suggest(key, known)} Known: {', '.join(known)}.")
+        if missing := [key for key in ("base_url", "model", "system_prompt") if key not in given]:
+            raise ConfigError(f"config lacks {', '.join(missing)}.")
+        self.endpoint = Endpoint(**given)
+        name = self.endpoint.api_key_env
+        self._key = env.secret(name, "api_key_env") if name else None
+        self._client  # noqa: B018 - here, so that a missing package is told before the run
+
+    @cached_property
+    def _client(self) -> Any:
+        """One for all threads: its TLS context is slow to build."""
+        try:
+            import openai
+        except ModuleNotFoundError as error:
+            raise ConfigError("a user behind an endpoint needs openai: pip install 'verl[agents]'.") from error
+        end = self.endpoint
+        return openai.OpenAI(
+            base_url=end.base_url, api_key=self._key or "none", timeout=end.timeout_s, max_retries=end.max_retries
+        )
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+        """Ask the model what the user says.
+
+        Raises:
+            RolloutError: it does not answer, with all attempts.
+        """
+        end = self.endpoint
+        wanted = {"max_tokens": end.max_tokens, "temperature": end.temperature, "extra_body": end.extra_body}
+        reply = await in_thread(
+            self._asked,
+            model=end.model,
+            messages=[{"role": "system", "content": self._instructions(kwargs)}, *_exchanged(messages)],
+            **{name: value for name, value in wanted.items() if value is not None},
+        )
+        text, marker, _ = reply.partition(end.end_marker)
+        return bool(marker), text.strip(), None, {}
+
+    def _asked(self, **request: Any) -> str:
+        import openai
+
+        try:
+            reply = self._client.chat.completions.create(**request)
+        except openai.OpenAIError as error:
+            what = f"{type(error).__name__}: {error}"
+            what = what.replace(self._key, "***") if self._key else what
+            where = f"{self.endpoint.base_url} did not answer for model '{self.endpoint.model}'"
+            raise RolloutError(f"{where}. {what:.{SHOWN}}") from None  # the cause may hold the key
+        choices = getattr(reply, "choices", None)  # the library does not check what it receives
+        text = choices[0].message.content if choices else None
+        if not isinstance(text, str):
+            raise RolloutError(f"{self.endpoint.base_url} sent no text: {reply!r:.{SHOWN}}")
+        return text
+
+    def _instructions(self, values: Mapping[str, Any]) -> str:
+        def value(found: re.Match[str]) -> str:
+            if found[1] not in values:
+                known = ", ".join(values) or "nothing"
+                raise ConfigError(
+                    f"system_prompt has {{{found[1]}}}, but interaction_kwargs of the row has no '{found[1]}'; it has "
+                    f"{known}."
+                )
+            return str(values[found[1]])
+
+        return FIELD.sub(value, self.endpoint.system_prompt)
+
+
+def _exchanged(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """What was said, seen by the user; calls, results of tools and the policy's instructions are not shown.
+
+    Roles alternate from the user's on, as many chat templates demand. Control tokens of common templates are broken
+    up, so that the policy cannot write the user's part.
+    """
+    seen = [{"role": "user", "content": BEGINNING}]
+    for message in messages:
+        role, text = OTHER_SIDE.get(message["role"]), message.get("content")
+        if not (role and isinstance(text, str) and text):
+            continue
+        text = CONTROL_TOKEN.sub(r"\g<0> ", text)
+        if seen[-1]["role"] == role:
+            seen[-1]["content"] += f"\n\n{text}"
+        else:
+            seen.append({"role": role, "content": text})
+    return seen

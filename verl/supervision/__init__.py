@@ -1,0 +1,1 @@
+"""Tools to inspect, end, restart and lock out processes; none of them imports Ray."""

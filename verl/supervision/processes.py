@@ -1,0 +1,212 @@
+"""Inspect and end processes of this machine by process id; imports neither torch nor Ray.
+
+Three ways to end a process with all its descendants:
+
+- :func:`kill_group`, if it leads a process group (``start_new_session=True``) that no descendant leaves;
+- :func:`family_of` and :func:`end_processes`, while it lives or its orphans are adopted
+  (:func:`verl.supervision.prctl.adopt_orphans`);
+- :func:`kill_marked`, in all cases, also if it has ended and its descendants left group and session.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+logger = logging.getLogger(__name__)
+
+STOPPED = frozenset({psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP})  # by SIGSTOP or a debugger
+
+MARK_VARIABLE = "VERL_HELPER_PROCESS"  # environment variable with the value of new_mark()
+KILL_S = 10.0  # for killed processes to end: on a busy machine one ends only when it gets a core
+_PAUSE_S = 0.01
+
+
+# ---- inspection -----------------------------------------------------------------------------------
+
+
+def state_of(pid: int) -> str:
+    """Return the state of a process, one of ``psutil.STATUS_*``; empty if it does not exist or is a zombie."""
+    try:
+        state = psutil.Process(pid).status()
+    except (psutil.Error, ValueError):
+        return ""
+    return "" if state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else state
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process exists and is not a zombie."""
+    return bool(state_of(pid))
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by SIGSTOP or a debugger; false if it does not exist."""
+    return state_of(pid) in STOPPED
+
+
+def title_of(pid: int) -> str:
+    """Return the command line of a process, or the title that it set itself; empty if it does not exist."""
+    try:
+        return " ".join(psutil.Process(pid).cmdline()).strip()
+    except psutil.Error:
+        return ""
+
+
+def family_of(pid: int) -> list[int]:
+    """Return the ids of a process and its descendants, except those below an ended one; empty if it has ended."""
+    try:
+        process = psutil.Process(pid)
+        return [pid, *(child.pid for child in process.children(recursive=True))]
+    except psutil.Error:
+        return []
+
+
+# ---- ending ---------------------------------------------------------------------------------------
+
+
+def kill(pid: int) -> bool:
+    """Send SIGKILL; return whether the process existed, also as a zombie or without permission to kill it."""
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def kill_group(leader: int) -> None:
+    """Send SIGKILL to all processes of a group, if it exists."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def end_processes(pids: Sequence[int], title: str, patience_s: float = 1.0, timeout_s: float = 10.0) -> list[int]:
+    """Wait until processes that were asked to end are gone, and kill those that are late.
+
+    Args:
+        pids: process ids.
+        title: text in the titles of the processes; a process without it is another one that reuses the id.
+        patience_s: time to end before it is killed; a stopped process cannot end and is killed at once.
+        timeout_s: time limit in total.
+
+    Returns:
+        The processes that still exist, since they hang in the kernel.
+    """
+    start = time.monotonic()
+    left = list(pids)
+    while True:
+        # An ending process loses its title first, so an empty title does not mean that the id was reused.
+        left = [pid for pid in left if is_alive(pid) and (title in title_of(pid) or not title_of(pid))]
+        passed = time.monotonic() - start
+        if not left or passed > timeout_s:
+            return left
+        for pid in left:
+            if passed > patience_s or is_stopped(pid):
+                kill(pid)
+        time.sleep(0.02)
+
+
+def end_program(problem: str, code: int) -> NoReturn:
+    """Say what is wrong, kill all descendants of this process, and end it at once, from any thread.
+
+    For a process whose main thread is blocked in C code: nothing is cleaned up, and no exit handler runs.
+    """
+    if problem:
+        os.write(2, f"\n{problem}\n".encode())  # not by logging or sys.stderr, whose locks another thread may hold
+    for pid in family_of(os.getpid())[1:]:  # parents first, so that they start no further child
+        kill(pid)
+    os._exit(code)
+
+
+# ---- groups ----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def children_in_own_group() -> Iterator[None]:
+    """Put the processes that the block starts into a process group of their own; this process returns to its group.
+
+    A signal to the group of this process, as ``timeout`` sends it, then does not reach them. The leader of a group
+    cannot leave it, so its children stay in it.
+    """
+    group = os.getpgrp()
+    if group == os.getpid():
+        yield
+        return
+    os.setpgid(0, 0)
+    try:
+        yield
+    finally:
+        with suppress(PermissionError):  # all others of the group have ended, so it is gone
+            os.setpgid(0, group)
+
+
+# ---- marks ----------------------------------------------------------------------------------------
+
+
+def new_mark() -> str:
+    """Return a new value of :data:`MARK_VARIABLE`, for a process and its descendants."""
+    return secrets.token_hex(16)
+
+
+def kill_marked(mark: str) -> None:
+    """Kill all processes with the mark in their environment and wait until they have ended; on Linux only.
+
+    Every descendant inherits the environment, even if it leaves the process group and session or its parent has
+    ended. Logs the processes that still exist after ``KILL_S``.
+    """
+    deadline = time.monotonic() + KILL_S
+    word = f"{MARK_VARIABLE}={mark}".encode()
+    empty_rounds = 0
+    # Two rounds, because a process has no readable environment for a moment during fork and exec.
+    while empty_rounds < 2:
+        left = [pid for pid in psutil.pids() if word in _environment_of(pid) and kill(pid)]
+        empty_rounds = 0 if left else empty_rounds + 1
+        if left and time.monotonic() > deadline:
+            logger.warning(
+                "processes %s were killed and are still there after %g s: the kernel holds them, or they multiply. "
+                "Their memory, ports and files are not free.",
+                ", ".join(map(str, left)),
+                KILL_S,
+            )
+            return
+        time.sleep(_PAUSE_S)
+
+
+def _environment_of(pid: int) -> list[bytes]:
+    # Not with psutil, which takes three times as long: this reads the environment of all processes repeatedly.
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended or belongs to another user
+        return []
+
+
+# ---- this process ---------------------------------------------------------------------------------
+
+
+def open_closed_streams() -> None:
+    """Open standard input, output and error on the null device if this process was started without them.
+
+    Otherwise the next file or socket would get one of their descriptors and be read or written in their place.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)  # noqa: SIM115  (stays open; the descriptor may be another file's by now)
+            setattr(sys, name, stream)

@@ -1,0 +1,80 @@
+"""Graceful stop on SIGTERM, which schedulers and clouds send before they take a machine away."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Self
+
+logger = logging.getLogger(__name__)
+
+# Exit code of a run that saved and stopped because of SIGTERM: EX_TEMPFAIL of sysexits.h, "try again later". The same
+# command resumes the run (trainer.resume_mode=auto).
+EXIT_CODE = 75
+
+# A second SIGTERM within this time is taken for the same request: a sender that signals the whole process group reaches
+# this process directly and through its parent, which forwards it (verl.supervision.restarts).
+_SAME_NOTICE_S = 2.0
+
+
+class StepInterrupted(BaseException):
+    """Raised by SIGTERM in a step that does not have to be finished."""
+
+
+class Termination:
+    """Context in which the first SIGTERM sets :attr:`requested`; a later one ends the process.
+
+    Within :meth:`interrupting` the first one also raises StepInterrupted. Outside of the main thread, where Python
+    cannot install signal handlers, the context does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._noted_at = 0.0
+        self._interrupts = False
+        self._before: Any = None
+        self._is_installed = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._on_sigterm)
+            self._is_installed = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
+            self._is_installed = False
+
+    @contextmanager
+    def interrupting(self, allowed: bool) -> Iterator[None]:
+        """If ``allowed``, SIGTERM raises StepInterrupted in the block at once."""
+        self._interrupts = allowed
+        try:
+            yield
+        finally:
+            self._interrupts = False
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            if time.monotonic() < self._noted_at + _SAME_NOTICE_S:
+                return
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        self.requested, self._noted_at = True, time.monotonic()
+        logger.warning(
+            "SIGTERM: the run saves %s, and exits with code %d; the same command goes on from there. A second SIGTERM, "
+            "some seconds later, ends it at once.",
+            "the state before this step" if self._interrupts else "when this step is done",
+            EXIT_CODE,
+        )
+        if self._interrupts:
+            self._interrupts = False
+            raise StepInterrupted

@@ -1,0 +1,179 @@
+"""The newest checkpoint of a run, and a manager of checkpoints for workers that build their own model."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from verl.base.env import capacity_expires_at
+from verl.checkpoint.ranks import RankState, on_all_ranks, save_together
+from verl.checkpoint.shards import TrainingState, write_world_size
+from verl.checkpoint.steps import LATEST, read_latest
+from verl.errors import ConfigError
+from verl.toolkit.fsdp import fsdp_version, get_fsdp_full_state_dict
+from verl.workers.engine.fsdp.model import own_state
+
+
+def get_checkpoint_tracker_filename(root_path: str) -> str:
+    """Return the path of the file in a run's folder that names its newest step."""
+    return str(Path(root_path) / LATEST)
+
+
+def find_latest_ckpt_path(path: str | None, directory_format: str = "global_step_{}") -> str | None:
+    """Return the folder of a run's newest checkpoint, or None if there is none.
+
+    Args:
+        path: folder of the run's checkpoints.
+        directory_format: name of a step's folder below it.
+
+    Raises:
+        CheckpointError: ``latest_checkpointed_iteration.txt`` names no step.
+    """
+    step = None if path is None else read_latest(Path(path))
+    if path is None or step is None:
+        return None
+    folder = Path(path) / directory_format.format(step)
+    return str(folder) if folder.exists() else None
+
+
+def should_save_ckpt_esi(max_steps_duration: float, save_ckpt_duration: float = 60, redundant_time: float = 0) -> bool:
+    """Whether a rented machine expires before one more step and a save would be done.
+
+    The time at which it expires is read from the environment; without it the answer is no.
+
+    Args:
+        max_steps_duration: seconds of the longest step so far; 0 before the first one, when the answer is no.
+        save_ckpt_duration: seconds that a save takes.
+        redundant_time: seconds to spare.
+    """
+    expires_at = capacity_expires_at()
+    if expires_at is None or max_steps_duration <= 0:
+        return False
+    left = expires_at - time.time()
+    return 0 < left <= max_steps_duration + save_ckpt_duration + redundant_time
+
+
+class FSDPCheckpointManager:
+    """Saves and restores weights, optimizer, learning-rate schedule and random generators of all ranks.
+
+    Args:
+        model: sharded by FSDP2, or whole; its ``config`` is saved beside the weights.
+        optimizer: None for a frozen model.
+        lr_scheduler: None if there is none.
+        processing_class: a tokenizer or a processor, saved beside the weights.
+        checkpoint_config: ``save_contents`` and ``load_contents``, any of model, optimizer, extra and (to save)
+            hf_model; by default the first three.
+        kwargs: accepted as scripts give them, and unused.
+
+    Raises:
+        ConfigError: the model is wrapped by FSDP1, the schedule is no LambdaLR, or an unknown content is named.
+    """
+
+    CONTENTS = ("model", "optimizer", "extra")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: LRScheduler | None = None,
+        processing_class: Any = None,
+        checkpoint_config: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if fsdp_version(model) == 1:
+            raise ConfigError("the model is wrapped by FSDP1; shard it by FSDP2 (verl.toolkit.fsdp.apply_fsdp2).")
+        if lr_scheduler is not None and not isinstance(lr_scheduler, LambdaLR):
+            raise ConfigError(
+                f"lr_scheduler is a {type(lr_scheduler).__name__}: a schedule is restored as a function of the step, "
+                "which LambdaLR is. Use one of verl.utils.torch_functional, or of Transformers."
+            )
+        self.model = model
+        self.optimizer = optimizer
+        self.lr_scheduler = lr_scheduler
+        self.processing_class = processing_class
+        config = checkpoint_config or {}
+        self.checkpoint_save_contents = tuple(config.get("save_contents") or self.CONTENTS)
+        self.checkpoint_load_contents = tuple(config.get("load_contents") or self.CONTENTS)
+        known = {*self.CONTENTS, "hf_model"}
+        if unknown := {*self.checkpoint_save_contents, *self.checkpoint_load_contents} - known:
+            raise ConfigError(f"a checkpoint has no '{min(unknown)}'; its contents are {', '.join(sorted(known))}.")
+        self.previous_global_step: int | None = None
+        self.previous_saved_paths: list[str] = []
+
+    def _state(self) -> TrainingState:
+        parameters = dict(self.model.named_parameters())
+        return TrainingState(own_state(self.model), parameters, self.optimizer, self.lr_scheduler)
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
+    ) -> None:
+        """Write a folder that appears whole or not at all. Collective.
+
+        Args:
+            local_path: the folder.
+            hdfs_path: must be None; copy the folder by :func:`verl.toolkit.files.copy`.
+            global_step: stored with the checkpoint.
+            max_ckpt_to_keep: of the folders that this manager saved, keep the newest ones only; None keeps all.
+        """
+        _refuse_remote(hdfs_path)
+        states = self._state().states(self.checkpoint_save_contents, {"global_step": global_step}, copied=False)
+        with_weights = "hf_model" in self.checkpoint_save_contents
+        weights = get_fsdp_full_state_dict(self.model) if with_weights else None
+
+        def describe(folder: Path) -> None:
+            write_world_size(folder)
+            place = folder / "huggingface"
+            if weights is not None:
+                self.model.save_pretrained(place, state_dict=weights)  # type: ignore[operator]
+            for part in (getattr(self.model, "config", None), self.processing_class):
+                if part is not None:
+                    part.save_pretrained(place)
+
+        state = RankState(states, describe if dist.get_rank() == 0 else None)
+        save_together(Path(local_path).expanduser(), state.write)
+        self.previous_global_step = global_step
+        self.previous_saved_paths = [path for path in self.previous_saved_paths if path != local_path] + [local_path]
+        while max_ckpt_to_keep and len(self.previous_saved_paths) > max_ckpt_to_keep:
+            oldest = Path(self.previous_saved_paths.pop(0)).expanduser()
+            with on_all_ranks(f"remove {oldest}"):
+                if dist.get_rank() == 0:
+                    shutil.rmtree(oldest)
+
+    def load_checkpoint(
+        self, local_path: str | None, hdfs_path: str | None = None, del_local_after_load: bool = False
+    ) -> None:
+        """Restore from a folder, whatever number of ranks wrote it; None does nothing. Collective.
+
+        Args:
+            local_path: the folder.
+            hdfs_path: must be None.
+            del_local_after_load: remove the folder when every rank has read it.
+
+        Raises:
+            CheckpointError: on every rank, if one finds a file missing, damaged or of another model.
+        """
+        _refuse_remote(hdfs_path)
+        if local_path is None:
+            return
+        folder = Path(local_path).expanduser()
+        self._state().load(folder, self.checkpoint_load_contents)
+        if del_local_after_load:
+            with on_all_ranks(f"remove {folder}"):
+                if dist.get_rank() == 0:
+                    shutil.rmtree(folder)
+
+
+def _refuse_remote(hdfs_path: str | None) -> None:
+    if hdfs_path is not None:
+        raise ConfigError(
+            f"hdfs_path='{hdfs_path}': checkpoints are written to and read from local_path only. Copy the folder by "
+            "verl.toolkit.files.copy."
+        )

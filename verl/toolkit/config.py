@@ -1,0 +1,90 @@
+"""Typed sections from composed configurations."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl.config import PPOConfig
+from verl.config.base import BaseConfig, config_fields, is_section
+from verl.config.problems import report
+from verl.errors import ConfigError
+from verl.trainer.config.keys import all_inactive, drop, get, same
+from verl.trainer.config.load import load_config
+from verl.trainer.config.rules import broken_rules
+
+
+def omega_conf_to_dataclass(config: DictConfig | Mapping[str, Any] | Any, dataclass_type: type | None = None) -> Any:
+    """Build the typed section of a part of the configuration.
+
+    A section of verl is checked as at the start of a run: other spellings are translated, unknown keys refused. Any
+    other dataclass takes the fields of the same names; a field that it lacks is an error.
+
+    Args:
+        config: a part of a composed configuration, or a dict; a dataclass is returned as it is.
+        dataclass_type: class of the section; by default the one that ``_target_`` in ``config`` names.
+
+    Raises:
+        ConfigError: there is no class, or the values do not fit it; all problems are listed.
+    """
+    if dataclasses.is_dataclass(config) and not isinstance(config, type):
+        return config
+    if not config:
+        return None if dataclass_type is None else dataclass_type()
+    composed: Any = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))  # type: ignore[arg-type]
+    values: Any = OmegaConf.to_container(composed, resolve=True)
+    cls = dataclass_type or _target(values)
+    if not (issubclass(cls, BaseConfig) and is_section(cls)):
+        values.pop("_target_", None)
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), values))
+    written: Any = OmegaConf.to_container(composed, resolve=False)
+    for path, key in all_inactive(cls).items():
+        # A default that refers to another section would look like a value that the user set.
+        if same(get(written, path), key.yaml_default):
+            drop(values, path)
+    return load_config(values, root=cls)
+
+
+def _target(values: Mapping[str, Any]) -> type:
+    path = values.get("_target_")
+    if path is None:
+        raise ConfigError(
+            "omega_conf_to_dataclass needs dataclass_type, or a _target_ in the configuration that names a class; it "
+            f"has the keys {', '.join(map(str, values))}."
+        )
+    module, _, name = str(path).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"_target_={path} names no class: {error}.") from error
+
+
+def validate_config(config: DictConfig | PPOConfig, use_reference_policy: bool, use_critic: bool) -> None:
+    """Check a whole configuration of ``main_ppo`` as the command does, before any model loads.
+
+    Sections at the top that verl does not know belong to the script that calls this, and are not looked at.
+
+    Args:
+        config: the composed configuration.
+        use_reference_policy: whether to check ``actor_rollout_ref.ref``.
+        use_critic: whether to check ``critic``.
+
+    Raises:
+        ConfigError: lists all problems.
+    """
+    if isinstance(config, BaseConfig):
+        if problems := [problem for problem in broken_rules(config) if not problem.advice]:
+            raise ConfigError(report(problems))
+        return
+    given: Any = OmegaConf.to_container(config, resolve=False)
+    known = {"reward", "ray_init", "transfer_queue", "global_profiler", *config_fields(PPOConfig)}
+    checked = {name: value for name, value in given.items() if name in known}
+    if not use_critic:
+        checked.pop("critic", None)
+    if not use_reference_policy and isinstance(actor := checked.get("actor_rollout_ref"), dict):
+        checked["actor_rollout_ref"] = {name: value for name, value in actor.items() if name != "ref"}
+    load_config(checked)

@@ -1,0 +1,105 @@
+"""Make folders and copy files, on local paths and on URLs (``hdfs://``, ``s3://`` ...) through fsspec."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from verl.base.fs import copy_to_local, is_remote
+from verl.errors import DataError
+
+
+def exists(path: str, **kwargs: Any) -> bool:
+    """Whether there is a file or a folder at ``path``; ``kwargs`` go to the remote file system."""
+    files, place = _file_system(path, **kwargs)
+    return files.exists(place)
+
+
+def makedirs(name: str, mode: int = 0o777, exist_ok: bool = False, **kwargs: Any) -> None:
+    """Create a folder and its parents. ``mode`` counts for local folders only.
+
+    Raises:
+        FileExistsError: it is there, and not ``exist_ok``.
+    """
+    if not is_remote(name):
+        Path(_local(name)).mkdir(mode=mode, parents=True, exist_ok=exist_ok)
+        return
+    files, place = _file_system(name, **kwargs)
+    files.makedirs(place, exist_ok=exist_ok)
+
+
+def copy(src: str, dst: str, **kwargs: Any) -> bool:
+    """Copy a file, or a folder with all that is in it; either path may be remote. Return True.
+
+    A file is copied into ``dst`` if that is a folder; a local folder is merged into one that is there, unless
+    ``dirs_exist_ok=False``. Other ``kwargs`` are for the remote file system.
+
+    Raises:
+        FileNotFoundError: there is nothing at ``src``.
+        DataError: the file system of a URL is unknown, or its driver is not installed.
+    """
+    merge = kwargs.pop("dirs_exist_ok", True)
+    if not is_remote(src) and not is_remote(dst):
+        source, target = _local(src), _local(dst)
+        if Path(source).is_dir():
+            shutil.copytree(source, target, dirs_exist_ok=merge)
+        else:
+            shutil.copy(source, target)
+        return True
+    (files_from, source), (files_to, target) = _file_system(src, **kwargs), _file_system(dst, **kwargs)
+    if not files_from.exists(source):
+        raise FileNotFoundError(f"there is nothing at {src}.")
+    if files_to.isdir(target) and not files_from.isdir(source):
+        target = f"{target.rstrip('/')}/{Path(source).name}"
+    if not is_remote(src):
+        files_to.put(source, target, recursive=files_from.isdir(source))
+    elif not is_remote(dst):
+        files_from.get(source, target, recursive=files_from.isdir(source))
+    else:
+        _between(files_from, source, files_to, target)
+    return True
+
+
+def _between(files_from: Any, source: str, files_to: Any, target: str) -> None:
+    """Copy from one remote file system to another, file by file."""
+    for path in files_from.find(source) if files_from.isdir(source) else [source]:
+        place = target + path.removeprefix(source)
+        files_to.makedirs(str(Path(place).parent), exist_ok=True)
+        with files_from.open(path, "rb") as reader, files_to.open(place, "wb") as writer:
+            shutil.copyfileobj(reader, writer)
+
+
+def _local(path: str) -> str:
+    return str(Path(path.removeprefix("file://")).expanduser())
+
+
+def _file_system(path: str, **kwargs: Any) -> tuple[Any, str]:
+    """Return fsspec's file system of ``path``, and the path in it."""
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(path if is_remote(path) else _local(path), **(kwargs if is_remote(path) else {}))
+    except (ImportError, ValueError, OSError) as error:
+        raise DataError(
+            f"{path} cannot be reached: {error}. Install the fsspec driver of its file system, for hdfs:// pyarrow "
+            "with Hadoop's native library (CLASSPATH, HADOOP_HOME and JAVA_HOME must be set)."
+        ) from error
+
+
+def copy_local_path_from_hdfs(
+    src: str,
+    cache_dir: str | None = None,
+    filelock: str = ".file.lock",
+    verbose: bool = False,
+    always_recopy: bool = False,
+) -> str:
+    """Return a local path of ``src``, downloading it if it is remote; see :func:`copy_to_local`."""
+    return copy_to_local(src, cache_dir, filelock, verbose, always_recopy)
+
+
+def local_mkdir_safe(path: str) -> str:
+    """Create a local folder and its parents, which may be there already; return its absolute path."""
+    folder = Path(path).expanduser().absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    return str(folder)

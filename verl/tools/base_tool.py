@@ -1,0 +1,91 @@
+"""The interface of a tool."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from verl.errors import ConfigError
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+
+class ToolTimeoutError(TimeoutError):
+    """A tool's own limit of time was reached; the call counts as one that took too long."""
+
+
+class BaseTool:
+    """A tool. One object serves all trajectories of a process, whose state it keeps by ``instance_id``.
+
+    A trajectory calls ``create`` before its first call, ``execute`` for every call, and at its end ``calc_reward`` and
+    ``release``. All of them run in a thread of this trajectory: blocking code delays no other. Keep no object of
+    asyncio (a lock, a session) in the tool itself, for each thread has an event loop of its own.
+
+    Args:
+        config: the tool's ``config`` in the YAML file.
+        tool_schema: the description for the model, or None if :meth:`get_openai_tool_schema` makes it.
+
+    Raises:
+        ConfigError: there is no description.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        self.config = config
+        self.tool_schema: OpenAIFunctionToolSchema | None = tool_schema
+        self.tool_schema = tool_schema or self.get_openai_tool_schema()
+        if self.tool_schema is None:
+            raise ConfigError(
+                f"the tool {type(self).__name__} has no description. Give it a tool_schema in the YAML file, or "
+                "override get_openai_tool_schema."
+            )
+        self.name: str = self.tool_schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
+        """Return the description for the model."""
+        return self.tool_schema
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        """Prepare the tool for one trajectory.
+
+        Args:
+            instance_id: name of the trajectory's state; None draws one.
+            **kwargs: ``create_kwargs``, the values of the row under ``tools_kwargs[name]["create_kwargs"]``.
+
+        Returns:
+            The name of the state, and a response that is shown to nobody.
+        """
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+        """Answer one call.
+
+        Args:
+            instance_id: name of the trajectory's state.
+            parameters: arguments of the call, which fit the description.
+            **kwargs: ``agent_data``, where the loop has it.
+
+        Returns:
+            The response, the reward of this call, and metrics.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define execute().")
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        """Return the reward of the trajectory's state at its end."""
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        """Free what :meth:`create` has taken."""
+
+
+def created_with(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the row's values from the keyword arguments of ``create``: given as such, or under ``create_kwargs``."""
+    given = {key: value for key, value in kwargs.items() if key != "create_kwargs"}
+    return {**given, **(kwargs.get("create_kwargs") or {})}
+
+
+def schema(name: str, description: str, required: list[str], **properties: dict[str, Any]) -> OpenAIFunctionToolSchema:
+    """Make the description of a tool."""
+    parameters = {"type": "object", "properties": properties, "required": required}
+    function = {"name": name, "description": description, "parameters": parameters}
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})

@@ -1,0 +1,201 @@
+"""Typed Python functions as tools.
+
+    @function_tool
+    def weather(city: str, days: int = 1) -> str:
+        ...
+
+The docstring says what the function does, and describes each parameter under ``Args:``. A file of such functions is
+named by ``rollout.multi_turn.function_tool_path``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from verl.base.import_utils import load_module
+from verl.errors import ConfigError
+from verl.supervision.killable_pool import Budget, KillablePool
+from verl.tools.base_tool import BaseTool, ToolTimeoutError
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+from verl.tools.threads import in_thread
+
+F = TypeVar("F", bound=Callable[..., Any])
+_MARK = "__verl_tool__"
+SPARE_S = 30.0
+"""Seconds beside a call's own that the start of its process may take on a busy machine."""
+
+
+@overload
+def function_tool(function: F, /) -> F: ...
+
+
+@overload
+def function_tool(
+    *, name: str | None = None, isolated: bool = False, timeout_s: float = 60.0, memory_mb: int = 1024
+) -> Callable[[F], F]: ...
+
+
+def function_tool(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    name: str | None = None,
+    isolated: bool = False,
+    timeout_s: float = 60.0,
+    memory_mb: int = 1024,
+) -> Callable[..., Any]:
+    """Mark a function as a tool; it stays a function that other code can call.
+
+    Args:
+        function: ``def`` or ``async def``, with annotated parameters and a docstring that describes each of them.
+        name: name of the tool, by default that of the function.
+        isolated: whether calls run in worker processes; see :class:`IsolatedFunctionTool`.
+        timeout_s: seconds of a call in such a process.
+        memory_mb: memory of a call in such a process.
+    """
+
+    def mark(marked: Callable[..., Any]) -> Callable[..., Any]:
+        called = name or marked.__name__
+        make = partial(IsolatedFunctionTool, timeout_s=timeout_s, memory_mb=memory_mb) if isolated else FunctionTool
+        setattr(marked, _MARK, partial(make, name=called))
+        return marked
+
+    return mark if function is None else mark(function)
+
+
+class FunctionTool(BaseTool):
+    """A function as a tool. It has no state; what it returns becomes text.
+
+    A text is the answer as it is, a :class:`ToolResponse` too, a tuple is that of :meth:`BaseTool.execute`, and any
+    other value is written as JSON. A function that is not ``async`` runs in a thread.
+
+    Raises:
+        ConfigError: a parameter has no type or no description.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        self.function = function
+        super().__init__({}, schema_of_function(function, name))
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
+        """Call the function."""
+        result = await self.call(parameters)
+        if isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], ToolResponse):
+            return result
+        if isinstance(result, ToolResponse):
+            return result, 0.0, {}
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        return ToolResponse(text=text), 0.0, {}
+
+    async def call(self, parameters: dict[str, Any]) -> Any:
+        """Return what the function returns."""
+        if inspect.iscoroutinefunction(self.function):
+            return await self.function(**parameters)
+        return await in_thread(self.function, **parameters)
+
+
+class ToolProcessError(RuntimeError):
+    """A call of an isolated function failed, or ended its process."""
+
+
+class IsolatedFunctionTool(FunctionTool):
+    """A function that runs in worker processes, one for each core.
+
+    A call that takes longer than ``timeout_s`` or more memory than ``memory_mb`` is killed with all processes that it
+    has started. One that ends its process is made once more in a new one if the process had served other calls.
+    What the function returns travels between processes: texts, numbers, None, and lists and dicts of them.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str | None, timeout_s: float, memory_mb: int) -> None:
+        super().__init__(function, name)
+        workers = os.cpu_count() or 1
+        self.config = {"max_concurrent": workers, "timeout_s": timeout_s + SPARE_S}
+        self._pool = KillablePool(function, workers, Budget(timeout_s=timeout_s, memory_mb=memory_mb, kill_retries=0))
+
+    async def call(self, parameters: dict[str, Any]) -> Any:
+        """Return what the function returns.
+
+        Raises:
+            ToolTimeoutError: it took too long.
+            ToolProcessError: it raised, needed too much memory, or ended its process.
+        """
+        [result] = await asyncio.wrap_future(self._pool.submit([parameters]))
+        if result.status == "timeout":
+            raise ToolTimeoutError(result.message)
+        if result.status != "ok":
+            shown = result.message.strip().splitlines()[-1] if result.status == "error" else result.message
+            raise ToolProcessError(shown)
+        return result.value
+
+
+def schema_of_function(function: Callable[..., Any], name: str | None = None) -> OpenAIFunctionToolSchema:
+    """Make the description of a tool from the annotations and the docstring of a function.
+
+    Raises:
+        ConfigError: the annotations or the docstring lack something.
+    """
+    from verl.utils.transformers_private import UNDESCRIBED, get_json_schema  # needs torch
+
+    where = f"the tool {getattr(function, '__qualname__', function)} of {inspect.getsourcefile(function)}"
+    variable = [
+        one.name
+        for one in inspect.signature(function).parameters.values()
+        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY)
+    ]
+    if variable:
+        raise ConfigError(f"{where}: a model cannot give {', '.join(variable)}. Name every parameter of the function.")
+    try:
+        found = get_json_schema(function)
+    except (*UNDESCRIBED, TypeError, NameError) as error:
+        raise ConfigError(
+            f"{where} has no complete description: {error}. Annotate every parameter, and describe each under 'Args:' "
+            "of the docstring."
+        ) from error
+    described = found["function"]
+    for parameter in described["parameters"]["properties"].values():
+        _standard(parameter)
+    # A model that invents a parameter is told so.
+    parameters = {**described["parameters"], "additionalProperties": False}
+    return OpenAIFunctionToolSchema.model_validate(
+        {
+            "type": "function",
+            "function": {
+                "name": name or described["name"],
+                "description": described["description"],
+                "parameters": parameters,
+            },
+        }
+    )
+
+
+def _standard(parameter: dict[str, Any]) -> None:
+    """Write ``nullable``, which JSON schema does not have, as a type."""
+    if parameter.pop("nullable", False) and "type" in parameter:
+        kinds = parameter["type"] if isinstance(parameter["type"], list) else [parameter["type"]]
+        parameter["type"] = [*kinds, "null"]
+
+
+def load_function_tools(path: str) -> list[FunctionTool]:
+    """Make tools of the marked functions of a file, in the order in which they stand there.
+
+    Raises:
+        ConfigError: the file cannot be imported, has no marked function, or one of them is not described.
+    """
+    setting = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
+    module = load_module(path, setting)
+    marked = [value for value in vars(module).values() if inspect.isfunction(value) and hasattr(value, _MARK)]
+    if not marked:
+        raise ConfigError(
+            f"{setting}={path}: no function of {Path(path).name} is marked. Write @function_tool "
+            "(from verl.tools.function_tool import function_tool) above each tool."
+        )
+    return [getattr(function, _MARK)(function) for function in dict.fromkeys(marked)]

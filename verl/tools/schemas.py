@@ -1,0 +1,97 @@
+"""How a tool is described to a model, a call of it, and its answer; the forms of OpenAI's chat completions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class OpenAIFunctionPropertySchema(BaseModel):
+    """JSON schema of a parameter; keys that are not listed here (``items``, ``minimum``, ``anyOf``) are kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | list[str] | None = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(BaseModel):
+    """JSON schema of all parameters together, an object."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
+    required: list[str] = Field(default_factory=list)
+
+
+class OpenAIFunctionSchema(BaseModel):
+    """A function: its name, what it does, and its parameters."""
+
+    name: str
+    description: str = ""
+    parameters: OpenAIFunctionParametersSchema = Field(
+        default_factory=lambda: OpenAIFunctionParametersSchema(type="object", properties={}, required=[])
+    )
+    strict: bool = False
+
+
+class OpenAIFunctionToolSchema(BaseModel):
+    """A tool, as chat templates take it: :meth:`to_template`."""
+
+    type: str = "function"
+    function: OpenAIFunctionSchema
+
+    def to_template(self) -> dict[str, Any]:
+        """Return the dict that a chat template renders: only what was set."""
+        found = self.model_dump(exclude_unset=True, exclude_none=True)
+        return {"type": self.type, **found}
+
+
+class OpenAIFunctionParsedSchema(BaseModel):
+    """A call as a model wrote it: ``arguments`` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class OpenAIFunctionCallSchema(BaseModel):
+    """A call whose arguments are read."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class OpenAIFunctionToolCall(BaseModel):
+    """A call in a message of the assistant."""
+
+    id: str
+    type: str = "function"
+    function: OpenAIFunctionCallSchema
+
+
+class ToolResponse(BaseModel):
+    """What a tool answers: text, images, videos."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def initialize_request(cls, values: Any) -> Any:
+        """Refuse a single image or video in the place of a list."""
+        for key in ("image", "video"):
+            if isinstance(values, dict) and not isinstance(values.get(key), list | None):
+                raise ValueError(f"{key} must be a list, not {type(values[key]).__name__}: write {key}=[...].")
+        return values
+
+    def is_empty(self) -> bool:
+        """Whether there is no text, no image and no video."""
+        return not self.text and not self.image and not self.video
+
+    def is_text_only(self) -> bool:
+        """Whether there is text, and neither image nor video."""
+        return bool(self.text) and not self.image and not self.video

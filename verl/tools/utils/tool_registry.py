@@ -1,0 +1,89 @@
+"""Tools of a configuration file, and of a file of functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jsonschema import Draft202012Validator, SchemaError
+from pydantic import ValidationError
+
+from verl.base.import_utils import user_code
+from verl.errors import ConfigError
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import load_function_tools
+from verl.tools.schemas import OpenAIFunctionToolSchema
+from verl.utils.class_entries import load_class, read_entries
+
+KEYS = ("class_name", "config", "tool_schema", "mcp")
+TYPES = ("native", "mcp")
+
+
+def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
+    """Make the tools of a YAML file.
+
+    The file has a list ``tools``; each entry has ``class_name`` (``package.module.Class`` or ``file.py:Class``),
+    ``config`` (``type``: ``native``, the default, or ``mcp``, and what the class reads), and ``tool_schema``, which
+    a class that describes itself does without. An entry of the type ``mcp`` gives one tool for each tool of its
+    servers; see :mod:`verl.tools.mcp_base_tool`.
+
+    Raises:
+        ConfigError: the file, an entry, a class or a description is wrong.
+    """
+    path = Path(tools_config_file).expanduser()
+    tools: list[BaseTool] = []
+    for index, entry in enumerate(read_entries(path, "tool_config_path", "tools", KEYS)):
+        tools += _tools_of_entry(entry, f"{path}: tools[{index}]")
+    _check(tools, str(path))
+    return tools
+
+
+def initialize_tools(tool_config_path: str | None, function_tool_path: str | None = None) -> list[BaseTool]:
+    """Make the tools of ``tool_config_path`` and of ``function_tool_path``, each of which may be null.
+
+    Raises:
+        ConfigError: as in :func:`initialize_tools_from_config` and :func:`load_function_tools`; two tools of one name.
+    """
+    tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
+    tools += load_function_tools(function_tool_path) if function_tool_path else []
+    _check(tools, " and ".join(filter(None, (tool_config_path, function_tool_path))))
+    return tools
+
+
+def _tools_of_entry(entry: Mapping[str, Any], where: str) -> list[BaseTool]:
+    config = dict(entry.get("config") or {})
+    kind = config.get("type", "native")
+    if kind not in TYPES:
+        raise ConfigError(f"{where}: config.type='{kind}' is unknown. Known: {', '.join(TYPES)}.")
+    tool_class = load_class(entry.get("class_name"), BaseTool, where)
+    if kind == "mcp":
+        from verl.tools.mcp_base_tool import tools_of_servers  # needs the package mcp
+
+        return tools_of_servers(tool_class, config, entry.get("mcp") or {}, where)
+    try:
+        given = entry.get("tool_schema")
+        described = OpenAIFunctionToolSchema.model_validate(given) if given else None
+    except ValidationError as error:
+        raise ConfigError(f"{where}: the tool_schema is wrong: {error}") from error
+    try:
+        with user_code(f"{tool_class.__name__} cannot be made"):
+            return [tool_class(config=config, tool_schema=described)]
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _check(tools: list[BaseTool], where: str) -> None:
+    """Refuse two tools of one name, and descriptions that are no JSON schema."""
+    if twice := [name for name, number in Counter(tool.name for tool in tools).items() if number > 1]:
+        raise ConfigError(f"{where}: several tools are called {', '.join(twice)}. Give each a name of its own.")
+    for tool in tools:
+        assert tool.tool_schema is not None
+        try:
+            Draft202012Validator.check_schema(tool.tool_schema.to_template()["function"].get("parameters", {}))
+        except SchemaError as error:
+            raise ConfigError(
+                f"{where}: the parameters of the tool '{tool.name}' are no JSON schema: {error.message} "
+                f"(at {error.json_path})."
+            ) from error

@@ -1,0 +1,274 @@
+"""Settings that are derived from other settings, before the configuration is frozen.
+
+Sizes that depend on the length of the data set or on the device are in :mod:`verl.trainer.config.sizes`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from verl.algorithms import adv_needs, policy_loss_info
+from verl.config import Problem, RolloutConfig, RolloutCorrectionConfig
+from verl.config.rollout import OTHER_PROGRAMS
+from verl.errors import ConfigError
+from verl.trainer.config.keys import InactiveKey, Key, Tree, drop, get, put, same
+
+_ACTOR = "actor_rollout_ref.actor"
+_REF = "actor_rollout_ref.ref"
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+PAIRS: tuple[tuple[str, str], ...] = (
+    (f"{_ACTOR}.grad_clip", f"{_ACTOR}.optim.clip_grad"),
+    ("critic.grad_clip", "critic.optim.clip_grad"),
+    (f"{_ACTOR}.strategy", f"{_ACTOR}.fsdp_config.strategy"),
+    (f"{_REF}.strategy", f"{_REF}.fsdp_config.strategy"),
+    ("critic.strategy", "critic.model.fsdp_config.strategy"),
+    ("reward_model.strategy", "reward_model.model.fsdp_config.strategy"),
+)
+"""Pairs of keys for one setting; after loading, both hold the same value."""
+
+FORWARD_PASSES: tuple[tuple[str, str], ...] = (
+    (f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu", f"{_ACTOR}.ppo_micro_batch_size_per_gpu"),
+    (f"{_REF}.log_prob_micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+    ("reward_model.micro_batch_size_per_gpu", f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+)
+"""Sizes of passes without gradients, each with the one that it takes if it is null: what an update holds, fits."""
+
+BYPASS = "bypass_mode"
+"""Name of the policy loss that ``algorithm.rollout_correction.bypass_mode=true`` selects."""
+
+
+def derive(
+    tree: Tree,
+    raw: Tree,
+    keys: Mapping[str, Key],
+    inactive: Mapping[str, InactiveKey],
+    explicit: Collection[str],
+    problems: list[Problem],
+) -> list[str]:
+    """Fill in all derived values, in place.
+
+    Args:
+        tree: the configuration after interpolation; changed in place.
+        raw: the configuration before interpolation.
+        keys: path → field or section.
+        inactive: path → key that no code reads.
+        explicit: keys that the user set on the command line.
+        problems: list to which contradictions between two settings are appended.
+
+    Returns:
+        messages about settings that were changed or that have no effect.
+    """
+    for path, key in keys.items():
+        if key.meta.path:
+            value = get(tree, path)
+            put(tree, path, [expanded(v) for v in value] if isinstance(value, list) else expanded(value))
+    for one, other in PAIRS:
+        if one in keys and other in keys:
+            _make_equal(tree, keys, (one, other), explicit, problems)
+    for older in inactive.values():
+        if older.per_rank:
+            _per_rank(tree, raw, keys[older.per_rank], older, problems)
+    for path, key in keys.items():
+        # Without a value, the field's default factory copies the field that it follows (clip_ratio_low: clip_ratio).
+        if key.follows and path not in explicit and same(get(tree, path), key.default):
+            drop(tree, path)
+    told: list[str] = []
+    for rollout in [path for path, key in keys.items() if key.section is RolloutConfig]:
+        told += _engine(tree, keys, rollout, explicit)
+    _rows_in_driver(tree, keys, explicit)
+    if "algorithm.adv_estimator" in keys:
+        _forward_passes(tree)
+        told += _truncation(tree, explicit)
+        _algorithm(tree, problems)
+    return told
+
+
+def _forward_passes(tree: Tree) -> None:
+    for size, source in FORWARD_PASSES:
+        if get(tree, size) is None:
+            put(tree, size, get(tree, source))
+
+
+def expanded(path: Any) -> Any:
+    """Expand ``~`` and ``$VARIABLES`` in a path; return anything but a string unchanged."""
+    return os.path.expanduser(os.path.expandvars(path)) if isinstance(path, str) else path
+
+
+def _make_equal(
+    tree: Tree, keys: Mapping[str, Key], pair: tuple[str, str], explicit: Collection[str], problems: list[Problem]
+) -> None:
+    values = [get(tree, path, keys[path].default) for path in pair]
+    if same(values[0], values[1]):
+        return
+    chosen = [p for p, v in zip(pair, values, strict=True) if p in explicit or not same(v, keys[p].default)]
+    if len(chosen) == 2:
+        wrong = f"this is the same setting as {pair[1]}, which is set to {values[1]}"
+        problems.append(Problem(pair[0], values[0], wrong, remedy="give both the same value, or set only one"))
+        return
+    source = chosen[0] if chosen else pair[0]
+    for path in pair:
+        put(tree, path, get(tree, source))
+
+
+def _per_rank(tree: Tree, raw: Tree, per_rank: Key, older: InactiveKey, problems: list[Problem]) -> None:
+    """Derive a micro-batch size per rank from the older key, which counts sequences over all ranks."""
+    size = drop(tree, older.path)
+    if size is None:
+        return
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        wrong = "this value cannot be used here"
+        problems.append(Problem(older.path, size, wrong, "an integer >= 1, or null", f"set {per_rank.path} instead"))
+        return
+    default = per_rank.meta.interpolation
+    is_followed = default is not None and get(raw, per_rank.path) == default
+    now = get(tree, per_rank.path)
+    if not is_followed and not same(now, per_rank.default):
+        if not same(get(raw, older.path), older.yaml_default):
+            wrong = f"this counts sequences over all ranks, and {per_rank.path}={now} counts them per rank"
+            problems.append(Problem(older.path, size, wrong, remedy=f"set only {per_rank.path}"))
+        return
+    ranks = _ranks(tree)
+    if size % ranks:
+        wrong = f"it counts sequences over all ranks, and {ranks} ranks do not divide it"
+        remedy = f"set {per_rank.path} instead, which counts them per rank"
+        problems.append(Problem(older.path, size, wrong, f"multiples of {ranks}", remedy))
+        return
+    put(tree, per_rank.path, size // ranks)
+
+
+def _rows_in_driver(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:
+    """Read rows in the driver by default if a generator or a sampler follows the steps; processes would read ahead."""
+    workers = "data.dataloader_num_workers"
+    follows = any(get(tree, key) for key in ("data.datagen.path", "data.sampler.class_path", "data.sampler.class_name"))
+    if workers in keys and follows and workers not in explicit and same(get(tree, workers), keys[workers].default):
+        put(tree, workers, 0)
+
+
+def _ranks(tree: Mapping[str, Any]) -> int:
+    sizes = [get(tree, f"trainer.{name}", 1) for name in ("nnodes", "n_gpus_per_node")]
+    counts = [int(size) for size in sizes if str(size).isdigit() and int(size) > 0]
+    return counts[0] * counts[1] if len(counts) == 2 else 1
+
+
+_PROGRAMS_ONLY = (
+    "mode",
+    "enforce_eager",
+    "cudagraph_capture_sizes",
+    "data_parallel_size",
+    "expert_parallel_size",
+    "pipeline_model_parallel_size",
+    "load_format",
+    "limit_images",
+    "enable_chunked_prefill",
+    "disable_log_stats",
+    "scheduling_policy",
+    "multi_stage_wake_up",
+    "checkpoint_engine.update_weights_bucket_megabytes",
+)
+"""Settings of the rollout that only vLLM and SGLang read."""
+
+
+def _engine(tree: Tree, keys: Mapping[str, Key], rollout: str, explicit: Collection[str]) -> list[str]:
+    """Fit the tensor-parallel size to engine and machine unless it was set; tell which settings the engine ignores."""
+    key = f"{rollout}.tensor_model_parallel_size"
+    size, stages, ranks = (
+        get(tree, path, 1) for path in (key, f"{rollout}.pipeline_model_parallel_size", "trainer.n_gpus_per_node")
+    )
+    name, was_set = get(tree, f"{rollout}.name"), key in explicit or not same(size, keys[key].default)
+    if name in OTHER_PROGRAMS:
+        if (
+            was_set
+            or not all(isinstance(n, int) and n > 0 for n in (size, stages, ranks))
+            or ranks % (size * stages) == 0
+        ):
+            return []
+        put(tree, key, 1)
+        return [f"{key}: 1 and not {size}, the usual value, because trainer.n_gpus_per_node={ranks}"]
+    ignored = [f"{rollout}.{setting}" for setting in _PROGRAMS_ONLY]
+    ignored = [path for path in ignored if path in keys and not same(get(tree, path), keys[path].default)]
+    if was_set and not same(size, 1):
+        ignored.append(key)
+    if isinstance(size, int) and size > 0:  # else its type is reported
+        put(tree, key, 1)
+    told = []
+    if ignored:
+        told.append(f"no effect: {', '.join(ignored)} (only vllm and sglang read it, and {rollout}.name={name})")
+    caching = f"{rollout}.enable_prefix_caching"
+    if name == "hf" and caching in keys and not same(get(tree, caching), keys[caching].default):
+        told.append(f"no effect: {caching} ({rollout}.name=hf keeps nothing of earlier requests)")
+    return told
+
+
+def truncating(settings: Mapping[str, Any]) -> tuple[str, float] | None:
+    """Return the setting that truncates sampling in training and its neutral value, or None."""
+    if settings.get("do_sample") is False or settings.get("temperature") == 0:
+        return None
+    top_p, top_k, min_p = (
+        value if isinstance(value := settings.get(name), (int, float)) else off
+        for name, off in (("top_p", 1), ("top_k", -1), ("min_p", 0))
+    )
+    found = (("top_p", top_p < 1, 1), ("top_k", top_k > 0, -1), ("min_p", min_p > 0, 0))
+    return next(((name, off) for name, truncates, off in found if truncates), None)
+
+
+def _truncation(tree: Tree, explicit: Collection[str]) -> list[str]:
+    """Weigh truncated samples by default: they come from another distribution than the policy."""
+    correction = "algorithm.rollout_correction"
+    settings, chosen = get(tree, _ROLLOUT), get(tree, correction)
+    cut = truncating(settings) if isinstance(settings, Mapping) else None
+    key = f"{correction}.rollout_is"
+    if cut is None or not isinstance(chosen, Mapping) or chosen.get("rollout_is") is not None or key in explicit:
+        return []
+    if chosen.get("bypass_mode") is True and chosen.get("loss_type") == "ppo_clip":
+        return []  # the ratio that is clipped is the weight
+    loss = "reinforce" if chosen.get("bypass_mode") is True else get(tree, f"{_ACTOR}.policy_loss.loss_mode")
+    if loss != "reinforce" and not takes_weights(loss):
+        return []  # the rules tell that this gradient is biased
+    put(tree, key, "token")
+    return [
+        f"{key}: token, because {_ROLLOUT}.{cut[0]}={settings[cut[0]]} samples from a truncated "
+        "distribution; without these weights the gradient is biased"
+    ]
+
+
+def takes_weights(loss_mode: Any) -> bool:
+    """Whether a policy loss reads importance weights; true for an unknown loss, which the rules report."""
+    try:
+        return policy_loss_info(loss_mode).takes_weights
+    except ConfigError:
+        return True
+
+
+def _algorithm(tree: Tree, problems: list[Problem]) -> None:
+    """Derive the settings of actor and data that follow from the algorithm: seed, Σπ², rollout correction."""
+    if get(tree, "data.seed") is None:
+        # One seed for a run: the order of the prompts follows trainer.seed unless it has a seed of its own.
+        put(tree, "data.seed", get(tree, "trainer.seed"))
+    try:
+        reads_sum = "sum_pi_squared" in adv_needs(get(tree, "algorithm.adv_estimator")).columns
+    except ConfigError:
+        reads_sum = False  # the rules report an unknown estimator
+    if reads_sum:
+        put(tree, f"{_ACTOR}.calculate_sum_pi_squared", True)
+    correction = get(tree, "algorithm.rollout_correction")
+    if not isinstance(correction, Mapping) or correction.get("bypass_mode") is not True:
+        return
+    mode_key = f"{_ACTOR}.policy_loss.loss_mode"
+    mode = get(tree, mode_key)
+    if mode not in ("vanilla", BYPASS):
+        key = "algorithm.rollout_correction"
+        wrong = f"with {key}.bypass_mode=true the loss is {key}.loss_type"
+        remedy = "leave it out, or set bypass_mode=false"
+        problems.append(Problem(mode_key, mode, wrong, f"vanilla, {BYPASS}", remedy))
+    try:
+        settings = RolloutCorrectionConfig(**correction)
+    except ValidationError:
+        return  # validation of the algorithm section reports it
+    put(tree, mode_key, BYPASS)
+    for place in ("algorithm", f"{_ACTOR}.policy_loss"):
+        put(tree, f"{place}.rollout_correction", settings)

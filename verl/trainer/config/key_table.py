@@ -1,0 +1,598 @@
+"""Keys of other versions of verl: unused here, spelled differently, or without successor.
+
+``INACTIVE`` holds, for each section, keys that the YAML files contain because published scripts set them or refer to
+them in ``${...}``. A value that differs from the default here is refused (``not_yet``) or logged (``no_effect``).
+``ALIASES`` maps other spellings to keys; an alias of a section moves all its keys. ``RETIRED`` lists keys without a
+successor: harmless values are dropped, others refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.config import (
+    ActorConfig,
+    ActorRolloutRefConfig,
+    AgentLoopConfig,
+    BaseConfig,
+    BaseTrainerConfig,
+    CheckpointEngineConfig,
+    CriticConfig,
+    DataConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPCriticModelCfg,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    MultiTurnConfig,
+    PPOConfig,
+    RefConfig,
+    RewardModelConfig,
+    RewardModelModelConfig,
+    RolloutConfig,
+    SFTDataConfig,
+    TrainerConfig,
+)
+
+
+@dataclass(frozen=True)
+class Inactive:
+    """Keys of a section that no code reads, with one reason.
+
+    Attributes:
+        why: ``reason; remedy`` of a refusal, or the reason why a setting has no effect.
+        keys: dotted key below the section → its default in the YAML files (a value or an interpolation).
+        refused: whether another value is an error.
+        is_spelling: whether the keys are other spellings, of the keys given in ``ALIASES`` or ``per_rank``.
+        per_rank: key per rank that is derived from these keys, which count over all ranks.
+    """
+
+    why: str
+    keys: Mapping[str, Any]
+    refused: bool = False
+    is_spelling: bool = False
+    per_rank: str | None = None
+
+
+def not_yet(why: str, keys: Mapping[str, Any]) -> Inactive:
+    """Keys of features that this version lacks; a value other than the default is refused."""
+    return Inactive(why, keys, refused=True)
+
+
+def no_effect(why: str, keys: Mapping[str, Any]) -> Inactive:
+    """Keys that are accepted without changing any result; setting one logs a warning."""
+    return Inactive(why, keys)
+
+
+def older_form(key: str, default: str | None = None) -> Inactive:
+    """A micro-batch size in sequences over all ranks, from which ``{key}_per_gpu`` (per rank) is derived."""
+    why = f"older form of {key}_per_gpu, in sequences over all ranks"
+    return Inactive(why, {key: default}, is_spelling=True, per_rank=f"{key}_per_gpu")
+
+
+def older_name(key: str, new: str) -> Inactive:
+    """Another spelling (see ``ALIASES``) that the YAML files contain."""
+    return Inactive(f"older name of {new}", {key: None}, is_spelling=True)
+
+
+TOOLS_IN_A_FILE = (
+    "tools stand in a file of their own; name it in actor_rollout_ref.rollout.multi_turn.tool_config_path, and set "
+    "actor_rollout_ref.rollout.multi_turn.enable=true"
+)
+AGENT_LOOPS = (
+    "conversations are led by agent loops; write one, and name it in "
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+)
+_ALWAYS_FUSED = "log-probs and entropy always come from hidden states in slices, never from all logits at once"
+_UNCOMPILED = "this version runs its small kernels uncompiled; results are the same"
+_NO_SHM = "models and data are read from where they are, without a copy in shared memory"
+_NO_OFFLOAD = "activation offload is not in this version; use enable_gradient_checkpointing=true"
+_NO_LORA = "LoRA is not in this version; leave it at its default and train all parameters"
+_PART_OF_LORA = "part of LoRA, which is not in this version"
+_NO_TILED_MLP = "the tiled MLP is not in this version; use gradient checkpointing and smaller token budgets"
+_PART_OF_TILED_MLP = "part of the tiled MLP, which is not in this version"
+_NO_ULYSSES = "sequence parallelism is not in this version; set it to 1 and use dynamic batches for long sequences"
+_NO_PROFILER = "profilers are not in this version; leave it at its default (timing_s/* is always logged)"
+_PART_OF_PROFILING = "part of profiling, which is not in this version"
+
+_ROUTER_REPLAY = (
+    not_yet(
+        "router replay is not in this version; leave it disabled",
+        {
+            "router_replay.mode": "disabled",
+            "router_replay.record_file": None,
+            "router_replay.replay_file": None,
+        },
+    ),
+    no_effect(
+        "part of router replay, which is not in this version",
+        {"router_replay._target_": "verl.workers.config.RouterReplayConfig"},
+    ),
+)
+_MEMORY = "global_profiler.global_tool_config.torch_memory"
+_ACTOR_PROFILER = "actor_rollout_ref.actor.profiler"
+_PROFILER = {
+    "profiler._target_": "verl.utils.profiler.ProfilerConfig",
+    "profiler.tool": "${oc.select:global_profiler.tool,null}",
+    "profiler.all_ranks": False,
+    "profiler.ranks": [],
+    "profiler.save_path": "${oc.select:global_profiler.save_path,null}",
+}
+_TOOLS_OF_ACTOR = {"profiler.tool_config": f"${{oc.select:{_ACTOR_PROFILER}.tool_config,null}}"}
+_TOOLS = {
+    f"profiler.tool_config.{tool}.{key}": value
+    for tool, settings in {
+        "nsys": {
+            "_target_": "verl.utils.profiler.config.NsightToolConfig",
+            "discrete": "${oc.select:global_profiler.global_tool_config.nsys.discrete}",
+        },
+        "npu": {
+            "_target_": "verl.utils.profiler.config.NPUToolConfig",
+            "contents": [],
+            "level": "level0",
+            "analysis": True,
+            "discrete": False,
+        },
+        "torch": {
+            "_target_": "verl.utils.profiler.config.TorchProfilerToolConfig",
+            "contents": [],
+            "discrete": False,
+        },
+        "torch_memory": {
+            "_target_": "verl.utils.profiler.config.TorchMemoryToolConfig",
+            "trace_alloc_max_entries": f"${{oc.select:{_MEMORY}.trace_alloc_max_entries,100000}}",
+            "stack_depth": f"${{oc.select:{_MEMORY}.stack_depth,32}}",
+        },
+    }.items()
+    for key, value in settings.items()
+}
+_PROFILED = (
+    not_yet(_NO_PROFILER, {"profiler.enable": False}),
+    no_effect(_PART_OF_PROFILING, _PROFILER | _TOOLS),
+)
+_NSYS_OPTIONS = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": True, "cuda-graph-trace": "graph"}
+
+INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
+    PPOConfig: (
+        not_yet(_NO_PROFILER, {"global_profiler.tool": None, "global_profiler.steps": None}),
+        no_effect(
+            _PART_OF_PROFILING,
+            {
+                "global_profiler._target_": "verl.utils.profiler.ProfilerConfig",
+                "global_profiler.profile_continuous_steps": False,
+                "global_profiler.save_path": "outputs/profile",
+                "global_profiler.global_tool_config.nsys._target_": "verl.utils.profiler.config.NsightToolConfig",
+                "global_profiler.global_tool_config.nsys.discrete": False,
+                "global_profiler.global_tool_config.nsys.controller_nsight_options": _NSYS_OPTIONS,
+                "global_profiler.global_tool_config.nsys.worker_nsight_options": {
+                    **_NSYS_OPTIONS,
+                    "capture-range": "cudaProfilerApi",
+                    "capture-range-end": None,
+                    "kill": "none",
+                },
+                f"{_MEMORY}.trace_alloc_max_entries": 100_000,
+                f"{_MEMORY}.stack_depth": 32,
+                f"{_MEMORY}.context": "all",
+                f"{_MEMORY}.stacks": "all",
+                f"{_MEMORY}.kw_args": {},
+            },
+        ),
+        not_yet(
+            "the transfer queue is not in this version; set transfer_queue.enable=false",
+            {"transfer_queue.enable": False},
+        ),
+    ),
+    ActorRolloutRefConfig: (
+        not_yet(
+            "a rollout engine on ranks of its own is not in this version; set hybrid_engine=true",
+            {"hybrid_engine": True},
+        ),
+    ),
+    HFModelConfig: (
+        no_effect(_NO_SHM, {"use_shm": False}),
+        not_yet(_NO_OFFLOAD, {"enable_activation_offload": False}),
+        not_yet(_NO_LORA, {"lora_rank": 0, "lora_adapter_path": None}),
+        no_effect(_PART_OF_LORA, {"lora_alpha": 16, "target_modules": "all-linear", "exclude_modules": None}),
+        no_effect("Liger kernels are not in this version; the model's own give the same results", {"use_liger": False}),
+        no_effect(_ALWAYS_FUSED, {"use_fused_kernels": False, "fused_kernel_options.impl_backend": "torch"}),
+        not_yet(_NO_TILED_MLP, {"tiled_mlp.enabled": False}),
+        no_effect(_PART_OF_TILED_MLP, {"tiled_mlp.num_shards": 4}),
+        not_yet("multi-token prediction is not in this version; set mtp.enable=false", {"mtp.enable": False}),
+        no_effect(
+            "part of multi-token prediction, which is not in this version",
+            {
+                "mtp._target_": "verl.workers.config.MtpConfig",
+                "mtp.enable_train": False,
+                "mtp.enable_rollout": False,
+                "mtp.detach_encoder": False,
+                "mtp.mtp_loss_scaling_factor": 0.1,
+                "mtp.speculative_algorithm": "EAGLE",
+                "mtp.speculative_num_steps": 2,
+                "mtp.speculative_eagle_topk": 2,
+                "mtp.speculative_num_draft_tokens": 4,
+                "mtp.method": "mtp",
+                "mtp.num_speculative_tokens": 1,
+            },
+        ),
+    ),
+    ActorConfig: (
+        older_form("ppo_micro_batch_size"),
+        no_effect(
+            "actor_rollout_ref.rollout.n decides how many responses a prompt gets",
+            {"rollout_n": "${oc.select:actor_rollout_ref.rollout.n,1}"},
+        ),
+        not_yet("vision models are not in this version; set freeze_vision_tower=false", {"freeze_vision_tower": False}),
+        not_yet(
+            "sharing the prompt among siblings in training is not in this version; set it false",
+            {"use_prefix_grouper": False},
+        ),
+        no_effect(_UNCOMPILED, {"use_torch_compile": True}),
+        no_effect(
+            _ALWAYS_FUSED,
+            {"use_fused_kernels": "${oc.select:actor_rollout_ref.model.use_fused_kernels,false}"},
+        ),
+        *_PROFILED,
+        *_ROUTER_REPLAY,
+    ),
+    FSDPActorConfig: (
+        not_yet(_NO_ULYSSES, {"ulysses_sequence_parallel_size": 1}),
+        no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
+        no_effect(
+            "Σπ² is computed in slices and without a gradient, so that there is nothing to keep or to compute again",
+            {"sum_pi_squared_checkpointing": False},
+        ),
+    ),
+    RefConfig: (
+        older_form("log_prob_micro_batch_size"),
+        no_effect(
+            "actor_rollout_ref.rollout.n decides how many responses a prompt gets",
+            {"rollout_n": "${oc.select:actor_rollout_ref.rollout.n,1}"},
+        ),
+        no_effect(
+            _UNCOMPILED,
+            {"use_torch_compile": "${oc.select:actor_rollout_ref.actor.use_torch_compile,true}"},
+        ),
+        *_PROFILED,
+        *_ROUTER_REPLAY,
+        not_yet(
+            _NO_ULYSSES,
+            {
+                "ulysses_sequence_parallel_size": (
+                    "${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}"
+                ),
+            },
+        ),
+        no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
+    ),
+    FSDPEngineConfig: (
+        no_effect("FSDP1 only; FSDP2 always keeps the original parameters", {"use_orig_params": False}),
+        not_yet(_NO_ULYSSES, {"ulysses_sequence_parallel_size": 1}),
+        no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
+        no_effect(_UNCOMPILED, {"use_torch_compile": True}),
+    ),
+    FSDPOptimizerConfig: (older_name("warmup_style", "lr_scheduler_type"),),
+    MultiTurnConfig: (
+        no_effect("a conversation is repeated as rollout.n says", {"num_repeat_rollouts": None}),
+        not_yet(
+            "a history that is written anew makes several sequences of one trajectory, which are not in this version; "
+            "leave it false, and what the policy drew stays as it is",
+            {"use_inference_chat_template": False},
+        ),
+    ),
+    AgentLoopConfig: (
+        not_yet(
+            "servers of your own are not in this version; write an agent loop (agent.agent_loop_config_path) instead",
+            {"custom_async_server.path": None, "custom_async_server.name": None},
+        ),
+        no_effect(
+            "part of servers of your own, which are not in this version",
+            {"custom_async_server._target_": "verl.workers.config.CustomAsyncServerConfig"},
+        ),
+    ),
+    RolloutConfig: (
+        older_form("log_prob_micro_batch_size"),
+        no_effect(
+            "engines exchange token ids only; texts are made and looked for on the trainer's side",
+            {"skip_tokenizer_init": True},
+        ),
+        no_effect("no response is cut off to save time: all of a batch are finished", {"over_sample_rate": 0}),
+        no_effect("weights travel tensor by tensor already", {"layered_summon": False}),
+        no_effect("engines always return log-probs and the gap is always logged", {"calculate_log_probs": False}),
+        not_yet(
+            "rollout tracing is not in this version; use trainer.rollout_data_dir to keep all rollouts as jsonl",
+            {"trace.backend": None},
+        ),
+        no_effect(
+            "part of rollout tracing, which is not in this version",
+            {
+                "trace._target_": "verl.workers.config.TraceConfig",
+                "trace.token2text": False,
+                "trace.max_samples_per_step_per_worker": None,
+            },
+        ),
+        not_yet(
+            "replaying stored rollouts is not in this version; set skip_rollout=false",
+            {"skip_rollout": False},
+        ),
+        no_effect("part of skip_rollout, which is not in this version", {"skip_dump_dir": None}),
+        not_yet(_NO_PROFILER, {"profiler.enable": f"${{oc.select:{_ACTOR_PROFILER}.enable,false}}"}),
+        no_effect(
+            _PART_OF_PROFILING,
+            {
+                **_PROFILER,
+                "profiler.all_ranks": f"${{oc.select:{_ACTOR_PROFILER}.all_ranks,false}}",
+                "profiler.ranks": f"${{oc.select:{_ACTOR_PROFILER}.ranks,[]}}",
+                **_TOOLS_OF_ACTOR,
+            },
+        ),
+        not_yet(
+            "serving metrics to Prometheus is not in this version; set enable=false",
+            {"prometheus.enable": False},
+        ),
+        no_effect(
+            "part of serving metrics, which is not in this version",
+            {
+                "prometheus._target_": "verl.workers.config.PrometheusConfig",
+                "prometheus.port": 9090,
+                "prometheus.file": None,
+                "prometheus.served_model_name": "${oc.select:actor_rollout_ref.model.path,null}",
+            },
+        ),
+        not_yet(
+            "quantized rollout is not in this version; leave rollout.quantization null",
+            {"quantization": None},
+        ),
+        no_effect("part of quantized rollout, which is not in this version", {"quantization_config_file": None}),
+        not_yet(
+            "router replay is not in this version; set enable_rollout_routing_replay=false",
+            {"enable_rollout_routing_replay": False},
+        ),
+        not_yet(
+            "multi-token prediction is not in this version; leave it out",
+            {"mtp": "${oc.select:actor_rollout_ref.model.mtp, null}"},
+        ),
+    ),
+    CheckpointEngineConfig: (
+        not_yet(
+            "only the direct transfer (naive) is in this version; set checkpoint_engine.backend=naive",
+            {"backend": "naive"},
+        ),
+        no_effect("the direct transfer has no settings", {"engine_kwargs": {}}),
+    ),
+    DataConfig: (
+        older_name("tokenizer", "actor_rollout_ref.model.tokenizer_path"),
+        no_effect(_NO_SHM, {"use_shm": False}),
+        no_effect(
+            "images and videos are not in this version",
+            {"image_patch_size": 14, "return_multi_modal_inputs": True},
+        ),
+        no_effect(
+            "actor_rollout_ref.model.trust_remote_code holds for the tokenizer too",
+            {"trust_remote_code": False},
+        ),
+        not_yet(
+            "prompts are measured with the rollout's tools; set actor_rollout_ref.rollout.multi_turn.tool_config_path",
+            {"tool_config_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path, null}"},
+        ),
+    ),
+    SFTDataConfig: (
+        older_form("micro_batch_size"),
+        no_effect(_NO_SHM, {"use_shm": False}),
+    ),
+    CriticConfig: (older_form("ppo_micro_batch_size"), *_PROFILED),
+    FSDPCriticConfig: (
+        older_form("forward_micro_batch_size", "${oc.select:.ppo_micro_batch_size,null}"),
+        not_yet(_NO_ULYSSES, {"ulysses_sequence_parallel_size": 1}),
+    ),
+    FSDPCriticModelCfg: (
+        no_effect(_NO_SHM, {"use_shm": False}),
+        not_yet(_NO_OFFLOAD, {"enable_activation_offload": False}),
+        not_yet(_NO_LORA, {"lora_rank": 0}),
+        no_effect(_PART_OF_LORA, {"lora_alpha": 16, "target_modules": "all-linear"}),
+        not_yet(_NO_TILED_MLP, {"tiled_mlp.enabled": False}),
+        no_effect(_PART_OF_TILED_MLP, {"tiled_mlp.num_shards": 4}),
+    ),
+    RewardModelConfig: (
+        older_form("micro_batch_size"),
+        not_yet(
+            "serving a generative reward model is not in this version; leave it unset",
+            {"rollout.name": "???"},
+        ),
+        no_effect(
+            "part of serving a reward model, which is not in this version",
+            {
+                "rollout._target_": "verl.workers.config.RolloutConfig",
+                "rollout.prompt_length": 2048,
+                "rollout.response_length": 2048,
+                "rollout.dtype": "bfloat16",
+                "rollout.gpu_memory_utilization": 0.5,
+                "rollout.enforce_eager": True,
+                "rollout.cudagraph_capture_sizes": None,
+                "rollout.free_cache_engine": True,
+                "rollout.data_parallel_size": 1,
+                "rollout.expert_parallel_size": 1,
+                "rollout.tensor_model_parallel_size": 2,
+                "rollout.max_num_batched_tokens": 8192,
+                "rollout.max_model_len": None,
+                "rollout.max_num_seqs": 1024,
+                "rollout.load_format": "auto",
+                "rollout.engine_kwargs": {},
+                "rollout.limit_images": None,
+                "rollout.enable_chunked_prefill": True,
+                "rollout.enable_prefix_caching": True,
+                "rollout.disable_log_stats": True,
+                "rollout.skip_tokenizer_init": False,
+            },
+        ),
+        not_yet(_NO_ULYSSES, {"ulysses_sequence_parallel_size": 1}),
+        no_effect("reward managers are called by the driver in this version", {"use_reward_loop": True}),
+        not_yet(
+            "reward loops are not in this version; use reward_model.reward_manager",
+            {"reward_loop_source": "register", "reward_loop_module_path": None, "reward_loop_class_name": None},
+        ),
+        not_yet(_NO_PROFILER, {"profiler.enable": False}),
+        no_effect(_PART_OF_PROFILING, _PROFILER | _TOOLS_OF_ACTOR),
+    ),
+    RewardModelModelConfig: (
+        no_effect(_NO_SHM, {"use_shm": False}),
+        no_effect(_ALWAYS_FUSED, {"use_fused_kernels": "${actor_rollout_ref.model.use_fused_kernels}"}),
+    ),
+    BaseTrainerConfig: (
+        not_yet(
+            "remote folders are not in this version; leave it null and copy trainer.default_local_dir yourself",
+            {"default_hdfs_dir": None},
+        ),
+    ),
+    TrainerConfig: (
+        not_yet(
+            "saving before an instance expires is not in this version; use trainer.save_freq",
+            {"esi_redundant_time": 0},
+        ),
+        not_yet("it was replaced; set trainer.max_actor_ckpt_to_keep=1", {"remove_previous_ckpt_in_save": False}),
+        not_yet(_NO_PROFILER, {"profile_steps": None}),
+        no_effect("Ray reports ranks that do not start", {"ray_wait_register_center_timeout": 300}),
+        no_effect(
+            "there is one implementation of the workers, whatever it says",
+            {"use_legacy_worker_impl": "auto"},
+        ),
+    ),
+}
+"""Section → its inactive keys, which its subclasses have too."""
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Another spelling ``old`` of ``new`` (``key[i]`` is one item of a list); ``values`` maps old values to new."""
+
+    old: str
+    new: str
+    values: Mapping[Any, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Retired:
+    """Keys without successor: ``harmless`` values are dropped, others refused with ``reason; remedy``, or logged.
+
+    Attributes:
+        pattern: the key or section, as a shell pattern.
+        refused: whether a value that is not harmless is an error; otherwise it has no effect, for this ``reason``.
+    """
+
+    pattern: str
+    reason: str
+    harmless: tuple[Any, ...] = (None, False, [], {})
+    refused: bool = True
+
+
+def _of_optimizer(optim: str) -> tuple[Alias, ...]:
+    return (
+        Alias(f"{optim}.beta1", f"{optim}.betas[0]"),
+        Alias(f"{optim}.beta2", f"{optim}.betas[1]"),
+        Alias(f"{optim}.warmup_style", f"{optim}.lr_scheduler_type"),
+        Alias(f"{optim}.lr_scheduler", f"{optim}.lr_scheduler_type"),
+        Alias(f"{optim}.lr_decay_style", f"{optim}.lr_scheduler_type"),
+        Alias(f"{optim}.warmup_steps_ratio", f"{optim}.lr_warmup_steps_ratio"),
+    )
+
+
+ALIASES: tuple[Alias, ...] = (
+    *_of_optimizer("actor_rollout_ref.actor.optim"),
+    *_of_optimizer("critic.optim"),
+    *_of_optimizer("optim"),
+    Alias(
+        "algorithm.policy_loss_fn",
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        {"ppo": "vanilla", "grpo": "vanilla"},
+    ),
+    Alias("algorithm.kl_ctl.init_kl_coef", "algorithm.kl_ctrl.kl_coef"),
+    Alias("algorithm.kl_ctl", "algorithm.kl_ctrl"),
+    Alias("actor_rollout_ref.actor.policy_loss.rollout_correction", "algorithm.rollout_correction"),
+    Alias("data.chat_template", "actor_rollout_ref.model.custom_chat_template"),
+    Alias("actor_rollout_ref.model.torch_dtype", "actor_rollout_ref.actor.fsdp_config.model_dtype"),
+    Alias("data.tokenizer", "actor_rollout_ref.model.tokenizer_path"),
+    Alias("actor_rollout_ref.rollout.max_response_length", "data.max_response_length"),
+    Alias("actor_rollout_ref.rollout.multi_turn.max_turns", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
+    Alias(
+        "actor_rollout_ref.rollout.update_weights_bucket_megabytes",
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",
+    ),
+    Alias("actor_rollout_ref.actor.checkpoint.contents", "actor_rollout_ref.actor.checkpoint.save_contents"),
+    Alias("critic.checkpoint.contents", "critic.checkpoint.save_contents"),
+    Alias("reward_model.custom_reward_function", "custom_reward_function"),
+    Alias("reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg"),
+    Alias("reward_model.max_concurrent", "reward_model.reward_kwargs.max_concurrent"),
+    Alias("reward_model.max_rpm", "reward_model.reward_kwargs.max_rpm"),
+    Alias("reward_model.max_tpm", "reward_model.reward_kwargs.max_tpm"),
+    Alias("reward_model.estimated_tokens_per_request", "reward_model.reward_kwargs.estimated_tokens_per_request"),
+    Alias("reward_model.timeout", "reward_model.timeout_s"),
+    Alias("reward.custom_reward_function", "custom_reward_function"),
+    Alias("reward.reward_manager", "reward_manager"),
+    Alias("reward.reward_model.model_path", "reward_model.model.path"),
+    Alias("reward.reward_model", "reward_model"),
+    Alias("reward", "reward_model"),
+    Alias("trainer.val_generations_to_log_to_wandb", "trainer.log_val_generations"),
+    Alias("ray_init", "ray_kwargs.ray_init"),
+    # the supervised trainer
+    Alias("model.partial_pretrain", "model.path"),
+    Alias("model.strategy", "engine.strategy"),
+    Alias("model.fsdp_config.cpu_offload", "engine.offload_policy"),
+    Alias("model.fsdp_config", "engine"),
+    Alias("ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size"),
+    Alias("use_remove_padding", "model.use_remove_padding"),
+    Alias("data.multiturn.messages_key", "data.messages_key"),
+    Alias("data.multiturn.tools_key", "data.tools_key"),
+    Alias("data.multiturn.enable_thinking_key", "data.enable_thinking_key"),
+    Alias("actor_rollout_ref.actor.policy_loss.rollout_correction", "algorithm.rollout_correction"),
+    Alias("data.chat_template", "model.custom_chat_template"),
+    Alias("trainer.checkpoint", "checkpoint"),
+)
+
+OLD_DEFAULTS: Mapping[str, tuple[Any, Any]] = {"trainer.resume_from_path": (False, None)}
+"""Key → default of earlier versions, which public scripts still set, and the value that means the same now."""
+
+OLD_CAP = (
+    "this cap has moved; set algorithm.rollout_correction.rollout_is=token and "
+    "algorithm.rollout_correction.rollout_is_threshold to the cap"
+)
+OLD_CORRECTION = (
+    "these settings have a section of their own, with other values; set rollout_is (token, sequence), "
+    "rollout_is_threshold, rollout_rs and rollout_rs_threshold in algorithm.rollout_correction"
+)
+NO_FIRE = "sampling the first token hot is not in this version; leave it out"
+
+RETIRED: tuple[Retired, ...] = (
+    Retired("tools", TOOLS_IN_A_FILE),
+    Retired("actor_rollout_ref.rollout.tools", TOOLS_IN_A_FILE),
+    Retired(
+        "actor_rollout_ref.rollout.interactions",
+        "simulated users are listed in a YAML file; set actor_rollout_ref.rollout.multi_turn.interaction_config_path",
+    ),
+    Retired("actor_rollout_ref.rollout.multi_turn.completion_callback", AGENT_LOOPS),
+    Retired("actor_rollout_ref.rollout.chat_scheduler", AGENT_LOOPS),
+    Retired("actor_rollout_ref.rollout.use_fire_sampling", NO_FIRE),
+    Retired(
+        "actor_rollout_ref.rollout.sglang_rollout_mode",
+        "actor_rollout_ref.rollout.mode decides whether the engine is a server",
+        (None, "local"),
+        refused=False,
+    ),
+    Retired(
+        "actor_rollout_ref.rollout.server",
+        "a request may take as long as the server works, and a server that hangs is replaced: see start_timeout_s, "
+        "hang_timeout_s and answer_timeout_s in actor_rollout_ref.rollout.engine_kwargs",
+        (None,),
+        refused=False,
+    ),
+    Retired("actor_rollout_ref.actor.tis_imp_ratio_cap", OLD_CAP, (None, -1)),
+    Retired("algorithm.rollout_is*", OLD_CORRECTION),
+    Retired("algorithm.rollout_rs*", OLD_CORRECTION),
+    Retired("*.fsdp_config.grad_offload", "gradients stay with their parameters; use param_offload=true instead"),
+    Retired("*.megatron", "Megatron is not in this version; leave it out and use strategy=fsdp2"),
+    Retired("trainer.use_v1", "there is one trainer; leave it out", (None, True, False)),
+    Retired("trainer.v1.trainer_mode", "only the synchronous trainer is in this version; use sync", (None, "sync")),
+    Retired("distillation", "distillation is not in this version; leave it out"),
+    Retired("data.multiturn.enable", "data.messages_key chooses conversations", (None, True, False)),
+)

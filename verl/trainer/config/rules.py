@@ -1,0 +1,421 @@
+"""Rules that involve several sections or a registry, all checked before any model loads.
+
+A rule is a generator of problems. Rules of one section are in its class (``BaseConfig.problems``); rules about
+files on disk are in :mod:`verl.trainer.config.rules_files`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verl import algorithms
+from verl.algorithms import rollout_correction as correction
+from verl.base.registry import suggest
+from verl.config import (
+    ActorConfig,
+    BaseConfig,
+    DPOConfig,
+    EvalConfig,
+    FSDPEngineConfig,
+    GenerationConfig,
+    PPOConfig,
+    Problem,
+    RMConfig,
+    RolloutConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
+from verl.config.agent import SINGLE_TURN
+from verl.config.rollout import OTHER_PROGRAMS
+from verl.errors import ConfigError
+from verl.trainer.config import rules_files as files
+from verl.trainer.config import rules_sizes as sizes
+from verl.trainer.config.derive import BYPASS, takes_weights, truncating
+from verl.trainer.config.rules_sizes import needs_critic
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils.dataset.build import SAMPLERS
+from verl.utils.reward_score import FORMATS, SCORERS
+from verl.workers.reward_manager import get_reward_manager_cls
+
+Problems = Iterator[Problem]
+
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
+LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"
+GAP_LIMIT = "trainer.max_rollout_actor_probs_diff"
+
+
+def broken_rules(config: Any, data_only: bool = False) -> list[Problem]:
+    """Return all problems of a typed configuration, of an entry point or of one section.
+
+    ``data_only`` checks data and tokenizer.
+    """
+    rules: tuple[Callable[[Any], Problems], ...]
+    if data_only:
+        rules = (files.data_files, files.tokenizer, files.own_code)
+        rules += (order_of_rows,) if isinstance(config, PPOConfig) else ()
+        sections = section_problems(config["data"], "data")
+    else:
+        # A section by itself has no rules that involve others.
+        rules, sections = RULES.get(type(config), ()), section_problems(config)
+    return [*(problem for rule in rules for problem in rule(config)), *sections]
+
+
+def section_problems(section: BaseConfig, path: str = "") -> Problems:
+    """Yield the problems of a section's own fields and of all its subsections."""
+    yield from section.problems(path)
+    for name, value in section.items():
+        if isinstance(value, BaseConfig):
+            yield from section_problems(value, f"{path}.{name}".lstrip("."))
+
+
+# ---- algorithm and loss ----------------------------------------------------------------------------
+
+
+def estimator(config: PPOConfig) -> Problems:
+    """The advantage estimator exists, and has what it needs: several responses per prompt, values, no KL in rewards."""
+    name, n = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    key = "algorithm.adv_estimator"
+    try:
+        function = algorithms.get_adv_estimator_fn(name)
+    except ConfigError as error:
+        yield Problem(key, name, str(error), remedy="register your own with @register_adv_est before the run starts")
+        return
+    needs = algorithms.adv_needs(name)
+    columns = needs.columns
+    if config.algorithm.use_kl_in_reward and needs.no_kl_in_reward:
+        wrong = f"{key}={name} cannot have KL in the reward: {needs.no_kl_in_reward}"
+        remedy = "put the KL into the loss: actor_rollout_ref.actor.use_kl_loss=true"
+        yield Problem("algorithm.use_kl_in_reward", True, wrong, "false", remedy)
+    if config.algorithm.rollout_correction.bypass_mode and "sum_pi_squared" in columns:
+        wrong = f"{key}={name} reads Σπ², which the skipped pass of the actor would compute"
+        yield Problem(f"{CORRECTION}.bypass_mode", True, wrong, "false")
+    if "index" in columns and n == 1 and function.__module__.startswith("verl."):
+        yield Problem(
+            "actor_rollout_ref.rollout.n",
+            n,
+            f"{key}={name} compares the responses of one prompt; with one response the advantage is its reward, "
+            "without a baseline",
+            "at least 2, usual are 4 to 16",
+            "set rollout.n, or choose an estimator without siblings: gae, reinforce_plus_plus, remax",
+            advice=True,
+        )
+    if "values" in columns and config.critic.enable is False:
+        remedy = "set critic.enable=true, or choose an estimator without values: grpo, rloo, reinforce_plus_plus"
+        yield Problem("critic.enable", False, f"{key}={name} reads the critic's values", remedy=remedy)
+
+
+def dynamic_sampling(config: PPOConfig) -> Problems:
+    """Dynamic sampling has a metric to compare, several responses per prompt, and scores in time."""
+    chosen, data, key = config.algorithm.filter_groups, config.data, "algorithm.filter_groups.metric"
+    if not chosen.enable:
+        if data.gen_batch_size not in (None, data.train_batch_size):
+            wrong = "more prompts than a step trains on are only sampled with dynamic sampling"
+            remedy = "leave it null, or set algorithm.filter_groups.enable=true"
+            yield Problem("data.gen_batch_size", data.gen_batch_size, wrong, remedy=remedy)
+        return
+    if chosen.metric is None:
+        remedy = f"set {key}=seq_reward, or acc if the reward function returns it"
+        yield Problem(key, None, "dynamic sampling must know what has to differ", remedy=remedy)
+    if chosen.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
+        wrong = "with algorithm.use_kl_in_reward=true all final rewards differ, and nothing is filtered"
+        yield Problem(key, chosen.metric, wrong, "seq_reward, score, acc", f"set {key}=seq_reward")
+    if config.reward_model.launch_reward_fn_async:
+        wrong = "dynamic sampling needs the scores before it goes on"
+        yield Problem("reward_model.launch_reward_fn_async", True, wrong, "false")
+    n = config.actor_rollout_ref.rollout.n
+    if n == 1:
+        wrong = "dynamic sampling compares the responses of one prompt, and there is one"
+        yield Problem("actor_rollout_ref.rollout.n", n, wrong, "at least 2")
+
+
+def losses(config: PPOConfig) -> Problems:
+    """The policy loss exists and has what it needs; advise against KL in both reward and loss."""
+    actor = config.actor_rollout_ref.actor
+    try:
+        algorithms.get_policy_loss_fn(actor.policy_loss.loss_mode)
+    except ConfigError as error:
+        key, remedy = "policy_loss.loss_mode", "register your own with @register_policy_loss before the run starts"
+        yield Problem(f"actor_rollout_ref.actor.{key}", actor.policy_loss.loss_mode, str(error), remedy=remedy)
+    else:
+        yield from policy_loss(actor)
+    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield Problem(
+            "algorithm.use_kl_in_reward",
+            True,
+            "the divergence from the reference is penalised twice, here and in actor.use_kl_loss",
+            remedy="keep one of them, unless that is what you want",
+            advice=True,
+        )
+
+
+def policy_loss(actor: ActorConfig) -> Problems:
+    """The chosen policy loss (a registered one) works with ``loss_agg_mode`` and with token selection by entropy."""
+    settings, mode = actor.policy_loss, actor.loss_agg_mode
+    name, info = settings.loss_mode, algorithms.policy_loss_info(actor.policy_loss.loss_mode)
+    if info.modes is not None and mode not in info.modes:
+        wrong = (
+            f"policy_loss.loss_mode={name} makes no sense with it: it would divide out the lengths that the loss has"
+        )
+        remedy = f"the paper's is {info.paper_mode}" if info.paper_mode else ""
+        yield Problem(f"{ACTOR}.loss_agg_mode", mode, wrong, ", ".join(info.modes), remedy)
+    elif info.paper_mode is not None and mode != info.paper_mode and info.modes is None:
+        yield Problem(
+            f"{ACTOR}.loss_agg_mode",
+            mode,
+            f"the paper of policy_loss.loss_mode={name} ({info.paper}) has {info.paper_mode}, which releases of verl "
+            "take whatever is set; here the setting counts",
+            remedy=f"set loss_agg_mode={info.paper_mode}, unless this is what you want",
+            advice=True,
+        )
+    if settings.top_entropy_quantile < 1 and not info.takes_weights:
+        wrong = f"policy_loss.loss_mode={name} has no parameter rollout_is_weights, by which tokens are taken out"
+        remedy = "add the parameter to your loss, or keep all tokens"
+        yield Problem(f"{ACTOR}.policy_loss.top_entropy_quantile", settings.top_entropy_quantile, wrong, "1", remedy)
+
+
+# ---- rollout ---------------------------------------------------------------------------------------
+
+
+def rollout_correction(config: PPOConfig) -> Problems:
+    """Thresholds match their criteria, and every setting has an effect in the chosen mode."""
+    chosen = config.algorithm.rollout_correction
+    try:
+        correction.parse_is_threshold(chosen.rollout_is_threshold)
+    except ConfigError as error:
+        yield Problem(f"{CORRECTION}.rollout_is_threshold", chosen.rollout_is_threshold, str(error))
+    if chosen.rollout_rs is not None:
+        try:
+            correction.parse_criteria(chosen.rollout_rs, chosen.rollout_rs_threshold)
+        except ConfigError as error:
+            yield Problem(f"{CORRECTION}.rollout_rs", chosen.rollout_rs, str(error))
+    elif chosen.rollout_rs_threshold is not None:
+        remedy = f"name a criterion in {CORRECTION}.rollout_rs, or leave it null"
+        wrong = "nothing is rejected without a criterion"
+        yield Problem(f"{CORRECTION}.rollout_rs_threshold", chosen.rollout_rs_threshold, wrong, remedy=remedy)
+    if chosen.rollout_is_batch_normalize and chosen.rollout_is is None:
+        remedy = f"set {CORRECTION}.rollout_is=token or sequence"
+        yield Problem(f"{CORRECTION}.rollout_is_batch_normalize", True, "there are no weights", "false", remedy)
+    yield from _bypass(config) if chosen.bypass_mode else _decoupled(config)
+
+
+def _decoupled(config: PPOConfig) -> Problems:
+    chosen, loss_mode = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    if chosen.loss_type != "ppo_clip":
+        wrong = f"it is the loss of the bypass mode; without it {LOSS_MODE} is the loss"
+        remedy = f"set {CORRECTION}.bypass_mode=true, or leave it at ppo_clip"
+        yield Problem(f"{CORRECTION}.loss_type", chosen.loss_type, wrong, remedy=remedy)
+    if loss_mode == BYPASS:
+        wrong = "this loss takes the rollout's log-probs for the old ones, and the trainer computes its own"
+        remedy = f"set {CORRECTION}.bypass_mode=true, which chooses this loss by itself"
+        yield Problem(LOSS_MODE, loss_mode, wrong, remedy=remedy)
+    if chosen.rollout_is is not None and not takes_weights(loss_mode):
+        wrong = f"{LOSS_MODE}={loss_mode} has no parameter rollout_is_weights, so no weight would reach it"
+        remedy = "add the parameter to your loss, or leave it null"
+        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, wrong, remedy=remedy)
+
+
+def _bypass(config: PPOConfig) -> Problems:
+    chosen = config.algorithm.rollout_correction
+    if chosen.rollout_is_batch_normalize and chosen.rollout_is is not None:
+        wrong = (
+            "in the bypass mode weights are made inside the loss, which sees one micro-batch: their mean, and with it "
+            "every gradient, would depend on how the batch is cut and dealt to ranks"
+        )
+        remedy = f"set it to false, or {CORRECTION}.bypass_mode=false, which normalises over the whole batch"
+        yield Problem(f"{CORRECTION}.rollout_is_batch_normalize", True, wrong, "false", remedy)
+    if chosen.rollout_is is not None and chosen.loss_type == "ppo_clip":
+        wrong = f"it has no effect with {CORRECTION}.loss_type=ppo_clip, whose clipped ratio is the importance weight"
+        remedy = "leave it null, or set loss_type=reinforce"
+        yield Problem(f"{CORRECTION}.rollout_is", chosen.rollout_is, wrong, remedy=remedy, advice=True)
+    actor = config.actor_rollout_ref.actor
+    wrong = "in the bypass mode the trainer computes no old log-probs, and so no entropy"
+    if actor.policy_loss.top_entropy_quantile < 1:
+        key = "actor_rollout_ref.actor.policy_loss.top_entropy_quantile"
+        yield Problem(key, actor.policy_loss.top_entropy_quantile, wrong, "1", f"or set {CORRECTION}.bypass_mode=false")
+    if actor.entropy_target is not None:
+        key = "actor_rollout_ref.actor.entropy_target"
+        yield Problem(key, actor.entropy_target, wrong, "null", f"or set {CORRECTION}.bypass_mode=false")
+    if config.trainer.max_rollout_actor_probs_diff is not None:
+        wrong = "in the bypass mode the trainer computes no old log-probs, so there is nothing to compare"
+        remedy = f"leave it null, or set {CORRECTION}.bypass_mode=false"
+        yield Problem(GAP_LIMIT, config.trainer.max_rollout_actor_probs_diff, wrong, "null", remedy)
+
+
+def truncated_sampling(config: PPOConfig) -> Problems:
+    """Training corrects for truncated sampling, and log-probs are those of the distribution sampled from."""
+    rollout, chosen = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    cut = truncating(rollout)
+    if cut is None:
+        if rollout.logprobs_mode == "raw_logprobs" and rollout.do_sample and rollout.temperature not in (0, 1):
+            yield _raw(rollout, f"{ROLLOUT}.temperature={rollout.temperature}")
+        return
+    name, off = cut
+    key, value = f"{ROLLOUT}.{name}", rollout[name]
+    if rollout.logprobs_mode == "raw_logprobs":
+        yield _raw(rollout, f"{key}={value}")
+    corrects = chosen.rollout_is is not None or (chosen.bypass_mode and chosen.loss_type == "ppo_clip")
+    if not corrects:
+        yield Problem(
+            key,
+            value,
+            "the samples then come from a truncated distribution μ, not from the policy π, and a gradient that takes "
+            "them for samples of π is biased",
+            remedy=f"set {key}={off} for training (validation may truncate: val_kwargs.{name}), or weigh the samples "
+            f"by π/μ with {CORRECTION}.rollout_is=token, or clip against μ with {CORRECTION}.bypass_mode=true",
+            advice=True,
+        )
+    limit = config.trainer.max_rollout_actor_probs_diff
+    if limit is not None:
+        wrong = f"with {key}={value} the rollout's probabilities are larger than the trainer's by design"
+        yield Problem(GAP_LIMIT, limit, wrong, "null", f"leave it null, or set {key}={off}")
+
+
+def _raw(rollout: RolloutConfig, because: str) -> Problem:
+    wrong = f"these are not the log-probs of the distribution that was sampled from ({because})"
+    return Problem(
+        f"{ROLLOUT}.logprobs_mode",
+        rollout.logprobs_mode,
+        wrong,
+        "processed_logprobs",
+        f"set {ROLLOUT}.logprobs_mode=processed_logprobs",
+    )
+
+
+# ---- rewards, data, placement ----------------------------------------------------------------------
+
+
+def rewards(config: PPOConfig) -> Problems:
+    """Reward manager and scorer exist, and only one scorer is chosen for all rows."""
+    manager, model = config.reward_manager, config.reward_model
+    if manager.source == "register":
+        try:
+            get_reward_manager_cls(manager.name)
+        except ConfigError as error:
+            remedy = "use a known one, or your own with reward_manager.source=importlib"
+            yield Problem("reward_manager.name", manager.name, str(error), remedy=remedy)
+    known = sorted({*FORMATS, *SCORERS.names()})
+    if model.reward_format is not None and model.reward_format not in FORMATS and model.reward_format not in SCORERS:
+        wrong = f"there is no such scorer.{suggest(model.reward_format, known)}"
+        yield Problem("reward_model.reward_format", model.reward_format, wrong, ", ".join(known))
+    if model.reward_format is not None and config.custom_reward_function.path is not None:
+        wrong = f"custom_reward_function.path={config.custom_reward_function.path} scores all rows already"
+        yield Problem("reward_model.reward_format", model.reward_format, wrong, remedy="keep one of the two")
+
+
+def critic_warmup(config: PPOConfig) -> Problems:
+    """Only a critic can be warmed up."""
+    steps = config.trainer.critic_warmup
+    if steps > 0 and not needs_critic(config):
+        wrong = f"there is no critic to warm up (algorithm.adv_estimator={config.algorithm.adv_estimator})"
+        yield Problem("trainer.critic_warmup", steps, wrong, "0", "set it to 0, or critic.enable=true")
+
+
+def engines(config: PPOConfig | SupervisedConfig) -> Problems:
+    """The size of a sharding group divides the ranks, and trained models do not use fp16."""
+    sections: dict[str, FSDPEngineConfig] = {}
+    if isinstance(config, PPOConfig):
+        roles = config.actor_rollout_ref
+        sections["actor_rollout_ref.actor.fsdp_config"] = roles.actor.fsdp_config
+        if need_reference_policy(config):
+            sections["actor_rollout_ref.ref.fsdp_config"] = roles.ref.fsdp_config
+        if needs_critic(config):
+            sections["critic.model.fsdp_config"] = config.critic.model.fsdp_config
+    else:
+        sections["engine"] = config.engine
+    ranks = config.trainer.ranks
+    for name, engine in sections.items():
+        size = engine.fsdp_size
+        if size == 0 or (0 < size < ranks and ranks % size):
+            yield Problem(f"{name}.fsdp_size", size, f"it does not divide {ranks} ranks", f"divisors of {ranks}, or -1")
+        if not engine.forward_only:
+            for key in ("dtype", "model_dtype"):
+                if engine[key] in ("fp16", "float16"):
+                    wrong = "gradients underflow in fp16"
+                    yield Problem(f"{name}.{key}", engine[key], wrong, "bfloat16, fp32")
+
+
+def order_of_rows(config: PPOConfig) -> Problems:
+    """The built-in sampler exists, and rows are not read ahead of the steps that it learns from."""
+    data, sampler = config.data, config.data.sampler
+    if sampler.class_path is not None or sampler.class_name is None:
+        return
+    if sampler.class_name not in SAMPLERS:
+        wrong = f"there is no such sampler.{suggest(sampler.class_name, list(SAMPLERS))}"
+        remedy = "set data.sampler.class_path too for a class of your own"
+        yield Problem("data.sampler.class_name", sampler.class_name, wrong, ", ".join(SAMPLERS), remedy)
+    else:
+        yield from data.reads_ahead("data", f"data.sampler.class_name={sampler.class_name}")
+
+
+def engine_groups(config: PPOConfig | GenerationConfig) -> Problems:
+    """The ranks that share a rollout engine are on one machine."""
+    is_ppo = isinstance(config, PPOConfig)
+    rollout, path = (config.actor_rollout_ref.rollout, ROLLOUT) if is_ppo else (config.rollout, "rollout")
+    size, per_node = (
+        rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size,
+        config.trainer.n_gpus_per_node,
+    )
+    if rollout.name in OTHER_PROGRAMS and per_node % size:
+        key = f"{path}.tensor_model_parallel_size"
+        yield Problem(
+            key,
+            rollout.tensor_model_parallel_size,
+            f"so many ranks of one machine share an engine, and it does not divide trainer.n_gpus_per_node={per_node}",
+            "a divisor of it",
+            f"set {key}=1, where the model fits on one device",
+        )
+
+
+def agent_loops(config: PPOConfig) -> Problems:
+    """Agent loops get the messages of the prompt."""
+    loop = config.actor_rollout_ref.rollout.default_agent_loop
+    if loop != SINGLE_TURN and not config.data.return_raw_chat:
+        wrong = f"the agent loop {loop} answers prompts by their messages"
+        yield Problem("data.return_raw_chat", False, wrong, "true")
+
+
+def one_response(config: GenerationConfig) -> Problems:
+    """A prompt gets one response each, without tools."""
+    rollout = config.rollout
+    if rollout.default_agent_loop != SINGLE_TURN:
+        wrong = "main_generation answers each prompt by one response"
+        key = "rollout.multi_turn.enable" if rollout.multi_turn.enable else "rollout.agent.default_agent_loop"
+        remedy = "leave it out; validation (trainer.val_only=true) answers by agent loops"
+        yield Problem(key, rollout.default_agent_loop, wrong, SINGLE_TURN, remedy)
+
+
+_SUPERVISED = (files.data_files, files.models, files.own_code, files.output_folders, engines)
+
+RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
+    PPOConfig: (
+        files.data_files,
+        files.validation_files,
+        files.models,
+        files.own_code,
+        files.output_folders,
+        sizes.mini_batches,
+        sizes.actor_passes,
+        sizes.other_passes,
+        sizes.lengths,
+        order_of_rows,
+        engines,
+        estimator,
+        dynamic_sampling,
+        losses,
+        engine_groups,
+        agent_loops,
+        rollout_correction,
+        truncated_sampling,
+        rewards,
+        critic_warmup,
+    ),
+    SFTConfig: (*_SUPERVISED, sizes.sft_batches),
+    RMConfig: (*_SUPERVISED, sizes.preference_batches),
+    DPOConfig: (*_SUPERVISED, sizes.preference_batches, files.reference),
+    GenerationConfig: (files.generation_files, files.models, engine_groups, one_response),
+    EvalConfig: (files.evaluation_files, files.own_code),
+}
+"""Root section → the rules of its entry point."""

@@ -1,0 +1,230 @@
+"""Rules about files: data, models and the user's own code exist, output folders can be written to."""
+
+from __future__ import annotations
+
+import ast
+import glob
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from verl.base.registry import suggest
+from verl.config import DPOConfig, EvalConfig, GenerationConfig, PPOConfig, Problem, SupervisedConfig
+from verl.trainer.config.rules_sizes import needs_critic
+from verl.utils import model_files
+from verl.utils.dataset.files import SUFFIXES
+
+Problems = Iterator[Problem]
+
+_REMOTE = re.compile(r"^[a-z0-9]+://", re.IGNORECASE)
+
+
+def data_files(config: PPOConfig | SupervisedConfig) -> Problems:
+    """Training and validation files exist and have a known format."""
+    if config.data.custom_cls.path is not None:
+        return  # a custom dataset class may read any format
+    if not config.data.train_files:
+        yield Problem("data.train_files", None, "there is nothing to train on", remedy="name at least one file")
+    for key in ("train_files", "val_files"):
+        for path in config.data[key] or ():
+            yield from _data_file(f"data.{key}", path)
+    if both := {os.path.realpath(path) for path in config.data.train_files}.intersection(
+        os.path.realpath(path) for path in config.data.val_files or ()
+    ):
+        wrong = "the run trains on this file too, so that validation shows what was learned by heart"
+        yield Problem("data.val_files", sorted(both)[0], wrong, remedy="hold rows out of training", advice=True)
+
+
+def validation_files(config: PPOConfig) -> Problems:
+    """A validation file is named."""
+    if config.data.custom_cls.path is None and not config.data.val_files:
+        yield Problem("data.val_files", None, "there is nothing to validate on", remedy="name at least one file")
+
+
+def generation_files(config: GenerationConfig) -> Problems:
+    """The file of prompts exists, and the output file can be written."""
+    if config.data.path is None:
+        yield Problem("data.path", None, "it must be set", remedy="name the file of prompts")
+    else:
+        yield from _data_file("data.path", config.data.path)
+    if config.data.output_path is None:
+        yield Problem("data.output_path", None, "it must be set", remedy="name the file to write")
+    else:
+        yield from _folder("data.output_path", str(Path(config.data.output_path).parent))
+
+
+def evaluation_files(config: EvalConfig) -> Problems:
+    """The file of responses exists."""
+    if config.data.path is None:
+        yield Problem("data.path", None, "it must be set", remedy="name the file that main_generation wrote")
+    else:
+        yield from _data_file("data.path", config.data.path)
+
+
+def models(config: PPOConfig | SupervisedConfig | GenerationConfig) -> Problems:
+    """Local folders of models and tokenizers exist; names on the hub are not checked."""
+    ppo = isinstance(config, PPOConfig)
+    model, prefix = (config.actor_rollout_ref.model, "actor_rollout_ref.model") if ppo else (config.model, "model")
+    paths = {f"{prefix}.path": model.path}
+    folders = {f"{prefix}.tokenizer_path": model.tokenizer_path, f"{prefix}.hf_config_path": model.hf_config_path}
+    if ppo and needs_critic(config):
+        paths["critic.model.path"] = config.critic.model.path
+    if ppo and config.reward_model.enable:
+        paths["reward_model.model.path"] = config.reward_model.model.path
+    for key, path in paths.items():
+        yield from _model(key, path, "config.json", has_weights=True)
+    for key, path in folders.items():
+        if path is not None and path not in paths.values():
+            yield from _model(key, path, None)
+    yield from _tokenizer(prefix, model)
+
+
+def reference(config: DPOConfig) -> Problems:
+    """The local folder of the reference exists; a name on the hub is not checked."""
+    if config.ref.path is not None:
+        yield from _model("ref.path", config.ref.path, "config.json", has_weights=True)
+
+
+def tokenizer(config: PPOConfig | SupervisedConfig) -> Problems:
+    """The local folder of the tokenizer exists; no model is needed there."""
+    ppo = isinstance(config, PPOConfig)
+    model, prefix = (config.actor_rollout_ref.model, "actor_rollout_ref.model") if ppo else (config.model, "model")
+    key = "path" if model.tokenizer_path is None else "tokenizer_path"
+    yield from _model(f"{prefix}.{key}", model[key], None)
+    yield from _tokenizer(prefix, model)
+
+
+def own_code(config: PPOConfig | SupervisedConfig | EvalConfig) -> Problems:
+    """Files of the user's own code exist and define the class or function that is named."""
+    wanted: list[tuple[str, str | None, str, str | None]] = []
+    if isinstance(config, (PPOConfig, EvalConfig)):
+        function = config.custom_reward_function
+        wanted.append(("custom_reward_function.path", function.path, "custom_reward_function.name", function.name))
+    if isinstance(config, (PPOConfig, SupervisedConfig)):
+        cls = config.data.custom_cls
+        wanted.append(("data.custom_cls.path", cls.path, "data.custom_cls.name", cls.name))
+    if isinstance(config, PPOConfig):
+        sampler, manager = config.data.sampler, config.reward_manager
+        wanted.append(("data.sampler.class_path", sampler.class_path, "data.sampler.class_name", sampler.class_name))
+        datagen = config.data.datagen
+        wanted.append(("data.datagen.path", datagen.path, "data.datagen.name", datagen.name))
+        if manager.source == "importlib":
+            module = manager.module
+            wanted.append(("reward_manager.module.path", module.path, "reward_manager.module.name", module.name))
+            if module.path is None:
+                remedy = "set it to the file of your class, or set reward_manager.source=register"
+                yield Problem("reward_manager.module.path", None, "it must be set with source=importlib", remedy=remedy)
+    for path_key, path, name_key, name in wanted:
+        if path is not None:
+            yield from _code(path_key, path, name_key, name)
+
+
+def output_folders(config: PPOConfig | SupervisedConfig) -> Problems:
+    """Folders that the run writes to can be created and are writable."""
+    trainer = config.trainer
+    folders = {"trainer.default_local_dir": trainer.default_local_dir if trainer.saves else None}
+    if isinstance(config, PPOConfig):
+        folders["trainer.rollout_data_dir"] = config.trainer.rollout_data_dir
+        folders["trainer.validation_data_dir"] = config.trainer.validation_data_dir
+    for key, path in folders.items():
+        if path is not None:
+            yield from _folder(key, path)
+
+
+def _data_file(key: str, path: str) -> Problems:
+    if _REMOTE.match(path):
+        wrong = "remote files are not in this version"
+        yield Problem(key, path, wrong, remedy="copy the file to a local disk and name that")
+    elif not Path(path).exists() and (found := sorted(glob.glob(path, recursive=True))):
+        for name in found:
+            yield from _data_file(key, name)
+    elif not Path(path).is_file():
+        wrong = "there is no such file" if not Path(path).is_dir() else "this is a folder, not a file"
+        yield Problem(key, path, f"{wrong} (looked in {Path(path).absolute().parent})", remedy=_data_remedy(path))
+    elif not path.endswith(SUFFIXES):
+        yield Problem(key, path, "the format is not known", ", ".join(SUFFIXES), "convert the file or rename it")
+
+
+def _data_remedy(path: str) -> str:
+    folder = Path(path).parent
+    there = sorted(p.name for p in folder.iterdir() if p.suffix in SUFFIXES)[:5] if folder.is_dir() else []
+    if there:
+        return f"the folder has {', '.join(there)}"
+    return "make it with one of examples/data_preprocess/*.py, or correct the path"
+
+
+def _is_local(path: str) -> bool:
+    return path.startswith(("/", "./", "../", "~")) or Path(path).exists()
+
+
+def _model(key: str, path: str, must_have: str | None, has_weights: bool = False) -> Problems:
+    folder = Path(path).expanduser()
+    if _REMOTE.match(path):
+        yield Problem(key, path, "remote models are not in this version", remedy="copy the model to a local disk")
+    elif not _is_local(path):
+        return
+    elif not folder.is_dir():
+        remedy = "name a folder that holds a model, or a model of the Hugging Face hub such as Qwen/Qwen3-0.6B"
+        yield Problem(key, path, "there is no such folder", remedy=remedy)
+    elif must_have and not (folder / must_have).is_file():
+        yield Problem(key, path, f"the folder has no {must_have}", remedy="name a folder in the Hugging Face format")
+    elif has_weights and (wrong := model_files.weights_problem(folder)):
+        yield Problem(key, path, wrong, remedy="name the folder of a whole model")
+    elif wrong := model_files.file_problem(folder):
+        yield Problem(key, path, wrong, remedy="mend the file, or name another folder")
+
+
+def _tokenizer(prefix: str, model: Any) -> Problems:
+    """The local folder of the tokenizer holds one; a damaged file of it is a problem of the folder."""
+    key = "path" if model.tokenizer_path is None else "tokenizer_path"
+    folder = Path(model[key]).expanduser()
+    if _is_local(model[key]) and folder.is_dir() and (wrong := model_files.tokenizer_problem(folder)):
+        remedy = f"set {prefix}.tokenizer_path to a folder that holds it, or copy its files there"
+        yield Problem(f"{prefix}.{key}", model[key], wrong, remedy=remedy)
+
+
+def _code(path_key: str, path: str, name_key: str, name: str | None) -> Problems:
+    if name is None:
+        yield Problem(name_key, None, f"it must be set with {path_key}", remedy=f"name what {path} holds")
+    elif not path.endswith(".py"):
+        return  # a module: imported, and checked, only where it is used
+    elif not Path(path).is_file():
+        remedy = "give the path of a Python file, or a module that Python can import"
+        yield Problem(
+            path_key, path, f"there is no such file (looked in {Path(path).absolute().parent})", remedy=remedy
+        )
+    else:
+        names, has_star = _names_in(Path(path))
+        if name not in names and not has_star:
+            wrong = f"{path} does not define it.{suggest(name, sorted(names))}"
+            yield Problem(name_key, name, wrong, remedy=f"set {name_key} to a function or class of that file")
+
+
+def _names_in(path: Path) -> tuple[set[str], bool]:
+    """Return the names that a Python file defines or imports, and whether it has a star import."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):  # ValueError: null bytes, in some versions of Python
+        return set(), True  # no problem here: importing the file shows the error with its line
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names, "*" in names
+
+
+def _folder(key: str, path: str) -> Problems:
+    try:
+        os.makedirs(path, exist_ok=True)
+        writable = os.access(path, os.W_OK)
+        why = "it is not writable"
+    except OSError as error:
+        writable, why = False, f"the folder cannot be made ({error.strerror})"
+    if not writable:
+        yield Problem(key, path, why, remedy="choose a folder that you may write to")

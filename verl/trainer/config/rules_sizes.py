@@ -1,0 +1,177 @@
+"""Rules about sizes: ranks share batches equally, passes hold the longest sequence, lengths agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from verl.config import PPOConfig, PreferenceConfig, Problem, SFTConfig
+from verl.errors import ConfigError
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+Problems = Iterator[Problem]
+
+
+def needs_critic(config: PPOConfig) -> bool:
+    """Whether a critic is trained; false for an unknown estimator, which another rule reports."""
+    try:
+        return need_critic(config)
+    except ConfigError:
+        return False
+
+
+def mini_batches(config: PPOConfig) -> Problems:
+    """A step splits into equal mini-batches, and a mini-batch into equal shares for the ranks."""
+    ranks, n = config.trainer.ranks, config.actor_rollout_ref.rollout.n
+    prompts = config.data.train_batch_size
+    sections: list[tuple[str, Any]] = [("actor_rollout_ref.actor", config.actor_rollout_ref.actor)]
+    if needs_critic(config) and config.critic.ppo_mini_batch_size != config.actor_rollout_ref.actor.ppo_mini_batch_size:
+        sections.append(("critic", config.critic))
+    for name, section in sections:
+        key, size = f"{name}.ppo_mini_batch_size", section.ppo_mini_batch_size
+        if prompts % size:
+            yield Problem(
+                key,
+                size,
+                f"it does not divide data.train_batch_size={prompts}; every mini-batch must have the same number "
+                "of prompts",
+                f"divisors of {prompts}, nearest {_near(size, prompts)}",
+            )
+        elif (size * n) % ranks:
+            yield Problem(
+                key,
+                size,
+                f"with rollout.n={n} a mini-batch has {size * n} responses, which {ranks} ranks cannot share equally",
+                _shareable(size, prompts, n, ranks),
+                "change the mini-batch, rollout.n or the number of ranks",
+            )
+
+
+def actor_passes(config: PPOConfig) -> Problems:
+    """The micro-batches of the updates of actor and critic are set, divide a rank's share, and hold any sequence."""
+    sections: list[tuple[str, Any]] = [("actor_rollout_ref.actor", config.actor_rollout_ref.actor)]
+    if needs_critic(config):
+        sections.append(("critic", config.critic))
+    ranks, n = config.trainer.ranks, config.actor_rollout_ref.rollout.n
+    for name, section in sections:
+        keys = (f"{name}.ppo_micro_batch_size_per_gpu", f"{name}.use_dynamic_bsz", f"{name}.ppo_max_token_len_per_gpu")
+        values = (section.ppo_micro_batch_size_per_gpu, section.use_dynamic_bsz, section.ppo_max_token_len_per_gpu)
+        yield from _passes(keys, values, _longest(config))
+        responses, micro = section.ppo_mini_batch_size * n, values[0]
+        if micro is None or section.use_dynamic_bsz or responses % ranks:
+            continue
+        share = responses // ranks
+        if share % micro:
+            yield Problem(
+                keys[0],
+                micro,
+                f"it does not divide the {share} responses of a mini-batch on one rank "
+                f"({section.ppo_mini_batch_size} prompts × {n} responses ÷ {ranks} ranks)",
+                f"divisors of {share}, nearest {_near(micro, share)}",
+                f"or set {name}.use_dynamic_bsz=true, which fills passes by tokens",
+            )
+
+
+def other_passes(config: PPOConfig) -> Problems:
+    """The micro-batches of passes for log-probs, values and scores are set and hold the longest sequence."""
+    longest = _longest(config)
+    roles = config.actor_rollout_ref
+    sections: list[tuple[str, Any]] = [("actor_rollout_ref.rollout", roles.rollout)]
+    if need_reference_policy(config):
+        sections.append(("actor_rollout_ref.ref", roles.ref))
+    for name, section in sections:
+        names = ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu")
+        yield from _passes([f"{name}.{key}" for key in names], [getattr(section, key) for key in names], longest)
+    if config.reward_model.enable:
+        names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
+        values = [getattr(config.reward_model, key) for key in names]
+        yield from _passes([f"reward_model.{key}" for key in names], values, longest)
+    critic = config.critic
+    if needs_critic(config) and critic.use_dynamic_bsz and critic.forward_max_token_len_per_gpu < longest:
+        yield _too_few_tokens("critic.forward_max_token_len_per_gpu", critic.forward_max_token_len_per_gpu, longest)
+
+
+def lengths(config: PPOConfig) -> Problems:
+    """The rollout engine and the data agree on lengths."""
+    rollout, data = config.actor_rollout_ref.rollout, config.data
+    for key, engine, limit in (
+        ("prompt_length", rollout.prompt_length, data.max_prompt_length),
+        ("response_length", rollout.response_length, data.max_response_length),
+    ):
+        if engine != limit:
+            wrong = f"it differs from data.max_{key}={limit}"
+            remedy = f"set data.max_{key} and leave this one to follow it"
+            yield Problem(f"actor_rollout_ref.rollout.{key}", engine, wrong, remedy=remedy)
+    if rollout.max_model_len is not None and rollout.max_model_len < _longest(config):
+        yield _too_few_tokens("actor_rollout_ref.rollout.max_model_len", rollout.max_model_len, _longest(config))
+    asked = rollout.val_kwargs.max_tokens
+    if asked is not None and asked > rollout.response_length:
+        wrong = f"it is longer than data.max_response_length={rollout.response_length}"
+        yield Problem(
+            "actor_rollout_ref.rollout.val_kwargs.max_tokens", asked, wrong, f"1 to {rollout.response_length}"
+        )
+
+
+def sft_batches(config: SFTConfig) -> Problems:
+    """The ranks share a batch equally, and micro-batches divide a rank's share and hold the longest sequence."""
+    data, ranks = config.data, config.trainer.ranks
+    if data.train_batch_size % ranks:
+        wrong = f"{ranks} ranks cannot share it equally"
+        yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {ranks}")
+        return
+    keys = ("data.micro_batch_size_per_gpu", "data.use_dynamic_bsz", "data.max_token_len_per_gpu")
+    yield from _passes(keys, [getattr(data, key.removeprefix("data.")) for key in keys], data.max_length)
+    share, micro = data.train_batch_size // ranks, data.micro_batch_size_per_gpu
+    if not data.use_dynamic_bsz and micro is not None and share % micro:
+        yield Problem(
+            keys[0],
+            micro,
+            f"it does not divide the {share} sequences of a batch on one rank",
+            f"divisors of {share}, nearest {_near(micro, share)}",
+            "or set data.use_dynamic_bsz=true, which fills passes by tokens",
+        )
+
+
+def preference_batches(config: PreferenceConfig) -> Problems:
+    """The ranks share a batch of pairs equally, and a pass holds the longest pair."""
+    data, ranks = config.data, config.trainer.ranks
+    if data.train_batch_size % ranks:
+        wrong = f"{ranks} ranks cannot share these pairs equally"
+        yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {ranks}")
+    names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
+    # Both sides of a pair are in one pass.
+    yield from _passes([f"data.{name}" for name in names], [data[name] for name in names], 2 * data.max_length)
+
+
+def _passes(keys: Any, values: Any, longest: int) -> Problems:
+    """Check one kind of pass; ``keys`` and ``values`` are micro-batch size, ``use_dynamic_bsz``, token budget."""
+    micro, dynamic, budget = values
+    if dynamic and budget < longest:
+        yield _too_few_tokens(keys[2], budget, longest)
+    if not dynamic and micro is None:
+        remedy = f"set it to the sequences of one pass on one rank, or set {keys[1]}=true to fill passes by tokens"
+        yield Problem(keys[0], None, f"it must be set while {keys[1]}=false", "an integer >= 1", remedy)
+
+
+def _too_few_tokens(key: str, budget: int, longest: int) -> Problem:
+    wrong = f"the longest sequence has {longest} tokens and must fit"
+    return Problem(key, budget, wrong, f"at least {longest}", f"set {key}={longest} or more, or shorten the sequences")
+
+
+def _longest(config: PPOConfig) -> int:
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def _near(size: int, whole: int) -> str:
+    """Name the divisors of ``whole`` around ``size``, such as "64 and 128"."""
+    below = next((d for d in range(min(size, whole), 0, -1) if whole % d == 0), None)
+    above = next((d for d in range(size, whole + 1) if whole % d == 0), None)
+    return " and ".join(dict.fromkeys(str(d) for d in (below, above) if d is not None))
+
+
+def _shareable(size: int, prompts: int, n: int, ranks: int) -> str:
+    good = [d for d in range(1, prompts + 1) if prompts % d == 0 and (d * n) % ranks == 0]
+    near = sorted(sorted(good, key=lambda d: abs(d - size))[:2])
+    return f"divisors d of {prompts} for which {ranks} divides d·{n}" + (
+        f", nearest {' and '.join(map(str, near))}" if near else "; there is none, change data.train_batch_size"
+    )

@@ -1,0 +1,270 @@
+"""Translate the user's keys to fields: move other spellings, refuse unknown keys, remove inactive ones.
+
+Other spellings are moved before ``${...}`` is resolved, so that an interpolation sees a value set under another
+spelling. Inactive keys are checked after it, because their resolved values decide.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.base import env
+from verl.config import BaseConfig, Problem
+from verl.config.problems import shown
+from verl.trainer.config.key_table import ALIASES, OLD_DEFAULTS, RETIRED, Alias
+from verl.trainer.config.keys import (
+    InactiveKey,
+    Key,
+    Tree,
+    all_inactive,
+    default_tree,
+    drop,
+    flat,
+    get,
+    iter_keys,
+    merged,
+    nearest,
+    put,
+    same,
+)
+
+_MISSING = object()
+
+
+def _is_or_is_below(path: str, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(path, pattern) or fnmatch.fnmatchcase(path, f"{pattern}.*")
+
+
+@dataclass(frozen=True)
+class Translator:
+    """Translates the configuration of one entry point; see :meth:`translate`.
+
+    Attributes:
+        explicit: keys that the user set on the command line, also those set to their default.
+        problems: list to which everything that cannot be used is appended.
+    """
+
+    root: type[BaseConfig]
+    keys: Mapping[str, Key]
+    inactive: Mapping[str, InactiveKey]
+    explicit: Collection[str]
+    problems: list[Problem]
+    spelt: dict[str, str] = field(default_factory=dict)
+    """Key → the other spelling under which it was set."""
+
+    @classmethod
+    def of(cls, root: type[BaseConfig], explicit: Collection[str], problems: list[Problem]) -> Translator:
+        """Make the translator of an entry point from the root section of its configuration."""
+        return cls(root, {key.path: key for key in iter_keys(root)}, all_inactive(root), explicit, problems)
+
+    def translate(self, cfg: DictConfig | Mapping[str, Any]) -> tuple[Tree, Tree, list[str]]:
+        """Translate a composed configuration, or a plain dict with any part of it; the rest has its defaults.
+
+        Returns:
+            the configuration with the keys of the sections alone, the same before interpolation and with all keys,
+            and messages about settings without effect.
+        """
+        given: Any = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else cfg
+        raw = merged(default_tree(self.root), given)
+        self.names(raw)
+        tree = self._resolved(raw)
+        return tree, raw, self.values(tree, raw)
+
+    def names(self, tree: Tree) -> None:
+        """Move other spellings to their keys, in place."""
+        self._restore_sections(tree)
+        for alias in ALIASES:
+            if self._leads_somewhere(alias):
+                self._apply(alias, tree)
+        for path, (old, now) in OLD_DEFAULTS.items():
+            if path in self.keys and get(tree, path) is old:
+                put(tree, path, now)
+        self._take_from_environment(tree)
+
+    def values(self, tree: Tree, raw: Tree) -> list[str]:
+        """Remove unknown, retired and inactive keys and ``_target_`` from the resolved ``tree``, in place.
+
+        Args:
+            tree: the configuration after interpolation.
+            raw: the configuration before interpolation.
+
+        Returns:
+            messages about settings without effect, one for each reason.
+        """
+        self._take_out_dotted(tree)
+        by_reason: dict[str, list[str]] = {}
+        for path, value in list(flat(tree)):
+            if not self._belongs(path):
+                drop(tree, path)
+                if reason := self._judge(path, value):
+                    by_reason.setdefault(reason, []).append(path)
+        for path, key in self.inactive.items():
+            if key.per_rank:
+                continue  # it has an effect: the size per rank is derived from it
+            value, written = drop(tree, path), get(raw, path)
+            if same(written, key.yaml_default) or same(value, self._left_alone(key, raw)):
+                continue
+            if not key.refused:
+                by_reason.setdefault(key.why, []).append(path)
+            elif value is not None:
+                self._refuse(path, value, key.why)
+        for path, field_key in self.keys.items():
+            if reason := field_key.meta.refuse_values.get(str(get(tree, path))):
+                self._refuse(path, get(tree, path), reason)
+                put(tree, path, field_key.default)
+        return [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
+
+    def _resolved(self, raw: Tree) -> Tree:
+        """Resolve ``${...}``; report one that cannot be resolved, and give its key the default."""
+        config = OmegaConf.create(raw)
+        tried: set[str] = set()
+        while True:
+            try:
+                tree: Tree = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
+                break
+            except OmegaConfBaseException as error:
+                path = error.full_key or ""
+                if path in tried:
+                    raise
+                tried.add(path)
+                stated = self.keys.get(path) or self.inactive.get(path)
+                if stated is None or get(raw, path) != stated.yaml_default:  # else its source is reported
+                    wrong = str(error).splitlines()[0]
+                    self.problems.append(
+                        Problem(path, get(raw, path), wrong, remedy="name an existing key, or give a value")
+                    )
+                OmegaConf.update(config, path, self.keys[path].default if path in self.keys else None, merge=False)
+        for path, value in list(flat(tree)):
+            if value == "???" and path in self.keys:
+                put(tree, path, self.keys[path].default)
+        return tree
+
+    def _judge(self, path: str, value: Any) -> str | None:
+        """Report an unknown or retired key; return the reason why a retired key that is not refused has no effect."""
+        parent, _, name = path.rpartition(".")
+        retired = next((r for r in RETIRED if _is_or_is_below(path, r.pattern)), None)
+        if retired is not None:
+            if any(same(value, harmless) for harmless in retired.harmless):
+                return None
+            if not retired.refused:
+                return retired.reason
+            self._refuse(path, value, retired.reason)
+        elif name == "_target_" and (parent == "" or self._is_section(parent)):
+            target = getattr(self.keys[parent].section, "hydra_target", None) if parent else None
+            if target is not None and value != target:
+                wrong = "another class cannot be put in place of a section"
+                self.problems.append(Problem(path, value, wrong, target, "leave _target_ out"))
+        else:
+            near = nearest(path, self._leaf_paths() + [alias.old for alias in ALIASES])
+            remedy = f"did you mean {near}?" if near else "remove it"
+            self.problems.append(Problem(path, value, "there is no such key", remedy=remedy))
+        return None
+
+    def _left_alone(self, key: InactiveKey, raw: Tree) -> Any:
+        """Return the default of an inactive key, its interpolation resolved."""
+        if not str(key.yaml_default).startswith("${"):
+            return key.yaml_default
+        value = OmegaConf.create(raw | {"left_alone": key.yaml_default})["left_alone"]
+        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+    def _refuse(self, path: str, value: Any, reason: str) -> None:
+        wrong, _, remedy = reason.partition("; ")
+        self.problems.append(Problem(path, value, wrong, remedy=remedy))
+
+    def _leaf_paths(self) -> list[str]:
+        return [path for path, key in self.keys.items() if key.section is None] + list(self.inactive)
+
+    def _is_section(self, path: str) -> bool:
+        return path in self.keys and self.keys[path].section is not None
+
+    def _belongs(self, path: str) -> bool:
+        """Whether ``path`` is a key, or is inside a key that holds a free dict."""
+        if path in self.keys:
+            return True
+        while path and not self._is_section(path):
+            if path in self.keys or path in self.inactive:
+                return True
+            path = path.rpartition(".")[0]
+        return False
+
+    def _restore_sections(self, tree: Tree) -> None:
+        """Report sections that a value has replaced, and restore their defaults."""
+        for path, key in self.keys.items():
+            value = get(tree, path, key.yaml_default)
+            is_absent = value is None and key.takes_null
+            is_section = isinstance(value, Mapping) or same(value, key.yaml_default) or str(value).startswith("${")
+            if key.section is not None and not is_section and not is_absent:
+                remedy = "set the keys below it"
+                wrong = "this is a section, it cannot be replaced by a value"
+                self.problems.append(Problem(path, value, wrong, remedy=remedy))
+                put(tree, path, default_tree(key.section, key.default) if key.default is not None else None)
+
+    def _take_out_dotted(self, tree: Tree) -> None:
+        """Remove and report names with dots, which a YAML file can contain."""
+        for path in ["", *(path for path, key in self.keys.items() if key.section is not None)]:
+            section = get(tree, path) if path else tree
+            for name in [name for name in section if "." in name] if isinstance(section, dict) else []:
+                remedy = f"write {name.replace('.', ': {')}: ...{'}' * name.count('.')}, section by section"
+                shown_path = f"{path}.'{name}'".lstrip(".")
+                self.problems.append(Problem(shown_path, section.pop(name), "a name has no dots", "", remedy))
+
+    def _take_from_environment(self, tree: Tree) -> None:
+        """Fill in what ``VERL_SEED`` and ``VERL_FULL_DETERMINISM`` say, where the configuration has its default."""
+        values: Tree = {}
+        if env.full_determinism():
+            values = {path: True for path in self.keys if path.endswith(".full_determinism")}
+        if (seed := env.seed()) is not None and "trainer.seed" in self.keys:
+            values["trainer.seed"] = seed
+        for path, value in values.items():
+            if path not in self.explicit and same(get(tree, path), self.keys[path].yaml_default):
+                put(tree, path, value)
+
+    # ---- other spellings ------------------------------------------------------------------------
+
+    def _leads_somewhere(self, alias: Alias) -> bool:
+        """Whether this entry point has the key; spellings for other entry points are ignored."""
+        new = alias.new.partition("[")[0]
+        return any(key == new or key.startswith(new + ".") or new.startswith(key + ".") for key in self._leaf_paths())
+
+    def _apply(self, alias: Alias, tree: Tree) -> None:
+        """Move the value under ``alias.old``, or all values if it is a section."""
+        found = get(tree, alias.old, _MISSING)
+        if found is _MISSING:
+            return
+        values = {f".{below}": value for below, value in flat(found)} if isinstance(found, Mapping) else {"": found}
+        for below, value in values.items():
+            old, new = alias.old + below, alias.new + below
+            defaults = self._defaults(old)
+            drop(tree, old)
+            if defaults:
+                put(tree, old, defaults[0])
+            if value is not None and value != {}:
+                self._move(tree, old, new, alias.values.get(value, value) if isinstance(value, str) else value)
+
+    def _move(self, tree: Tree, old: str, new: str, value: Any) -> None:
+        key, _, place = new.removesuffix("]").partition("[")
+        items = get(tree, key)
+        now = items[int(place)] if place else items
+        defaults = self._defaults(key) or (None,)
+        is_set = key in self.explicit or (not place and not any(same(now, default) for default in defaults))
+        if (new in self.spelt or is_set) and not same(now, value):
+            wrong = f"this is another spelling of {self.spelt.get(new, new)}, which is set to {shown(now)}"
+            self.problems.append(Problem(old, value, wrong, remedy=f"keep one of the two, best {new}"))
+            return
+        self.spelt[new] = old
+        if place:
+            value = [value if number == int(place) else item for number, item in enumerate(items)]
+        put(tree, key, value)
+
+    def _defaults(self, path: str) -> tuple[Any, ...]:
+        """Return the values that an unset key can hold (as in YAML, as in the class); empty if there is no such key."""
+        if path in self.inactive:
+            return (self.inactive[path].yaml_default,)
+        key = self.keys.get(path)
+        return () if key is None or key.section is not None else (key.yaml_default, key.default)

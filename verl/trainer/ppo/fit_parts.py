@@ -1,0 +1,352 @@
+"""The parts of a training step under the names by which subclasses of ``RayPPOTrainer`` write their own ``fit``.
+
+::
+
+    for rows in self.train_dataloader:
+        batch = DataProto.from_single_dict(rows)
+        prompts = self._get_gen_batch(batch).repeat(n, interleave=True)
+        batch = batch.repeat(n, interleave=True).union(self.actor_rollout_wg.generate_sequences(prompts))
+        scores, extra = compute_reward(batch, self.reward_fn)
+        batch = batch.union(self.actor_rollout_wg.compute_log_prob(batch))
+        ...
+        self.actor_rollout_wg.update_actor(batch)
+
+Each part does what the stage of that name does in verl's own step, which calls the same stages.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig
+
+from verl.base.absent import why_absent
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.trainer.balance import deal
+from verl.trainer.config.load import as_composed
+from verl.trainer.loop import StepContext, TrainingLoop
+from verl.trainer.ppo import stages
+from verl.trainer.ppo.metric_utils import compute_mfu_metrics
+from verl.trainer.ppo.ordered_group import OrderedGroup
+from verl.trainer.ppo.records import RecordFolder
+from verl.trainer.ppo.validation import generation_records
+from verl.utils.metric import Metrics
+from verl.utils.tracking import ValidationGenerationsLogger
+
+if TYPE_CHECKING:
+    from verl.trainer.ppo.utils import Needs
+    from verl.utils.flops_counter import Arithmetic
+
+PROMPT_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+
+
+class FitParts(TrainingLoop):
+    """Base class of ``RayPPOTrainer`` with the attributes and methods that a ``fit`` of a subclass uses."""
+
+    tokenizer: Any
+    needs: Needs
+    arithmetic: dict[str, Arithmetic]
+
+    hybrid_engine: bool = True
+    """Actor and rollout engine share processes."""
+    ref_in_actor: bool = False
+    """Whether the reference policy is the actor without its adapters; it is always a model of its own."""
+    max_steps_duration: float = 0.0
+    """Seconds of the longest step, for a ``fit`` that keeps count of it."""
+    validation_generations_logger: ValidationGenerationsLogger | None = None
+    """Where validation samples are shown; a ``fit`` sets it to ``ValidationGenerationsLogger(tracking=...)``."""
+    rm_wg: Any = None
+    """Workers of the reward model: ``compute_rm_score``; None without one."""
+    _actor_rollout_wg: OrderedGroup | None = None
+    _critic_wg: OrderedGroup | None = None
+    _ref_policy_wg: OrderedGroup | None = None
+    _drawn: tuple[int, int] = (0, 0)
+    """The last step in which :meth:`_generate_sequences` sampled, and how many prompts."""
+
+    # Stages of RayPPOTrainer.
+    draw_responses: Callable[[DataProto], DataProto]
+    old_log_probs: Callable[[DataProto, Any], DataProto]
+    reference: Callable[[DataProto, Any], DataProto]
+    values: Callable[[DataProto, Any], DataProto]
+    update_critic: Callable[[DataProto, Any], None]
+    update_actor: Callable[..., DataProto]
+
+    if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
+
+        def __getattr__(self, name: str) -> Any:
+            if sentence := why_absent(f"verl.trainer.ppo.ray_trainer.RayPPOTrainer.{name}"):
+                raise AttributeError(sentence)
+            return object.__getattribute__(self, name)  # raises again, also what a property raised
+
+    # ---- what the run has -----------------------------------------------------------------------
+
+    @functools.cached_property
+    def config(self) -> DictConfig:
+        """The configuration as Hydra composes it, also with keys that nothing here reads.
+
+        It belongs to the code of the subclass: the run itself has :attr:`typed_config`, of the same values.
+        """
+        return as_composed(self.typed_config)
+
+    @property
+    def use_critic(self) -> bool:
+        """Whether there is a critic, :attr:`critic_wg`."""
+        return self.needs.critic
+
+    @property
+    def use_reference_policy(self) -> bool:
+        """Whether there is a reference policy, :attr:`ref_policy_wg`."""
+        return self.needs.reference
+
+    @property
+    def use_rm(self) -> bool:
+        """Whether there is a reward model, :attr:`rm_wg`."""
+        return self.needs.reward_model
+
+    @property
+    def async_rollout_mode(self) -> bool:
+        """``rollout.mode=async``; both modes generate by the same call."""
+        return self.typed_config.actor_rollout_ref.rollout.mode == "async"
+
+    # ---- worker groups --------------------------------------------------------------------------
+
+    @property
+    def actor_rollout_wg(self) -> Any:
+        """Workers of policy and rollout: ``generate_sequences``, ``compute_log_prob``, ``update_actor``."""
+        return self._actor_rollout_wg
+
+    @actor_rollout_wg.setter
+    def actor_rollout_wg(self, group: Any) -> None:
+        # Bound to this class: a subclass may override a part and call the worker group in it.
+        self._actor_rollout_wg = self._ordered(
+            group,
+            generate_sequences=functools.partial(FitParts._generate_sequences, self),
+            update_actor=functools.partial(FitParts._update_actor, self),
+        )
+
+    @property
+    def async_rollout_manager(self) -> Any:
+        """The workers of policy and rollout, for ``generate_sequences``."""
+        return self.actor_rollout_wg
+
+    @property
+    def ref_policy_wg(self) -> Any:
+        """Workers of the reference policy: ``compute_ref_log_prob``; None without one."""
+        return self._ref_policy_wg
+
+    @ref_policy_wg.setter
+    def ref_policy_wg(self, group: Any) -> None:
+        self._ref_policy_wg = self._ordered(group)
+
+    @property
+    def critic_wg(self) -> Any:
+        """Workers of the critic: ``compute_values``, ``update_critic``; None without one."""
+        return self._critic_wg
+
+    @critic_wg.setter
+    def critic_wg(self, group: Any) -> None:
+        self._critic_wg = self._ordered(group, update_critic=functools.partial(FitParts._update_critic, self))
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the workers run, also those that an ``init_workers`` of a subclass has started by itself."""
+        return self._actor_rollout_wg is not None or super().has_workers
+
+    def _use_workers(self) -> None:
+        """Learn from newly started workers what the steps need to know, and let checkpoints save these."""
+        raise NotImplementedError(f"{type(self).__name__} must say what it needs of its workers.")
+
+    def resume(self) -> None:
+        """See :meth:`TrainingLoop.resume`; begins to use workers that ``init_workers`` of a subclass has started."""
+        if not self.checkpoint.groups:
+            self._use_workers()
+        super().resume()
+
+    def restart_workers(self) -> None:
+        """See :meth:`TrainingLoop.restart_workers`.
+
+        Raises:
+            ConfigError: an ``init_workers`` of a subclass has started the workers, which cannot be repeated.
+        """
+        if self.has_workers and not self.worker_groups.groups and self._started_by_subclass:
+            raise ConfigError(
+                f"the workers that {type(self).__name__}.init_workers started are lost, and only those of "
+                "start_workers are started anew: override start_workers or worker_arguments instead, or start the "
+                "run again; it goes on from its last checkpoint."
+            )
+        super().restart_workers()
+
+    @property
+    def _started_by_subclass(self) -> bool:
+        return type(self).init_workers is not TrainingLoop.init_workers
+
+    def _ordered(self, group: Any, **calls: Any) -> OrderedGroup | None:
+        return None if group is None else OrderedGroup(group, self.typed_config.trainer.balance_batch, calls)
+
+    # ---- rollout --------------------------------------------------------------------------------
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        """Take the prompts' tokens out of ``batch``, in place, and return the batch to generate from.
+
+        It shares the other columns with ``batch``, which the responses are united with afterwards.
+        """
+        prompts = batch.pop(batch_keys=[name for name in PROMPT_COLUMNS if name in batch.batch.keys()])
+        prompts.non_tensor_batch = dict(batch.non_tensor_batch)
+        prompts.meta_info = dict(batch.meta_info)
+        return prompts
+
+    def _generate_sequences(self, prompts: DataProto) -> DataProto:
+        """Generate a response to each row, as verl's own step numbers its samples, so that it draws the same.
+
+        Args:
+            prompts: repeated for each response. ``meta_info`` may have ``do_sample`` and ``validate``.
+
+        Returns:
+            columns of :mod:`verl.workers.rollout.request`; ``meta_info["timing"]`` is there, and empty, because the
+            caller's timer measures the call.
+        """
+        if "sample_index" not in prompts.non_tensor_batch:
+            step, drawn = self._drawn
+            drawn = drawn if step == self.global_steps else 0
+            n = self.typed_config.actor_rollout_ref.rollout.n
+            prompts = stages.name_samples(prompts, self.global_steps, n, drawn)
+            if prompts.meta_info.get("do_sample", True) and not prompts.meta_info.get("validate", False):
+                self._drawn = self.global_steps, drawn + len(set(prompts.non_tensor_batch["uid"]))
+        prompts = prompts.select()
+        prompts.meta_info = {"validate": False, **prompts.meta_info, "global_steps": self.global_steps}
+        made = self.draw_responses(prompts)
+        return made | DataProto(meta_info={"timing": {}})
+
+    def _balance_batch(
+        self, batch: DataProto, metrics: Metrics, logging_prefix: str = "global_seqlen", keep_minibatch: bool = False
+    ) -> None:
+        """Add to ``metrics`` how evenly tokens are spread over the ranks; the rows of ``batch`` stay in their order.
+
+        Every call of a worker group balances its rows for itself and returns them in the order of the batch. Which
+        samples belong to which mini-batch therefore does not depend on the number of ranks, as ``keep_minibatch``
+        asks for.
+        """
+        dealt = deal(batch, self.actor_rollout_wg.world_size, balance=self.typed_config.trainer.balance_batch)
+        metrics |= {name.replace("global_seqlen", logging_prefix, 1): value for name, value in dealt.metrics.items()}
+
+    # ---- log-probs, values, updates ---------------------------------------------------------------
+
+    def _compute_old_log_prob(self, batch: DataProto) -> tuple[DataProto, float]:
+        """Return ``old_log_probs`` and ``entropys``, and the share of the device's peak that it took (0: unknown)."""
+        context = self._own_context()
+        columns = self.old_log_probs(batch, context)
+        used = compute_mfu_metrics(context.flops, self.arithmetic, context.seconds)
+        return columns, used.get("perf/mfu/actor_infer", 0.0)
+
+    def _compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Return ``ref_log_prob`` under the frozen reference."""
+        return self.reference(batch, self._own_context())
+
+    def _compute_values(self, batch: DataProto) -> DataProto:
+        """Return ``values`` of the critic."""
+        return self.values(batch, self._own_context())
+
+    def _update_critic(self, batch: DataProto) -> DataProto:
+        """Train the critic on the returns; the result has ``meta_info["metrics"]``."""
+        context = self._own_context()
+        self.update_critic(batch, context)
+        return DataProto(meta_info={"metrics": context.metrics})
+
+    def _update_actor(self, batch: DataProto) -> DataProto:
+        """Train the policy on the advantages; the result has ``meta_info["metrics"]``.
+
+        Raises:
+            SchemaError: a column of the update is missing.
+            NonFiniteError: the updates of ``trainer.recovery.max_bad_steps`` steps in a row were not finite.
+        """
+        context = self._own_context()
+        self.update_actor(batch, context)
+        self.bad_steps.stop_if_too_many(self.global_steps)
+        return DataProto(meta_info={"metrics": context.metrics})
+
+    def _own_context(self) -> StepContext:
+        """A context for one part, whose caller has no use for the times."""
+        return self.context_class(self.global_steps)
+
+    # ---- samples --------------------------------------------------------------------------------
+
+    def _log_rollout_data(
+        self,
+        batch: DataProto,
+        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        timing_raw: dict[str, float],
+        rollout_data_dir: str,
+    ) -> None:
+        """Write the samples of the step, with ``token_level_scores``, to ``{rollout_data_dir}/{step}.jsonl``."""
+        context = self._own_context()
+        with context.stage("dump_rollout_generations"):
+            extra = {name: list(values) for name, values in reward_extra_infos_dict.items()}
+            scores = batch.batch["token_level_scores"]
+            records = generation_records(self.global_steps, self.tokenizer, batch, scores, extra)
+            RecordFolder(rollout_data_dir).write(self.global_steps, records)
+        timing_raw |= context.seconds
+
+    def _dump_generations(
+        self,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        gts: Sequence[Any],
+        scores: Sequence[float],
+        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        dump_path: str,
+    ) -> None:
+        """Write samples to ``{dump_path}/{step}.jsonl``; extra values of another length are left out."""
+        columns = {"input": inputs, "output": outputs, "gts": gts, "score": scores}
+        columns["step"] = [self.global_steps] * len(inputs)
+        columns |= {name: v for name, v in reward_extra_infos_dict.items() if len(v) == len(inputs)}
+        rows = zip(*columns.values(), strict=True)
+        RecordFolder(dump_path).write(self.global_steps, [dict(zip(columns, row, strict=True)) for row in rows])
+
+    def _maybe_log_val_generations(
+        self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]
+    ) -> None:
+        """Show the first ``trainer.log_val_generations`` validation samples in the trackers."""
+        shown = list(zip(inputs, outputs, scores, strict=True))[: self.typed_config.trainer.log_val_generations]
+        if shown and self.validation_generations_logger is not None:
+            self.validation_generations_logger.log(self.typed_config.trainer.logger, shown, self.global_steps)
+
+    # ---- the run --------------------------------------------------------------------------------
+
+    def _load_checkpoint(self) -> None:
+        """Restore workers, data position and ``global_steps`` as ``trainer.resume_mode`` says; 0 for a new run."""
+        self.resume()
+
+    def _start_profiling(self, do_profile: bool) -> None:
+        """Start the profilers of the workers, at the step that is to be profiled.
+
+        Raises:
+            ConfigError: no worker has a profiler.
+        """
+        for name, group in self._profiled_groups(do_profile):
+            group.start_profile(role=name, profile_step=self.global_steps)
+
+    def _stop_profiling(self, do_profile: bool) -> None:
+        """Stop the profilers of the workers, which write their files."""
+        for _, group in self._profiled_groups(do_profile):
+            group.stop_profile()
+
+    def _profiled_groups(self, do_profile: bool) -> list[tuple[str, OrderedGroup]]:
+        if not do_profile:
+            return []
+        groups = {
+            "actor_rollout": self.actor_rollout_wg,
+            "ref": self.ref_policy_wg,
+            "critic": self.critic_wg,
+            "rm": self.rm_wg,
+        }
+        found = [(name, group) for name, group in groups.items() if hasattr(group, "start_profile")]
+        if not found:
+            raise ConfigError(
+                "no worker of this run has a profiler. Derive the class of a worker from "
+                "verl.utils.profiler.DistProfilerExtension too (docs/recipes.md), or start no profiling; timing_s/* is "
+                "always logged."
+            )
+        return found

@@ -1,0 +1,43 @@
+"""Worker groups as a training step calls them: with whole batches, in the order of the data."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.protocol import DataProto
+from verl.trainer.balance import deal
+from verl.trainer.ppo.stages import ACTOR_COLUMNS
+
+BY_ROW = frozenset({"compute_log_prob", "compute_ref_log_prob", "compute_values"})
+"""Methods whose result has one row for each row of the batch that they get."""
+
+
+class OrderedGroup:
+    """A worker group whose calls take a batch in the order of the data and return new columns in that order.
+
+    Every call balances the rows over the ranks for itself. Methods that are not about a batch are the group's own.
+
+    Args:
+        group: the worker group.
+        balance: give ranks about equal numbers of tokens (``trainer.balance_batch``).
+        calls: methods that need more than the order of rows; they take the place of the group's.
+    """
+
+    def __init__(self, group: Any, balance: bool, calls: Mapping[str, Callable[..., Any]] | None = None) -> None:
+        self.group = group
+        self._balance = balance
+        self._calls = dict(calls or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_calls" not in self.__dict__:  # copy and pickle look before the fields are set
+            raise AttributeError(name)
+        if name in self._calls:
+            return self._calls[name]
+        method = getattr(self.group, name)
+        return functools.partial(self._by_row, method) if name in BY_ROW else method
+
+    def _by_row(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
+        dealt = deal(batch, self.group.world_size, balance=self._balance, columns=ACTOR_COLUMNS)
+        return dealt.restore(method(dealt.rows))

@@ -1,0 +1,97 @@
+"""Supervised fine-tuning: the trainer, and the runner that assembles it.
+
+The loss is the mean of ``-log p(token)`` over all tokens of the batch with ``loss_mask`` 1. It does not depend on
+micro-batches, packing or the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from verl.config import SFTConfig
+from verl.errors import DataError
+from verl.protocol import DataProto
+from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer
+from verl.utils.dataset.loading import batches
+from verl.utils.metric import Metrics
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+
+class SFTTrainer(SupervisedTrainer):
+    """Train a language model on the tokens with ``loss_mask`` 1.
+
+    Rows have input_ids, attention_mask, position_ids and loss_mask. For the arguments see
+    :class:`verl.trainer.supervised.SupervisedTrainer`.
+    """
+
+    def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
+        """Convert rows by :func:`to_batch`; raise DataError if no token is trained on."""
+        batch = to_batch(rows)
+        require_trained(int(batch.batch["response_mask"].sum()), f"step {self.global_steps}", self.typed_config.data)
+        return batch
+
+    def _validate(self) -> Metrics:
+        """Compute ``val/loss``: mean over all tokens of the validation set with ``loss_mask`` 1."""
+        assert self.val_dataloader is not None
+        loss, tokens = 0.0, 0
+        for rows in batches(self.val_dataloader):
+            batch = to_batch(rows)
+            log_probs = self.workers.compute_log_prob(batch).batch["log_probs"]
+            mask = batch.batch["response_mask"]
+            loss -= (log_probs * mask).sum().item()
+            tokens += int(mask.sum())
+        require_trained(tokens, "data.val_files", self.typed_config.data)
+        return {"val/loss": loss / tokens}
+
+
+def require_trained(tokens: int, what: str, data: Any) -> None:
+    """Raise DataError if ``what`` has 0 tokens to train on; ``data`` is the section it was read with."""
+    if not tokens:
+        raise DataError(
+            f"{what}: no token of the assistant is left (data.max_length={data.max_length}, data.truncation="
+            f"{data.truncation}), so there is nothing to learn. Raise data.max_length; "
+            "`python -m verl.trainer.inspect_data sft` shows what the cut takes."
+        )
+
+
+def to_batch(rows: Mapping[str, Any]) -> DataProto:
+    """Convert supervised rows to the columns of an RL batch: a one-token prompt, the rest is the response."""
+    ids = rows["input_ids"]
+    return DataProto.from_dict(
+        tensors={
+            "input_ids": ids,
+            "attention_mask": rows["attention_mask"],
+            "position_ids": rows["position_ids"],
+            "prompts": ids[:, :1],
+            "responses": ids[:, 1:],
+            "response_mask": rows["loss_mask"][:, 1:],
+        }
+    )
+
+
+class SFTRunner(SupervisedRunner):
+    """Assemble and drive a supervised fine-tuning."""
+
+    role = "sft"
+    trainer_class = SFTTrainer
+
+    def worker_class(self) -> type:
+        """The worker that trains a language model with the supervised loss."""
+        from verl.workers.training_workers import TrainingWorker
+
+        return TrainingWorker
+
+    def open_data(self, config: SFTConfig, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
+        """Open the data set of conversations, or of prompts and responses."""
+        from verl.utils.dataset import create_sft_dataset
+
+        return create_sft_dataset(files, config.data, tokenizer, max_samples=max_samples)
+
+    def collate_fn(self, config: SFTConfig, tokenizer: Any) -> Callable:
+        """A function that pads items on the right into a batch."""
+        from verl.utils.dataset import sft_collate_fn
+
+        return sft_collate_fn(tokenizer, config.data)

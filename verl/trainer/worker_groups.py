@@ -1,0 +1,68 @@
+"""Start and shut down the worker groups of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.single_controller.base.resource_pool import PoolManager
+from verl.utils.console import working
+
+
+@dataclass(kw_only=True)
+class WorkerGroups:
+    """The worker groups of a run by role; roles assigned to one pool share its processes."""
+
+    worker_classes: Mapping[Any, type]
+    """The worker class of each role."""
+    pools: PoolManager
+    """The assignment of roles to pools of processes."""
+    group_class: Any
+    """The controller's class, RayWorkerGroup or LocalWorkerGroup."""
+    device_name: str | None
+    hang_timeout_s: float | None = None
+    """Seconds after which a call without an answer counts as a lost process; None waits without limit."""
+    groups: dict[Any, Any] = field(default_factory=dict)
+    """The worker group of each role; empty while no workers run."""
+    _processes: list[Any] = field(default_factory=list)
+    """One group per pool, which holds the pool's processes."""
+
+    def start(self, arguments: Mapping[Any, Mapping[str, Any]]) -> Mapping[Any, Any]:
+        """Start the workers and load their models, in the order of ``arguments``.
+
+        Args:
+            arguments: constructor arguments of the worker, by role.
+
+        Returns:
+            the worker group of each role.
+        """
+        names = ", ".join(map(str, arguments))
+        with working(f"starting the processes of {names}"):
+            self._start_processes(arguments)
+        for role in arguments:
+            with working(f"loading the model of {role} on {self.groups[role].world_size} rank(s)"):
+                self.groups[role].init_model()
+        return self.groups
+
+    def _start_processes(self, arguments: Mapping[Any, Mapping[str, Any]]) -> None:
+        self.pools.create_resource_pool()
+        members: dict[Any, dict[Hashable, Any]] = {}
+        for role, own in arguments.items():
+            worker = self.group_class.describe(self.worker_classes[role], **own, device_name=self.device_name)
+            members.setdefault(self.pools.get_resource_pool(role), {})[role] = worker
+        for pool, workers in members.items():
+            colocated = self.group_class.colocate({str(role): worker for role, worker in workers.items()})
+            group = self.group_class(resource_pool=pool, ray_cls_with_init=colocated, device_name=self.device_name)
+            self._processes.append(group)
+            group.guard(self.hang_timeout_s)
+            views = group.spawn(prefix_set=[str(role) for role in workers])
+            self.groups |= {role: views[str(role)] for role in workers}
+
+    def end(self) -> None:
+        """End the workers and release their pools; :meth:`start` may be called again."""
+        for processes in self._processes:
+            processes.shutdown()
+        self._processes.clear()
+        self.groups.clear()
+        self.pools.release()

@@ -1,0 +1,112 @@
+"""Warn of rows that can be read and are probably mistakes: one warning for each kind, with count, places and remedy."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.utils.dataset.chat import Message
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+EXAMPLES = 3
+
+KINDS: Mapping[str, tuple[str, str]] = {
+    "role": (
+        "have a message of a role that the chat template does not name",
+        "Models know system, user, assistant and tool: rename the role, unless yours was trained with it.",
+    ),
+    "answered": (
+        "end with the assistant's turn, so the model is asked for a second answer after that one",
+        "Take the answer out of the prompt; a scorer finds it in reward_model.ground_truth.",
+    ),
+    "unasked": (
+        "have no message of the user",
+        "Put the question into a message of the role user.",
+    ),
+    "empty question": (
+        "have a message of the user without text",
+        "Give it a text, or take the row out.",
+    ),
+    "empty answer": (
+        "have a message of the assistant without text, which trains the model to end its turn at once",
+        "Give it a text, or take the row out.",
+    ),
+    "special token": (
+        "have the text of a special token inside a message, which the tokenizer takes for the token itself",
+        "Take it out of the texts: the chat template writes the special tokens.",
+    ),
+}
+"""What is said of each kind of row, and the remedy."""
+
+
+class ContentChecks:
+    """Collects questionable rows of a data set.
+
+    Args:
+        tokenizer: names roles in its chat template, and has special tokens.
+        rows: what the rows are, for the warnings: ``prompts``.
+    """
+
+    def __init__(self, tokenizer: Any, rows: str) -> None:
+        self.rows = rows
+        self._template = str(tokenizer.chat_template)
+        special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+        special = sorted(special | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+        self._count = 0
+        self._found: dict[str, list[tuple[str, str]]] = {}
+        self._told: set[str] = set()
+
+    def prompt(self, messages: Sequence[Message], place: str) -> None:
+        """Look at the messages that a model is to answer; ``place`` is file and row."""
+        self._count += 1
+        roles = [message["role"] for message in messages]
+        if roles[-1] == "assistant":
+            self.add("answered", place)
+        self._messages(messages, place)
+
+    def conversation(self, messages: Sequence[Message], place: str) -> None:
+        """Look at a conversation with its answers."""
+        self._count += 1
+        if any(_is_empty(message) for message in messages if message["role"] == "assistant"):
+            self.add("empty answer", place)
+        self._messages(messages, place)
+
+    def add(self, kind: str, place: str, example: str = "") -> None:
+        """Note a row of one of ``KINDS``."""
+        self._found.setdefault(kind, []).append((place, example))
+
+    def report(self) -> None:
+        """Warn of each kind that was found and not reported before."""
+        for kind, found in self._found.items():
+            if kind in self._told:
+                continue
+            self._told.add(kind)
+            what, remedy = KINDS[kind]
+            shown = [place + (f" ({example})" if example else "") for place, example in found[:EXAMPLES]]
+            more = ", ..." if len(found) > EXAMPLES else ""
+            logger.warning(
+                "%d of %d %s %s: %s%s. %s", len(found), self._count, self.rows, what, "; ".join(shown), more, remedy
+            )
+
+    def _messages(self, messages: Sequence[Message], place: str) -> None:
+        roles = {message["role"]: None for message in messages}
+        if "user" not in roles:
+            self.add("unasked", place)
+        unknown = next((role for role in roles if role not in ROLES and role not in self._template), None)
+        if unknown is not None:
+            self.add("role", place, unknown)
+        if any(_is_empty(message) for message in messages if message["role"] == "user"):
+            self.add("empty question", place)
+        for message in messages:
+            if message["content"] and (match := self._special.search(message["content"])):
+                self.add("special token", place, match[0])
+                break
+
+
+def _is_empty(message: Message) -> bool:
+    return not (message["content"] or "").strip() and not message.get("tool_calls")

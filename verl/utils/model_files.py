@@ -1,0 +1,125 @@
+"""Find damaged files in a local model folder without reading its weights: sizes, headers and JSON only."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+VOCABULARIES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model",
+    "tekken.json", "*.tiktoken", "tokenization_*.py",
+)  # fmt: skip
+"""A tokenizer needs one of these files; without any, Transformers makes one that turns every text into no tokens."""
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Files of a model that is in one piece; in several, ``<file>.index.json`` lists the parts."""
+
+
+def tokenizer_problem(folder: Path) -> str | None:
+    """Why ``folder`` holds no tokenizer; None if it has a vocabulary."""
+    if any(next(folder.glob(name), None) is not None for name in VOCABULARIES):
+        return None
+    return f"the folder holds no tokenizer: none of {', '.join(VOCABULARIES[:-1])}"
+
+
+def file_problem(folder: Path) -> str | None:
+    """The first damaged file of a model folder and what is wrong with it; None if none is found."""
+    return next(_problems(folder), None)
+
+
+def weights_problem(folder: Path) -> str | None:
+    """Why ``folder`` has no weights; None if a file of them is there, damaged or not."""
+    if any((folder / f"{name}{end}").exists() for name in WEIGHT_FILES for end in ("", ".index.json")):
+        return None
+    if next(folder.glob("*.safetensors"), None) or next(folder.glob("*.bin"), None):
+        return None  # named in a way that this module does not know
+    return "the folder holds no weights: neither model.safetensors nor pytorch_model.bin, in one piece or with an index"
+
+
+def _problems(folder: Path) -> Iterator[str]:
+    for name in JSON_FILES:
+        if (folder / name).exists() and (problem := _json_object(folder / name)[1]):
+            yield problem
+    for name in WEIGHT_FILES:
+        index = folder / f"{name}.index.json"
+        if (folder / name).exists():
+            yield from _weight_file(folder / name)
+            return  # Transformers reads no other
+        if index.exists():
+            yield from _parts(folder, index)
+            return
+
+
+def _parts(folder: Path, index: Path) -> Iterator[str]:
+    content, problem = _json_object(index)
+    places = content.get("weight_map")
+    if problem or not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        yield problem or f"{index} is damaged: it has no weight_map from weights to files"
+        return
+    for file in sorted(set(places.values())):
+        if not (folder / file).is_file():
+            yield f"{folder / file} is missing, which {index.name} names"
+        else:
+            yield from _weight_file(folder / file)
+
+
+def _weight_file(path: Path) -> Iterator[str]:
+    try:
+        problem = _safetensors_problem(path) if path.suffix == ".safetensors" else _torch_problem(path)
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror})"
+    if problem:
+        yield f"{path} {problem}. Copy or download it again"
+
+
+def _safetensors_problem(path: Path) -> str | None:
+    """Compare the file's length with what its header announces."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 0 < length <= size - 8:
+            return _pointer(path) or f"is cut or no safetensors file: {size} bytes do not hold its header"
+        header = file.read(length)
+    try:
+        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
+        needed = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        return "is damaged: its header is not that of a safetensors file"
+    if size != needed:
+        return f"is {'cut' if size < needed else 'damaged'}: it has {size} bytes, and its header announces {needed}"
+    return None
+
+
+def _torch_problem(path: Path) -> str | None:
+    """A zip archive has its directory at the end, so a cut one is none; older pickles are left to PyTorch."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    if not start:
+        return "is empty"
+    if start.startswith(b"PK") and not zipfile.is_zipfile(path):
+        return f"is cut: its {path.stat().st_size} bytes do not hold the whole archive"
+    return _pointer(path)
+
+
+def _pointer(path: Path) -> str | None:
+    """A file of Git LFS that was never downloaded is a few lines of text."""
+    with path.open("rb") as file:
+        is_pointer = file.read(12) == b"version http"
+    return "is only a pointer of Git LFS, not the file itself (run git lfs pull)" if is_pointer else None
+
+
+def _json_object(path: Path) -> tuple[dict[str, Any], str | None]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        return {}, f"{path} is damaged: it is no JSON ({str(error) or type(error).__name__})"
+    except OSError as error:
+        return {}, f"{path} cannot be read ({error.strerror})"
+    if not isinstance(content, dict):
+        return {}, f"{path} is damaged: it holds a {type(content).__name__}, not an object"
+    return content, None

@@ -1,0 +1,265 @@
+"""Registry of scorers by data source, and the default reward function, which uses it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from verl.base.registry import Registry, suggest
+from verl.errors import ConfigError, RewardError
+
+Result = float | dict[str, Any]
+Scorer = Callable[..., Result | Awaitable[Result]]
+S = TypeVar("S", bound=Scorer)
+Kind = Literal["plain", "async", "timed"]
+"""How scorers use processes. ``plain``: one sample at a time, and a substitute process while one takes long;
+``async``: many samples at a time; ``timed``: one at a time without substitutes, for scorers that limit their own
+time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerInfo:
+    """A scorer and the options of its registration."""
+
+    function: Scorer
+    check: Callable[[Mapping[str, Any]], None] | None
+    """Checks the values of its settings."""
+    truth: Callable[[Any], Any] | None
+    """Reads a ground truth; raises :class:`RewardError` for one that no response could be compared with."""
+    is_timed: bool
+    """Whether it limits its own time, so that its result depends on the load of the machine."""
+
+
+class SourceRegistry(Registry[ScorerInfo]):
+    """Scorers by data source; a name that ends in ``*`` matches all sources with that prefix.
+
+    An exact name takes precedence over a prefix, and a longer prefix over a shorter one.
+    """
+
+    def get(self, name: str) -> ScorerInfo:
+        """Return the scorer of a data source.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        return super().get(self._matching_name(name) or name)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._matching_name(name) is not None
+
+    def _matching_name(self, source: str) -> str | None:
+        if source in self._entries:
+            return source
+        starts = [name for name in self._entries if name.endswith("*") and source.startswith(name[:-1])]
+        return max(starts, key=len, default=None)
+
+
+SCORERS = SourceRegistry("data source", origin=lambda scorer: scorer.function)
+
+FORMATS = {"math": "math_reward"}
+"""Names of ``reward_model.reward_format`` that are not data sources."""
+
+
+class UnknownDataSourceError(RewardError, NotImplementedError):
+    """No scorer is registered for a data source."""
+
+
+def register_scorer(
+    *data_sources: str,
+    check: Callable[[Mapping[str, Any]], None] | None = None,
+    truth: Callable[[Any], Any] | None = None,
+    is_timed: bool = False,
+) -> Callable[[S], S]:
+    """Return a decorator that registers a scorer ``(solution_str, ground_truth, **settings)`` for data sources.
+
+    Args:
+        data_sources: names as in the data files; ``"aime*"`` matches all that begin with ``aime``.
+        check: raises :class:`ConfigError` for settings that are wrong for every sample.
+        truth: raises :class:`RewardError` for a ground truth that no response could be compared with; called for every
+            row before a run.
+        is_timed: whether it limits its own time, so that its result depends on the load of the machine; then at most
+            ``reward_model.num_workers`` samples are scored at once, however long they take.
+    """
+
+    def file(scorer: S) -> S:
+        for source in data_sources:
+            SCORERS.add(source, ScorerInfo(function=scorer, check=check, truth=truth, is_timed=is_timed))
+        return scorer
+
+    return file
+
+
+def also_called(**names: str) -> Callable[[S], S]:
+    """Return a decorator by which a scorer takes other names of its parameters, too: ``solution_str="predict_str"``.
+
+    The signature of the scorer stays.
+    """
+
+    def allow(scorer: S) -> S:
+        @functools.wraps(scorer)
+        def call(*arguments: Any, **named: Any) -> Any:
+            given = {name: named.pop(other) for name, other in names.items() if other in named}
+            return scorer(*arguments, **given, **named)
+
+        return cast("S", call)
+
+    return allow
+
+
+def get_scorer(data_source: str) -> Scorer:
+    """Return the scorer of a data source.
+
+    Raises:
+        UnknownDataSourceError: there is none; the message lists those that exist.
+    """
+    return scorer_info(data_source).function
+
+
+def scorer_info(data_source: str) -> ScorerInfo:
+    """Return the scorer of a data source with the options of its registration.
+
+    Raises:
+        UnknownDataSourceError: there is none; the message lists those that exist.
+    """
+    if data_source in SCORERS:
+        return SCORERS.get(data_source)
+    raise UnknownDataSourceError(
+        f"data source '{data_source}': no scorer has this name.{suggest(data_source, SCORERS.names())} "
+        f"Known: {', '.join(SCORERS.names())}. Choose one of them for all rows with reward_model.reward_format, "
+        "or write your own: custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score, with "
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float."
+    )
+
+
+def kind_of(data_source: str) -> Kind:
+    """Return how the scorer of a data source uses processes.
+
+    Raises:
+        UnknownDataSourceError: it has no scorer.
+    """
+    scorer = scorer_info(data_source)
+    return "async" if inspect.iscoroutinefunction(scorer.function) else "timed" if scorer.is_timed else "plain"
+
+
+def default_compute_score(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    sandbox_fusion_url: str | None = None,
+    concurrent_semaphore: Any = None,
+    memory_limit_mb: int | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Score a response with the scorer of its data source.
+
+    A scorer gets only those of the arguments from ``extra_info`` on that it has as parameters.
+
+    Args:
+        data_source: as in the data file.
+        solution_str: the decoded response.
+        ground_truth: ``reward_model.ground_truth`` of the row.
+        extra_info: ``extra_info`` of the row.
+        sandbox_fusion_url: address of a service that runs code.
+        concurrent_semaphore: bounds the concurrent requests to that service.
+        memory_limit_mb: MiB of a program's run.
+        kwargs: settings of scorers, such as ``format_score``.
+
+    Returns:
+        the scorer's result: a number, a dict with ``score``, or an awaitable of these from an async scorer.
+
+    Raises:
+        UnknownDataSourceError: no scorer for this source.
+        ConfigError: no scorer has a setting of that name.
+        RewardError: there is no ground truth, or the scorer failed.
+    """
+    scorer = get_scorer(data_source)
+    wanted = inspect.signature(scorer).parameters
+    if ground_truth is None and wanted["ground_truth"].default is inspect.Parameter.empty:
+        raise RewardError("the row has no reward_model.ground_truth, which its scorer compares with.")
+    beside = {
+        "extra_info": extra_info,
+        "sandbox_fusion_url": sandbox_fusion_url,
+        "concurrent_semaphore": concurrent_semaphore,
+        "memory_limit_mb": memory_limit_mb,
+    }
+    if not wanted.keys() >= kwargs.keys():
+        check_settings(kwargs)
+    given = {name: value for name, value in {**beside, **kwargs}.items() if name in wanted}
+    return scorer(solution_str=solution_str, ground_truth=ground_truth, **given)
+
+
+def check_settings(settings: Iterable[str] | Mapping[str, Any], data_source: str | None = None) -> None:
+    """Check settings such as ``format_score``.
+
+    Args:
+        settings: names, or names and values.
+        data_source: also check the values for the scorer of this source.
+
+    Raises:
+        ConfigError: no scorer takes a setting, or a value is invalid.
+    """
+    parameters = {name for source in SCORERS for name in inspect.signature(SCORERS.get(source).function).parameters}
+    known = sorted(parameters - {"solution_str", "ground_truth", "extra_info"})
+    for name in settings:
+        if name not in known:
+            raise ConfigError(
+                f"no scorer takes the setting '{name}'.{suggest(name, known)} Settings there are: {', '.join(known)}."
+            )
+    check = scorer_info(data_source).check if data_source is not None else None
+    if check is not None and isinstance(settings, Mapping):
+        check(settings)
+
+
+def check_truth(data_source: str, ground_truth: Any) -> None:
+    """Check that the scorer of a data source can read a ground truth.
+
+    Raises:
+        UnknownDataSourceError: it has no scorer.
+        RewardError: the scorer cannot read it.
+    """
+    read = scorer_info(data_source).truth
+    if read is not None:
+        read(ground_truth)
+
+
+def text_of_truth(ground_truth: Any) -> str:
+    """Return an answer that is given as text or number as text.
+
+    Raises:
+        RewardError: it is something else, or blank.
+    """
+    is_number = isinstance(ground_truth, numbers.Number) and not isinstance(ground_truth, bool)
+    if not is_number and not (isinstance(ground_truth, str) and ground_truth.strip()):
+        raise RewardError(
+            f"ground_truth is {type(ground_truth).__name__} {ground_truth!r:.100}; this scorer compares with a text "
+            "or a number. Correct reward_model.ground_truth of this row, or its data source."
+        )
+    return str(ground_truth)
+
+
+def scorer_for_all(source: str) -> Callable[..., Any]:
+    """Return a reward function that scores every row with the scorer of ``source`` (``reward_model.reward_format``).
+
+    Raises:
+        UnknownDataSourceError: it has no scorer.
+    """
+    get_scorer(source)
+    return functools.partial(_score_as, source)
+
+
+def source_of(function: Callable[..., Any]) -> str | None:
+    """Return the ``source`` of a function made by :func:`scorer_for_all`; None for any other function."""
+    if isinstance(function, functools.partial) and function.func is _score_as:
+        return str(function.args[0])
+    return None
+
+
+def _score_as(
+    source: str, /, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, **kwargs: Any
+) -> Any:
+    return default_compute_score(source, solution_str, ground_truth, extra_info, **kwargs)

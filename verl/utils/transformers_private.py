@@ -1,0 +1,76 @@
+"""All uses of private interfaces of Transformers, behind named functions.
+
+No other file of verl imports from a submodule of Transformers or reads an underscore attribute of its models and
+configs. ``tests/utils/test_transformers_private.py`` fails on a version of Transformers that changed one of them;
+``pyproject.toml`` limits the version.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils.chat_template_utils import (
+    DocstringParsingException,
+    TypeHintParsingException,
+    get_json_schema,
+)
+
+__all__ = ["ALL_ATTENTION_FUNCTIONS", "DynamicLayer", "get_json_schema", "get_tokenizer_config", "no_init_weights"]
+
+UNDESCRIBED = (DocstringParsingException, TypeHintParsingException)
+"""Errors of ``get_json_schema`` about a function whose annotations or docstring lack something."""
+
+
+def attention_of(config: PretrainedConfig) -> str | None:
+    """Return the attention implementation in a config; None leaves the choice to the model."""
+    return config._attn_implementation
+
+
+def set_attention(config: PretrainedConfig, name: str) -> None:
+    """Set the attention implementation, overriding the one in ``config.json``."""
+    config._attn_implementation = name
+
+
+def takes_any_attention(module: PreTrainedModel) -> bool:
+    """Whether the model calls attention through ``ALL_ATTENTION_FUNCTIONS``, so that it can be replaced."""
+    return bool(getattr(module, "_supports_attention_backend", False))
+
+
+def layer_class_names(module: PreTrainedModel) -> set[str]:
+    """Return the class names of the repeated layers."""
+    return set(getattr(module, "_no_split_modules", None) or ())
+
+
+def forget_ties(module: PreTrainedModel) -> None:
+    """Mark all weights of the model as untied, so that each is saved."""
+    module.all_tied_weights_keys = {}
+
+
+def is_from_model_folder(module_name: str) -> bool:
+    """Whether a Python module was loaded from a model's folder (``trust_remote_code``)."""
+    return module_name.split(".")[0] == TRANSFORMERS_DYNAMIC_MODULE_NAME
+
+
+def sequence_classifier_of(model_type: str) -> str | None:
+    """Return the class name of the sequence classifier for a model type; None if Transformers has none."""
+    return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+
+
+def token_classifier_of(model_type: str) -> str | None:
+    """Return the class name of the token classifier for a model type; None if Transformers has none."""
+    return MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.get(model_type)
+
+
+def names_on_disk(module: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return whole weights under the names (and in the shapes) that the model's files have."""
+    return revert_weight_conversion(module, weights)

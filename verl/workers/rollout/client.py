@@ -1,0 +1,296 @@
+"""The interface through which a rollout drives vLLM or SGLang, and its base class for engines that run as HTTP servers.
+
+Each of the two libraries runs either inside this process or as a server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from torch import Tensor
+
+from verl.errors import EngineLostError, RolloutError
+from verl.workers.rollout import engine_side
+from verl.workers.rollout.engine_kwargs import Launch
+from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
+from verl.workers.rollout.request import FinishReason, RolloutOutput, RolloutRequest
+from verl.workers.rollout.server import EngineServer, new_token
+from verl.workers.rollout.serving import RequestQueue
+
+MEMORY = ("kv_cache", "weights")
+"""The parts of an engine's memory that can be released and allocated separately."""
+ENGINE_SIDE = Path(engine_side.__file__).parent
+"""Folder that is put on the module path of the engines' processes."""
+_LOOK_S = 0.1
+# Describe this rank's place in the trainer's world, so the server must not inherit them.
+_OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass
+class PartialResponse:
+    """A request to an engine, and the tokens drawn for it so far."""
+
+    request: RolloutRequest
+    params: dict[str, Any]
+    """The sampling parameters in the engine's own format."""
+    is_end: Callable[[list[int]], bool] | None = None
+    """Whether the last of the given tokens ends the response; None if the engine itself detects every end."""
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    finish_reason: FinishReason = "abort"
+    is_done: bool = False
+    """The response has ended, or the engine aborted it."""
+
+    def take(self, token_ids: Sequence[int], log_probs: Sequence[float], finish_reason: str | None) -> bool:
+        """Append tokens from the engine; return whether the response is done. Tokens after an end are dropped."""
+        for token, log_prob in zip(token_ids, log_probs, strict=True):
+            self.token_ids.append(token)
+            self.log_probs.append(log_prob)
+            if self.is_end is not None and self.is_end(self.token_ids):
+                self.finish_reason = "stop"
+                self.is_done = True
+                return True
+        if finish_reason == "abort" and len(self.token_ids) == self.request.sampling.max_tokens:
+            finish_reason = "length"  # SGLang reports "abort" even if the abort came after the last token
+        if finish_reason == "stop" or finish_reason == "length":
+            self.finish_reason = finish_reason
+        self.is_done = finish_reason is not None
+        return self.is_done
+
+
+class ServedRequests:
+    """The requests of a queue in an engine's own format; those that a lost engine did not answer are given out again.
+
+    Args:
+        queue: where they come from.
+        room: largest number of requests that the engine is given at once.
+        check: raises RolloutError if a request cannot be served, which is then its answer.
+        partial: translates a request into the engine's format.
+        output: makes the answer of a response.
+    """
+
+    def __init__(
+        self,
+        queue: RequestQueue,
+        room: int,
+        check: Callable[[RolloutRequest], None],
+        partial: Callable[[RolloutRequest], PartialResponse],
+        output: Callable[[PartialResponse], RolloutOutput],
+    ) -> None:
+        self._queue, self._room = queue, room
+        self._check, self._partial, self._output = check, partial, output
+        self._unanswered: dict[int, RolloutRequest] = {}
+        self._again: list[int] = []
+        """Unanswered requests of an engine that was lost."""
+        self.has_progress = False
+        """Whether a response came since the start or the last :meth:`repeat`."""
+
+    def wait(self) -> bool:
+        """Wait until there is a request; False if the queue is closed and all that were taken are answered."""
+        return bool(self._unanswered) or self._queue.wait()
+
+    def repeat(self) -> None:
+        """Give all unanswered requests out again."""
+        self._again, self.has_progress = list(self._unanswered), False
+
+    def take(self) -> list[tuple[int, PartialResponse]]:
+        """Take the requests that have come, as many as there is room for; an unservable one is answered here."""
+        numbers, self._again = self._again, []
+        for number, request in self._queue.take(self._room - len(self._unanswered)):
+            try:
+                self._check(request)
+            except RolloutError as error:
+                self._queue.answer(number, error)
+                continue
+            self._unanswered[number] = request
+            numbers.append(number)
+        return [(number, self._partial(self._unanswered[number])) for number in numbers]
+
+    def take_cancelled(self) -> set[int]:
+        """Return the requests that were cancelled since the last call; the engine drops them."""
+        cancelled = self._queue.take_cancelled()
+        for number in cancelled:
+            self._unanswered.pop(number, None)
+        self._again = [number for number in self._again if number not in cancelled]
+        return cancelled
+
+    def answer(self, number: int, response: PartialResponse) -> None:
+        """Answer a request with its response."""
+        output = self._output(response)
+        del self._unanswered[number]
+        self.has_progress = True
+        self._queue.answer(number, output)
+
+    def refuse(self, number: int, error: RolloutError) -> None:
+        """Answer a request with the reason why it cannot be served."""
+        del self._unanswered[number]
+        self._queue.answer(number, error)
+
+    def refuse_all(self, error: RolloutError) -> None:
+        """Answer all requests, also those that still come, with an error, until the queue is closed."""
+        for number in list(self._unanswered):
+            self.refuse(number, error)
+        while self._queue.wait():
+            for number, _ in self._queue.take():
+                self._queue.answer(number, error)
+
+    def listening(self, listener: Callable[[], object]) -> AbstractContextManager[None]:
+        """See :meth:`RequestQueue.listening`."""
+        return self._queue.listening(listener)
+
+
+async def serve_each(
+    requests: ServedRequests,
+    ask: Callable[[int, PartialResponse], Coroutine[Any, Any, None]],
+    aborted: Event,
+    *,
+    cancel: Callable[[int], Coroutine[Any, Any, object]] | None = None,
+    abort_all: Callable[[], Coroutine[Any, Any, object]] | None = None,
+) -> None:
+    """Ask an engine for each request by itself as soon as it comes, until there is none.
+
+    Args:
+        requests: what to ask.
+        ask: draws the tokens of one response; raises RolloutError if the engine refuses this request. It is cancelled
+            with its request.
+        aborted: once set, no more requests are taken.
+        cancel: makes the engine drop a request, if cancelling ``ask`` does not.
+        abort_all: makes the engine end all requests it has; called repeatedly once ``aborted`` is set.
+    """
+    loop, changed = asyncio.get_running_loop(), asyncio.Event()
+    tasks: dict[int, tuple[asyncio.Task[None], PartialResponse]] = {}
+    with requests.listening(lambda: loop.call_soon_threadsafe(changed.set)):
+        try:
+            while True:
+                changed.clear()
+                for number in requests.take_cancelled() & tasks.keys():
+                    if cancel is not None:
+                        await cancel(number)
+                    tasks.pop(number)[0].cancel()
+                for number, response in [] if aborted.is_set() else requests.take():
+                    task = loop.create_task(ask(number, response))
+                    task.add_done_callback(lambda _: changed.set())
+                    tasks[number] = task, response
+                for number in [number for number, (task, _) in tasks.items() if task.done()]:
+                    task, response = tasks.pop(number)
+                    error = task.exception()
+                    if error is None:
+                        requests.answer(number, response)
+                    elif isinstance(error, RolloutError) and not isinstance(error, EngineLostError):
+                        requests.refuse(number, error)
+                    else:
+                        raise error
+                    changed.set()  # there is room for another one
+                if not tasks and not changed.is_set():
+                    return
+                if aborted.is_set() and abort_all is not None:
+                    await abort_all()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):  # nothing tells of `aborted`
+                        await changed.wait()
+        finally:
+            for task, _ in tasks.values():
+                task.cancel()
+
+
+class EngineClient(ABC):
+    """Connection to a running engine. All calls except :meth:`kill` may raise :class:`~verl.errors.EngineLostError`."""
+
+    @abstractmethod
+    def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
+        """Draw tokens until all responses are done; return soon after ``aborted`` is set."""
+
+    @abstractmethod
+    def serve(self, requests: ServedRequests, aborted: Event) -> None:
+        """Answer requests, and those that come meanwhile, until there is none.
+
+        After ``aborted`` is set, answer those that were taken with what there is, and return soon.
+        """
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+        """Replace all weights, discard everything computed from the previous ones, and return the number of bytes.
+
+        Args:
+            weights: all weights of the model, in its dtype.
+            bucket_bytes: size of the parts in which they are sent.
+
+        Raises:
+            RolloutError: they did not arrive as they were sent. The engine then holds no usable weights.
+        """
+
+    @abstractmethod
+    def sleep(self, parts: Sequence[str]) -> None:
+        """Release these parts of :data:`MEMORY`."""
+
+    @abstractmethod
+    def wake(self, parts: Sequence[str]) -> None:
+        """Allocate these parts of :data:`MEMORY` again."""
+
+    @abstractmethod
+    def kill(self) -> Path | None:
+        """End all processes of the engine, also after a crash; return a copy of its log, if any. Idempotent."""
+
+
+class ServerClient(EngineClient):
+    """An engine that runs as an HTTP server in a separate process and ends with this object at the latest.
+
+    Subclasses implement the calls in the format of one engine's server.
+
+    Args:
+        name: name of the engine, for messages.
+        command: returns the command line for a given port.
+        environment: variables that the server gets in addition to those of this process; the token is added here.
+        launch: interpreter and time limits of the server.
+        devices: ids of the GPUs that the server may use; None leaves CUDA_VISIBLE_DEVICES as it is.
+
+    Raises:
+        RolloutError: the server does not start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Callable[[int], Sequence[str]],
+        environment: Mapping[str, str],
+        launch: Launch,
+        devices: str | None = None,
+    ) -> None:
+        token = new_token()
+        # The interpreter of another environment must not import modules of this one.
+        inherited = os.environ.get("PYTHONPATH") if launch.python == sys.executable else None
+        variables: dict[str, str | None] = {
+            **dict.fromkeys(_OF_A_RANK),
+            **environment,
+            TOKEN_VARIABLE: token,
+            "PYTHONPATH": os.pathsep.join(map(str, filter(None, [ENGINE_SIDE, inherited]))),
+        }
+        if devices is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = devices
+        self.server = EngineServer(
+            name,
+            command,
+            token=token,
+            environment=variables,
+            start_timeout_s=launch.start_timeout_s,
+            patience=launch.patience,
+        )
+        self.server.start()
+
+    def kill(self) -> Path | None:
+        """See :meth:`EngineClient.kill`."""
+        return self.server.kill()
+
+    def close(self) -> None:
+        """Stop the server gracefully. Without this call it stops when this object is garbage-collected."""
+        self.server.stop()

@@ -1,0 +1,47 @@
+"""Read new weights in an engine's process and compute their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+TOKEN_VARIABLE = "VERL_ENGINE_TOKEN"
+"""Environment variable with a server's token: every user of the machine can read a command line."""
+_ROW_WORDS = 4096
+
+
+def checksum(tensor: Tensor) -> int:
+    """Checksum of a tensor's bytes in [0, 2^64), which detects changed bytes and swapped rows of 32 KiB.
+
+    The bytes are read as 64-bit words in rows of 4096: Σ_j (2j + 1)·(sum of row j), plus an incomplete last word as a
+    further row (filled up with zeros), plus the number of elements. Arithmetic modulo 2^64 does not depend on the order
+    of additions, so a CPU and a GPU compute the same value.
+    """
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    words = data[:whole].view(torch.int64) if data.data_ptr() % 8 == 0 else data[:whole].clone().view(torch.int64)
+    rows = words.numel() // _ROW_WORDS
+    sums = [words[: rows * _ROW_WORDS].view(rows, _ROW_WORDS).sum(-1), words[rows * _ROW_WORDS :].sum().view(1)]
+    row_sums = torch.cat(sums)
+    total = int((row_sums * (2 * torch.arange(rows + 1, device=row_sums.device) + 1)).sum())
+    rest = int.from_bytes(bytes(data[whole:].cpu().tolist()), "little")
+    return (total + rest * (2 * rows + 3) + tensor.numel()) % 2**64
+
+
+def with_checksums(weights: Iterable[tuple[str, Tensor]], found: dict[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights unchanged, and store each one's checksum in ``found``."""
+    for name, tensor in weights:
+        found[name] = str(checksum(tensor))  # text, because JSON readers may round integers of 64 bits
+        yield name, tensor
+
+
+def weights_in_files(paths: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of safetensors files, loaded one at a time on the CPU."""
+    from safetensors import safe_open
+
+    for path in paths:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)

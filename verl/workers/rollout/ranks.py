@@ -1,0 +1,80 @@
+"""Map ranks to rollout engines and their GPUs, and exchange numbers between all ranks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import socket
+
+import torch
+import torch.distributed as dist
+
+from verl.errors import ConfigError
+
+# Time limit of an exchange: other ranks may still generate or restart an engine. Hangs are detected elsewhere.
+_EXCHANGE_S = 6 * 3600.0
+
+
+def engine_group(ranks_per_engine: int, setting: str) -> tuple[int, bool]:
+    """Return this process's rank, and whether it is the first (leading) one of the ranks that share its engine.
+
+    Raises:
+        ConfigError: ``ranks_per_engine`` does not divide the number of ranks; ``setting`` stands in the message.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if world_size % ranks_per_engine:
+        raise ConfigError(
+            f"{setting} does not divide the {world_size} rank(s) of this run: that many ranks share one rollout "
+            "engine. Set actor_rollout_ref.rollout.tensor_model_parallel_size to 1, or to a divisor of the number of "
+            "ranks."
+        )
+    return rank, rank % ranks_per_engine == 0
+
+
+def devices_of_the_engine(rank: int, ranks_per_engine: int, device: torch.device) -> str | None:
+    """GPU ids of all ranks of this engine in the format of CUDA_VISIBLE_DEVICES; None on a CPU. Collective.
+
+    Raises:
+        ConfigError: the engine's ranks are on different machines.
+    """
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    index = device.index or 0
+    own = (socket.gethostname(), visible[index] if visible and device.type == "cuda" else str(index))
+    places = [own]
+    if ranks_per_engine > 1:
+        places = [own] * dist.get_world_size()
+        dist.all_gather_object(places, own)
+        first = rank - rank % ranks_per_engine
+        places = places[first : first + ranks_per_engine]
+        hosts = sorted({host for host, _ in places})
+        if len(hosts) > 1:
+            raise ConfigError(
+                f"ranks {first} to {first + ranks_per_engine - 1} share a rollout engine but live on different "
+                f"machines ({', '.join(hosts)}). Use a rollout.tensor_model_parallel_size that divides "
+                "trainer.n_gpus_per_node."
+            )
+    return ",".join(device_id for _, device_id in places) if device.type == "cuda" else None
+
+
+class RankExchange:
+    """All-gather one integer per rank, over gloo. The constructor and the call are collective."""
+
+    def __init__(self) -> None:
+        self._group: dist.ProcessGroup | None = None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_EXCHANGE_S))
+            assert isinstance(group, dist.ProcessGroup)
+            self._group = group
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is one rank only."""
+        return self._group is None
+
+    def __call__(self, value: int) -> list[int]:
+        """Return the values of all ranks, in the order of ranks."""
+        if self._group is None:
+            return [value]
+        found = [torch.zeros(1, dtype=torch.long) for _ in range(self._group.size())]
+        dist.all_gather(found, torch.tensor([value]), group=self._group)
+        return [int(one) for one in found]

@@ -1,0 +1,382 @@
+"""Rollout with vLLM or SGLang: memory, weights, generation, and the restart of an engine that crashed or hung.
+
+Inside :meth:`RemoteRollout.awake` the loss of an engine changes no response: a new engine is started, the weights are
+loaded and verified again, and only the unanswered requests are repeated, each with its own seed. All ranks gather
+weights collectively, so after each part of the work they exchange one number to agree whether an engine was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from threading import Event
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from verl.errors import EngineLostError, ProcessLostError, RolloutError
+from verl.protocol import DataProto
+from verl.utils.model import empty_causal_lm, torch_dtype
+from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRequest
+from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
+from verl.workers.rollout.engine_kwargs import launch_settings
+from verl.workers.rollout.ranks import RankExchange, devices_of_the_engine, engine_group
+from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.weights import ExpectedWeights
+
+logger = logging.getLogger(__name__)
+
+MAX_RESTARTS = 3
+"""Largest number of restarts in a row without a finished ``generate`` between them."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+"""Pause before the first restart, doubled before each further one up to the longest."""
+_MIB = 2**20
+
+Weights = Callable[[], Iterable[tuple[str, Tensor]]]
+
+
+class _State(IntEnum):
+    """Result of a part of the work on one rank. All ranks act on the largest value among them."""
+
+    DONE = 0
+    AGAIN = 1
+    """The engine was lost and replaced; the new one has no weights, so the work must be repeated."""
+    FAILED = 2
+    LOST = 3
+    """The engine was lost and not replaced."""
+
+
+class RemoteRollout(BaseRollout):
+    """Generate with vLLM or SGLang; arguments as for :class:`BaseRollout`.
+
+    Each group of ``tensor_model_parallel_size`` times ``pipeline_model_parallel_size`` consecutive ranks shares one
+    engine: the first rank starts it and generates, the others only take part in gathering the weights. An engine of a
+    single rank runs in this process with ``rollout.mode=sync``; all others are servers, which may run in another Python
+    environment (``rollout.engine_kwargs.<engine>.python``).
+
+    Subclasses translate settings and requests into the engine's own format.
+
+    Raises:
+        ConfigError: the number of ranks is not a multiple of the ranks per engine, or a setting does not fit the
+            engine.
+    """
+
+    default_start_timeout_s: ClassVar[float]
+    starts_at_once: ClassVar[bool]
+    """Whether the engine is started in the constructor and then put to sleep; otherwise the first :meth:`wake` does."""
+
+    def set_up(self) -> None:
+        """See :meth:`BaseRollout.set_up`."""
+        config = self.config
+        self.restarts = 0
+        """Number of engines that were started to replace a lost one."""
+        self._losses: list[str] = []
+        """Messages of the losses since the last finished ``generate``."""
+        self._source: tuple[Weights, int] | None = None
+        """The function that returns the weights, and their version; set only inside :meth:`awake`."""
+        self._engine: EngineClient | None = None
+        self._asleep: set[str] = set()
+        """Parts of the engine's memory that are released."""
+        self._gives_memory_back = config.free_cache_engine and self.device.type == "cuda"
+        self._exchange_all = RankExchange()
+        self._arguments = self._engine_arguments()
+        self.ranks_per_engine = config.tensor_model_parallel_size * config.pipeline_model_parallel_size
+        setting = f"rollout.tensor_model_parallel_size={config.tensor_model_parallel_size}"
+        if config.pipeline_model_parallel_size > 1:
+            setting += f" times pipeline_model_parallel_size={config.pipeline_model_parallel_size}"
+        rank, self.leads = engine_group(self.ranks_per_engine, setting)
+        self._devices = devices_of_the_engine(rank, self.ranks_per_engine, self.device)
+        self._in_process = config.mode == "sync" and self.ranks_per_engine == 1
+        self._launch = launch_settings(config, self.default_start_timeout_s, self._in_process)
+        dtype = torch_dtype(config.dtype)
+        model = empty_causal_lm(self.hf_config, dtype, torch.device("meta"), self.model_config.trust_remote_code)
+        self._expected = ExpectedWeights(model, dtype)
+        if self.leads and self.starts_at_once:
+            self._start_or_replace()
+
+    @abstractmethod
+    def _engine_arguments(self) -> dict[str, Any]:
+        """Return the engine's own arguments by name."""
+
+    @abstractmethod
+    def _start(self) -> EngineClient:
+        """Start an engine with all memory allocated and without weights; called on leading ranks only."""
+
+    @abstractmethod
+    def _partial(self, request: RolloutRequest) -> PartialResponse:
+        """Translate a request into the engine's format."""
+
+    # ---- memory and weights
+
+    def wake(self) -> None:
+        """Start the engine if none runs, and allocate its memory: with ``multi_stage_wake_up`` only the weights'."""
+        if not self.leads:
+            return
+        if self._engine is None:
+            self._start_or_replace()
+        self._wake_memory(["weights"] if self.config.multi_stage_wake_up else MEMORY)
+
+    def _wake_memory(self, parts: Sequence[str]) -> None:
+        parts = [part for part in parts if part in self._asleep]
+        if parts and self._engine is not None:
+            self._engine.wake(parts)
+            self._asleep -= set(parts)
+
+    def _sleep_memory(self, engine: EngineClient) -> None:
+        if self._gives_memory_back and (parts := [part for part in MEMORY if part not in self._asleep]):
+            engine.sleep(parts)
+            self._asleep = set(MEMORY)
+
+    def sleep(self) -> None:
+        """With ``rollout.free_cache_engine``, drop the weights and, on a GPU, release all memory."""
+        if not self.config.free_cache_engine:
+            return
+        self.weight_version = NO_WEIGHTS
+        try:
+            if self._engine is not None:
+                self._sleep_memory(self._engine)
+        except EngineLostError as error:
+            logger.warning(
+                "%s engine lost at the end of its work; the next wake starts another. %s", self.config.name, error
+            )
+            self._end_lost(error)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See :meth:`BaseRollout.load_weights`. Tied weights may be given under one of their names or under all.
+
+        The transfer is verified by a checksum of each tensor, computed in the engine's own processes.
+        """
+        self.wake()
+        self.weight_version = NO_WEIGHTS
+        began, size = time.perf_counter(), 0
+        weights = iter(weights)
+        checked = self._expected.checked(weights, version)
+        try:
+            if self._engine is not None:
+                bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes * _MIB
+                size = self._engine.load_weights(checked, bucket_bytes)
+            else:  # a rank without an engine still takes part in gathering, and checks the weights
+                for _ in checked:
+                    pass
+        finally:
+            for _ in weights:  # the iteration is collective: every rank must finish it, also after an error
+                pass
+        # With multi_stage_wake_up, the cache's memory is allocated only now, after the transfer.
+        self._wake_memory(MEMORY)
+        self.weight_version = version
+        if self._engine is not None:
+            took = time.perf_counter() - began
+            logger.info(
+                "%s engine: version %d loaded, %.1f MiB in %.3f s", self.config.name, version, size / _MIB, took
+            )
+
+    @contextmanager
+    def awake(self, weights: Weights, version: int) -> Iterator[Self]:
+        """See :meth:`BaseRollout.awake`. ``weights`` is called again after the loss of an engine, on all ranks.
+
+        Raises:
+            ProcessLostError: more than ``MAX_RESTARTS`` engines were lost without a finished ``generate``.
+        """
+        self._source = weights, version
+        try:
+            self._make_ready()
+            yield self
+        finally:
+            self._source = None
+            self.sleep()
+
+    def _make_ready(self) -> None:
+        """Wake the engines and load the weights on all ranks, until no engine is lost in between."""
+        assert self._source is not None
+        weights, version = self._source
+        ready = False
+        while not ready:
+            ready = self._collectively(self.wake)
+            lacks_weights = self.weight_version != version
+            if ready and any(self._exchange(lacks_weights)):
+                ready = self._collectively(lambda lacks=lacks_weights: self._load_or_gather(weights(), version, lacks))
+
+    def _load_or_gather(self, weights: Iterable[tuple[str, Tensor]], version: int, lacks_weights: bool) -> None:
+        if lacks_weights:
+            self.load_weights(weights, version)
+        else:  # another rank needs the weights, and gathering them is collective
+            for _ in weights:
+                pass
+
+    # ---- generation
+
+    def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
+        """See :meth:`BaseRollout.generate`. Collective inside :meth:`awake`."""
+        if not self.leads:
+            raise RolloutError("this rank shares an engine with others and does not lead: the first of them generates.")
+        self.check_requests(requests)
+        return self._generate(requests)
+
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """See :meth:`BaseRollout.generate_sequences`. Collective inside :meth:`awake`."""
+        if self.leads:
+            return super().generate_sequences(prompts)
+        self._generate([])
+        return DataProto()
+
+    def _generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
+        outputs: dict[int, RolloutOutput] = {}
+        with self.until_aborted() as aborted:
+            while not self._collectively(lambda: self._ask(requests, outputs, aborted)):
+                self._make_ready()
+        self._losses.clear()
+        return [outputs[number] for number in range(len(requests))]
+
+    def _ask(self, requests: list[RolloutRequest], outputs: dict[int, RolloutOutput], aborted: Event) -> None:
+        """Generate for all requests without an output and add the results, also the finished ones of a lost engine."""
+        left = {number: self._partial(request) for number, request in enumerate(requests) if number not in outputs}
+        if not left:
+            return
+        try:
+            if aborted.is_set():  # aborted while the engine was restarted: the rest stays empty
+                pass
+            elif self._engine is None:
+                raise EngineLostError(f"the {self.config.name} engine was lost, and no other one was started yet.")
+            else:
+                self._engine.generate([*left.values()], aborted)
+        except EngineLostError:
+            outputs |= self._outputs({number: response for number, response in left.items() if response.is_done})
+            raise
+        outputs |= self._outputs(left)
+
+    def _outputs(self, responses: Mapping[int, PartialResponse]) -> dict[int, RolloutOutput]:
+        outputs = {
+            number: RolloutOutput(one.token_ids, one.log_probs, one.finish_reason, self.weight_version)
+            for number, one in responses.items()
+        }
+        self.check_finite(outputs.values())
+        return outputs
+
+    def serve(self, queue: RequestQueue) -> None:
+        """See :meth:`BaseRollout.serve`. Collective inside :meth:`awake`: it ends when the queues of all ranks do.
+
+        After the loss of its engine a rank that is alone starts another one, loads the weights again and repeats the
+        unanswered requests. Several ranks gather weights together, which they cannot while others serve: there the
+        lost engine's requests, and those that still come, are answered with EngineLostError, so that other engines can
+        take them, and the lost engine is replaced at the end.
+        """
+        requests = ServedRequests(
+            queue,
+            self.config.max_num_seqs,
+            lambda request: self.check_requests([request]),
+            self._partial,
+            lambda response: self._outputs({0: response})[0],
+        )
+        while not self._collectively(lambda: self._answer(requests)):
+            self._make_ready()
+        self._losses.clear()
+
+    def _answer(self, requests: ServedRequests) -> None:
+        """Answer requests until there will be no more; raise EngineLostError if the engine was lost meanwhile."""
+        try:
+            while self.leads and requests.wait():
+                if self._engine is None:
+                    raise EngineLostError(f"the {self.config.name} engine does not run; `awake` starts it.")
+                with self.until_aborted() as aborted:
+                    self._engine.serve(requests, aborted)
+        except EngineLostError as error:
+            if requests.has_progress:
+                self._losses.clear()
+            if self._source is not None and self._exchange_all.is_alone:
+                requests.repeat()
+                raise
+            lost = EngineLostError(self._end_lost(error))
+            logger.warning("%s engine lost; its requests are handed back. %s", self.config.name, lost)
+            requests.refuse_all(lost)
+            raise lost from error
+
+    # ---- restarts
+
+    def _collectively(self, work: Callable[[], None]) -> bool:
+        """Do a collective part of the work.
+
+        Returns:
+            Whether it succeeded on all ranks; if not, some ranks replaced their engine, and the new one has no weights.
+
+        Raises:
+            RolloutError: another rank failed; that rank raises the cause.
+            EngineLostError: an engine was lost and not replaced.
+        """
+        try:
+            state = self._attempt(work)
+        except Exception as error:
+            self._exchange(_State.LOST if isinstance(error, ProcessLostError) else _State.FAILED)
+            raise
+        states = self._exchange(state)
+        worst = max(states)
+        if worst >= _State.FAILED:
+            kind = EngineLostError if worst == _State.LOST else RolloutError
+            raise kind(f"the rollout of rank {states.index(worst)} failed, and this rank cannot go on alone.")
+        return worst == _State.DONE
+
+    def _attempt(self, work: Callable[[], None]) -> _State:
+        try:
+            work()
+        except EngineLostError as error:
+            if self._source is None:  # outside `awake` there are no weights for another engine
+                raise EngineLostError(self._end_lost(error)) from error
+            self._replace(error)
+            return _State.AGAIN
+        return _State.DONE
+
+    def _exchange(self, value: int) -> list[int]:
+        # Outside `awake` the other ranks may be doing something else, so nothing collective may be called.
+        return [int(value)] if self._source is None else self._exchange_all(int(value))
+
+    def _start_engine(self) -> None:
+        self._asleep = set()
+        self._engine = self._start()
+        if self.starts_at_once:
+            self._sleep_memory(self._engine)
+
+    def _end_engine(self) -> Path | None:
+        engine, self._engine = self._engine, None
+        return engine.kill() if engine is not None else None
+
+    def _end_lost(self, error: RolloutError) -> str:
+        """End the remaining processes of a lost engine; return the error's text with the path of the engine's log."""
+        self.weight_version = NO_WEIGHTS
+        log = self._end_engine()
+        return f"{error}{f' The whole log: {log}.' if log else ''}"
+
+    def _start_or_replace(self) -> None:
+        """Start an engine, and replace it if it is lost during the start."""
+        try:
+            self._start_engine()
+        except EngineLostError as error:
+            self._replace(error)
+
+    def _replace(self, error: RolloutError) -> None:
+        """Start another engine in place of a lost one; raise EngineLostError after too many losses."""
+        while True:
+            self._losses.append(self._end_lost(error))
+            count = len(self._losses)
+            if count > MAX_RESTARTS:
+                raise EngineLostError(
+                    f"the {self.config.name} engine was lost {count} times without a finished generation; the first "
+                    f"time: {self._losses[0]}\nThe last time: {self._losses[-1]}"
+                ) from error
+            pause_s = min(FIRST_PAUSE_S * 2 ** (count - 1), LONGEST_PAUSE_S)
+            logger.warning(
+                "%s engine lost; restart %d of %d in %g s. %s",
+                *(self.config.name, count, MAX_RESTARTS, pause_s, self._losses[-1]),
+            )
+            time.sleep(pause_s)
+            self.restarts += 1
+            try:
+                self._start_engine()
+                return
+            # A start that fails by itself counts as a loss too: the lost engine's memory may not be free yet.
+            except RolloutError as next_error:
+                error = next_error

@@ -1,0 +1,233 @@
+"""Requests to a rollout engine, its responses, and their conversion from and to columns of a batch.
+
+Input (rows are prompts, each already repeated ``n`` times by the driver):
+    input_ids, attention_mask    (bsz, prompt_length), padded on the left
+    uid, sample_index            id of the prompt, and position of the response within its group
+    meta_info                    global_steps; validate: sample with rollout.val_kwargs;
+                                 do_sample: overrides the configured one (False: greedy)
+
+Output:
+    prompts                          (bsz, prompt_length), the given input_ids, not copied if on the CPU
+    responses, response_mask,
+    rollout_log_probs                (bsz, response_length), padded on the right
+    input_ids, attention_mask,
+    position_ids                     (bsz, prompt_length + response_length)
+    finish_reason, weight_version    one per row
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.config import RolloutConfig
+from verl.errors import ConfigError, RolloutError, SchemaError
+from verl.protocol import DataProto
+from verl.schema import require
+
+FinishReason = Literal["stop", "length", "abort"]
+NO_WEIGHTS = -1
+"""Weight version of an engine without usable weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one response.
+
+    The next token is drawn from softmax(logits / temperature), restricted in this order to: tokens with at least
+    ``min_p`` times the largest probability; of those the ``top_k`` most likely; of those the smallest set with at least
+    ``top_p`` of their total mass. Among equally likely tokens the lower id ranks first. Temperature 0 takes the most
+    likely token (greedy).
+    """
+
+    max_tokens: int
+    """Most tokens in the response."""
+    seed: int
+    """Seed of this response's random numbers; see :func:`sample_seed`."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 or 0 keeps all tokens."""
+    min_p: float = 0.0
+    """0 keeps all tokens."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the response; the token that completes one is kept as the last."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the response, in addition to the model's end tokens; kept as the last token."""
+    ignore_eos: bool = False
+    """Continue after the model's end tokens; ``stop`` and ``stop_token_ids`` still end the response."""
+
+    def __post_init__(self) -> None:
+        rules = [
+            ("max_tokens", self.max_tokens >= 1, "at least 1"),
+            ("temperature", self.temperature >= 0, "0 (greedy) or larger"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
+            ("top_k", self.top_k >= -1, "-1 (all tokens) or a number of tokens"),
+            ("stop", all(self.stop), "texts of at least one character"),
+        ]
+        for name, holds, allowed in rules:
+            if not holds:
+                raise ConfigError(f"sampling parameter {name}={getattr(self, name)!r} must be {allowed}.")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether ``min_p``, ``top_k`` or ``top_p`` exclude some tokens from sampling."""
+        return not self.is_greedy and (self.min_p > 0 or self.top_k > 0 or self.top_p < 1)
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """A prompt and how to sample one response to it."""
+
+    prompt_ids: list[int]
+    """Tokens of the prompt, without padding; at least one."""
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class RolloutOutput:
+    """A response and its log-probs."""
+
+    token_ids: list[int]
+    """The sampled tokens, including the end token if one was sampled."""
+    log_probs: list[float]
+    """log p of each token. With ``rollout.logprobs_mode=processed_logprobs`` under the distribution that it was drawn
+    from: softmax(logits / temperature) over the tokens that min_p, top_k and top_p keep (if these keep all, the value
+    that the trainer computes), and softmax(logits) for a greedy response. With ``raw_logprobs`` always under
+    softmax(logits)."""
+    finish_reason: FinishReason
+    """``stop``: an end token or stop text; ``length``: ``max_tokens`` reached; ``abort``: ended by
+    :meth:`~verl.workers.rollout.base.BaseRollout.abort`, with the tokens drawn until then, possibly none."""
+    weight_version: int
+    """Version of the weights that the response was drawn with."""
+
+
+def sample_seed(global_seed: int, step: int, uid: object, sample_index: int) -> int:
+    """Seed of one response, in [0, 2^63); the same in every process and on every machine.
+
+    Args:
+        global_seed: seed of the run.
+        step: training step, so that a repeated prompt gets different responses.
+        uid: id of the prompt.
+        sample_index: position of the response within its group.
+    """
+    # Not `hash`, which differs between processes.
+    text = f"{global_seed}|{step}|{uid}|{sample_index}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+
+def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[RolloutRequest]:
+    """Make one request per row, each with its own seed.
+
+    Raises:
+        SchemaError: a column is missing, or a prompt is not padded on the left only.
+        RolloutError: a prompt is empty or longer than ``config.prompt_length``.
+    """
+    require(prompts, ("input_ids", "attention_mask", "uid", "sample_index"), "generate_sequences")
+    step = int(prompts.meta_info.get("global_steps", 0))
+    template = sampling_for(config, bool(prompts.meta_info.get("validate", False)), prompts.meta_info.get("do_sample"))
+    uids, indices = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample_index"]
+    rows = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"], uids, config.prompt_length)
+    return [
+        RolloutRequest(row, replace(template, seed=sample_seed(config.seed, step, uid, int(index))))
+        for row, uid, index in zip(rows, uids, indices, strict=True)
+    ]
+
+
+def sampling_for(config: RolloutConfig, validate: bool, do_sample: bool | None = None) -> SamplingParams:
+    """Sampling parameters from ``rollout`` or, to validate, ``rollout.val_kwargs``, with seed 0 as a placeholder.
+
+    ``do_sample`` overrides the configured one unless it is None; False gives temperature 0.
+    """
+    source = config.val_kwargs if validate else config
+    samples = source.do_sample if do_sample is None else do_sample
+    max_tokens = config.val_kwargs.max_tokens if validate else None
+    return SamplingParams(
+        max_tokens=max_tokens or config.response_length,
+        seed=0,
+        temperature=source.temperature if samples else 0.0,
+        top_p=source.top_p,
+        top_k=source.top_k,
+        min_p=source.min_p,
+        stop=config.stop if source.stop is None else source.stop,
+        stop_token_ids=config.stop_token_ids if source.stop_token_ids is None else source.stop_token_ids,
+        ignore_eos=config.ignore_eos,
+    )
+
+
+def _unpadded(input_ids: Tensor, attention_mask: Tensor, uids: np.ndarray, prompt_length: int) -> list[list[int]]:
+    lengths = attention_mask.sum(-1).tolist()
+    not_left_padded = (attention_mask[:, 1:] < attention_mask[:, :-1]).any(-1).tolist()
+    rows = []
+    for ids, length, broken, uid in zip(input_ids.tolist(), lengths, not_left_padded, uids, strict=True):
+        if broken:
+            raise SchemaError(
+                f"prompt {uid!r}: attention_mask must be zeros, then ones; prompts are padded on the left."
+            )
+        if length == 0:
+            raise RolloutError(f"prompt {uid!r} is empty; a model needs at least one token to go on from.")
+        if length > prompt_length:
+            raise RolloutError(
+                f"prompt {uid!r} has {length} tokens, more than rollout.prompt_length={prompt_length}. Raise it "
+                "(data.max_prompt_length), or set data.filter_overlong_prompts=true or data.truncation=left."
+            )
+        rows.append(ids[-length:])
+    return rows
+
+
+def columns_from_outputs(
+    prompts: DataProto, outputs: list[RolloutOutput], response_length: int, pad_token_id: int
+) -> DataProto:
+    """Pad the responses to ``response_length`` and return the columns listed at the top of this module."""
+    responses, response_mask = padded([output.token_ids for output in outputs], response_length, pad_token_id)
+    log_probs, _ = padded([output.log_probs for output in outputs], response_length, 0.0)
+    prompt = prompts.batch["input_ids"].cpu(), prompts.batch["attention_mask"].cpu()
+    return DataProto.from_dict(
+        tensors={
+            **joined_columns(prompt, (responses, response_mask)),
+            "response_mask": response_mask,
+            "rollout_log_probs": log_probs,
+        },
+        non_tensors={
+            "finish_reason": np.array([output.finish_reason for output in outputs], dtype=object),
+            "weight_version": np.array([output.weight_version for output in outputs]),
+        },
+    )
+
+
+def padded(rows: Sequence[Sequence[float]], length: int, padding: float, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Pad rows to (bsz, length); return them, and the mask that is 1 on their values.
+
+    The values are float32 if ``padding`` is a float, else int64.
+    """
+    counts = torch.tensor([len(row) for row in rows])
+    places = torch.arange(length)
+    chosen = places >= length - counts[:, None] if left else places < counts[:, None]  # (bsz, length)
+    dtype = torch.float32 if isinstance(padding, float) else torch.long
+    values = torch.full((len(rows), length), padding, dtype=dtype)
+    values[chosen] = torch.tensor([value for row in rows for value in row], dtype=dtype)
+    return values, chosen.long()
+
+
+def joined_columns(prompt: tuple[Tensor, Tensor], response: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return the columns that prompts and responses make together; each is given by its tokens and their mask."""
+    attention_mask = torch.cat([prompt[1], response[1]], dim=-1)
+    return {
+        "prompts": prompt[0],
+        "responses": response[0],
+        "input_ids": torch.cat([prompt[0], response[0]], dim=-1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(-1) - 1).clamp(min=0),
+    }

@@ -1,0 +1,139 @@
+"""Requests that reach a rollout engine one by one, while it runs, instead of as one batch.
+
+::
+
+    queue = RequestQueue(on_answer)              # filled from any thread
+    queue.put(7, RolloutRequest(...))            # 7: chosen by the caller
+    rollout.serve(queue)                         # in the engine's thread; calls on_answer(7, RolloutOutput(...))
+    queue.cancel(7)                              # nobody waits for it any more: its place is free at once
+    queue.close()                                # `serve` answers what it has taken, and returns
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+from verl.errors import RolloutError
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest
+
+Answer = RolloutOutput | RolloutError
+"""What became of a request: a response, or why this request cannot be served."""
+
+
+class RequestQueue:
+    """The requests to one engine and the way back of its answers. All methods may be called from any thread.
+
+    Args:
+        on_answer: called once with the number and the answer of each request that was neither cancelled nor left when
+            the queue was closed; in the engine's thread, so it must return at once.
+    """
+
+    def __init__(self, on_answer: Callable[[int, Answer], object]) -> None:
+        self._on_answer = on_answer
+        self._waiting: deque[tuple[int, RolloutRequest]] = deque()
+        self._running: set[int] = set()
+        self._cancelled: set[int] = set()
+        self._is_closed = False
+        self._listener: Callable[[], object] | None = None
+        self._changed = threading.Condition()
+
+    # ---- those who ask
+
+    def put(self, number: int, request: RolloutRequest) -> None:
+        """Add a request under a number that no other request of this queue has.
+
+        Raises:
+            RolloutError: the queue is closed.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise RolloutError("the rollout has ended, so its engine takes no more requests.")
+            self._waiting.append((number, request))
+            self._changed.notify()
+        self._tell()
+
+    def cancel(self, number: int) -> None:
+        """Withdraw a request. It gets no answer, also if the engine is at work on it; unknown numbers are ignored."""
+        with self._changed:
+            if number in self._running:
+                self._running.discard(number)
+                self._cancelled.add(number)
+            else:
+                self._waiting = deque(pair for pair in self._waiting if pair[0] != number)
+        self._tell()
+
+    def close(self) -> None:
+        """Let :meth:`BaseRollout.serve` return once it has answered what it has taken. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            self._waiting.clear()
+            self._changed.notify()
+        self._tell()
+
+    # ---- the engine
+
+    def wait(self) -> bool:
+        """Wait until a request waits to be taken; False if the queue is closed, and so none will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            return bool(self._waiting)
+
+    def take(self, room: int | None = None, wait: bool = False) -> list[tuple[int, RolloutRequest]]:
+        """Take up to ``room`` requests, the oldest first.
+
+        Args:
+            room: at least 0; None takes all.
+            wait: if there is none, wait for one or for :meth:`close`, which gives an empty list.
+        """
+        if wait:
+            self.wait()
+        with self._changed:
+            count = len(self._waiting) if room is None else min(room, len(self._waiting))
+            taken = [self._waiting.popleft() for _ in range(count)]
+            self._running.update(number for number, _ in taken)
+            return taken
+
+    def take_cancelled(self) -> set[int]:
+        """Return the taken requests cancelled since the last call; the engine drops them without an answer."""
+        with self._changed:
+            cancelled, self._cancelled = self._cancelled, set()
+            return cancelled
+
+    def answer(self, number: int, answer: Answer) -> None:
+        """Give the answer of a taken request; ignored if it was cancelled."""
+        with self._changed:
+            if number not in self._running:
+                return
+            self._running.discard(number)
+        self._on_answer(number, answer)
+
+    @contextmanager
+    def listening(self, listener: Callable[[], object]) -> Iterator[None]:
+        """Call ``listener`` after each :meth:`put`, :meth:`cancel` and :meth:`close`, in the thread that calls them."""
+        self._listener = listener
+        try:
+            yield
+        finally:
+            self._listener = None
+
+    def _tell(self) -> None:
+        listener = self._listener
+        if listener is not None:
+            listener()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._is_closed
+
+
+class EngineRequests(Protocol):
+    """The requests of a rollout, as every rank gets them; travels to the ranks."""
+
+    def of_engine(self, number: int) -> AbstractContextManager[RequestQueue]:
+        """Open the requests to one engine; engines are numbered from 0 in the order of their leading ranks."""
+        ...

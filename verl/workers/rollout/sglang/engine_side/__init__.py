@@ -1,1 +1,0 @@
-"""What runs inside SGLang's own processes. Its environment need not have verl, so nothing here imports it."""

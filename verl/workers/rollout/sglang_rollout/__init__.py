@@ -1,0 +1,74 @@
+"""SGLang as rollout engine: in this process (``rollout.mode=sync``) or as a server (``async``, the default).
+
+SGLang schedules, prefills and decodes; verl's own sampler, which runs inside SGLang (``engine_side/verl_sglang.py``),
+draws the tokens and computes the log-probs, as for every other engine. See ``docs/rollout_engines.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
+from verl.workers.rollout.client import EngineClient, PartialResponse
+from verl.workers.rollout.engine_kwargs import extra_arguments
+from verl.workers.rollout.remote import RemoteRollout
+from verl.workers.rollout.sampling import completes_stop_text
+from verl.workers.rollout.sglang_rollout.inprocess import SGLangInProcess
+from verl.workers.rollout.sglang_rollout.served import SGLangServer
+from verl.workers.rollout.sglang_rollout.settings import check_names, engine_arguments, process_environment
+
+_ROW_FIELDS = ("max_tokens", "seed", "temperature", "top_p", "top_k", "min_p", "is_greedy", "truncates")
+"""Sampling parameters sent to verl's sampler; the fields of ``RowParams`` in ``engine_side/verl_sglang.py``."""
+
+
+@RolloutRegistry.register("sglang")
+class SGLangRollout(RemoteRollout):
+    """Generate with SGLang; see :class:`~verl.workers.rollout.remote.RemoteRollout`.
+
+    Raises:
+        ConfigError: also if ``engine_kwargs.sglang`` has a name that is not an argument of SGLang.
+    """
+
+    default_start_timeout_s = 900.0
+    starts_at_once = False
+
+    def set_up(self) -> None:
+        """See :meth:`BaseRollout.set_up`."""
+        super().set_up()
+        if self.leads:
+            check_names(extra_arguments(self.config, decided=()), self._launch, self._environment())
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        return engine_arguments(self.config, self.model_config, self.hf_config, self.max_model_len, self.device)
+
+    def _environment(self) -> dict[str, str]:
+        return process_environment(self.config, self.device)
+
+    def _start(self) -> EngineClient:
+        if self._in_process:
+            return SGLangInProcess(self._arguments, self._environment(), self._launch.patience)
+        return SGLangServer(self._arguments, self._environment(), self._launch, self._devices)
+
+    def _partial(self, request: RolloutRequest) -> PartialResponse:
+        sampling = request.sampling
+        # In SGLang ignore_eos disables stop_token_ids too: the response continues there, and is cut off here.
+        ends = set(sampling.stop_token_ids) if sampling.ignore_eos else set()
+        params = {
+            "max_new_tokens": sampling.max_tokens,
+            "ignore_eos": sampling.ignore_eos,
+            "stop_token_ids": [] if sampling.ignore_eos else [*self.eos_token_ids, *sampling.stop_token_ids],
+            # With a tokenizer SGLang stops early at a stop text, which saves work; the exact end is determined here.
+            "stop": [] if self._arguments["skip_tokenizer_init"] else list(sampling.stop),
+            "no_stop_trim": True,
+            "custom_params": {
+                "prompt_length": len(request.prompt_ids),
+                "raw": self.config.logprobs_mode == "raw_logprobs",
+                "row": {field: getattr(sampling, field) for field in _ROW_FIELDS},
+            },
+        }
+
+        def is_end(tokens: list[int]) -> bool:
+            texts = sampling.stop
+            return tokens[-1] in ends or bool(texts and completes_stop_text(tokens, texts, self.tokenizer))
+
+        return PartialResponse(request, params, is_end if ends or sampling.stop else None)

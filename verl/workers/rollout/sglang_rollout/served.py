@@ -1,0 +1,217 @@
+"""Client of SGLang's server (``rollout.mode=async``), and the base class that it shares with the in-process engine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import pickle
+import uuid
+from abc import abstractmethod
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import RolloutError
+from verl.workers.rollout.client import (
+    ENGINE_SIDE,
+    EngineClient,
+    PartialResponse,
+    ServedRequests,
+    ServerClient,
+    serve_each,
+)
+from verl.workers.rollout.engine_kwargs import Launch
+from verl.workers.rollout.engine_side.verl_engine import checksum
+from verl.workers.rollout.http_client import HttpClient, refusals
+from verl.workers.rollout.weights import check_arrival, write_weight_files
+
+LOADER = "verl_sglang.load_weights"
+ORDER = "verl.order"
+_PASS_PARAMS = json.dumps({"callable": b"cverl_sglang\nPassParams\n.".hex()})
+"""The logit processor of every request, in SGLang's format: a pickle, as hex, that names a class."""
+_ABORT_ALL = ("/abort_request", {"abort_all": True})
+_MEMORY_TAGS = {"kv_cache": ("kv_cache",), "weights": ("weights", "cuda_graph")}
+
+
+class SGLangClient(EngineClient):
+    """Weights and memory of SGLang, in this process or behind HTTP; ``arguments`` are fields of its ``ServerArgs``."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.ranks = int(arguments["tp_size"])
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+        """See :meth:`EngineClient.load_weights`. Each part is checked before the next is sent."""
+        size = 0
+        self._call("begin_weight_update")
+        try:
+            for report, part in self._send(weights, bucket_bytes):
+                size += sum(tensor.nbytes for tensor in part.values())
+                sent = {name: str(checksum(tensor)) for name, tensor in part.items()}
+                for rank in range(self.ranks):
+                    check_report(sent, json.loads(Path(f"{report}-{rank}.json").read_text()), rank)
+        finally:
+            self._call("end_weight_update")
+        return size
+
+    @abstractmethod
+    def _call(self, action: str, **arguments: Any) -> None:
+        """Call an action of SGLang: a method of its engine, or the server's path of the same name.
+
+        Raises:
+            RolloutError: SGLang reports that it failed.
+        """
+
+    @abstractmethod
+    def _send(
+        self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int
+    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        """Send weights in parts; yield for each the path of its reports, without ``-<rank>.json``, and its tensors."""
+
+    def sleep(self, parts: Sequence[str]) -> None:
+        """See :meth:`EngineClient.sleep`."""
+        self._call("release_memory_occupation", tags=[tag for part in parts for tag in _MEMORY_TAGS[part]])
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """See :meth:`EngineClient.wake`."""
+        self._call("resume_memory_occupation", tags=[tag for part in parts for tag in _MEMORY_TAGS[part]])
+
+
+def request_of(responses: Sequence[PartialResponse], name: str | None = None) -> dict[str, Any]:
+    """Arguments of SGLang's ``generate`` for all responses in one call; ``name`` is for aborting a single one."""
+    return ({} if name is None else {"rid": [name]}) | {
+        "input_ids": [list(response.request.prompt_ids) for response in responses],
+        "sampling_params": [response.params for response in responses],
+        "return_logprob": True,
+        "custom_logit_processor": [_PASS_PARAMS] * len(responses),
+    }
+
+
+def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, Any]]) -> None:
+    """Append SGLang's answers to their responses; no answers at all mean that the request was aborted unsent.
+
+    Raises:
+        RolloutError: the numbers of tokens and log-probs differ.
+    """
+    for response, answer in zip(responses, answers, strict=bool(answers)):
+        tokens, meta = answer["output_ids"], answer["meta_info"]
+        found = [entry[0] for entry in meta.get("output_token_logprobs") or ()][: len(tokens)]
+        if len(found) != len(tokens):
+            raise RolloutError(f"SGLang gave {len(found)} log-probs for {len(tokens)} tokens.")
+        log_probs = [math.nan if value is None else value for value in found]
+        response.take(tokens, log_probs, meta["finish_reason"]["type"])
+
+
+def check_report(sent: Mapping[str, str], report: Mapping[str, Any], rank: int) -> None:
+    """Compare the checksums of a sent part with the report of ``verl_sglang.load_weights`` on one rank.
+
+    Raises:
+        RolloutError: SGLang could not load the part, or a checksum differs.
+    """
+    if report["problem"]:
+        raise RolloutError(f"SGLang (rank {rank}) cannot load the new weights: {report['problem']}")
+    if not report["sampler"]:
+        raise RolloutError("SGLang does not use verl's sampler: this version of SGLang is not supported.")
+    check_arrival(sent, report["arrived"], f"SGLang (rank {rank})")
+    held = {name: found for name, found in report["held"].items() if name in sent}
+    check_arrival({name: sent[name] for name in held}, held, f"the model of SGLang (rank {rank})")
+
+
+def check_success(action: str, done: bool, message: str) -> None:
+    """Raise RolloutError if SGLang reports that an action failed."""
+    if not done:
+        raise RolloutError(f"SGLang refused {action}: {message}")
+
+
+def order_of(report: str, files: Sequence[str] = ()) -> bytes:
+    """Encode the order that precedes the weights in a call of ``verl_sglang.load_weights``."""
+    return json.dumps({"report": report, "files": list(files)}).encode()
+
+
+class SGLangServer(SGLangClient, ServerClient):
+    """SGLang's HTTP server in a separate process, which reads new weights from files."""
+
+    def __init__(
+        self,
+        arguments: Mapping[str, Any],
+        environment: Mapping[str, str],
+        launch: Launch,
+        devices: str | None = None,
+    ) -> None:
+        SGLangClient.__init__(self, arguments)
+        script = [launch.python, str(ENGINE_SIDE / "verl_sglang_server.py")]
+        given = json.dumps(dict(arguments))
+        ServerClient.__init__(self, "sglang", lambda port: [*script, str(port), given], environment, launch, devices)
+
+    def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
+        """See :meth:`EngineClient.generate`."""
+        if responses:
+            # All in one HTTP request: if they arrive one by one, SGLang's batches, and with them the rounding of
+            # log-probs, differ from run to run.
+            bodies = [request_of(responses)]
+            (answers,) = self.server.post_many("/generate", bodies, cancelled=aborted, cancel=_ABORT_ALL)
+            take(responses, answers or [])
+
+    def serve(self, requests: ServedRequests, aborted: Event) -> None:
+        """See :meth:`EngineClient.serve`."""
+
+        def work(http: HttpClient) -> Coroutine[Any, Any, None]:
+            names: dict[int, str] = {}
+
+            async def ask(number: int, response: PartialResponse) -> None:
+                names[number] = uuid.uuid4().hex
+                try:
+                    with refusals():
+                        body = request_of([response], names[number])
+                        take([response], await http.request("POST", "/generate", body))
+                finally:
+                    del names[number]
+
+            async def cancel(number: int) -> None:
+                if number in names:  # else it was not sent yet
+                    # Without this SGLang finds out after seconds that the connection was closed.
+                    await http.request("POST", "/abort_request", {"rid": names[number]}, is_work=False)
+
+            def abort_all() -> Coroutine[Any, Any, Any]:
+                return http.request("POST", *_ABORT_ALL, is_work=False)
+
+            return serve_each(requests, ask, aborted, cancel=cancel, abort_all=abort_all)
+
+        self.server.run(work)
+
+    def _call(self, action: str, **arguments: Any) -> None:
+        answer = self.server.post(f"/{action}", arguments)
+        if answer and "success" in answer:
+            check_success(action, answer["success"], answer["message"])
+
+    def _send(
+        self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int
+    ) -> Iterator[tuple[str, dict[str, Tensor]]]:
+        folders = (self.server.memory_folder, self.server.folder)
+        for file, part in write_weight_files(weights, folders, "weights", bucket_bytes):
+            report = str(self.server.folder / file.stem)
+            payload = base64.b64encode(pickle.dumps([(ORDER, _Bytes(order_of(report, [str(file)])))])).decode()
+            try:
+                self._call(
+                    "update_weights_from_tensor",
+                    serialized_named_tensors=[payload] * self.ranks,
+                    load_format=LOADER,
+                    flush_cache=True,
+                )
+            finally:
+                file.unlink()
+            yield report, part
+
+
+class _Bytes:
+    """Bytes that are unpickled as a tensor, by one of the few functions that SGLang allows in a pickle."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def __reduce__(self) -> tuple[Any, tuple[list[int]]]:
+        return torch.ByteTensor, (list(self._data),)

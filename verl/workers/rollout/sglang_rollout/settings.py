@@ -1,0 +1,161 @@
+"""Translate ``rollout.*`` to SGLang's arguments and environment variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from verl.base.registry import suggest
+from verl.config import HFModelConfig, RolloutConfig
+from verl.errors import ConfigError
+from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path, torch_dtype
+from verl.workers.rollout.client import ENGINE_SIDE
+from verl.workers.rollout.engine_kwargs import Launch, extra_arguments
+from verl.workers.rollout.server import SERVER_KEEPALIVE_S
+
+# SGLang reserves a few positions of its context for itself.
+_SPARE_POSITIONS = 8
+# Size of the cache of keys and values on a CPU, in tokens; it is larger for very long contexts.
+_CPU_CACHED_TOKENS = 65536
+# Attempts to list SGLang's arguments, because the process that lists them may be killed from outside.
+_ATTEMPTS = 3
+
+
+def engine_arguments(
+    config: RolloutConfig,
+    model_config: HFModelConfig,
+    hf_config: PretrainedConfig,
+    max_model_len: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return the fields of SGLang's ``ServerArgs``.
+
+    Raises:
+        ConfigError: ``engine_kwargs.sglang`` sets an argument that another setting determines, or a setting is not
+            supported with SGLang.
+    """
+    _refuse(config)
+    path = resolve_model_path(model_config.path)
+    context = max_model_len + _SPARE_POSITIONS
+    arguments: dict[str, Any] = {
+        "model_path": path,
+        "tokenizer_path": resolve_model_path(model_config.tokenizer_path or path),
+        "trust_remote_code": model_config.trust_remote_code,
+        "dtype": str(torch_dtype(config.dtype)).removeprefix("torch."),
+        "load_format": config.load_format,
+        "device": device.type,
+        "context_length": context,
+        "max_running_requests": config.max_num_seqs,
+        "max_prefill_tokens": config.max_num_batched_tokens,
+        "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
+        "disable_radix_cache": not config.enable_prefix_caching,
+        "mem_fraction_static": config.gpu_memory_utilization,
+        "disable_cuda_graph": config.enforce_eager,
+        "schedule_policy": config.scheduling_policy,
+        "tp_size": config.tensor_model_parallel_size,
+        "pp_size": config.pipeline_model_parallel_size,
+        "dp_size": config.data_parallel_size,
+        "ep_size": config.expert_parallel_size,
+        "log_level": "error" if config.disable_log_stats else "info",
+        # Stop texts end a response early only if SGLang has the tokenizer; it is not needed for anything else.
+        "skip_tokenizer_init": not (config.stop or config.val_kwargs.stop),
+        # verl's sampler and weight loader: see engine_side/verl_sglang.py.
+        "sampling_backend": "pytorch",
+        "enable_custom_logit_processor": True,
+        "custom_weight_loader": ["verl_sglang.load_weights"],
+        "skip_server_warmup": True,
+        # Otherwise the scheduler polls for requests in a busy loop, on a core that the trainer needs.
+        "sleep_on_idle": True,
+        "enable_memory_saver": device.type == "cuda" and config.free_cache_engine,
+    }
+    if config.cudagraph_capture_sizes is not None:
+        arguments["cuda_graph_bs"] = list(config.cudagraph_capture_sizes)
+    overrides = {k: v for k, v in model_config.override_config.items() if k != ATTN_IMPLEMENTATION}
+    positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
+    if positions is not None and positions < context:
+        overrides["max_position_embeddings"] = context  # the model never sees the spare positions
+    if overrides:
+        arguments["json_model_override_args"] = json.dumps(overrides)
+    extra = extra_arguments(config, decided=arguments)
+    if device.type == "cpu":
+        # mem_fraction_static would take half of the machine's memory; SGLang uses the smaller of the two limits.
+        arguments["max_total_tokens"] = max(2 * context, min(_CPU_CACHED_TOKENS, config.max_num_seqs * context))
+    return arguments | extra
+
+
+def _refuse(config: RolloutConfig) -> None:
+    if config.limit_images is not None:
+        raise ConfigError(
+            f"rollout.limit_images={config.limit_images} is not used by the sglang engine, which gets token ids only. "
+            "Leave it null."
+        )
+    if config.pipeline_model_parallel_size > 1 or config.data_parallel_size > 1:
+        raise ConfigError(
+            f"rollout.pipeline_model_parallel_size={config.pipeline_model_parallel_size} and data_parallel_size="
+            f"{config.data_parallel_size}: the sglang engine has one copy of the model, split by tensors alone. Set "
+            "both to 1; more copies come from more workers."
+        )
+
+
+def process_environment(config: RolloutConfig, device: torch.device) -> dict[str, str]:
+    """Environment variables for SGLang's processes, without those that the user has set."""
+    variables = {"SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S)}
+    ranks = config.tensor_model_parallel_size
+    if device.type == "cpu":
+        variables["SGLANG_USE_CPU_ENGINE"] = "1"
+    if device.type == "cpu" and ranks > 1:  # SGLang requires a list of cores for each rank
+        cores = sorted(os.sched_getaffinity(0))
+        shares = [cores[rank::ranks] or cores for rank in range(ranks)]
+        variables["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
+    return {name: value for name, value in variables.items() if name not in os.environ}
+
+
+def check_names(names: Iterable[str], launch: Launch, environment: Mapping[str, str]) -> None:
+    """Check that the names given in ``engine_kwargs.sglang`` are fields of SGLang's ``ServerArgs``.
+
+    The fields are listed by a subprocess of ``launch.python``, with ``environment`` added to this process's.
+
+    Raises:
+        ConfigError: there is no such field, or SGLang cannot be imported there.
+    """
+    names = list(names)
+    if not names:  # importing SGLang takes seconds
+        return
+    known = _known_names(launch, environment)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        hints = "".join(suggest(name, known) for name in unknown)
+        raise ConfigError(
+            f"rollout.engine_kwargs.sglang: this SGLang has no argument {', '.join(unknown)}.{hints} `{launch.python} "
+            "-m sglang.launch_server --help` lists what it has, with dashes in place of underscores."
+        )
+
+
+def _known_names(launch: Launch, environment: Mapping[str, str]) -> list[str]:
+    python, timeout_s = launch.python, launch.start_timeout_s
+    command = [python, str(ENGINE_SIDE / "verl_sglang_server.py"), "names"]
+    try:
+        for _ in range(_ATTEMPTS):
+            asked = subprocess.run(
+                command, env=os.environ | environment, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+            if asked.returncode >= 0:  # negative: killed by a signal
+                break
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"rollout.name=sglang: {python} did not import SGLang within {timeout_s:g} s. If its disk is only slow, "
+            "raise rollout.engine_kwargs.sglang.start_timeout_s."
+        ) from None
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or [f"exit status {asked.returncode}"])[-1]
+        raise ConfigError(
+            f"rollout.name=sglang: {python} cannot import SGLang: {last}. Install it there (requirements/sglang.txt), "
+            "or name the interpreter of another environment in rollout.engine_kwargs.sglang.python."
+        )
+    return json.loads(asked.stdout.splitlines()[-1])

@@ -1,1 +1,0 @@
-"""The vLLM engine, in this process or behind HTTP; see :mod:`verl.workers.rollout.vllm_rollout`."""

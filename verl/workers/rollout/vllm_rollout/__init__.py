@@ -1,0 +1,55 @@
+"""vLLM as rollout engine: in this process (``rollout.mode=sync``) or as a server (``async``, the default).
+
+vLLM gets and returns token ids only; stop texts are detected here. A server gets new weights as files in shared memory.
+See ``docs/rollout_engines.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
+from verl.workers.rollout.client import EngineClient, PartialResponse
+from verl.workers.rollout.remote import RemoteRollout
+from verl.workers.rollout.sampling import completes_stop_text
+from verl.workers.rollout.vllm_rollout.inprocess import VLLMInProcess
+from verl.workers.rollout.vllm_rollout.served import VLLMServer
+from verl.workers.rollout.vllm_rollout.settings import engine_arguments
+
+
+@RolloutRegistry.register("vllm")
+class VLLMRollout(RemoteRollout):
+    """Generate with vLLM; see :class:`~verl.workers.rollout.remote.RemoteRollout`."""
+
+    default_start_timeout_s = 600.0
+    starts_at_once = True  # so that an unknown argument of vLLM is reported before anything else is built
+
+    def _engine_arguments(self) -> dict[str, Any]:
+        return engine_arguments(self.config, self.model_config, self.max_model_len, self.device)
+
+    def _start(self) -> EngineClient:
+        if self._in_process:
+            return VLLMInProcess(self._arguments, self.device)
+        return VLLMServer(self._arguments, self.device, self._launch, self._devices)
+
+    def _partial(self, request: RolloutRequest) -> PartialResponse:
+        sampling = request.sampling
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_token_ids)}
+        params: dict[str, Any] = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            # vLLM runs without a tokenizer, so it cannot find the end tokens itself.
+            "ignore_eos": True,
+            "stop_token_ids": sorted(ends),
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        if sampling.truncates:
+            params |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0), "min_p": sampling.min_p}
+        texts = sampling.stop
+        is_end = (lambda tokens: completes_stop_text(tokens, texts, self.tokenizer)) if texts else None
+        return PartialResponse(request, params, is_end)
+
+
+vLLMRollout = vLLMAsyncRollout = VLLMRollout  # noqa: N816 - names of other versions; the one class serves both modes

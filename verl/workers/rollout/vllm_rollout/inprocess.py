@@ -1,0 +1,172 @@
+"""vLLM inside this process (``rollout.mode=sync``)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.base.registry import suggest
+from verl.errors import ConfigError, RolloutError
+from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
+from verl.workers.rollout.engine_side.verl_engine import checksum, with_checksums
+from verl.workers.rollout.vllm_rollout.settings import process_environment
+from verl.workers.rollout.weights import check_arrival
+
+
+class VLLMInProcess(EngineClient):
+    """vLLM's ``LLMEngine`` in this process; it runs until this process ends.
+
+    Raises:
+        ConfigError: vLLM is not installed here, or has no argument of a given name.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], device: torch.device) -> None:
+        variables = process_environment(device) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        with _undisturbed(variables):
+            try:
+                from vllm.engine.arg_utils import EngineArgs
+                from vllm.v1.engine.llm_engine import LLMEngine
+            except ImportError as error:
+                raise ConfigError(
+                    f"rollout.name=vllm with mode=sync runs vLLM in this process, which cannot import it: {error}. "
+                    "Install it here (requirements/vllm.txt), or use mode=async with the python of another "
+                    "environment in rollout.engine_kwargs.vllm.python."
+                ) from error
+            known = [field.name for field in dataclasses.fields(EngineArgs)]
+            for name in arguments:
+                if name not in known:
+                    raise ConfigError(
+                        f"rollout.engine_kwargs.vllm: this vLLM has no argument {name}.{suggest(name, known)}"
+                    )
+            self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        self._served = 0
+
+    def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
+        """See :meth:`EngineClient.generate`."""
+        running: dict[str, PartialResponse] = {}
+        with self._ended(running):
+            for response in responses:
+                self._add(response, running)
+            while running and not aborted.is_set():
+                self._step(running)
+
+    def serve(self, requests: ServedRequests, aborted: Event) -> None:
+        """See :meth:`EngineClient.serve`. Requests are added between two tokens."""
+        running: dict[str, PartialResponse] = {}
+        names: dict[int, str] = {}
+        with self._ended(running):
+            while not aborted.is_set():
+                for number in requests.take_cancelled() & names.keys():
+                    name = names.pop(number)
+                    del running[name]
+                    self._engine.abort_request([name])
+                taken = dict(requests.take())
+                names |= {number: self._add(response, running) for number, response in taken.items()}
+                if not running:
+                    return
+                responses = {number: running[name] for number, name in names.items()}
+                self._step(running)
+                for number, response in responses.items():
+                    if response.is_done:
+                        del names[number]
+                        requests.answer(number, response)
+            for number, name in names.items():
+                requests.answer(number, running[name])
+
+    def _add(self, response: PartialResponse, running: dict[str, PartialResponse]) -> str:
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+        self._served += 1
+        name = str(self._served)
+        params = SamplingParams(**response.params, output_kind=RequestOutputKind.DELTA)
+        self._engine.add_request(name, {"prompt_token_ids": list(response.request.prompt_ids)}, params)
+        running[name] = response
+        return name
+
+    @contextlib.contextmanager
+    def _ended(self, running: Mapping[str, PartialResponse]) -> Iterator[None]:
+        """End what still runs on exit, also after an interruption: the next call must not get the outputs."""
+        try:
+            yield
+        finally:
+            if running:
+                self._engine.abort_request(list(running))
+
+    def _step(self, running: dict[str, PartialResponse]) -> None:
+        for output in self._engine.step():
+            response, part = running[output.request_id], output.outputs[0]
+            found = part.logprobs or []
+            log_probs = [entry[token].logprob for token, entry in zip(part.token_ids, found, strict=True)]
+            if response.take(part.token_ids, log_probs, part.finish_reason):
+                del running[output.request_id]
+                if part.finish_reason is None:  # ended by a stop text, which vLLM does not detect
+                    self._engine.abort_request([output.request_id])
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+        """See :meth:`EngineClient.load_weights`. Nothing is sent, so ``bucket_bytes`` is not used."""
+        sent: dict[str, str] = {}
+        arrived: dict[str, str] = {}
+        failed: list[RolloutError] = []
+        size = 0
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal size
+            try:
+                for key, tensor in weights:
+                    size += tensor.nbytes
+                    sent[key] = str(checksum(tensor))
+                    yield key, tensor
+            except RolloutError as error:  # vLLM must finish a begun update, or it cannot start another
+                failed.append(error)
+
+        worker_of(self._engine).reload_weights(weights_iterator=with_checksums(counted(), arrived))
+        if failed:
+            raise failed[0]
+        check_arrival(sent, arrived, "vLLM (in this process)")
+        if not self._engine.reset_prefix_cache():
+            raise RolloutError("vLLM kept its prefix cache over an update of the weights: it still serves requests.")
+        return size
+
+    def sleep(self, parts: Sequence[str]) -> None:
+        """Release the memory of weights and cache, whatever the parts: vLLM cannot release them separately."""
+        self._engine.sleep(level=2)
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """See :meth:`EngineClient.wake`."""
+        self._engine.wake_up(None if set(parts) == set(MEMORY) else list(parts))
+
+    def kill(self) -> None:
+        """Do nothing: the engine has no process of its own, and ends with this one."""
+
+
+def worker_of(engine: Any) -> Any:
+    """Return the worker of an ``LLMEngine`` in this process, through private attributes of vLLM 0.32."""
+    # vLLM's public call for new weights (``collective_rpc("reload_weights", ...)``) reads them from files only.
+    return engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+@contextlib.contextmanager
+def _undisturbed(variables: Mapping[str, str]) -> Iterator[None]:
+    """Restore the random state, number of threads and environment variables that the start of vLLM changes.
+
+    ``variables`` are added to the environment, unless the user has set them, and remain.
+    """
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+    environment, set_num_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        os.environ.clear()
+        os.environ.update(environment)

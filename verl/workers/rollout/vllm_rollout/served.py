@@ -1,0 +1,151 @@
+"""Client of vLLM's API server (``rollout.mode=async``)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError, RolloutError
+from verl.workers.rollout.client import MEMORY, PartialResponse, ServedRequests, ServerClient, serve_each
+from verl.workers.rollout.engine_kwargs import Launch
+from verl.workers.rollout.engine_side.verl_engine import checksum
+from verl.workers.rollout.http_client import HttpClient, refusals
+from verl.workers.rollout.server import LOOPBACK
+from verl.workers.rollout.vllm_rollout.settings import command_line, process_environment
+from verl.workers.rollout.weights import check_arrival, write_weight_files
+
+_GENERATE = "/inference/v1/generate"
+_ABORT_ALL: tuple[str, Any] = ("/abort_requests", {})
+_UNKNOWN_ARGUMENTS = "unrecognized arguments:"
+# vLLM's server reports a log-prob of nan or minus infinity as -9999.
+_NOT_FINITE = -9000.0
+
+
+class VLLMServer(ServerClient):
+    """vLLM's API server in a separate process.
+
+    Raises:
+        ConfigError: vLLM is not installed there, or has no argument of a given name.
+        RolloutError: the server does not start.
+    """
+
+    def __init__(
+        self, arguments: Mapping[str, Any], device: torch.device, launch: Launch, devices: str | None = None
+    ) -> None:
+        def command(port: int) -> list[str]:
+            return [
+                *(launch.python, "-m", "vllm.entrypoints.openai.api_server", "--host", LOOPBACK, "--port", str(port)),
+                *("--tokens-only", "--disable-uvicorn-access-log"),
+                *("--middleware", "verl_vllm.RequireToken"),
+                *("--worker-extension-cls", "verl_vllm.WeightLoader"),
+                *command_line(arguments),
+            ]
+
+        # The routes for weights, sleep and abort exist in development mode only.
+        environment = {**process_environment(device), "VLLM_SERVER_DEV_MODE": "1"}
+        try:
+            super().__init__("vllm", command, environment, launch, devices)
+        except RolloutError as error:
+            raise _explain(error, launch.python) from None
+
+    def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
+        """See :meth:`EngineClient.generate`. With stop texts, tokens are streamed so that work ends at a stop text."""
+        bodies = [{"token_ids": one.request.prompt_ids, "sampling_params": one.params} for one in responses]
+
+        def take(number: int, answer: Any) -> bool:
+            return self.take(responses[number], answer)
+
+        if any(response.is_end is not None for response in responses):
+            streamed = [body | {"stream": True} for body in bodies]
+            self.server.stream_many(_GENERATE, streamed, take, cancelled=aborted)
+        else:
+            self.server.post_many(_GENERATE, bodies, cancelled=aborted, cancel=_ABORT_ALL, take=take)
+
+    def serve(self, requests: ServedRequests, aborted: Event) -> None:
+        """See :meth:`EngineClient.serve`. vLLM drops a request whose connection is closed."""
+
+        def work(http: HttpClient) -> Coroutine[Any, Any, None]:
+            async def ask(number: int, response: PartialResponse) -> None:
+                body = {"token_ids": response.request.prompt_ids, "sampling_params": response.params}
+                with refusals():
+                    if response.is_end is None:
+                        self.take(response, await http.request("POST", _GENERATE, body))
+                    else:
+                        taking = functools.partial(self.take, response)
+                        await http.stream(_GENERATE, body | {"stream": True}, taking, aborted)
+
+            def abort_all() -> Coroutine[Any, Any, Any]:
+                return http.request("POST", *_ABORT_ALL, is_work=False)
+
+            return serve_each(requests, ask, aborted, abort_all=abort_all)
+
+        self.server.run(work)
+
+    def take(self, response: PartialResponse, answer: Any) -> bool:
+        """Add an answer, or an event of a streamed one, to its response; return whether the response is done."""
+        if "error" in answer:
+            raise RolloutError(f"vLLM gave up a request: {answer['error']}")
+        if not answer["choices"]:
+            return False
+        choice = answer["choices"][0]
+        found = [entry["logprob"] for entry in (choice["logprobs"] or {}).get("content") or []]
+        log_probs = [value if value > _NOT_FINITE else -math.inf for value in found]
+        return response.take(choice["token_ids"] or [], log_probs, choice["finish_reason"])
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], bucket_bytes: int) -> int:
+        """See :meth:`EngineClient.load_weights`. vLLM reads all files in one call, so all exist at once."""
+        paths: list[Path] = []
+        sent: dict[str, str] = {}
+        size = 0
+        try:
+            folders = (self.server.memory_folder, self.server.folder)
+            for path, part in write_weight_files(weights, folders, "weights", bucket_bytes):
+                paths.append(path)
+                sent |= {key: str(checksum(tensor)) for key, tensor in part.items()}
+                size += sum(tensor.nbytes for tensor in part.values())
+            self._load_files(paths, sent)
+        finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
+        if not self.server.post("/reset_prefix_cache")["success"]:
+            raise RolloutError("vLLM kept its prefix cache over an update of the weights: it still serves requests.")
+        return size
+
+    def _load_files(self, paths: list[Path], sent: dict[str, str]) -> None:
+        call = {"method": "load_weight_files", "args": [[str(path) for path in paths]]}
+        for number, worker in enumerate(self.server.post("/collective_rpc", call)["results"]):
+            check_arrival(sent, worker["checksums"], f"vLLM (worker {number})")
+
+    def sleep(self, parts: Sequence[str]) -> None:
+        """Release the memory of weights and cache, whatever the parts: vLLM cannot release them separately."""
+        self.server.post("/sleep?level=2")
+
+    def wake(self, parts: Sequence[str]) -> None:
+        """See :meth:`EngineClient.wake`."""
+        tags = "" if set(parts) == set(MEMORY) else "?" + "&".join(f"tags={part}" for part in parts)
+        self.server.post(f"/wake_up{tags}")
+
+
+def _explain(error: RolloutError, python: str) -> RolloutError | ConfigError:
+    """Turn a failed start into a ConfigError if the log shows a wrong setting; otherwise return the error itself."""
+    text = str(error)
+    if _UNKNOWN_ARGUMENTS in text:
+        flags = text.split(_UNKNOWN_ARGUMENTS)[1].splitlines()[0].split()
+        names = [flag.removeprefix("--").removeprefix("no-").replace("-", "_") for flag in flags if flag[:2] == "--"]
+        return ConfigError(
+            f"rollout.engine_kwargs.vllm: this vLLM has no argument {', '.join(names)}. `{python} -m "
+            "vllm.entrypoints.openai.api_server --help=all` lists what it has."
+        )
+    if "No module named" in text and "vllm" in text:
+        return ConfigError(
+            f"rollout.name=vllm: vLLM is not installed for {python}. Make an environment with it (make .venv-vllm, or "
+            "pip install -r requirements/vllm.txt) and name its python in rollout.engine_kwargs.vllm.python."
+        )
+    return error

@@ -1,0 +1,114 @@
+"""Translate ``rollout.*`` to vLLM's arguments and environment variables."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from verl.config import HFModelConfig, RolloutConfig
+from verl.errors import ConfigError
+from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path
+from verl.workers.rollout.engine_kwargs import extra_arguments
+from verl.workers.rollout.server import SERVER_KEEPALIVE_S
+
+_CPU_KV_CACHE_BYTES = 2**30
+_KV_CACHE_BYTES, _KV_CACHE_VARIABLE = "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"
+
+
+def engine_arguments(
+    config: RolloutConfig, model_config: HFModelConfig, max_model_len: int, device: torch.device
+) -> dict[str, Any]:
+    """Return vLLM's engine arguments by their Python names.
+
+    Raises:
+        ConfigError: ``engine_kwargs.vllm`` sets an argument that another setting determines, or
+            ``data_parallel_size`` is not 1.
+    """
+    if config.data_parallel_size != 1:
+        raise ConfigError(
+            f"rollout.data_parallel_size={config.data_parallel_size}: every rank (or group of tensor-parallel ranks) "
+            "has an engine of its own already. Set it to 1."
+        )
+    path = resolve_model_path(model_config.path)
+    overrides = {k: v for k, v in model_config.override_config.items() if k != ATTN_IMPLEMENTATION}
+    arguments: dict[str, Any] = {
+        "model": path,
+        "trust_remote_code": model_config.trust_remote_code,
+        "dtype": config.dtype,
+        "load_format": config.load_format,
+        "seed": config.seed % 2**32,
+        "max_model_len": max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, config.max_num_seqs),
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "enforce_eager": config.enforce_eager,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "scheduling_policy": config.scheduling_policy,
+        "disable_log_stats": config.disable_log_stats,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "pipeline_parallel_size": config.pipeline_model_parallel_size,
+        "data_parallel_size": config.data_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
+        "logprobs_mode": config.logprobs_mode,
+        # Ignore sampling defaults of the model folder (generation_config.json): requests set all parameters.
+        "generation_config": "vllm",
+        # vLLM gets and returns token ids only; verl detects stop texts.
+        "skip_tokenizer_init": True,
+    }
+    if model_config.hf_config_path:
+        arguments["hf_config_path"] = resolve_model_path(model_config.hf_config_path)
+    if overrides:
+        arguments["hf_overrides"] = overrides
+    if config.cudagraph_capture_sizes is not None:
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
+    if config.limit_images is not None:
+        arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
+    if device.type == "cpu":
+        # After a partial prefill vLLM rewinds the request's random generator, which CPU generators do not support.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(arguments["max_num_batched_tokens"], max_model_len)
+    if device.type == "cuda" and config.free_cache_engine:
+        arguments["enable_sleep_mode"] = True
+    extra = extra_arguments(config, decided=arguments)
+    if device.type == "cpu" and _KV_CACHE_VARIABLE not in os.environ:  # overrides the argument in vLLM
+        # Without a size vLLM takes half of the machine's memory.
+        extra.setdefault(_KV_CACHE_BYTES, _CPU_KV_CACHE_BYTES)
+    return arguments | extra
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Convert arguments to flags: true is ``--name``, false ``--no-name``, a mapping JSON, a list several values."""
+    flags: list[str] = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is True:
+            flags.append(flag)
+        elif value is False:
+            # These two have no ``--no-`` form; they are false by default.
+            flags += [] if name in ("trust_remote_code", "skip_tokenizer_init") else ["--no-" + flag[2:]]
+        elif isinstance(value, Mapping):
+            flags += [flag, json.dumps(dict(value))]
+        elif isinstance(value, list | tuple):
+            flags += [flag, *map(str, value)]
+        else:
+            flags += [flag, str(value)]
+    return flags
+
+
+def process_environment(device: torch.device) -> dict[str, str]:
+    """Environment variables for vLLM's processes, without those that the user has set."""
+    variables = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
+    }
+    if device.type == "cpu":
+        # Otherwise vLLM pins its threads to cores that other processes use too.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return {name: value for name, value in variables.items() if name not in os.environ}
