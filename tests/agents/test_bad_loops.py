@@ -88,6 +88,34 @@ class Loop(AgentLoopBase):
     async def not_sent(self, params):
         return self.output((await self.draw(params)).token_ids, extra_fields={"lock": threading.Lock()})
 
+    async def several(self, params):
+        first = self.output((await self.draw(params)).token_ids)
+        helped = self.output([], agent="helper")
+        self.prompt = self.prompt[1:]
+        second = self.output((await self.draw(params, max_tokens=2)).token_ids)
+        self.prompt = self.prompt[1:]
+        asked = self.output((await self.draw(params, max_tokens=3)).token_ids, agent="helper", status="turns_used_up")
+        return [first, helped, asked, second]
+
+    async def no_sequence(self, params):
+        return []
+
+    async def text_in_list(self, params):
+        return [self.output((await self.draw(params)).token_ids), "42"]
+
+    async def drawn_in_two(self, params):
+        output = self.output((await self.draw(params)).token_ids)
+        return [output, output.model_copy(update={"agent": "helper"})]
+
+    async def repeated_with_mask_0(self, params):
+        ids = (await self.draw(params)).token_ids
+        return [self.output(ids), self.output(ids, [0] * len(ids))]
+
+    async def two_scores(self, params):
+        first = self.output((await self.draw(params)).token_ids, reward_score=1.0)
+        second = self.output((await self.draw(params)).token_ids, reward_score=0.5)
+        return [first, second]
+
     async def text_as_tokens(self, params):
         self.prompt = ["make", "7"]
         await self.draw(params)
@@ -130,6 +158,7 @@ ENDS = {
     "empty": "done",
     "goes_on": "done",
     "leaves_a_thread": "done",
+    "repeated_with_mask_0": "done",
     **dict.fromkeys(("never_ends", "blocks", "will_not_be_cancelled"), "timeout"),
     **dict.fromkeys(
         ("raises", "exits", "exits_in_task", "cancels_itself", "returns_text", "changed", "not_drawn", "no_token"),
@@ -138,6 +167,7 @@ ENDS = {
     **dict.fromkeys(
         ("bad_score", "takes_column", "not_sent", "text_as_tokens", "wrong_stop", "half_a_token"), "agent_error"
     ),
+    **dict.fromkeys(("no_sequence", "text_in_list", "drawn_in_two", "two_scores"), "agent_error"),
 }
 """What a loop does, and the status of its trajectory."""
 SAYS = {
@@ -152,6 +182,10 @@ SAYS = {
     "bad_score": "must be a finite number",
     "takes_column": "may not hold uid",
     "not_sent": "cannot be sent to another process",
+    "no_sequence": "run() returned an empty list",
+    "text_in_list": "run() returned str",
+    "drawn_in_two": "2 sequences have mask 1 on the same turn of the policy, which drew it 1 times",
+    "two_scores": "different values of reward_score: [0.5, 1.0]",
     "text_as_tokens": "TypeError",
     "wrong_stop": "stop has 5, which is no str",
     "half_a_token": "max_tokens has 2.5, which is no int",
@@ -226,6 +260,18 @@ def test_each_bad_loop_costs_its_own_trajectory(answers):
     assert drawn[does.index("never_ends")] == 8  # what it drew can be scored 0
     assert drawn[does.index("too_long")] == 8
     assert drawn[does.index("raises")] == drawn[does.index("empty")] == 0
+
+
+def test_sequences_of_a_trajectory_are_rows_in_their_order(answers):
+    batch = answers(["good", "several", "good"])
+    columns = batch.non_tensor_batch
+    # The helper's sequence without a token of the policy is left out.
+    assert columns["trajectory_id"].tolist() == ["1-good/0", *["1-several/0"] * 3, "1-good/0"]
+    assert columns["agent"].tolist() == ["main", "main", "helper", "main", "main"]
+    assert columns["trajectory_status"].tolist() == ["done", *["turns_used_up"] * 3, "done"]
+    assert batch.batch["response_mask"].sum(-1).tolist()[2:4] == [3, 2]
+    prompts = batch.batch["attention_mask"][:, :32].sum(-1).tolist()
+    assert prompts == [32, 32, 30, 31, 32]
 
 
 def test_a_batch_that_fails_as_a_whole_ends_the_run_with_one_screen(answers):

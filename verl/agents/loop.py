@@ -57,7 +57,10 @@ class AgentLoopOutput(BaseModel):
     routed_experts: Any | None = None
     multi_modal_data: dict[str, Any] | None = None
     reward_score: float | None = None
-    """Score of the whole, if the loop computes it; otherwise the reward function does."""
+    """Score of the whole trajectory, if the loop computes it; otherwise the reward function does."""
+    agent: str = "main"
+    """Name of the agent whose sequence it is. The agents of a trajectory share its reward, and each is compared with
+    its own kind in the other responses to the prompt."""
     num_turns: int = 0
     """Messages of the conversation, those of the prompt, tools and users among them."""
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
@@ -139,7 +142,7 @@ class AgentLoopBase(ABC):
         return None
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Answer one prompt.
 
         Args:
@@ -147,6 +150,12 @@ class AgentLoopBase(ABC):
                 for ``server_manager.generate``.
             **kwargs: the row of the data set by column, ``raw_prompt`` (messages), ``tools_kwargs`` and
                 ``interaction_kwargs`` among them, and ``raw_prompt_ids``, the tokens of the prompt.
+
+        Returns:
+            the training sequence; or several, in the order of the trajectory: after its context was rewritten, of
+            forks, of other agents. They share the reward. The reward function reads the last sequence of the agent
+            ``main``, or the last of all if there is no such agent. A drawn token has mask 1 in one sequence alone, and
+            mask 0 where another repeats it; sequences without mask 1 are left out if there are others.
         """
 
     async def apply_chat_template(

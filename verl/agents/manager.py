@@ -13,6 +13,7 @@ import numpy as np
 from verl.agents.servers import SampleId
 from verl.agents.worker import Trajectory, TrajectoryResult, agent_loops
 from verl.config import PPOConfig
+from verl.config.agent import TrajectoryStatus
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.workers.rollout.request import joined_columns, padded, requests_from_prompts
@@ -26,6 +27,11 @@ REDRAWS = 2
 """How often a trajectory whose status asks for it is drawn again."""
 NOT_FOR_LOOPS = ("uid", "sample_index")
 """Columns that the trainer made, which a row of the data set does not have."""
+
+
+def trajectory_id(uid: str, sample_index: int) -> str:
+    """Name the trajectory that is response ``sample_index`` to the prompt ``uid``."""
+    return f"{uid}/{sample_index}"
 
 
 class Agents(Protocol):
@@ -68,8 +74,9 @@ class AgentLoopManager:
                 and the other columns of the data set.
 
         Returns:
-            the columns of the ranks' ``generate_sequences``, where ``response_mask`` is 1 on the policy's tokens alone,
-            and ``trajectory_status``, ``trajectory_message``, ``__num_turns__``, and those of ``extra_fields``.
+            a row for each training sequence, in the order of the prompts, with the columns of the ranks'
+            ``generate_sequences``, where ``response_mask`` is 1 on the policy's tokens alone, and ``trajectory_id``,
+            ``agent``, ``trajectory_status``, ``trajectory_message``, ``__num_turns__``, and those of ``extra_fields``.
         """
         trajectories = self._trajectories(prompts)
         results = self._agents.run(trajectories, self.worker_group)
@@ -83,7 +90,7 @@ class AgentLoopManager:
             for row, result in zip(again, self._agents.run(redrawn, self.worker_group), strict=True):
                 results[row] = result
         self._look_at_failures(results)
-        return self._columns(results)
+        return self._columns(trajectories, results)
 
     def shutdown(self) -> None:
         """End the processes and threads of agent loops; the manager cannot be used afterwards."""
@@ -126,8 +133,13 @@ class AgentLoopManager:
             raise RolloutError(f"{said}\nMore than rollout.agent.max_failure_rate={limit:g} ends the run.")
         logger.warning("%s", said)
 
-    def _columns(self, results: Sequence[TrajectoryResult]) -> DataProto:
-        outputs = [result.output for result in results]
+    def _columns(self, trajectories: Sequence[Trajectory], results: Sequence[TrajectoryResult]) -> DataProto:
+        rows = [
+            (trajectory.sample, result, output)
+            for trajectory, result in zip(trajectories, results, strict=True)
+            for output in result.outputs
+        ]
+        outputs = [output for *_, output in rows]
         longest_prompt, longest = self._rollout.prompt_length, self._rollout.response_length
         response_mask, _ = padded([output.response_mask for output in outputs], longest, 0)
         log_probs, _ = padded([output.response_logprobs or [] for output in outputs], longest, 0.0)
@@ -143,10 +155,12 @@ class AgentLoopManager:
                 "rollout_log_probs": log_probs,
             },
             non_tensors={
-                "finish_reason": _objects(_finish_reason(result) for result in results),
-                "weight_version": np.array([result.weight_version for result in results]),
-                "trajectory_status": _objects(result.status for result in results),
-                "trajectory_message": _objects(result.message for result in results),
+                "trajectory_id": _objects(trajectory_id(sample.uid, sample.sample_index) for sample, *_ in rows),
+                "agent": _objects(output.agent for output in outputs),
+                "finish_reason": _objects(_finish_reason(output.status) for output in outputs),
+                "weight_version": np.array([result.weight_version for _, result, _ in rows]),
+                "trajectory_status": _objects(result.status for _, result, _ in rows),
+                "trajectory_message": _objects(result.message for _, result, _ in rows),
                 "__num_turns__": np.array([output.num_turns for output in outputs]),
                 **({} if own_scores == [None] * len(outputs) else {"reward_score": _objects(own_scores)}),
                 **{name: _objects(output.extra_fields.get(name) for output in outputs) for name in extra},
@@ -164,8 +178,8 @@ def _agents(config: PPOConfig, tokenizer: Any, processor: Any) -> Agents:
     return RayAgents(config)
 
 
-def _finish_reason(result: TrajectoryResult) -> str:
-    return {"done": "stop", "turns_used_up": "stop", "context_full": "length"}.get(result.status, "abort")
+def _finish_reason(status: TrajectoryStatus) -> str:
+    return {"done": "stop", "turns_used_up": "stop", "context_full": "length"}.get(status, "abort")
 
 
 def _objects(values: Iterable[Any]) -> np.ndarray:

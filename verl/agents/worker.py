@@ -12,6 +12,7 @@ import logging
 import math
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -43,7 +44,7 @@ BUILT_IN = (SingleTurnAgentLoop, ToolAgentLoop)
 COLUMNS = (
     *("prompts", "responses", "response_mask", "rollout_log_probs", "input_ids", "attention_mask", "position_ids"),
     *("finish_reason", "weight_version", "trajectory_status", "trajectory_message", "__num_turns__", "reward_score"),
-    *("uid", "sample_index", "token_level_scores", "reward_status", "score"),
+    *("uid", "sample_index", "trajectory_id", "agent", "token_level_scores", "reward_status", "score"),
 )
 """Columns of the batch that an agent loop cannot set."""
 
@@ -66,16 +67,17 @@ class Trajectory:
 class TrajectoryResult:
     """What became of a trajectory."""
 
-    output: AgentLoopOutput
-    """The training sequence; after a failure, the tokens up to the last turn of the policy."""
+    outputs: tuple[AgentLoopOutput, ...]
+    """The training sequences, at least one; after a failure, the tokens up to the last turn of the policy."""
     message: str = ""
     """Why it failed."""
     weight_version: int = -1
 
     @property
     def status(self) -> TrajectoryStatus:
-        """How it ended."""
-        return self.output.status
+        """How it ended: as the last of its sequences that is not ``done``."""
+        failures: list[TrajectoryStatus] = [output.status for output in self.outputs if output.status != "done"]
+        return failures[-1] if failures else "done"
 
 
 @dataclass
@@ -204,9 +206,9 @@ class AgentLoopWorker:
     async def _answered(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> TrajectoryResult:
         try:
             with user_code(f"agent loop '{trajectory.agent_name}'"):
-                output = await self._loop(trajectory, policy).run(_named(trajectory.sampling), **trajectory.row)
-            output = self._checked(output, policy.turns, trajectory.row)
-            return TrajectoryResult(output, "", policy.turns[-1].weight_version if policy.turns else -1)
+                returned = await self._loop(trajectory, policy).run(_named(trajectory.sampling), **trajectory.row)
+            outputs = self._checked(returned, policy.turns, trajectory.row)
+            return TrajectoryResult(outputs, "", policy.turns[-1].weight_version if policy.turns else -1)
         except ContextFullError as error:
             return self._failed(trajectory, policy, "context_full", str(error))
         except TrajectoryError as error:
@@ -239,10 +241,24 @@ class AgentLoopWorker:
 
     # ---- outputs
 
-    def _checked(self, output: Any, turns: Sequence[DrawnTurn], row: Mapping[str, Any]) -> AgentLoopOutput:
-        """Check an output and give it the log-probs that the engines returned."""
-        if not isinstance(output, AgentLoopOutput):
-            raise ConfigError(f"run() returned {type(output).__name__}; it returns an AgentLoopOutput.")
+    def _checked(
+        self, returned: Any, turns: Sequence[DrawnTurn], row: Mapping[str, Any]
+    ) -> tuple[AgentLoopOutput, ...]:
+        """Check what a loop returned and give it the log-probs that the engines returned."""
+        outputs = returned if isinstance(returned, list) else [returned]
+        if wrong := [type(output).__name__ for output in outputs if not isinstance(output, AgentLoopOutput)]:
+            raise ConfigError(f"run() returned {wrong[0]}; it returns an AgentLoopOutput, or a list of them.")
+        if not outputs:
+            raise ConfigError("run() returned an empty list; it returns at least one AgentLoopOutput.")
+        _check_drawn_once(outputs, turns)
+        _check_scores(outputs)
+        checked = [self._checked_output(output, turns, row) for output in outputs]
+        # A sequence without a token of the policy teaches nothing, and has no place for a score.
+        return tuple([output for output in checked if any(output.response_mask)] or checked[-1:])
+
+    def _checked_output(
+        self, output: AgentLoopOutput, turns: Sequence[DrawnTurn], row: Mapping[str, Any]
+    ) -> AgentLoopOutput:
         with user_code("run() returned an AgentLoopOutput that was changed after it was made"):
             output = AgentLoopOutput.model_validate(dict(output))
         longest, most = self._rollout.prompt_length, self._rollout.response_length
@@ -309,7 +325,7 @@ def failed(
         num_turns=1 + len(turns),
         status=status,
     )
-    return TrajectoryResult(output, message, turns[-1].weight_version if turns else -1)
+    return TrajectoryResult((output,), message, turns[-1].weight_version if turns else -1)
 
 
 def _first_prompt(trajectory: Trajectory, turns: Sequence[DrawnTurn], longest: int) -> list[int]:
@@ -324,12 +340,8 @@ def _check_additions(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
     """Check what an agent loop adds to the batch.
 
     Raises:
-        ConfigError: a score is no number, or a further value has the name of a column of the batch.
+        ConfigError: a further value has the name of a column of the batch, or cannot be sent to another process.
     """
-    if output.reward_score is not None and not math.isfinite(output.reward_score):
-        raise ConfigError(
-            f"reward_score={output.reward_score} must be a finite number, or None for the reward function."
-        )
     if taken := sorted(set(output.extra_fields) & {*COLUMNS, *row}):
         raise ConfigError(f"extra_fields may not hold {', '.join(taken)}: the batch has it. Choose another name.")
     try:
@@ -338,6 +350,45 @@ def _check_additions(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"extra_fields cannot be sent to another process ({type(error).__name__}: {error}). Give plain values."
         ) from error
+
+
+def _check_scores(outputs: Sequence[AgentLoopOutput]) -> None:
+    """Check the scores that an agent loop gives to its trajectory.
+
+    Raises:
+        ConfigError: a score is no number, or two sequences have different ones.
+    """
+    scores = [output.reward_score for output in outputs if output.reward_score is not None]
+    if wrong := [score for score in scores if not math.isfinite(score)]:
+        raise ConfigError(f"reward_score={wrong[0]} must be a finite number, or None for the reward function.")
+    if len(set(scores)) > 1:
+        raise ConfigError(
+            f"the sequences of one trajectory have different values of reward_score: {sorted(set(scores))}. It is the "
+            "score of the whole trajectory: give all the same, or only one of them a score."
+        )
+
+
+def _check_drawn_once(outputs: Sequence[AgentLoopOutput], turns: Sequence[DrawnTurn]) -> None:
+    """Check that no turn of the policy is trained on in two sequences.
+
+    Raises:
+        ConfigError: more sequences have mask 1 on a turn than there are turns of these tokens.
+    """
+    if len(outputs) == 1:
+        return
+    kinds = Counter((tuple(turn.prompt_ids), tuple(turn.token_ids)) for turn in turns)
+    for (prompt, drawn), times in kinds.items():
+        place = slice(len(prompt), len(prompt) + len(drawn))
+        trained = 0
+        for output in outputs:
+            written = (*output.prompt_ids, *output.response_ids)
+            mask = [0] * len(output.prompt_ids) + output.response_mask
+            trained += any(mask[place]) and written[place] == drawn and written[: len(prompt)] == prompt
+        if trained > times:
+            raise ConfigError(
+                f"{trained} sequences have mask 1 on the same turn of the policy, which drew it {times} times. Where a "
+                "sequence repeats a turn of another one, give it mask 0."
+            )
 
 
 def _too_long(limit_s: float) -> str:

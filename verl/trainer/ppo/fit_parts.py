@@ -207,6 +207,9 @@ class FitParts(TrainingLoop):
         Returns:
             columns of :mod:`verl.workers.rollout.request`; ``meta_info["timing"]`` is there, and empty, because the
             caller's timer measures the call.
+
+        Raises:
+            ConfigError: an agent loop returned several sequences.
         """
         if "sample_index" not in prompts.non_tensor_batch:
             step, drawn = self._drawn
@@ -218,6 +221,11 @@ class FitParts(TrainingLoop):
         prompts = prompts.select()
         prompts.meta_info = {"validate": False, **prompts.meta_info, "global_steps": self.global_steps}
         made = self.draw_responses(prompts)
+        if len(made) != len(prompts):
+            raise ConfigError(
+                f"the agent loops made {len(made)} training sequences of {len(prompts)} prompts, and a fit of your own "
+                "unites both row by row. Return one AgentLoopOutput from run(), or build your fit on step()."
+            )
         return made | DataProto(meta_info={"timing": {}})
 
     def _balance_batch(

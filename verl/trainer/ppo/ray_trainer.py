@@ -76,6 +76,7 @@ from verl.trainer.ppo.reward import (
     start_reward,
 )
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
+from verl.trainer.ppo.sequences import with_prompts
 from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.trajectories import (
     NO_SCORES,
@@ -365,11 +366,13 @@ class RayPPOTrainer(FitParts):
             prompts = stages.name_groups(prompts, context.number, first_row)
             prompts = prompts | DataProto(meta_info={"global_steps": context.number, "validate": False})
             repeated = stages.repeat_prompts(prompts, self.typed_config.actor_rollout_ref.rollout.n)
-            batch = repeated.select(batch_keys=[]) | self.draw_responses(repeated)
-            return batch | self._greedy_baseline(prompts) if self.needs.greedy_baseline else batch
+            responses, columns = self.draw_responses(repeated), repeated.select(batch_keys=[])
+            if self.needs.greedy_baseline:
+                columns = columns | self._greedy_baseline(prompts)
+            return with_prompts(columns, responses)
 
     def draw_responses(self, prompts: DataProto) -> DataProto:
-        """Answer each row by the engines, or by agent loops if some row wants one."""
+        """Answer each row by the engines, or by agent loops if one is asked for, which may make several rows of it."""
         if not wants_agents(prompts, self.typed_config.actor_rollout_ref.rollout):
             if not self._told_unused and (unused := unused_arguments(prompts)):
                 self._told_unused = True
@@ -388,7 +391,7 @@ class RayPPOTrainer(FitParts):
     def _greedy_baseline(self, prompts: DataProto) -> DataProto:
         """Score a greedy response per prompt: ``reward_baselines`` and ``baseline_status``, repeated n times."""
         greedy = stages.repeat_prompts(prompts, 1) | DataProto(meta_info={"do_sample": False})
-        responses = greedy.select(batch_keys=[]) | self.draw_responses(greedy)
+        responses = with_prompts(greedy.select(batch_keys=[]), self.draw_responses(greedy))
         scores, extra = self._score(responses, self.reward_fn)
         columns = {"reward_baselines": scores.sum(-1)}
         statuses = {"baseline_status": np.array(extra["reward_status"], dtype=object)}

@@ -15,6 +15,7 @@ from verl.protocol.rows import compute_response_mask
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.records import RecordFolder
+from verl.trainer.ppo.sequences import with_prompts
 from verl.utils.dataset.loading import batches
 
 
@@ -75,7 +76,7 @@ class Validator:
         meta = {"global_steps": step, "validate": True}
         prompts = prompts | DataProto.from_dict(non_tensors={"uid": uids}, meta_info=meta)
         repeated = stages.repeat_prompts(prompts, self.config.actor_rollout_ref.rollout.val_kwargs.n)
-        batch = repeated.select(batch_keys=[]) | self.generate(repeated)
+        batch = with_prompts(repeated.select(batch_keys=[]), self.generate(repeated))
         scores, extra = self.score(batch, self.reward_fn)
         return batch, scores, extra
 
