@@ -191,6 +191,36 @@ class Conversation:
         self.written.add(messages[0]["role"], ids, 0, [0.0] * len(ids))
         return True
 
+    def copy(self) -> Conversation:
+        """Return a copy that grows by itself."""
+        twin = copy.copy(self)
+        twin.messages, twin._prepared = list(self.messages), list(self._prepared)
+        twin.problems = Counter()
+        twin.sequences = [
+            Written(
+                sequence.prompt_ids,
+                list(sequence.response_ids),
+                list(sequence.response_mask),
+                list(sequence.response_logprobs),
+                list(sequence.turns),
+            )
+            for sequence in self.sequences
+        ]
+        return twin
+
+    def branch(self, drawn_turns: int) -> Conversation:
+        """Return a copy that ends with the policy's turn of this number, counted from 1."""
+        twin, written = self.copy(), self.written
+        parts = [number for number, turn in enumerate(written.turns, 1) if turn.role == "assistant"]
+        after_prompt = enumerate(self.messages[self._prompt_length :], self._prompt_length + 1)
+        replies = [number for number, message in after_prompt if message["role"] == "assistant"]
+        part, reply = parts[drawn_turns - 1], replies[drawn_turns - 1]
+        stop = written.turns[part - 1].stop
+        del twin.messages[reply:], twin._prepared[reply:], twin.written.turns[part:]
+        del twin.response_ids[stop:], twin.response_mask[stop:], twin.response_logprobs[stop:]
+        twin._drawn_last = True
+        return twin
+
     def check(self) -> Counter[str]:
         """Compare the tokens with the template's rendering of all messages; count the differences by kind.
 

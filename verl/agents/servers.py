@@ -111,7 +111,8 @@ class AsyncLLMServerManager:
         self._config = config
         self._connection = connection
         self._sample = sample
-        self._default = default
+        self.sampling = default
+        """Sampling parameters where a call names none."""
         self._asked: Counter[tuple[int, ...]] = Counter()
         self.turns: list[DrawnTurn] = []
         """All responses of the trajectory, in the order in which they arrived."""
@@ -203,7 +204,7 @@ class AsyncLLMServerManager:
                 wanted[name] = (value,) if isinstance(value, str) else tuple(value)
         for name, value in wanted.items():
             _check_type(name, value)
-        params = replace(self._default, **{name: value for name, value in wanted.items() if value is not None})
+        params = replace(self.sampling, **{name: value for name, value in wanted.items() if value is not None})
         return replace(params, max_tokens=min(params.max_tokens, room))
 
     def _seed(self, prompt: tuple[int, ...]) -> int:

@@ -1,0 +1,194 @@
+"""The web application: who may ask, what a call says, and errors in the form of the vendor that the client knows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, NoReturn, Protocol
+
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive
+
+from verl.agents.endpoint import chat
+from verl.agents.endpoint.calls import ModelBackend, CallRefusedError
+from verl.errors import VerlError
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 16 * 2**20
+"""Longest body of a call."""
+CLIENT_LEFT = 499
+"""Status of a call whose client has closed the connection; nobody reads it."""
+
+Find = Callable[[str, str], ModelBackend]
+"""Returns the backend of a path and a key; raises CallRefusedError for strangers. The path is what stands before
+``/v1``, without slashes: the id of a trajectory, or empty."""
+
+
+class Vendor(Protocol):
+    """How a vendor writes what is not an answer."""
+
+    def error(self, error: CallRefusedError) -> dict[str, Any]:
+        """Body of an error."""
+        ...
+
+
+class OpenAIForm:
+    """OpenAI's way."""
+
+    def error(self, error: CallRefusedError) -> dict[str, Any]:
+        """See :class:`Vendor`."""
+        kind = "invalid_request_error" if error.status < 500 else "server_error"
+        return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+
+
+OPENAI = OpenAIForm()
+
+Serve = Callable[[ModelBackend, Mapping[str, Any]], Awaitable[Response]]
+
+
+def endpoint_app(find: Find) -> Starlette:
+    """Make the application.
+
+    Args:
+        find: see :data:`Find`.
+    """
+    routes = [("chat/completions", _chat, OPENAI)]
+    served = [
+        Route(f"{prefix}/v1/{path}", _Call(find, serve, vendor).respond, methods=["POST"])
+        for prefix in ("", "/{trajectory}")
+        for path, serve, vendor in routes
+    ]
+    listed = [Route(f"{prefix}/v1/models", _Models(find).respond, methods=["GET"]) for prefix in ("", "/{trajectory}")]
+    return Starlette(routes=[*served, *listed], exception_handlers={500: _mistake})
+
+
+async def _mistake(request: Request, error: Exception) -> Response:
+    """Answer a call that met a mistake in verl; the server logs it."""
+    said = f"the endpoint failed: {type(error).__name__}; its log says more."
+    return _json_response(OPENAI.error(CallRefusedError(said, status=500)), 500)
+
+
+async def _chat(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
+    asked = chat.read(body)
+    reply = chat.ChatReply(asked, await backend.answer(asked.call()), backend.tokenizer)
+    return events(((None, piece) for piece in reply.pieces()), "[DONE]") if asked.stream else whole(reply.whole())
+
+
+class _Models:
+    def __init__(self, find: Find) -> None:
+        self._find = find
+
+    async def respond(self, request: Request) -> Response:
+        try:
+            backend = self._find(request.path_params.get("trajectory", ""), _key(request))
+        except CallRefusedError as error:
+            return _json_response(OPENAI.error(error), error.status)
+        models = [{"id": name, "object": "model", "created": 0, "owned_by": "verl"} for name in backend.models]
+        return _json_response({"object": "list", "data": models})
+
+
+class _Call:
+    """One kind of call."""
+
+    def __init__(self, find: Find, serve: Serve, vendor: Vendor) -> None:
+        self._find, self._serve, self._vendor = find, serve, vendor
+
+    async def respond(self, request: Request) -> Response:
+        try:
+            backend = self._find(request.path_params.get("trajectory", ""), _key(request))
+            body = _json(await _bytes(request))
+            return await _while_connected(self._serve(backend, body), request.receive)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)
+        except CallRefusedError as error:
+            return _json_response(self._vendor.error(error), error.status)
+        except VerlError as error:
+            return _json_response(self._vendor.error(CallRefusedError(str(error), status=500)), 500)
+
+
+async def _while_connected(work: Awaitable[Response], receive: Receive) -> Response:
+    """Wait for a response; withdraw the call as soon as the client closes the connection.
+
+    Raises:
+        ClientDisconnect: it did.
+    """
+    task = asyncio.ensure_future(work)
+    left = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        task.cancel()
+        left.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _key(request: Request) -> str:
+    """The key of a client: OpenAI's sends a bearer token, Anthropic's either."""
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+
+
+async def _bytes(request: Request) -> bytes:
+    pieces, length = [], 0
+    async for piece in request.stream():
+        pieces.append(piece)
+        length += len(piece)
+        if length > MOST_BYTES:
+            raise CallRefusedError(f"the body is longer than {MOST_BYTES} bytes.", status=413, code="request_too_large")
+    return b"".join(pieces)
+
+
+def _json(body: bytes) -> Mapping[str, Any]:
+    try:
+        read = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CallRefusedError(f"the body is no JSON: {error}", code="invalid_json") from error
+    if not isinstance(read, dict):
+        raise CallRefusedError(f"the body is a JSON {type(read).__name__}; send an object.", code="invalid_json")
+    return read
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")
+
+
+# ---- responses
+
+
+def whole(reply: BaseModel) -> Response:
+    """A reply in one piece."""
+    return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
+
+
+def events(pieces: Iterable[tuple[str | None, BaseModel]], end: str | None = None) -> Response:
+    """A reply as server-sent events.
+
+    It is drawn before it is sent: an error has its own status, and nothing is recorded that nobody waits for.
+
+    Args:
+        pieces: names of the events, or None, and their data.
+        end: data of a last event.
+    """
+    lines = []
+    for name, piece in pieces:
+        lines.append(f"event: {name}\n" if name else "")
+        lines.append(f"data: {piece.model_dump_json(exclude_unset=True)}\n\n")
+    return Response("".join([*lines, f"data: {end}\n\n" if end else ""]), media_type="text/event-stream")
+
+
+def _json_response(value: Any, status: int = 200) -> Response:
+    return Response(json.dumps(value), status, media_type="application/json")

@@ -1,0 +1,205 @@
+"""OpenAI's ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from openai.types import CompletionUsage
+from openai.types.chat import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionMessage,
+    ChatCompletionMessageFunctionToolCall,
+    ChatCompletionTokenLogprob,
+)
+from openai.types.chat.chat_completion import Choice, ChoiceLogprobs
+from openai.types.chat.chat_completion_chunk import Choice as ChunkChoice
+from openai.types.chat.chat_completion_chunk import ChoiceDelta, ChoiceDeltaToolCall, ChoiceDeltaToolCallFunction
+from openai.types.chat.chat_completion_chunk import ChoiceLogprobs as ChunkLogprobs
+from openai.types.chat.chat_completion_message_function_tool_call import Function
+from pydantic import BaseModel, Field, StrictBool, StrictInt
+
+from verl.agents.endpoint.calls import ModelAnswer, ModelCall
+from verl.agents.endpoint.requests import CallBody, checked_messages, read_body
+
+FORCED_CALL = (
+    "asks that the model be forced to call a tool, which the endpoint does not do: it would draw other tokens than the "
+    "policy's."
+)
+
+
+class ToolFunction(BaseModel):
+    """Description of a function."""
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ChatTool(BaseModel):
+    """Description of a tool."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+    def described(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = self.function
+        described = {"name": function.name, "description": function.description or ""}
+        return {"type": "function", "function": described | {"parameters": function.parameters or NO_PARAMETERS}}
+
+
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+
+
+class ChatBody(CallBody):
+    """Body of a call."""
+
+    messages: list[Any] = Field(min_length=1)
+    tools: list[ChatTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    n: StrictInt | None = Field(None, ge=1, le=128)
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    logprobs: StrictBool | None = None
+    stream_options: dict[str, Any] | None = None
+
+    def unmet(self) -> dict[str, str]:
+        """See :meth:`CallBody.unmet`."""
+        return super().unmet() | ({} if self.tool_choice in (None, "auto", "none") else {"tool_choice": FORCED_CALL})
+
+    def call(self) -> ModelCall:
+        """The call in no vendor's form."""
+        return ModelCall(
+            model=self.model,
+            messages=checked_messages(self.messages, "messages"),
+            tools=[tool.described() for tool in self.tools or ()] or None,
+            calls_tools=self.tool_choice != "none",
+            n=self.n or 1,
+            max_tokens=self.max_completion_tokens or self.max_tokens,
+            stop=stop_texts(self.stop),
+            sampling=self.sampling,
+            unmet=self.unmet(),
+        )
+
+
+def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Texts that end an answer, without empty ones."""
+    return tuple(filter(None, [stop] if isinstance(stop, str) else stop or ()))
+
+
+class ChatReply:
+    """Answers in the form of ``chat/completions``.
+
+    Args:
+        body: what was asked.
+        answers: one for each choice.
+        tokenizer: gives the texts of tokens.
+    """
+
+    def __init__(self, body: ChatBody, answers: Sequence[ModelAnswer], tokenizer: Any) -> None:
+        self._body, self._answers, self._tokenizer = body, answers, tokenizer
+        self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def whole(self) -> ChatCompletion:
+        """In one piece."""
+        return ChatCompletion(
+            id=self._id,
+            object="chat.completion",
+            created=self._created,
+            model=self._body.model,
+            choices=[
+                Choice(
+                    index=index,
+                    finish_reason=_finish(answer),
+                    message=_message(answer),
+                    logprobs=ChoiceLogprobs(content=self._log_probs(answer)) if self._body.logprobs else None,
+                )
+                for index, answer in enumerate(self._answers)
+            ],
+            usage=usage(self._answers),
+        )
+
+    def pieces(self) -> Iterator[ChatCompletionChunk]:
+        """As the pieces of a stream."""
+        for index, answer in enumerate(self._answers):
+            log_probs = ChunkLogprobs(content=self._log_probs(answer)) if self._body.logprobs else None
+            yield self._piece(index, ChoiceDelta(role="assistant", content=""))
+            if answer.content or log_probs:
+                yield self._piece(index, ChoiceDelta(content=answer.content), log_probs)
+            for number, call in enumerate(answer.calls):
+                yield self._call_piece(
+                    index, number, ChoiceDeltaToolCallFunction(name=call.name, arguments=""), call.id
+                )
+                yield self._call_piece(index, number, ChoiceDeltaToolCallFunction(arguments=call.arguments))
+            yield self._piece(index, ChoiceDelta(), finish=_finish(answer))
+        if (self._body.stream_options or {}).get("include_usage"):
+            yield self._chunk([]).model_copy(update={"usage": usage(self._answers)})
+
+    def _piece(
+        self, index: int, delta: ChoiceDelta, log_probs: ChunkLogprobs | None = None, finish: Any = None
+    ) -> ChatCompletionChunk:
+        return self._chunk([ChunkChoice(index=index, delta=delta, logprobs=log_probs, finish_reason=finish)])
+
+    def _call_piece(
+        self, index: int, number: int, function: ChoiceDeltaToolCallFunction, id: str | None = None
+    ) -> ChatCompletionChunk:
+        call = ChoiceDeltaToolCall(index=number, function=function)
+        if id is not None:
+            call = ChoiceDeltaToolCall(index=number, id=id, type="function", function=function)
+        return self._piece(index, ChoiceDelta(tool_calls=[call]))
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatCompletionChunk:
+        return ChatCompletionChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._created,
+            model=self._body.model,
+            choices=choices,
+        )
+
+    def _log_probs(self, answer: ModelAnswer) -> list[ChatCompletionTokenLogprob]:
+        return [
+            ChatCompletionTokenLogprob(token=text, bytes=list(text.encode()), logprob=log_prob, top_logprobs=[])
+            for text, log_prob in zip(token_texts(answer, self._tokenizer), answer.log_probs, strict=True)
+        ]
+
+
+def _message(answer: ModelAnswer) -> ChatCompletionMessage:
+    calls = [
+        ChatCompletionMessageFunctionToolCall(
+            id=call.id, type="function", function=Function(name=call.name, arguments=call.arguments)
+        )
+        for call in answer.calls
+    ]
+    if not calls:
+        return ChatCompletionMessage(role="assistant", content=answer.content)
+    return ChatCompletionMessage(role="assistant", content=answer.content or None, tool_calls=list(calls))
+
+
+def _finish(answer: ModelAnswer) -> Literal["stop", "length", "tool_calls"]:
+    return "tool_calls" if answer.calls else answer.finish
+
+
+def token_texts(answer: ModelAnswer, tokenizer: Any) -> list[str]:
+    """Text of each drawn token."""
+    return [tokenizer.decode([token]) for token in answer.token_ids]
+
+
+def usage(answers: Sequence[ModelAnswer]) -> CompletionUsage:
+    """Count the tokens of a call."""
+    prompt, drawn = answers[0].prompt_tokens, sum(len(answer.token_ids) for answer in answers)
+    return CompletionUsage(prompt_tokens=prompt, completion_tokens=drawn, total_tokens=prompt + drawn)
+
+
+def read(body: Mapping[str, Any]) -> ChatBody:
+    """Check the body of a call.
+
+    Raises:
+        CallRefusedError: it cannot be used.
+    """
+    return read_body(ChatBody, body)

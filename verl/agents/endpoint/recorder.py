@@ -1,0 +1,351 @@
+r"""The policy of one trajectory as an endpoint's backend: it draws the answers and keeps their tokens.
+
+A call whose messages begin with those of an earlier call and its answer continues that sequence, with the drawn tokens
+as they were drawn. Any other begins a sequence: another system prompt, a rewritten history, other tools, a sub-agent::
+
+    call 1   system, user                            ──► answer a      sequence 1: prompt │ a
+    call 2   system, user, a, result                 ──► answer b      sequence 1: prompt │ a, result, b
+    call 3   system, user, a, another result         ──► answer c      sequence 2: prompt │ a (mask 0), result, c
+    call 4   another system prompt, …                ──► answer d      sequence 3: prompt │ d
+
+Each drawn token has mask 1 in one sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from verl.agents.chat_template import ChatTemplate
+from verl.agents.conversation import Conversation
+from verl.agents.endpoint.calls import (
+    CallRefusedError,
+    ContextLengthError,
+    ModelAnswer,
+    ModelCall,
+    ModelToolCall,
+    refuse_unmet,
+)
+from verl.agents.loop import AgentLoopMetrics, AgentLoopOutput
+from verl.agents.parsers import FunctionCall, ToolParser
+from verl.agents.servers import AsyncLLMServerManager, ContextFullError, TokenOutput
+from verl.base.import_utils import user_code
+from verl.config.agent import TrajectoryStatus
+from verl.errors import DataError, RolloutError
+from verl.utils.dataset.chat import Message
+
+MODEL = "policy"
+"""Name of the policy among the models."""
+MAIN = "main"
+"""Name of the agent that asks for the model ``policy``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecorderSettings:
+    """What the recorders of one agent loop share."""
+
+    template: ChatTemplate
+    parser: ToolParser
+    prompt_length: int
+    """Most tokens of a prompt; further ones of a long context are the beginning of the response, with mask 0."""
+    response_length: int
+    max_turns: int | None = None
+    """Most answers of a trajectory."""
+    ignored: Collection[str] = ()
+    """Parameters of calls that are disregarded where they cannot be kept."""
+    remedy: str = ""
+    """What an error says of a parameter that cannot be kept."""
+
+
+@dataclass
+class _Sequence:
+    """A conversation that grows, and its turns."""
+
+    agent: str
+    number: int
+    """Of the conversation, for the engines: branches of it meet the engine that knows their beginning."""
+    conversation: Conversation
+    drawn: list[int] = field(default_factory=list)
+    """Number of each drawn turn in the trajectory; branches share some."""
+
+
+@dataclass(frozen=True)
+class _Opening:
+    """Where an answer is written: a copy of a sequence, with the messages of the call."""
+
+    sequence: _Sequence
+    origin: _Sequence | None
+    """The sequence that it continues."""
+    digest: bytes
+    """Of the agent, the tools and the messages."""
+    context: list[int]
+    most: int
+    """Tokens that the sequence may have."""
+
+
+class TrajectoryRecorder:
+    """The backend of one trajectory. Its calls run in one event loop.
+
+    Args:
+        policy: draws the answers, with the sampling parameters of the rollout.
+        settings: shared with other trajectories.
+    """
+
+    def __init__(self, policy: AsyncLLMServerManager, settings: RecorderSettings) -> None:
+        self.models = (MODEL,)
+        self.tokenizer = settings.template.tokenizer
+        self.status: TrajectoryStatus = "done"
+        """``context_full`` or ``turns_used_up`` if the last call met this limit."""
+        self.answers = 0
+        """How many answers were drawn."""
+        self.ignored: Counter[str] = Counter()
+        """In how many calls a parameter was disregarded."""
+        self.malformed_calls = 0
+        """Tool calls of the policy that could not be read; the client got them as text."""
+        self._policy, self._settings = policy, settings
+        self._sequences: list[_Sequence] = []
+        self._known: dict[bytes, tuple[_Sequence, int]] = {}
+        """For each conversation that ends with a drawn turn, its sequence and the number of its turns until there."""
+        self._conversations = itertools.count()
+
+    async def answer(self, call: ModelCall) -> list[ModelAnswer]:
+        """See :class:`verl.agents.endpoint.calls.ModelBackend`."""
+        self._check(call)
+        place = await asyncio.to_thread(self._placed, call)
+        room = place.most - len(place.context)
+        if room < 1:
+            self.status = "context_full"
+            raise ContextLengthError(len(place.context), place.most)
+        max_tokens = min(room, call.max_tokens or room)
+        params = {"max_tokens": max_tokens, "stop": (*self._policy.sampling.stop, *call.stop)}
+        drawing = [asyncio.ensure_future(self._drawn(place, params)) for _ in range(call.n)]
+        try:
+            drawn = await asyncio.gather(*drawing)
+        finally:
+            for one in drawing:
+                one.cancel()  # does nothing unless another one raised
+        is_full = max_tokens == room and any(output.stop_reason == "length" for output in drawn)
+        self.status = "context_full" if is_full else "done"
+        return [await self._recorded(call, place, output) for output in drawn]
+
+    def outputs(self) -> list[AgentLoopOutput]:
+        """Return the training sequences, in an order that does not depend on when parallel calls were answered."""
+        written = [(sequence, *self._split(sequence.conversation)) for sequence in self._sequences]
+        written.sort(key=lambda item: (item[0].agent != MAIN, item[0].agent, item[1], item[2].ids))
+        seen: set[int] = set()
+        found = []
+        for sequence, prompt, rest in written:
+            conversation = sequence.conversation
+            mask = list(rest.mask)
+            drawn_turns = [turn for turn in conversation.turns if turn.role == "assistant"]
+            for number, turn in zip(sequence.drawn, drawn_turns, strict=True):
+                if number in seen:
+                    first = turn.start + len(mask) - len(conversation.response_mask)
+                    mask[first : first + turn.stop - turn.start] = [0] * (turn.stop - turn.start)
+            seen.update(sequence.drawn)
+            found.append(
+                AgentLoopOutput(
+                    prompt_ids=prompt,
+                    response_ids=rest.ids,
+                    response_mask=mask,
+                    agent=sequence.agent,
+                    num_turns=len(conversation.messages),
+                    metrics=AgentLoopMetrics(),
+                    extra_fields={"rendering_differences": dict(conversation.check())},
+                )
+            )
+        return found
+
+    # ---- one call
+
+    def _check(self, call: ModelCall) -> None:
+        """Refuse what cannot be kept."""
+        settings = self._settings
+        if settings.max_turns is not None and self.answers + call.n > settings.max_turns:
+            self.status = "turns_used_up"
+            raise CallRefusedError(
+                f"the trajectory has had its answers (rollout.multi_turn.max_assistant_turns={settings.max_turns}).",
+                status=403,
+                code="turns_used_up",
+            )
+        own = self._policy.sampling
+        others = {
+            name: f"{value} is not the rollout's {getattr(own, name)}, which the policy is trained with."
+            for name, value in call.sampling.items()
+            if value != getattr(own, name)
+        }
+        call = replace(call, unmet={**call.unmet, **others})
+        refuse_unmet(call, settings.ignored, settings.remedy)
+        self.ignored.update(call.unmet.keys())
+
+    def _placed(self, call: ModelCall) -> _Opening:
+        """Find the sequence that a call continues, or begin one, and write the call's messages."""
+        agent = agent_of(call.model)
+        replies = [number for number, message in enumerate(call.messages, 1) if message["role"] == "assistant"]
+        known = replies[-1] if replies else 0
+        begin = _digest_of([agent, call.tools])
+        before = _digest(begin, call.messages[:known])
+        origin, turns = self._known.get(before, (None, 0))
+        try:
+            if origin is None:
+                conversation = Conversation(self._settings.template, call.messages, call.tools)
+                sequence = _Sequence(agent, next(self._conversations), conversation)
+            else:
+                conversation = origin.conversation.branch(turns)
+                conversation.add_messages(call.messages[known:])
+                sequence = _Sequence(agent, origin.number, conversation, origin.drawn[:turns])
+        except DataError as error:
+            raise CallRefusedError(str(error), param="messages", code="invalid_value") from error
+        prompt = min(len(conversation.prompt_ids), self._settings.prompt_length)
+        most = min(prompt + self._settings.response_length, self._policy.max_model_len)
+        return _Opening(sequence, origin, _digest(before, call.messages[known:]), conversation.ids, most)
+
+    async def _drawn(self, place: _Opening, params: Mapping[str, Any]) -> TokenOutput:
+        try:
+            return await self._policy.generate(
+                str(place.sequence.number), prompt_ids=place.context, sampling_params=params
+            )
+        except ContextFullError as error:
+            self.status = "context_full"
+            raise ContextLengthError(len(place.context), place.most) from error
+        except RolloutError as error:
+            if self._policy.is_closed:
+                raise CallRefusedError(ENDED, status=410) from error
+            raise
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._policy.is_closed and task is not None and not task.cancelling():
+                raise CallRefusedError(ENDED, status=410) from None
+            raise
+
+    async def _recorded(self, call: ModelCall, place: _Opening, output: TokenOutput) -> ModelAnswer:
+        """Write an answer to its sequence."""
+        parser, tokens = self._settings.parser, output.token_ids
+        with user_code("the tool parser"):
+            turn = await parser.parse(tokens, call.tools, parser.is_thinking_after(place.context))
+        takes_calls = call.calls_tools and call.tools is not None
+        self.malformed_calls += len(turn.malformed)
+        content, calls = turn.content, _with_ids(turn.calls, place.context, tokens)
+        if calls and not takes_calls:
+            content, calls = self.tokenizer.decode(tokens, skip_special_tokens=True), []
+        shown, stop_text = cut(content, call.stop)
+        self._write(place, output, {"role": "assistant", "content": content}, calls, {shown, shown + (stop_text or "")})
+        return ModelAnswer(
+            content=shown,
+            calls=tuple(calls),
+            finish="length" if output.stop_reason == "length" else "stop",
+            stop_text=stop_text,
+            prompt_tokens=len(place.context),
+            token_ids=tokens,
+            log_probs=output.log_probs or [],
+        )
+
+    def _write(
+        self,
+        place: _Opening,
+        output: TokenOutput,
+        message: Message,
+        calls: Sequence[ModelToolCall],
+        shown: Collection[str],
+    ) -> None:
+        if calls:
+            message = message | {"tool_calls": [_as_message(call) for call in calls]}
+        origin, turns = place.origin, len(place.sequence.drawn)
+        conversation = place.sequence.conversation.copy()
+        conversation.add_drawn(output.token_ids, output.log_probs or [], message)
+        if origin is not None and len(origin.drawn) == turns:
+            sequence = origin
+            sequence.conversation = conversation
+        else:
+            sequence = replace(place.sequence, conversation=conversation, drawn=list(place.sequence.drawn))
+            self._sequences.append(sequence)
+        sequence.drawn.append(self.answers)
+        self.answers += 1
+        for content in shown:
+            digest = _digest(place.digest, [message | {"content": content}])
+            self._known[digest] = sequence, turns + 1
+
+    def _split(self, conversation: Conversation) -> tuple[list[int], _Rest]:
+        """The prompt and the response; what a prompt may not hold is the beginning of the response."""
+        prompt, longest = conversation.prompt_ids, self._settings.prompt_length
+        rest = prompt[longest:]
+        return prompt[:longest], _Rest(rest + conversation.response_ids, [0] * len(rest) + conversation.response_mask)
+
+
+@dataclass(frozen=True)
+class _Rest:
+    ids: list[int]
+    mask: list[int]
+
+
+ENDED = "this trajectory has ended, and its calls are answered no more."
+
+
+def agent_of(model: str) -> str:
+    """Return the name of the agent that asks for a model: of ``policy/critic`` it is ``critic``, of ``policy`` main."""
+    if model == MODEL:
+        return MAIN
+    return model.removeprefix(f"{MODEL}/") or MAIN
+
+
+def cut(content: str, stop: Sequence[str]) -> tuple[str, str | None]:
+    """Cut a text before the first of the stop texts in it; return that too."""
+    found = [(content.index(text), -len(text), text) for text in stop if text in content]
+    if not found:
+        return content, None
+    place, _, text = min(found)
+    return content[:place], text
+
+
+def _with_ids(calls: Sequence[FunctionCall], context: list[int], drawn: list[int]) -> list[ModelToolCall]:
+    """Give calls ids of nine letters and digits, as Mistral's templates demand; the same for the same tokens."""
+    if not calls:
+        return []
+    known = hashlib.blake2b(repr((context, drawn)).encode())
+    ids = []
+    for number in range(len(calls)):
+        one = known.copy()
+        one.update(str(number).encode())
+        ids.append(base64.b32encode(one.digest()).decode()[:9].lower())
+    return [ModelToolCall(id, call.name, call.arguments) for id, call in zip(ids, calls, strict=True)]
+
+
+def _as_message(call: ModelToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def _digest(before: bytes, messages: Sequence[Message]) -> bytes:
+    """Digest of a conversation: that of its beginning, and of further messages."""
+    for message in messages:
+        before = _digest_of([before.hex(), *_compared(message)])
+    return before
+
+
+def _digest_of(value: Any) -> bytes:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def _compared(message: Message) -> list[Any]:
+    """What must be equal for two messages to be the same.
+
+    Clients trim what the model said, and write its arguments as JSON of their own.
+    """
+    content = message.get("content") or ""
+    if message["role"] != "assistant":
+        return [message["role"], content, message.get("tool_call_id")]
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return ["assistant", content.strip(), [[call["name"], _value(call["arguments"])] for call in calls]]
+
+
+def _value(arguments: str) -> Any:
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,147 @@
+"""Read the JSON body of a call, and name the parameter that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+
+from verl.agents.endpoint.calls import CallRefusedError
+from verl.errors import DataError
+from verl.utils.dataset.chat import Message, as_messages
+
+Request = TypeVar("Request", bound="CallBody")
+Number = float | int
+
+NO_EFFECT = frozenset(
+    {
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "prompt_cache_options", "stream_options", "betas", "inference_geo"),
+    }
+)
+"""Parameters that change nothing of an answer's tokens."""
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "modalities": (["text"],),
+    "response_format": ({"type": "text"},),
+    "text": ({"format": {"type": "text"}}, {}),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "background": (False,),
+    "include": ([],),
+    "echo": (False,),
+    "best_of": (1,),
+    "thinking": ({"type": "disabled"},),
+}
+"""Values of further parameters that change nothing."""
+
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""Roles of messages, and what chat templates call them."""
+
+
+class CallBody(BaseModel):
+    """What the bodies of all calls have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str = Field(min_length=1, max_length=200)
+    stream: StrictBool | None = None
+    temperature: Number | None = Field(None, ge=0)
+    top_p: Number | None = Field(None, gt=0, le=1)
+    top_k: StrictInt | None = None
+    min_p: Number | None = Field(None, ge=0, le=1)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """Sampling parameters that the client named."""
+        named = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
+        return {name: value for name, value in named.items() if value is not None}
+
+    def unmet(self) -> dict[str, str]:
+        """Parameters that are not kept, and why."""
+        return {
+            name: f"the endpoint does not know this parameter (its value is {value!r:.100})."
+            for name, value in (self.model_extra or {}).items()
+            if value is not None and name not in NO_EFFECT and value not in NEUTRAL.get(name, ())
+        }
+
+
+def read_body(form: type[Request], body: Mapping[str, Any]) -> Request:
+    """Check a body.
+
+    Raises:
+        CallRefusedError: a parameter is missing or has a wrong value.
+    """
+    try:
+        return form.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(str(part) for part in first["loc"])
+        found = "" if first["type"] == "missing" else f", not {first['input']!r:.100}"
+        name = str(first["loc"][0]) if first["loc"] else None
+        raise CallRefusedError(f"{place}: {first['msg']}{found}.", param=name, code="invalid_value") from error
+
+
+def checked_messages(messages: Sequence[Any], param: str) -> list[Message]:
+    """Check messages and return what a chat template needs of each: role, content, calls, and which call is answered.
+
+    Raises:
+        CallRefusedError: they cannot be used.
+    """
+    try:
+        kept = [_kept(message, f"{param}[{number}]") for number, message in enumerate(messages)]
+        read = as_messages(kept, param)
+    except DataError as error:
+        raise CallRefusedError(str(error), param=param, code="invalid_value") from error
+    if read[-1]["role"] == "assistant":
+        raise CallRefusedError(
+            f"{param}: the last message is the assistant's. The model writes whole turns, so end with a message of "
+            "another role.",
+            param=param,
+            code="invalid_value",
+        )
+    names = {call["id"]: call["function"]["name"] for message in read for call in message.get("tool_calls", ())}
+    return [
+        message | {"name": names.get(message["tool_call_id"], "unknown")} if message["role"] == "tool" else message
+        for message in read
+    ]
+
+
+def _kept(message: Any, place: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{place} is {message!r:.100}. Expected an object with role and content.")
+    role = message.get("role")
+    if role not in ROLES:
+        raise DataError(f"{place}.role is {role!r:.100}. Expected one of {', '.join(ROLES)}.")
+    kept: Message = {"role": ROLES[role], "content": message.get("content") or ""}
+    if role == "tool":
+        kept["tool_call_id"] = _text(message, "tool_call_id", place)
+    if role == "assistant" and message.get("tool_calls"):
+        calls = message["tool_calls"]
+        if not isinstance(calls, list):
+            raise DataError(f"{place}.tool_calls is {calls!r:.100}. Expected a list.")
+        kept["tool_calls"] = [_call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(calls)]
+    return kept
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        raise DataError(f"{place} is {call!r:.100}. Expected an object with id and function.")
+    return {
+        "id": _text(call, "id", place),
+        "type": "function",
+        "function": {name: _text(function, name, f"{place}.function") for name in ("name", "arguments")},
+    }
+
+
+def _text(value: Mapping[str, Any], key: str, place: str) -> str:
+    if not isinstance(value.get(key), str):
+        raise DataError(f"{place}.{key} is {value.get(key)!r:.100}. Expected a text.")
+    return value[key]

@@ -1,0 +1,113 @@
+"""A web server on loopback, in a thread of this process, with a key for each trajectory."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+from starlette.applications import Starlette
+
+from verl.agents.endpoint.app import endpoint_app
+from verl.agents.endpoint.calls import ModelBackend, CallRefusedError
+from verl.tools.threads import LoopThread
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 2048
+"""Connections that may wait to be accepted."""
+REMEMBERED = 10_000
+"""Ended trajectories whose late calls are told apart from those of strangers."""
+END_S = 5.0
+"""How long the server may take to end."""
+
+
+class LoopbackServer:
+    """Serves an application on a free port of 127.0.0.1, in a thread of its own.
+
+    Args:
+        app: the application.
+    """
+
+    def __init__(self, app: Starlette) -> None:
+        self._socket = socket.create_server((LOOPBACK, 0), backlog=BACKLOG)
+        self.url = f"http://{LOOPBACK}:{self._socket.getsockname()[1]}"
+        # No access log: it would be written for every call. Errors of ours go to verl's own logger.
+        self._server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False, lifespan="off"))
+        self.thread = LoopThread("endpoint")
+        self._serving = self.thread.submit(self._server.serve(sockets=[self._socket]))
+
+    def close(self) -> None:
+        """End the server and its connections. Idempotent."""
+        self._server.should_exit = True
+        self._server.force_exit = True
+        self._serving.exception(END_S)
+        self.thread.stop()
+        self._socket.close()
+
+
+@dataclass(frozen=True)
+class Access:
+    """Where and how a client reaches the model."""
+
+    root: str
+    """URL without ``/v1``, as Anthropic's client takes it."""
+    api_key: str = field(repr=False)
+
+    @property
+    def base_url(self) -> str:
+        """URL with ``/v1``, as OpenAI's client takes it."""
+        return f"{self.root}/v1"
+
+
+@dataclass(frozen=True)
+class _Guest:
+    digest: bytes
+    backend: ModelBackend
+
+
+class TrajectoryEndpoint:
+    """The endpoint of a process: each trajectory has a URL and a key of its own.
+
+    A call without the key of its URL gets the status 401, one after the end of its trajectory 410.
+    """
+
+    def __init__(self) -> None:
+        self._guests: dict[str, _Guest] = {}
+        self._ended: OrderedDict[str, bytes] = OrderedDict()
+        """Digest of the key of each ended trajectory."""
+        self.server = LoopbackServer(endpoint_app(self._find))
+
+    @contextmanager
+    def access(self, backend: ModelBackend) -> Iterator[Access]:
+        """Serve a backend under a new URL and key, as long as the context is open."""
+        name, key = secrets.token_hex(8), f"sk-verl-{secrets.token_urlsafe(24)}"
+        guest = self._guests[name] = _Guest(_digest(key), backend)
+        try:
+            yield Access(f"{self.server.url}/{name}", key)
+        finally:
+            self._ended[name] = guest.digest
+            del self._guests[name]
+            if len(self._ended) > REMEMBERED:
+                self._ended.popitem(last=False)
+
+    def close(self) -> None:
+        """End the server."""
+        self.server.close()
+
+    def _find(self, name: str, key: str) -> ModelBackend:
+        guest, given = self._guests.get(name), _digest(key)
+        if guest is not None and hmac.compare_digest(guest.digest, given):
+            return guest.backend
+        if hmac.compare_digest(self._ended.get(name, b""), given):
+            raise CallRefusedError("this trajectory has ended, and its calls are answered no more.", status=410)
+        raise CallRefusedError("this URL and this key do not belong together.", status=401, code="invalid_api_key")
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
