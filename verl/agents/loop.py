@@ -66,8 +66,6 @@ class AgentLoopOutput(BaseModel):
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     status: TrajectoryStatus = "done"
     """How the trajectory ended."""
-    agent: str = "main"
-    """Name of the agent whose sequence this is."""
     extra_fields: dict[str, Any] = {}
     """Further values, which become columns of the batch: ``turn_scores`` (a score for each turn of the policy, in the
     place of ``reward_score``), ``tool_rewards``, and your own."""

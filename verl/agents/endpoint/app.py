@@ -16,7 +16,7 @@ from starlette.routing import Route
 from starlette.types import Receive
 
 from verl.agents.endpoint import chat
-from verl.agents.endpoint.calls import ModelBackend, CallRefusedError
+from verl.agents.endpoint.calls import CallRefusedError, ModelBackend
 from verl.errors import VerlError
 
 logger = logging.getLogger(__name__)

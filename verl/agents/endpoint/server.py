@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from verl.agents.endpoint.app import endpoint_app
-from verl.agents.endpoint.calls import ModelBackend, CallRefusedError
+from verl.agents.endpoint.calls import CallRefusedError, ModelBackend
 from verl.tools.threads import LoopThread
 
 LOOPBACK = "127.0.0.1"
