@@ -19,7 +19,7 @@ SGLANG := $(SGLANG_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-gpu chaos quickstart quickstart-ppo quickstart-study test test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-gpu chaos quickstart quickstart-ppo quickstart-study test test-failed test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -64,6 +64,9 @@ algorithm-study: $(RUN) ## nine algorithms, three seeds: the table and picture o
 
 test: $(DEV) ## the tests
 	$(BIN)/python -m pytest $(PARALLEL)
+
+test-failed: $(DEV) ## those that failed in the last run, one after the other
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none --verbosity 1
 
 test-slow: $(DEV) ## the long proofs
 	$(BIN)/python -m pytest -m slow

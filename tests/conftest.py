@@ -45,6 +45,14 @@ LONGEST = (
     "tests/workers/rollout/test_remote.py",
     "tests/trainer/test_run.py",
     "tests/trainer/test_algorithms_end_to_end.py",
+    "tests/trainer/test_own_fit.py",
+    "tests/examples/test_recipes.py",
+    "tests/supervision/test_termination.py",
+    "tests/trainer/test_bad_days.py",
+    "tests/agents/test_agent_loops.py",
+    "tests/security/test_secrets_in_a_run.py",
+    "tests/trainer/test_reward_kills.py",
+    "tests/trainer/test_engine_kills.py",
 )
 """In parallel runs these begin first, so that none of them is left for the end, when nothing else is left to run."""
 
