@@ -94,7 +94,8 @@ class Conversation:
         """What :meth:`check` found, by kind."""
         self._guarded_tools = template.guarded(tools)
         self._prepared = [template.prepare(message, "prompt") for message in self.messages]
-        self._prompt_length = len(self.messages)
+        self.prompt_length = len(self.messages)
+        """How many of the messages are the prompt's."""
         self._drawn_last = False
         self._ends: frozenset[int] = frozenset()
         self._numbers = itertools.count()
@@ -305,7 +306,7 @@ class Conversation:
     def _following(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
         """The messages in prepared form, and the tokens that they add after the last turn of the policy."""
         prepared = [self.template.prepare(message, "program") for message in messages]
-        first_prompt = self._prepared[: self._prompt_length]
+        first_prompt = self._prepared[: self.prompt_length]
         continuation = self.template.after_turn(first_prompt, self._prepared[-1], prepared, self._guarded_tools)
         self._ends |= continuation.ends
         ids, turn = continuation.ids, self.turns[-1]

@@ -66,6 +66,9 @@ class AgentLoopOutput(BaseModel):
     metrics: AgentLoopMetrics = Field(default_factory=AgentLoopMetrics)
     status: TrajectoryStatus = "done"
     """How the trajectory ended."""
+    conversation: list[dict[str, Any]] | None = None
+    """What was said, for the dumps of a run: messages as an OpenAI client holds them, each with further values such as
+    ``seconds``. Without it the dumps show the tokens as text."""
     extra_fields: dict[str, Any] = {}
     """Further values, which become columns of the batch: ``turn_scores`` (a score for each turn of the policy, in the
     place of ``reward_score``), ``tool_rewards``, and your own."""

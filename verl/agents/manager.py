@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from verl.agents.loop import AgentLoopOutput
 from verl.agents.servers import SampleId
 from verl.agents.worker import Trajectory, TrajectoryResult, agent_loops
 from verl.config import PPOConfig
@@ -76,7 +77,8 @@ class AgentLoopManager:
         Returns:
             a row for each training sequence, in the order of the prompts, with the columns of the ranks'
             ``generate_sequences``, where ``response_mask`` is 1 on the policy's tokens alone, and ``trajectory_id``,
-            ``agent``, ``trajectory_status``, ``trajectory_message``, ``__num_turns__``, and those of ``extra_fields``.
+            ``agent``, ``trajectory_status``, ``trajectory_message``, ``__num_turns__``, ``agent_loop_metrics``,
+            ``trajectory_conversation``, ``agent_name`` if the prompts lack it, and those of ``extra_fields``.
         """
         trajectories = self._trajectories(prompts)
         results = self._agents.run(trajectories, self.worker_group)
@@ -90,7 +92,11 @@ class AgentLoopManager:
             for row, result in zip(again, self._agents.run(redrawn, self.worker_group), strict=True):
                 results[row] = result
         self._look_at_failures(results)
-        return self._columns(trajectories, results)
+        columns = self._columns(trajectories, results)
+        if "agent_name" in prompts.non_tensor_batch:
+            return columns
+        names = (trajectory.agent_name for trajectory, *_ in _sequences(trajectories, results))
+        return columns | DataProto.from_dict(non_tensors={"agent_name": _objects(names)})
 
     def shutdown(self) -> None:
         """End the processes and threads of agent loops; the manager cannot be used afterwards."""
@@ -134,11 +140,7 @@ class AgentLoopManager:
         logger.warning("%s", said)
 
     def _columns(self, trajectories: Sequence[Trajectory], results: Sequence[TrajectoryResult]) -> DataProto:
-        rows = [
-            (trajectory.sample, result, output)
-            for trajectory, result in zip(trajectories, results, strict=True)
-            for output in result.outputs
-        ]
+        rows = _sequences(trajectories, results)
         outputs = [output for *_, output in rows]
         longest_prompt, longest = self._rollout.prompt_length, self._rollout.response_length
         response_mask, _ = padded([output.response_mask for output in outputs], longest, 0)
@@ -155,13 +157,17 @@ class AgentLoopManager:
                 "rollout_log_probs": log_probs,
             },
             non_tensors={
-                "trajectory_id": _objects(trajectory_id(sample.uid, sample.sample_index) for sample, *_ in rows),
+                "trajectory_id": _objects(
+                    trajectory_id(trajectory.sample.uid, trajectory.sample.sample_index) for trajectory, *_ in rows
+                ),
                 "agent": _objects(output.agent for output in outputs),
                 "finish_reason": _objects(_finish_reason(output.status) for output in outputs),
                 "weight_version": np.array([result.weight_version for _, result, _ in rows]),
                 "trajectory_status": _objects(result.status for _, result, _ in rows),
                 "trajectory_message": _objects(result.message for _, result, _ in rows),
                 "__num_turns__": np.array([output.num_turns for output in outputs]),
+                "agent_loop_metrics": _objects(output.metrics.model_dump() for output in outputs),
+                "trajectory_conversation": _objects(output.conversation for output in outputs),
                 **({} if own_scores == [None] * len(outputs) else {"reward_score": _objects(own_scores)}),
                 **{name: _objects(output.extra_fields.get(name) for output in outputs) for name in extra},
             },
@@ -176,6 +182,14 @@ def _agents(config: PPOConfig, tokenizer: Any, processor: Any) -> Agents:
     from verl.agents.ray import RayAgents  # Ray need not be installed for the other
 
     return RayAgents(config)
+
+
+def _sequences(
+    trajectories: Sequence[Trajectory], results: Sequence[TrajectoryResult]
+) -> list[tuple[Trajectory, TrajectoryResult, AgentLoopOutput]]:
+    """The training sequences, each with its trajectory and what became of that."""
+    pairs = zip(trajectories, results, strict=True)
+    return [(trajectory, result, output) for trajectory, result in pairs for output in result.outputs]
 
 
 def _finish_reason(status: TrajectoryStatus) -> str:

@@ -75,6 +75,8 @@ class DrawnTurn:
     token_ids: list[int]
     log_probs: list[float]
     weight_version: int
+    seconds: float = 0.0
+    """Time from the call to the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,8 +183,9 @@ class AsyncLLMServerManager:
             raise
         finally:
             self._under_way.remove(call)
-            self.seconds += time.monotonic() - began
-        self.turns.append(DrawnTurn(ids, output.token_ids, output.log_probs, output.weight_version))
+            seconds = time.monotonic() - began
+            self.seconds += seconds
+        self.turns.append(DrawnTurn(ids, output.token_ids, output.log_probs, output.weight_version, seconds))
         return TokenOutput(
             token_ids=output.token_ids,
             log_probs=output.log_probs,

@@ -27,7 +27,7 @@ from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, r
 from verl.agents.parsers import FunctionCall, ParsedTurn, ToolParser, get_tool_parser
 from verl.agents.simulated_user import SimulatedUser
 from verl.agents.slots import MachineSlots
-from verl.agents.tool_calls import ToolCallResult, ToolLimits, ToolRunner, ToolSession, descriptions
+from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner, ToolSession, descriptions
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError
@@ -143,13 +143,15 @@ class ToolAgentLoop(AgentLoopBase):
             response_logprobs=conversation.response_logprobs,
             num_turns=len(conversation.messages),
             status=status,
+            conversation=self._told(conversation, others),
             metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=calls.seconds),
             extra_fields={
                 "turn_scores": others.turn_scores(),
-                "tool_rewards": calls.rewards,
-                "tool_extra_fields": {"final_rewards": final_rewards, "metrics": calls.metrics},
-                "tool_calls": calls.made,
-                "tool_failures": dict(calls.failures),
+                **calls.columns(),
+                "tool_extra_fields": {
+                    "final_rewards": final_rewards,
+                    "metrics": [result.metrics for result in calls.results],
+                },
                 "rendering_differences": dict(conversation.check()),
             },
         )
@@ -183,6 +185,26 @@ class ToolAgentLoop(AgentLoopBase):
             if not conversation.add_messages(answers, room, turns.tool_response_truncate_side):
                 return "context_full"
 
+    def _told(self, conversation: Conversation, others: _Others) -> list[dict[str, Any]]:
+        """The messages with the seconds that each took; at the end the results that had no room in the response."""
+        turns, results, said = iter(self.server_manager.turns), iter(others.calls.results), iter(others.seconds)
+        told = []
+        for number, message in enumerate(conversation.messages):
+            more: dict[str, Any] = {}
+            if number >= conversation.prompt_length:
+                match message["role"]:
+                    case "assistant":
+                        more = {"seconds": next(turns).seconds}
+                    case "tool":
+                        more = _of_call(next(results))
+                    case _:
+                        more = {"seconds": next(said)}
+            told.append({**message, **more})
+        for result in results:
+            unseen = {"role": "tool", "name": result.name, "content": result.response.text or ""}
+            told.append({**unseen, **_of_call(result), "is_left_out": True})
+        return told
+
 
 @dataclass
 class _Others:
@@ -193,6 +215,8 @@ class _Others:
     user: SimulatedUser | None
     scores: list[float | None] = field(default_factory=list)
     """Of each turn of the policy, the user's score."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each answer of the user."""
 
     async def answer(
         self, turn: ParsedTurn, messages: list[dict[str, Any]], limit: TrajectoryStatus | None
@@ -211,7 +235,9 @@ class _Others:
             return [{"role": "tool", "content": result.response.text or ""} for result in results]
         if self.user is None:
             return limit if limit == "context_full" or (limit and has_calls) else "done"
+        began = time.monotonic()
         said = await self.user.answer(messages)
+        self.seconds.append(time.monotonic() - began)
         self.scores.append(said.score)
         if said.is_end and limit != "context_full" and not has_calls:
             return "done"
@@ -228,29 +254,36 @@ class _Calls:
     """The tool calls of one trajectory."""
 
     def __init__(self) -> None:
-        self.made = 0
         self.seconds = 0.0
-        self.rewards: list[float | None] = []
-        self.metrics: list[dict[str, Any]] = []
-        self.failures: Counter[str] = Counter()
+        self.results: list[ToolCallResult] = []
+
+    def columns(self) -> dict[str, Any]:
+        """Return rewards, number and failures of the calls."""
+        failures = [result.failure for result in self.results]
+        return {
+            "tool_rewards": [result.reward for result in self.results],
+            "tool_call_counts": len(failures) - failures.count(CallFailure.MALFORMED),
+            "tool_failures": dict(Counter(failure.value for failure in failures if failure is not None)),
+        }
 
     async def make(self, turn: ParsedTurn, session: ToolSession) -> list[ToolCallResult]:
         """Make the calls of a turn; those that could not be read are refused."""
         began = time.monotonic()
         results = [*await session.call_all(turn.calls), *(session.refuse(bad) for bad in turn.malformed)]
         self.seconds += time.monotonic() - began
-        for result in results:
-            self.made += result.failure is None
-            self.rewards.append(result.reward)
-            self.metrics.append(result.metrics)
-            if result.failure is not None:
-                self.failures[result.failure.value] += 1
+        self.results += results
         return results
 
 
 def _message(turn: ParsedTurn) -> dict[str, Any]:
     calls = [{"type": "function", "function": _function(call)} for call in turn.calls]
     return {"role": "assistant", "content": turn.content, **({"tool_calls": calls} if calls else {})}
+
+
+def _of_call(result: ToolCallResult) -> dict[str, Any]:
+    """What a dump says of a call, beside its message."""
+    known = {"seconds": result.seconds, "waited_s": result.waited_s, "reward": result.reward}
+    return known | ({"failure": result.failure.value} if result.failure else {})
 
 
 def _function(call: FunctionCall) -> dict[str, str]:

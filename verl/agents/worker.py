@@ -21,6 +21,7 @@ from typing import Any
 from verl.agents.loop import (
     AGENT_LOOPS,
     AgentLoopBase,
+    AgentLoopMetrics,
     AgentLoopOutput,
     DictConfigWrap,
     TrajectoryError,
@@ -45,6 +46,7 @@ COLUMNS = (
     *("prompts", "responses", "response_mask", "rollout_log_probs", "input_ids", "attention_mask", "position_ids"),
     *("finish_reason", "weight_version", "trajectory_status", "trajectory_message", "__num_turns__", "reward_score"),
     *("uid", "sample_index", "trajectory_id", "agent", "token_level_scores", "reward_status", "score"),
+    *("trajectory_conversation", "agent_loop_metrics"),
 )
 """Columns of the batch that an agent loop cannot set."""
 
@@ -313,6 +315,7 @@ def failed(
 ) -> TrajectoryResult:
     """Make the result of a trajectory without an output: what the policy drew last, and all before it."""
     prompt = _first_prompt(trajectory, turns, rollout.prompt_length)
+    drawn = turns
     turns = [turn for turn in turns if turn.prompt_ids[: len(prompt)] == prompt]
     written = [*turns[-1].prompt_ids, *turns[-1].token_ids] if turns else prompt
     response = slice(len(prompt), len(prompt) + rollout.response_length)
@@ -323,6 +326,7 @@ def failed(
         response_mask=[int(value is not None) for value in values],
         response_logprobs=[value or 0.0 for value in values],
         num_turns=1 + len(turns),
+        metrics=AgentLoopMetrics(generate_sequences=sum(turn.seconds for turn in drawn)),
         status=status,
     )
     return TrajectoryResult((output,), message, turns[-1].weight_version if turns else -1)
@@ -345,10 +349,11 @@ def _check_additions(output: AgentLoopOutput, row: Mapping[str, Any]) -> None:
     if taken := sorted(set(output.extra_fields) & {*COLUMNS, *row}):
         raise ConfigError(f"extra_fields may not hold {', '.join(taken)}: the batch has it. Choose another name.")
     try:
-        pickle.dumps(output.extra_fields)
+        pickle.dumps((output.extra_fields, output.conversation))
     except Exception as error:  # whatever a user's object raises
         raise ConfigError(
-            f"extra_fields cannot be sent to another process ({type(error).__name__}: {error}). Give plain values."
+            f"extra_fields or conversation cannot be sent to another process ({type(error).__name__}: {error}). Give "
+            "plain values."
         ) from error
 
 

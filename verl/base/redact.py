@@ -67,6 +67,11 @@ def redacted(text: str, known: Iterable[str] = ()) -> str:
     return _text(text, [*_of_environment(), *known])
 
 
+def redacted_texts(value: Any, known: Iterable[str] = ()) -> Any:
+    """A copy of nested values with :func:`redacted` texts, whatever the names under which they stand."""
+    return _redacted(value, [*_of_environment(), *known])
+
+
 def secrets_in(settings: Any) -> list[str]:
     """The texts that :func:`without_secrets` masks by their names."""
     return list(dict.fromkeys(_values(settings)))
@@ -92,6 +97,15 @@ def _masked(settings: Any, known: list[str]) -> Any:
     if isinstance(settings, list | tuple):
         return [_masked(value, known) for value in settings]
     return _text(settings, known) if isinstance(settings, str) else settings
+
+
+def _redacted(value: Any, known: list[str]) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _redacted(item, known) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        # Token ids, of which there are many, are copied without a look at each.
+        return list(value) if set(map(type, value)) <= {int, float} else [_redacted(item, known) for item in value]
+    return _text(value, known) if isinstance(value, str) else value
 
 
 def _text(text: str, known: list[str]) -> str:

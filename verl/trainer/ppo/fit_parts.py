@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig
 
 from verl.base.absent import why_absent
+from verl.base.redact import secrets_in
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.trainer.balance import deal
@@ -31,8 +32,7 @@ from verl.trainer.loop import StepContext, TrainingLoop
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.metric_utils import compute_mfu_metrics
 from verl.trainer.ppo.ordered_group import OrderedGroup
-from verl.trainer.ppo.records import RecordFolder
-from verl.trainer.ppo.validation import generation_records
+from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.utils.metric import Metrics
 from verl.utils.tracking import ValidationGenerationsLogger
 
@@ -294,7 +294,7 @@ class FitParts(TrainingLoop):
             extra = {name: list(values) for name, values in reward_extra_infos_dict.items()}
             scores = batch.batch["token_level_scores"]
             records = generation_records(self.global_steps, self.tokenizer, batch, scores, extra)
-            RecordFolder(rollout_data_dir).write(self.global_steps, records)
+            RecordFolder(rollout_data_dir, secrets_in(self.typed_config.to_dict())).write(self.global_steps, records)
         timing_raw |= context.seconds
 
     def _dump_generations(
@@ -311,7 +311,9 @@ class FitParts(TrainingLoop):
         columns["step"] = [self.global_steps] * len(inputs)
         columns |= {name: v for name, v in reward_extra_infos_dict.items() if len(v) == len(inputs)}
         rows = zip(*columns.values(), strict=True)
-        RecordFolder(dump_path).write(self.global_steps, [dict(zip(columns, row, strict=True)) for row in rows])
+        RecordFolder(dump_path, secrets_in(self.typed_config.to_dict())).write(
+            self.global_steps, [dict(zip(columns, row, strict=True)) for row in rows]
+        )
 
     def _maybe_log_val_generations(
         self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]

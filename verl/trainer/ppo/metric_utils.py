@@ -128,8 +128,9 @@ def _length_metrics(batch: DataProto) -> Metrics:
 def _turn_metrics(batch: DataProto) -> Metrics:
     metrics: Metrics = {}
     for column, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
-        if column in batch.non_tensor_batch:
-            metrics |= distribution(batch.non_tensor_batch[column].astype(np.float32).tolist(), name)
+        known = [float(value) for value in batch.non_tensor_batch.get(column, ()) if value is not None]
+        if known:  # agent loops without tools count no calls
+            metrics |= distribution(known, name)
     return metrics
 
 

@@ -46,6 +46,7 @@ from verl.algorithms import (
     get_kl_controller,
 )
 from verl.base.lazy import on_first_use
+from verl.base.redact import secrets_in
 from verl.checkpoint.run import CheckpointPlan
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.config import PPOConfig
@@ -67,7 +68,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.old_log_probs import OldLogProbs
-from verl.trainer.ppo.records import RecordFolder
+from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.trainer.ppo.reward import (
     EqualScores,
     RewardHandle,
@@ -94,7 +95,7 @@ from verl.trainer.ppo.utils import (
     need_reward_model,
     worker_arguments,
 )
-from verl.trainer.ppo.validation import Validator, generation_records
+from verl.trainer.ppo.validation import Validator
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import status
 from verl.utils.dataset.loading import bound_to_driver
@@ -197,7 +198,7 @@ class RayPPOTrainer(FitParts):
         self.controllers["entropy_ctrl"] = self.entropy_ctrl
         if self.kl_ctrl_in_reward is not None:
             self.controllers["kl_ctrl"] = self.kl_ctrl_in_reward
-        self.dump = RecordFolder(config.trainer.rollout_data_dir)
+        self.dump = RecordFolder(config.trainer.rollout_data_dir, secrets_in(config.to_dict()))
         self.equal_scores = EqualScores(tokenizer)
         self.agent_loops: AgentLoopManager | None = None
         self._told_unused = False
@@ -583,7 +584,7 @@ class RayPPOTrainer(FitParts):
             "training/global_step": context.number,
             "training/epoch": self.epochs.epoch,
             **compute_data_metrics(batch, use_critic=self.needs.critic),
-            **trajectory_metrics(batch),
+            **trajectory_metrics(rewards.batches),
             **rewards.metrics(),
             **compute_timing_metrics(batch, seconds, generated=rewards.generated_tokens()),
             **compute_throughout_metrics(batch, seconds, n_gpus=self.actor_rollout_wg.world_size),

@@ -1,15 +1,37 @@
-"""Files of samples for people to read; a failed write does not stop the run."""
+"""Files of samples for people to read; a failed write does not stop the run.
+
+A sample that an agent loop drew has all of its trajectory under ``trajectory``::
+
+    {"input": ..., "output": ..., "gts": ..., "score": 1.0, "step": 3, ...,
+     "trajectory": {
+        "id": "3-0/1", "agent_name": "tool_agent", "status": "done", "message": "", "num_turns": 4,
+        "conversation": [{"role": "user", ...}, {"role": "assistant", "tool_calls": [...], "seconds": 0.4}, ...],
+        "seconds": {"generate_sequences": 0.7, "tool_calls": 0.1, "compute_score": 0.0},
+        "turn_scores": [0.0, 1.0],
+        "prompt_ids": [...], "response_ids": [...], "response_mask": [[1, 12], [0, 30], [1, 5]]}}
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from verl.base.redact import redacted_texts
+from verl.protocol import DataProto, compute_response_mask
+
 logger = logging.getLogger(__name__)
+
+LONGEST_TEXT = 20_000
+"""Characters of a text of a conversation that are kept."""
+FURTHER = ("tool_rewards", "tool_call_counts", "tool_failures", "rendering_differences")
+"""Columns of agent loops that a record has under the same name, where there are any."""
 
 
 class RecordFolder:
@@ -17,10 +39,12 @@ class RecordFolder:
 
     Args:
         folder: created at the first write; None writes nothing.
+        secrets: texts that are written as ``***``, beside those of :func:`verl.base.redact.redacted`.
     """
 
-    def __init__(self, folder: str | None) -> None:
+    def __init__(self, folder: str | None, secrets: Sequence[str] = ()) -> None:
         self.folder = None if folder is None else Path(folder).expanduser()
+        self._secrets = list(secrets)
         self.failed = 0
         """Number of failed writes."""
 
@@ -32,7 +56,7 @@ class RecordFolder:
         if self.folder is None:
             return
         path = self.folder / f"{step}.jsonl"
-        lines = "".join(json.dumps(record, ensure_ascii=False, default=str) + "\n" for record in records)
+        lines = "".join(self._line(record) for record in records)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             _write(path, lines.encode(), append)
@@ -45,6 +69,86 @@ class RecordFolder:
                     path,
                     error,
                 )
+
+    def _line(self, record: Mapping[str, Any]) -> str:
+        return json.dumps(redacted_texts(record, self._secrets), ensure_ascii=False, default=str) + "\n"
+
+
+def generation_records(
+    step: int, tokenizer: Any, batch: DataProto, scores: torch.Tensor, extra: Mapping[str, list]
+) -> list[dict[str, Any]]:
+    """Convert the samples of a batch to records for JSON; texts are decoded without special tokens.
+
+    Args:
+        step: the training step.
+        tokenizer: the policy's.
+        batch: prompts and responses.
+        scores: (bsz, response_length) ``token_level_scores``.
+        extra: further values of the reward function by name, one for each sample.
+    """
+    inputs = tokenizer.batch_decode(batch.batch["prompts"], skip_special_tokens=True)
+    present = compute_response_mask(batch).bool()  # all tokens, those of tools and users too
+    responses = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], present, strict=True)]
+    outputs = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    truths = [_ground_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
+    records = []
+    for row, (text, output, truth, score) in enumerate(
+        zip(inputs, outputs, truths, scores.sum(-1).tolist(), strict=True)
+    ):
+        own = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
+        records.append(own | {name: values[row] for name, values in extra.items() if name not in own})
+    if "trajectory_status" in batch.non_tensor_batch:
+        for row, record in enumerate(records):
+            record["trajectory"] = _trajectory(tokenizer, batch, scores, row)
+    return records
+
+
+def _trajectory(tokenizer: Any, batch: DataProto, scores: torch.Tensor, row: int) -> dict[str, Any]:
+    """All that is known of the trajectory of a row."""
+    columns = {name: values[row] for name, values in batch.non_tensor_batch.items()}
+    width = batch.batch["responses"].shape[1]
+    present = batch.batch["attention_mask"][row].bool()
+    prompt = batch.batch["prompts"][row][present[: len(present) - width]].tolist()
+    response = batch.batch["responses"][row][present[len(present) - width :]].tolist()
+    mask = batch.batch["response_mask"][row][: len(response)].tolist()
+    runs = [(drawn, len(list(run))) for drawn, run in itertools.groupby(mask)]
+    ends = list(itertools.accumulate(length for _, length in runs))
+    parts = [(drawn, end - length, end) for (drawn, length), end in zip(runs, ends, strict=True)]
+    conversation = columns["trajectory_conversation"]
+    if conversation is None:
+        conversation = [
+            {"role": "assistant" if drawn else "others", "content": tokenizer.decode(response[start:end])}
+            for drawn, start, end in parts
+        ]
+    return {
+        "id": f"{columns['uid']}/{columns.get('sample_index', row)}",
+        "agent_name": columns.get("agent_name"),
+        "status": columns["trajectory_status"],
+        "message": columns["trajectory_message"],
+        "num_turns": int(columns["__num_turns__"]),
+        "conversation": _bounded(conversation),
+        "seconds": columns["agent_loop_metrics"],
+        "turn_scores": [float(scores[row, start:end].sum()) for drawn, start, end in parts if drawn],
+        **{name: columns[name] for name in FURTHER if columns.get(name) is not None},
+        "prompt_ids": prompt,
+        "response_ids": response,
+        "response_mask": [[drawn, length] for drawn, length in runs],
+    }
+
+
+def _bounded(value: Any) -> Any:
+    """A copy of nested values with long texts cut, as a tool of a loop of one's own may return any amount."""
+    if isinstance(value, Mapping):
+        return {key: _bounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_bounded(item) for item in value]
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        return f"{value[:LONGEST_TEXT]} [... {len(value) - LONGEST_TEXT:,} more characters]"
+    return value
+
+
+def _ground_truth(reward_model: Any) -> Any:
+    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
 
 
 def _write(path: Path, data: bytes, append: bool) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
 
 from verl.agents.manager import LEFT_OUT
+from verl.agents.rendering_check import KINDS
+from verl.agents.tool_calls import CallFailure
 from verl.config import AgentLoopConfig, RolloutConfig
 from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.protocol import DataProto
+from verl.trainer.ppo.metric_utils import prompt_lengths, response_lengths
 from verl.trainer.ppo.reward import Scored
 from verl.utils.dataset.rl_dataset import FOR_AGENTS
 from verl.utils.metric import Metrics, distribution
@@ -21,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 NO_SCORES: Scored = (torch.zeros(0), {})
 """Scores of no rows."""
+TIMES = ("generate_sequences", "tool_calls", "compute_score")
+"""Of :class:`verl.agents.loop.AgentLoopMetrics`, those in seconds."""
 
 
 def wants_agents(prompts: DataProto, rollout: RolloutConfig) -> bool:
@@ -81,14 +87,52 @@ def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     return all_scores, columns
 
 
-def trajectory_metrics(batch: DataProto) -> Metrics:
-    """Compute ``num_turns/...`` and the share of each status, ``agent/status/...``; nothing without agent loops."""
-    columns = batch.non_tensor_batch
-    if "trajectory_status" not in columns:
+def trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
+    """Describe all trajectories of a step, those that dynamic sampling dropped among them.
+
+    Returns:
+        ``agent/status/{status}``, shares; ``agent/tool_failures/{failure}``
+        (:class:`verl.agents.tool_calls.CallFailure`) and ``agent/rendering_differences/{kind}``
+        (:data:`verl.agents.rendering_check.KINDS`), numbers per trajectory; and ``timing_s/agent_loop/...``, seconds of
+        ``generate_sequences``, ``tool_calls`` and ``compute_score``, and as ``slowest/...`` those of the trajectory
+        with the largest sum, with its numbers of tokens. Nothing without agent loops.
+    """
+    batches = [batch for batch in batches if "trajectory_status" in batch.non_tensor_batch]
+    if not batches:
         return {}
-    counts = Counter(columns["trajectory_status"].tolist())
-    shares = {f"agent/status/{status}": counts[status] / len(batch) for status in get_args(TrajectoryStatus)}
-    return distribution(columns["__num_turns__"].astype(float).tolist(), "num_turns") | shares
+    counts = Counter(_values(batches, "trajectory_status"))
+    size = sum(len(batch) for batch in batches)
+    metrics = {f"agent/status/{status}": counts[status] / size for status in get_args(TrajectoryStatus)}
+    counted = {"tool_failures": [failure.value for failure in CallFailure], "rendering_differences": list(KINDS)}
+    for column, kinds in counted.items():
+        if known := [value for value in _values(batches, column) if value is not None]:
+            metrics |= {f"agent/{column}/{kind}": _mean([one.get(kind, 0) for one in known]) for kind in kinds}
+    return metrics | _timing(batches)
+
+
+def _timing(batches: Sequence[DataProto]) -> Metrics:
+    prefix = "timing_s/agent_loop"
+    known = _values(batches, "agent_loop_metrics")
+    metrics: Metrics = {}
+    for name in TIMES:
+        metrics |= distribution([one[name] for one in known], f"{prefix}/{name}")
+    slowest = max(range(len(known)), key=lambda row: sum(known[row][name] for name in TIMES))
+    metrics |= {f"{prefix}/slowest/{name}": known[slowest][name] for name in TIMES}
+    lengths = (("prompt_length", prompt_lengths), ("response_length", response_lengths))
+    for name, measure in lengths:
+        metrics[f"{prefix}/slowest/{name}"] = float(torch.cat([measure(batch) for batch in batches])[slowest])
+    if preempted := [one["num_preempted"] for one in known if one["num_preempted"] >= 0]:
+        metrics |= distribution([float(number) for number in preempted], f"{prefix}/num_preempted")
+    return metrics
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    return sum(numbers) / len(numbers)
+
+
+def _values(batches: Sequence[DataProto], column: str) -> list[Any]:
+    """A column of all batches; None for those that lack it."""
+    return [value for batch in batches for value in batch.non_tensor_batch.get(column, [None] * len(batch))]
 
 
 def _own_scores(batch: DataProto) -> list[Score | None]:

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from verl.base.redact import secrets_in
 from verl.config import PPOConfig
 from verl.protocol import DataProto
-from verl.protocol.rows import compute_response_mask
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.metric_utils import process_validation_metrics
-from verl.trainer.ppo.records import RecordFolder
+from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.trainer.ppo.sequences import with_prompts
 from verl.utils.dataset.loading import batches
 
@@ -44,7 +44,7 @@ class Validator:
         self.score = score
         self.reward_fn = reward_fn
         self.dataloader = dataloader
-        self.dump = RecordFolder(config.trainer.validation_data_dir)
+        self.dump = RecordFolder(config.trainer.validation_data_dir, secrets_in(config.to_dict()))
         self.samples: list[dict[str, Any]] = []
         """Samples of the last validation: input, output, gts, score."""
 
@@ -117,33 +117,6 @@ def _is_core(name: str, largest: int) -> bool:
     return name.startswith(("mean@", "maj@", "best@")) and _responses(name) == largest and not name.endswith("/std")
 
 
-def generation_records(
-    step: int, tokenizer: Any, batch: DataProto, scores: torch.Tensor, extra: dict[str, list]
-) -> list[dict[str, Any]]:
-    """Convert the samples of a batch to records for JSON; texts are decoded without special tokens."""
-    inputs = tokenizer.batch_decode(batch.batch["prompts"], skip_special_tokens=True)
-    mask = compute_response_mask(batch).bool()  # of all tokens, those of tools and users too
-    responses = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], mask, strict=True)]
-    outputs = tokenizer.batch_decode(responses, skip_special_tokens=True)
-    truths = [_ground_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
-    rows = zip(inputs, outputs, truths, scores.sum(-1).tolist(), strict=True)
-    return [
-        {
-            "input": i,
-            "output": o,
-            "gts": g,
-            "score": s,
-            "step": step,
-            **{key: extra[key][n] for key in extra if key not in ("input", "output", "gts", "score", "step")},
-        }
-        for n, (i, o, g, s) in enumerate(rows)
-    ]
-
-
 def _data_sources(batch: DataProto) -> list[str]:
     sources = batch.non_tensor_batch.get("data_source")
     return ["unknown"] * len(batch) if sources is None else [str(source) for source in sources]
-
-
-def _ground_truth(reward_model: Any) -> Any:
-    return reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
