@@ -16,7 +16,7 @@ from verl.algorithms import adv_needs, compute_advantages, estimator_names, get_
 from verl.testing.estimators import ORACLES, SETTINGS, only_rows, oracle, random_batch
 
 NAMES = estimator_names()
-WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
+WHITENED = {"gae", "bi_level_gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
 GROUPED = [name for name in NAMES if "index" in adv_needs(name).columns]
 every = pytest.mark.parametrize("name", NAMES)
 

@@ -96,6 +96,7 @@ from verl.algorithms.response_advantages import (
 )
 from verl.algorithms.reweight import compute_pf_ppo_reweight_data
 from verl.algorithms.token_advantages import (
+    compute_bi_level_gae_advantage_return,
     compute_gae_advantage_return,
     compute_grpo_per_turn_advantage,
     compute_multi_turn_optimal_token_baseline_advantage,
@@ -125,6 +126,7 @@ __all__ = [
     "adv_needs",
     "agg_loss",
     "compute_advantages",
+    "compute_bi_level_gae_advantage_return",
     "compute_entropy_loss",
     "compute_gae_advantage_return",
     "compute_gdpo_outcome_advantage",

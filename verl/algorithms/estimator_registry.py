@@ -18,7 +18,12 @@ from verl.schema import COLUMNS, require
 Estimator = Callable[..., tuple[Tensor, Tensor]]
 F = TypeVar("F", bound=Callable[..., Any])
 
-SETTINGS = frozenset({"gamma", "lam", "norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights", "config"})
+SETTINGS = frozenset(
+    {
+        *("gamma", "lam", "high_level_gamma", "norm_adv_by_std_in_grpo"),
+        *("gdpo_reward_keys", "gdpo_reward_weights", "config"),
+    }
+)
 """Parameters that come from ``algorithm.*``; ``config`` is that whole section."""
 
 

@@ -5,6 +5,10 @@ policy chose) are (bsz, response_length); ``gamma`` is γ, ``lam`` λ, ``epsilon
 ``index``, (bsz,). Masked tokens (tool outputs, padding) are not time steps: t + 1 is the next valid token, so sums and
 discounts continue across them.
 
+A turn is a contiguous run of tokens of the policy, between tool outputs or users' answers. ``high_level_gamma`` Γ is
+the discount from the last token of a turn to the first of the next; None is γ there too. With γ = 1 and Γ < 1, what
+lies two turns ahead counts Γ² whatever the number of tokens.
+
 Each returns advantages A and returns G, both (bsz, response_length) and 0 off the mask. Values at masked positions are
 ignored.
 """
@@ -22,10 +26,24 @@ from verl.utils.torch_functional import masked_whiten, zero_masked
 # ---- sums along a response ---------------------------------------------------------------------
 
 
-def discounted_sum(x: Tensor, mask: Tensor, factor: float) -> Tensor:
-    """y_t = x_t + factor · y_{t+1} on valid tokens; masked tokens repeat y_{t+1}. All (bsz, response_length)."""
+def discounted_sum(x: Tensor, mask: Tensor, factor: float | Tensor) -> Tensor:
+    """y_t = x_t + factor_t · y_{t+1} on valid tokens; masked tokens repeat y_{t+1}. All (bsz, response_length)."""
     valid, x = mask.bool(), x.to(torch.promote_types(x.dtype, torch.float32))
-    return _backwards(zero_masked(x, valid), torch.ones_like(x).masked_fill_(valid, factor))
+    return _backwards(zero_masked(x, valid), torch.where(valid, factor, torch.ones_like(x)))
+
+
+def turn_ends(mask: Tensor) -> Tensor:
+    """Whether a token is the last of a turn; (bsz, response_length) bool."""
+    valid = mask.bool()
+    return valid & ~torch.nn.functional.pad(valid[:, 1:], (0, 1))[:, : valid.shape[1]]
+
+
+def discounts(mask: Tensor, gamma: float, high_level_gamma: float | None) -> float | Tensor:
+    """γ_t from a token to the next: Γ at the last token of a turn, else γ; a number if they are the same."""
+    if high_level_gamma is None or high_level_gamma == gamma:
+        return gamma
+    inside = torch.full(mask.shape, gamma, dtype=torch.float32, device=mask.device)
+    return inside.masked_fill_(turn_ends(mask), high_level_gamma)
 
 
 def next_valid(values: Tensor, mask: Tensor) -> Tensor:
@@ -67,20 +85,72 @@ def _backwards(x: Tensor, keep: Tensor) -> Tensor:
 )  # fmt: skip
 @with_public_arguments
 def compute_gae_advantage_return(
-    token_level_rewards: Tensor, values: Tensor, response_mask: Tensor, gamma: float, lam: float
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+    high_level_gamma: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation.
 
+        δ_t = r_t + γ_t V_{t+1} - V_t        A_t = δ_t + γ_t λ A_{t+1}        returns = A + V
+
+    where t+1 is the next valid token: masked tokens (tool outputs) are skipped. γ_t is γ, and Γ
+    (``high_level_gamma``) at the last token of a turn. The advantages are then whitened over the batch; the returns
+    are not.
+    """
+    gamma_t = discounts(response_mask, gamma, high_level_gamma)
+    deltas = _td_errors(token_level_rewards, values, response_mask, gamma_t)
+    advantages = zero_masked(discounted_sum(deltas, response_mask, gamma_t * lam), response_mask)
+    return masked_whiten(advantages, response_mask), advantages + zero_masked(values, response_mask)
+
+
+def _td_errors(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float | Tensor) -> Tensor:
+    """δ_t = r_t + γ_t V_{t+1} - V_t of valid tokens, with t+1 the next valid one; 0 for others."""
+    values = zero_masked(values, mask)
+    return zero_masked(rewards, mask) + zero_masked(gamma * next_valid(values, mask), mask) - values
+
+
+@register_adv_est(
+    "bi_level_gae",
+    paper="https://arxiv.org/abs/2510.16907",
+    reproduces={
+        "VAGEN": (
+            "algorithm.adv_estimator=bi_level_gae", "algorithm.gamma=1.0", "algorithm.lam=1.0",
+            "algorithm.high_level_gamma=0.95",
+        ),
+    },
+)  # fmt: skip
+@with_public_arguments
+def compute_bi_level_gae_advantage_return(
+    token_level_rewards: Tensor,
+    values: Tensor,
+    response_mask: Tensor,
+    gamma: float,
+    lam: float,
+    high_level_gamma: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation over turns, then over the tokens of each turn.
+
+    With e_k the last token of turn k, first the turns, from one last token to the next::
+
+        δ_{e_k} = r_{e_k} + Γ V_{e_{k+1}} - V_{e_k}        A_{e_k} = δ_{e_k} + Γλ A_{e_{k+1}}
+
+    then the tokens before it, which inherit the advantage of their turn::
+
         δ_t = r_t + γ V_{t+1} - V_t        A_t = δ_t + γλ A_{t+1}        returns = A + V
 
-    where t+1 is the next valid token: masked tokens (tool outputs) are skipped. The advantages are then whitened over
-    the batch; the returns are not.
+    So λ < 1 weakens credit within a turn, and from turn to turn once each, however long the turns are. The advantages
+    are then whitened over the batch. With a single turn it is ``gae``.
     """
-    values = zero_masked(values, response_mask)
-    rewards = zero_masked(token_level_rewards, response_mask)
-    deltas = rewards + gamma * next_valid(values, response_mask) - values
-    advantages = zero_masked(discounted_sum(deltas, response_mask, gamma * lam), response_mask)
-    return masked_whiten(advantages, response_mask), advantages + values
+    high = gamma if high_level_gamma is None else high_level_gamma
+    ends = turn_ends(response_mask)
+    of_turns = discounted_sum(_td_errors(token_level_rewards, values, ends, high), ends, high * lam)
+    deltas = torch.where(ends, of_turns, _td_errors(token_level_rewards, values, response_mask, gamma))
+    factors = torch.full_like(deltas, gamma * lam).masked_fill_(ends, 0.0)
+    advantages = zero_masked(discounted_sum(deltas, response_mask, factors), response_mask)
+    return masked_whiten(advantages, response_mask), advantages + zero_masked(values, response_mask)
 
 
 @register_adv_est(
@@ -95,16 +165,17 @@ def compute_gae_advantage_return(
 )  # fmt: skip
 @with_public_arguments
 def compute_reinforce_plus_plus_outcome_advantage(
-    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0
+    token_level_rewards: Tensor, response_mask: Tensor, gamma: float = 1.0, high_level_gamma: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE with discounted returns, whitened over the batch.
 
-        G_t = r_t + γ G_{t+1}        A = whiten(G)
+        G_t = r_t + γ_t G_{t+1}        A = whiten(G)
 
     where t+1 is the next valid token: masked tokens (tool outputs) are skipped, so a reward at the end reaches every
-    turn.
+    turn. γ_t is γ, and Γ (``high_level_gamma``) at the last token of a turn.
     """
-    returns = zero_masked(discounted_sum(token_level_rewards, response_mask, gamma), response_mask)
+    gamma_t = discounts(response_mask, gamma, high_level_gamma)
+    returns = zero_masked(discounted_sum(token_level_rewards, response_mask, gamma_t), response_mask)
     return masked_whiten(returns, response_mask), returns
 
 
@@ -234,14 +305,15 @@ def compute_grpo_per_turn_advantage(
     gamma: float = 1.0,
     epsilon: float = 1e-6,
     norm_adv_by_std_in_grpo: bool = True,
+    high_level_gamma: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantage of every turn: its return, normalised over the siblings at the same turn.
 
-        G_k = R_k + γ G_{k+1}        A_k = (G_k - mean_g G_k) / (std_g G_k + ε)
+        G_k = R_k + Γ G_{k+1}        A_k = (G_k - mean_g G_k) / (std_g G_k + ε)
 
-    A turn is a contiguous run of tokens of the policy, between tool outputs or users' answers; R_k is the sum of
-    the rewards on its tokens. Mean and deviation are over the siblings that have a k-th turn; if no other has, the
-    baseline is 0 and the scale 1. With a single turn it is ``grpo``.
+    R_k is the sum of the rewards on the tokens of turn k; Γ is ``high_level_gamma``, or ``gamma`` if that is None. Mean
+    and deviation are over the siblings that have a k-th turn; if no other has, the baseline is 0 and the scale 1. With
+    a single turn it is ``grpo``.
 
     MT-GRPO (arXiv:2505.11821) normalises the rewards of a turn and of the outcome separately and adds them;
     here they are added first, which works for any number of turns.
@@ -259,7 +331,8 @@ def compute_grpo_per_turn_advantage(
     kept = zero_masked(token_level_rewards.to(torch.promote_types(token_level_rewards.dtype, torch.float32)), valid)
     rewards = torch.zeros(has_turn.shape, dtype=kept.dtype, device=kept.device)
     rewards = rewards.scatter_add(1, turn.clamp(min=0), kept)
-    returns = zero_masked(discounted_sum(rewards, has_turn, gamma), has_turn)
+    high = gamma if high_level_gamma is None else high_level_gamma
+    returns = zero_masked(discounted_sum(rewards, has_turn, high), has_turn)
     rows = Groups.of(index, valid)
     groups = Groups((rows.number.unsqueeze(-1) * turns + number).flatten(), has_turn.flatten(), rows.groups * turns)
     scores = group_relative(returns.flatten(), groups, epsilon, norm_adv_by_std_in_grpo).view(has_turn.shape)

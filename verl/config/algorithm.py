@@ -57,6 +57,8 @@ class AlgoConfig(BaseConfig):
 
     gamma: float = setting(1.0, ge=0, le=1)
     """Discount per token; per turn for `grpo_per_turn`."""
+    high_level_gamma: float | None = setting(None, ge=0, le=1)
+    """Discount from a turn of the policy to its next; null is `gamma`."""
     lam: float = setting(1.0, ge=0, le=1)
     """λ of generalised advantage estimation."""
     adv_estimator: str = setting("gae")

@@ -13,6 +13,7 @@ from verl.schema import COLUMNS, RESPONSE
 SETTINGS = {
     "gamma": 0.9,
     "lam": 0.8,
+    "high_level_gamma": 0.7,
     "norm_adv_by_std_in_grpo": True,
     "gdpo_reward_keys": ("accuracy", "format"),
     "gdpo_reward_weights": (1.0, 0.5),
@@ -94,10 +95,21 @@ class Slow:
         return self.spread([score(i, [totals[j] for j in self.siblings[i]]) if self.valid[i] else 0.0
                             for i in range(self.n)])  # fmt: skip
 
-    def to_go(self, i: int, gamma: float = 1.0) -> list[float]:
+    def to_go(self, i: int) -> list[float]:
         row, after = [0.0] * self.width, 0.0
         for t in reversed(self.valid[i]):
-            after = row[t] = self.r[i][t] + gamma * after
+            after = row[t] = self.r[i][t] + after
+        return row
+
+    def gamma_after(self, i: int, t: int) -> float:
+        """The discount from token t to the next: inside of a turn, or from a turn to the next."""
+        is_inside = t + 1 < self.width and bool(self.m[i][t + 1])
+        return SETTINGS["gamma"] if is_inside else SETTINGS["high_level_gamma"]
+
+    def discounted(self, i: int) -> list[float]:
+        row, after = [0.0] * self.width, 0.0
+        for t in reversed(self.valid[i]):
+            after = row[t] = self.r[i][t] + self.gamma_after(i, t) * after
         return row
 
 
@@ -120,8 +132,26 @@ def gae(b: Slow) -> Rows:
     for i in range(b.n):
         row, after, next_value = [0.0] * b.width, 0.0, 0.0
         for t in reversed(b.valid[i]):
-            after = b.r[i][t] + SETTINGS["gamma"] * next_value - v[i][t] + SETTINGS["gamma"] * SETTINGS["lam"] * after
+            gamma = b.gamma_after(i, t)
+            after = b.r[i][t] + gamma * next_value - v[i][t] + gamma * SETTINGS["lam"] * after
             row[t], next_value = after, v[i][t]
+        rows.append(row)
+    return whiten(rows, b.m)
+
+
+def bi_level_gae(b: Slow) -> Rows:
+    v, gamma, high, lam = b.column("values"), SETTINGS["gamma"], SETTINGS["high_level_gamma"], SETTINGS["lam"]
+    rows = []
+    for i in range(b.n):
+        row, turns = [0.0] * b.width, turns_of(b.m[i])
+        of_next_turn = value_of_next = 0.0
+        for turn in reversed(turns):
+            last = turn[-1]
+            of_next_turn = b.r[i][last] + high * value_of_next - v[i][last] + high * lam * of_next_turn
+            value_of_next = v[i][last]
+            row[last] = of_next_turn
+            for t in reversed(turn[:-1]):
+                row[t] = b.r[i][t] + gamma * v[i][t + 1] - v[i][t] + gamma * lam * row[t + 1]
         rows.append(row)
     return whiten(rows, b.m)
 
@@ -216,7 +246,7 @@ def per_turn(b: Slow) -> Rows:
     for i in range(b.n):
         after, found = 0.0, []
         for turn in reversed(turns[i]):
-            after = sum(b.r[i][t] for t in turn) + SETTINGS["gamma"] * after
+            after = sum(b.r[i][t] for t in turn) + SETTINGS["high_level_gamma"] * after
             found.append(after)
         returns.append(found[::-1])
     rows = []
@@ -236,11 +266,12 @@ def remax(b: Slow) -> Rows:
 
 ORACLES: dict[str, Callable[[Slow], Rows]] = {
     "gae": gae,
+    "bi_level_gae": bi_level_gae,
     "grpo": lambda b: b.per_row(lambda i, siblings: normalised(b.total[i], siblings)),
     "rloo": rloo,
     "grpo_passk": passk,
     "gdpo": gdpo,
-    "reinforce_plus_plus": lambda b: whiten([b.to_go(i, SETTINGS["gamma"]) for i in range(b.n)], b.m),
+    "reinforce_plus_plus": lambda b: whiten([b.discounted(i) for i in range(b.n)], b.m),
     "reinforce_plus_plus_baseline": lambda b: whiten(
         b.per_row(lambda i, siblings: normalised(b.total[i], siblings, by_std=False)), b.m
     ),

@@ -64,7 +64,7 @@ def _turned_off(config: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     needs = adv_needs(algorithm.adv_estimator)
     if not needs.wants_all and "config" not in needs.settings:
-        own = {"gamma", "lam", "norm_adv_by_std_in_grpo"} - needs.settings
+        own = {"gamma", "high_level_gamma", "lam", "norm_adv_by_std_in_grpo"} - needs.settings
         unread = tuple(f"algorithm.{name}" for name in own)
         yield unread, f"algorithm.adv_estimator={algorithm.adv_estimator} does not take it"
     if not needs_critic(config) and not config.reward_model.enable:  # whose sizes follow the critic's

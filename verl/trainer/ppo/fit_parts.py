@@ -311,9 +311,8 @@ class FitParts(TrainingLoop):
         columns["step"] = [self.global_steps] * len(inputs)
         columns |= {name: v for name, v in reward_extra_infos_dict.items() if len(v) == len(inputs)}
         rows = zip(*columns.values(), strict=True)
-        RecordFolder(dump_path, secrets_in(self.typed_config.to_dict())).write(
-            self.global_steps, [dict(zip(columns, row, strict=True)) for row in rows]
-        )
+        records = [dict(zip(columns, row, strict=True)) for row in rows]
+        RecordFolder(dump_path, secrets_in(self.typed_config.to_dict())).write(self.global_steps, records)
 
     def _maybe_log_val_generations(
         self, inputs: Sequence[str], outputs: Sequence[str], scores: Sequence[float]
