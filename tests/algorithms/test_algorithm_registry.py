@@ -27,10 +27,10 @@ from verl.errors import ConfigError, SchemaError
 @pytest.mark.parametrize(
     ("name", "columns", "settings"),
     [
-        ("gae", {"token_level_rewards", "values", "response_mask"}, {"gamma", "lam"}),
+        ("gae", {"token_level_rewards", "values", "response_mask"}, {"gamma", "high_level_gamma", "lam"}),
         ("grpo", {"token_level_rewards", "response_mask", "index"}, {"norm_adv_by_std_in_grpo"}),
         ("rloo", {"token_level_rewards", "response_mask", "index"}, set()),
-        ("reinforce_plus_plus", {"token_level_rewards", "response_mask"}, {"gamma"}),
+        ("reinforce_plus_plus", {"token_level_rewards", "response_mask"}, {"gamma", "high_level_gamma"}),
         ("remax", {"token_level_rewards", "response_mask", "reward_baselines"}, set()),
     ],
 )
@@ -58,7 +58,7 @@ TOKENS = {"token_level_rewards", "response_mask", "index"}
         ("opo", TOKENS, set(), set()),
         ("gpg", TOKENS, set(), set()),
         ("maxrl", TOKENS, set(), set()),
-        ("grpo_per_turn", TOKENS, set(), {"gamma", "norm_adv_by_std_in_grpo"}),
+        ("grpo_per_turn", TOKENS, set(), {"gamma", "high_level_gamma", "norm_adv_by_std_in_grpo"}),
         ("gdpo", {"response_mask", "index"}, set(),
          {"gdpo_reward_keys", "gdpo_reward_weights", "norm_adv_by_std_in_grpo"}),
         ("optimal_token_baseline", TOKENS | {"old_log_probs", "sum_pi_squared"}, {"rollout_is_weights"}, set()),

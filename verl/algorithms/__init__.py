@@ -4,6 +4,7 @@
 estimator                    advantage                                  paper
 ============================ ========================================== ==============================
 gae                          Σ_k (γλ)^k δ_{t+k}, whitened               arXiv:1506.02438
+bi_level_gae                 gae over turns, then inside of each turn   arXiv:2510.16907
 grpo                         (R - mean_g) / std_g; or without std       arXiv:2402.03300, 2503.20783
 grpo_passk                   best - second best, on the best alone      arXiv:2503.19595
 grpo_per_turn                grpo of the return of each turn            arXiv:2505.11821
