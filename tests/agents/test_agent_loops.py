@@ -142,7 +142,28 @@ def test_tools_answer_in_tokens_that_are_not_trained_on(train, tmp_path, monkeyp
     assert shares["agent/status/turns_used_up"] + shares["agent/status/context_full"] == 1
     assert shares["agent/status/turns_used_up"] > 0
     assert steps[1]["training/rollout_probs_diff_max"] < 1e-5
-    assert any("42" in line for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines())
+    dumped = [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()]
+    record = next(row for row in dumped if row["trajectory"]["status"] == "turns_used_up")
+    called = record["trajectory"]
+    user, first, result, second = called["conversation"]
+    assert (user["role"], first["role"], second["role"]) == ("user", "assistant", "assistant")
+    call = first["tool_calls"][0]
+    assert call["function"] == {"name": "double", "arguments": '{"number": 21}'}
+    assert (result["tool_call_id"], result["content"], result["reward"]) == (call["id"], "42", 0)
+    assert min(message["seconds"] for message in (first, result, second)) >= 0
+    assert called["seconds"]["generate_sequences"] == pytest.approx(first["seconds"] + second["seconds"])
+    drawn = [length for is_drawn, length in called["response_mask"] if is_drawn]
+    assert [is_drawn for is_drawn, _ in called["response_mask"]] == [1, 0, 1]
+    assert sum(length for _, length in called["response_mask"]) == len(called["response_ids"])
+    assert (called["agent_name"], called["agent"], called["id"].split("/")[0]) == ("tool_agent", "main", "1-0")
+    assert [len(called["turn_scores"]), sum(called["turn_scores"])] == [len(drawn), record["score"]]
+    ends = steps[1]
+    assert ends["tool_call_counts/max"] == 1  # the last turn's call is not made
+    assert {key: value for key, value in ends.items() if key.startswith("agent/tool_failures/") and value} == {}
+    for name in ("generate_sequences", "tool_calls", "compute_score"):
+        times = [ends[f"timing_s/agent_loop/{name}/{kind}"] for kind in ("min", "mean", "max")]
+        assert times == sorted(times)
+        assert times[0] <= ends[f"timing_s/agent_loop/slowest/{name}"] <= times[-1]
 
 
 USERS = """

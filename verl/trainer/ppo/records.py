@@ -1,10 +1,11 @@
 """Files of samples for people to read; a failed write does not stop the run.
 
-A sample that an agent loop drew has all of its trajectory under ``trajectory``::
+A sample that an agent loop drew has what is known of it under ``trajectory``; a trajectory of several training
+sequences has a record for each, with one ``id``::
 
     {"input": ..., "output": ..., "gts": ..., "score": 1.0, "step": 3, ...,
      "trajectory": {
-        "id": "3-0/1", "agent_name": "tool_agent", "status": "done", "message": "", "num_turns": 4,
+        "id": "3-0/1", "agent_name": "tool_agent", "agent": "main", "status": "done", "message": "", "num_turns": 4,
         "conversation": [{"role": "user", ...}, {"role": "assistant", "tool_calls": [...], "seconds": 0.4}, ...],
         "seconds": {"generate_sequences": 0.7, "tool_calls": 0.1, "compute_score": 0.0},
         "turn_scores": [0.0, 1.0],
@@ -121,8 +122,9 @@ def _trajectory(tokenizer: Any, batch: DataProto, scores: torch.Tensor, row: int
             for drawn, start, end in parts
         ]
     return {
-        "id": f"{columns['uid']}/{columns.get('sample_index', row)}",
+        "id": columns["trajectory_id"],
         "agent_name": columns.get("agent_name"),
+        "agent": columns["agent"],
         "status": columns["trajectory_status"],
         "message": columns["trajectory_message"],
         "num_turns": int(columns["__num_turns__"]),

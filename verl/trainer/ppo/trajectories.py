@@ -95,44 +95,60 @@ def trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
         (:class:`verl.agents.tool_calls.CallFailure`) and ``agent/rendering_differences/{kind}``
         (:data:`verl.agents.rendering_check.KINDS`), numbers per trajectory; and ``timing_s/agent_loop/...``, seconds of
         ``generate_sequences``, ``tool_calls`` and ``compute_score``, and as ``slowest/...`` those of the trajectory
-        with the largest sum, with its numbers of tokens. Nothing without agent loops.
+        with the largest sum, with the numbers of tokens of its last sequence. Nothing without agent loops.
     """
-    batches = [batch for batch in batches if "trajectory_status" in batch.non_tensor_batch]
-    if not batches:
+    trajectories = [trajectory for batch in batches for trajectory in _trajectories(batch)]
+    if not trajectories:
         return {}
-    counts = Counter(_values(batches, "trajectory_status"))
-    size = sum(len(batch) for batch in batches)
-    metrics = {f"agent/status/{status}": counts[status] / size for status in get_args(TrajectoryStatus)}
+    counts = Counter(batch.non_tensor_batch["trajectory_status"][rows[0]] for batch, rows in trajectories)
+    metrics = {f"agent/status/{status}": counts[status] / len(trajectories) for status in get_args(TrajectoryStatus)}
     counted = {"tool_failures": [failure.value for failure in CallFailure], "rendering_differences": list(KINDS)}
     for column, kinds in counted.items():
-        if known := [value for value in _values(batches, column) if value is not None]:
-            metrics |= {f"agent/{column}/{kind}": _mean([one.get(kind, 0) for one in known]) for kind in kinds}
-    return metrics | _timing(batches)
+        if found := [value for trajectory in trajectories if (value := _summed(trajectory, column)) is not None]:
+            metrics |= {f"agent/{column}/{kind}": sum(one[kind] for one in found) / len(found) for kind in kinds}
+    return metrics | _timing(trajectories)
 
 
-def _timing(batches: Sequence[DataProto]) -> Metrics:
+Trajectory = tuple[DataProto, list[int]]
+"""A batch, and the rows of it that are one trajectory."""
+
+
+def _trajectories(batch: DataProto) -> list[Trajectory]:
+    columns = batch.non_tensor_batch
+    if "trajectory_status" not in columns:
+        return []
+    rows: dict[str, list[int]] = {}
+    for row, name in enumerate(columns["trajectory_id"]):
+        rows.setdefault(name, []).append(row)
+    return [(batch, of_one) for of_one in rows.values()]
+
+
+def _summed(trajectory: Trajectory, column: str) -> Counter[str] | None:
+    """The sum of a column of numbers by name over the sequences of a trajectory; None if none has it."""
+    batch, rows = trajectory
+    known = [batch.non_tensor_batch[column][row] for row in rows if column in batch.non_tensor_batch]
+    known = [numbers for numbers in known if numbers is not None]
+    total: Counter[str] = Counter()
+    for numbers in known:
+        total.update(numbers)
+    return total if known else None
+
+
+def _timing(trajectories: Sequence[Trajectory]) -> Metrics:
     prefix = "timing_s/agent_loop"
-    known = _values(batches, "agent_loop_metrics")
+    seconds = [_summed(trajectory, "agent_loop_metrics") or Counter() for trajectory in trajectories]
     metrics: Metrics = {}
     for name in TIMES:
-        metrics |= distribution([one[name] for one in known], f"{prefix}/{name}")
-    slowest = max(range(len(known)), key=lambda row: sum(known[row][name] for name in TIMES))
-    metrics |= {f"{prefix}/slowest/{name}": known[slowest][name] for name in TIMES}
-    lengths = (("prompt_length", prompt_lengths), ("response_length", response_lengths))
-    for name, measure in lengths:
-        metrics[f"{prefix}/slowest/{name}"] = float(torch.cat([measure(batch) for batch in batches])[slowest])
-    if preempted := [one["num_preempted"] for one in known if one["num_preempted"] >= 0]:
-        metrics |= distribution([float(number) for number in preempted], f"{prefix}/num_preempted")
+        metrics |= distribution([one[name] for one in seconds], f"{prefix}/{name}")
+    slowest = max(range(len(seconds)), key=lambda number: sum(seconds[number][name] for name in TIMES))
+    metrics |= {f"{prefix}/slowest/{name}": seconds[slowest][name] for name in TIMES}
+    batch, rows = trajectories[slowest]
+    for name, lengths in (("prompt_length", prompt_lengths(batch)), ("response_length", response_lengths(batch))):
+        metrics[f"{prefix}/slowest/{name}"] = float(lengths[rows[-1]])
+    known = [batch.non_tensor_batch["agent_loop_metrics"][row] for batch, rows in trajectories for row in rows]
+    if preempted := [float(one["num_preempted"]) for one in known if one["num_preempted"] >= 0]:
+        metrics |= distribution(preempted, f"{prefix}/num_preempted")
     return metrics
-
-
-def _mean(numbers: Sequence[float]) -> float:
-    return sum(numbers) / len(numbers)
-
-
-def _values(batches: Sequence[DataProto], column: str) -> list[Any]:
-    """A column of all batches; None for those that lack it."""
-    return [value for batch in batches for value in batch.non_tensor_batch.get(column, [None] * len(batch))]
 
 
 def _own_scores(batch: DataProto) -> list[Score | None]:
