@@ -29,6 +29,7 @@ PPO_CASES: list[tuple[str, Any, str, Any]] = [
     ),
     ("data.chat_template", "{{ messages }}", "actor_rollout_ref.model.custom_chat_template", "{{ messages }}"),
     ("data.tokenizer", "org/tokenizer", "actor_rollout_ref.model.tokenizer_path", "org/tokenizer"),
+    ("data.tool_config_path", "/tools.yaml", f"{ROLLOUT}.multi_turn.tool_config_path", "/tools.yaml"),
     (f"{ROLLOUT}.max_response_length", 64, "data.max_response_length", 64),
     (
         f"{ROLLOUT}.update_weights_bucket_megabytes",
@@ -153,7 +154,7 @@ def test_null_says_nothing(run: Run):
         alias.old: PPOConfig
         for alias in ALIASES
         if alias.old.startswith(("actor_rollout_ref.", "algorithm.", "critic.", "reward", "ray_init", "trainer.val_"))
-        or alias.old in ("data.chat_template", "data.tokenizer")
+        or alias.old in ("data.chat_template", "data.tokenizer", "data.tool_config_path")
     }
     for root in (PPOConfig, SFTConfig):
         assert run.load({old: None for old, there in roots.items() if there is root}, root) == run.load(root=root)
@@ -167,6 +168,14 @@ def test_null_below_an_old_section_says_nothing(run: Run):
 def test_two_spellings_that_agree(run: Run):
     config = run.load({"algorithm.kl_ctl.init_kl_coef": 0.01, "algorithm.kl_ctrl.kl_coef": 0.01})
     assert config.algorithm.kl_ctrl.kl_coef == 0.01
+
+
+def test_one_file_of_tools_under_both_names(run: Run):
+    key = f"{ROLLOUT}.multi_turn.tool_config_path"
+    config = run.load({"data.tool_config_path": "/a.yaml", key: "/a.yaml"})
+    assert config.actor_rollout_ref.rollout.multi_turn.tool_config_path == "/a.yaml"
+    message = only(run.refusal({"data.tool_config_path": "/a.yaml", key: "/b.yaml"}))
+    assert f"data.tool_config_path=/a.yaml: this is another spelling of {key}, which is set to /b.yaml" in message
 
 
 def test_two_spellings_that_disagree(run: Run):

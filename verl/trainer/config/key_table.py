@@ -373,9 +373,10 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             "actor_rollout_ref.model.trust_remote_code holds for the tokenizer too",
             {"trust_remote_code": False},
         ),
-        not_yet(
-            "prompts are measured with the rollout's tools; set actor_rollout_ref.rollout.multi_turn.tool_config_path",
+        Inactive(
+            "older name of actor_rollout_ref.rollout.multi_turn.tool_config_path",
             {"tool_config_path": "${oc.select:actor_rollout_ref.rollout.multi_turn.tool_config_path, null}"},
+            is_spelling=True,
         ),
     ),
     SFTDataConfig: (
@@ -513,6 +514,7 @@ ALIASES: tuple[Alias, ...] = (
     Alias("data.chat_template", "actor_rollout_ref.model.custom_chat_template"),
     Alias("actor_rollout_ref.model.torch_dtype", "actor_rollout_ref.actor.fsdp_config.model_dtype"),
     Alias("data.tokenizer", "actor_rollout_ref.model.tokenizer_path"),
+    Alias("data.tool_config_path", "actor_rollout_ref.rollout.multi_turn.tool_config_path"),
     Alias("actor_rollout_ref.rollout.max_response_length", "data.max_response_length"),
     Alias("actor_rollout_ref.rollout.multi_turn.max_turns", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
     Alias(

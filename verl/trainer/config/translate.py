@@ -244,7 +244,7 @@ class Translator:
             drop(tree, old)
             if defaults:
                 put(tree, old, defaults[0])
-            if value is not None and value != {}:
+            if value is not None and value != {} and not any(same(value, default) for default in defaults):
                 self._move(tree, old, new, alias.values.get(value, value) if isinstance(value, str) else value)
 
     def _move(self, tree: Tree, old: str, new: str, value: Any) -> None:
