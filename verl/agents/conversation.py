@@ -213,7 +213,7 @@ class Conversation:
         """Return a copy that ends with the policy's turn of this number, counted from 1."""
         twin, written = self.copy(), self.written
         parts = [number for number, turn in enumerate(written.turns, 1) if turn.role == "assistant"]
-        after_prompt = enumerate(self.messages[self._prompt_length :], self._prompt_length + 1)
+        after_prompt = enumerate(self.messages[self.prompt_length :], self.prompt_length + 1)
         replies = [number for number, message in after_prompt if message["role"] == "assistant"]
         part, reply = parts[drawn_turns - 1], replies[drawn_turns - 1]
         stop = written.turns[part - 1].stop
