@@ -20,6 +20,7 @@ LAYERS = {
     "verl.trainer": 7,
     "verl.model_merger": 7,
     "verl.agents": 6,
+    "verl.judge": 6,
     "verl.workers": 5,
     "verl.single_controller": 4,
     "verl.algorithms": 3,

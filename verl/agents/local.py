@@ -32,14 +32,18 @@ class LocalRequests:
         yield self._queue
 
 
-class _LocalCall:
+class LocalCall:
+    """A request under way; see :class:`verl.agents.servers.GenerationCall`."""
+
     def __init__(self, future: Future[RolloutOutput]) -> None:
         self._future = future
 
     def future(self) -> Future[RolloutOutput]:
+        """Return what becomes of it."""
         return self._future
 
     def cancel(self) -> None:
+        """Withdraw it."""
         self._future.cancel()
 
 
@@ -59,12 +63,12 @@ class LocalAgents:
         threading.Thread(target=self._run_loop, name="agent loops", daemon=True).start()
         self._worker = AgentLoopWorker(config, tokenizer, processor, self)
 
-    def send(self, conversation: str, request: RolloutRequest) -> _LocalCall:
+    def send(self, conversation: str, request: RolloutRequest) -> LocalCall:
         """Send a request to the engine, from any thread."""
         router = self._router
         if router is None:
             raise RolloutError("no rollout is running, so no engine answers.")
-        return _LocalCall(asyncio.run_coroutine_threadsafe(router.generate(conversation, request), self._loop))
+        return LocalCall(asyncio.run_coroutine_threadsafe(router.generate(conversation, request), self._loop))
 
     def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
         """Run all trajectories to their end, in the order of the results; ``group`` is that of the engine."""

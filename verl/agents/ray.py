@@ -60,6 +60,7 @@ class _Mailbox:
     def __init__(self) -> None:
         self._commands: list[Command] = []
         self._arrived = asyncio.Event()
+        self.was_asked = asyncio.Event()
 
     def put(self, number: int, request: RolloutRequest) -> None:
         self._add(("put", number, request))
@@ -75,6 +76,7 @@ class _Mailbox:
         self._arrived.set()
 
     async def fetch(self) -> list[Command]:
+        self.was_asked.set()
         try:
             await asyncio.wait_for(self._arrived.wait(), LONG_POLL_S)
         except TimeoutError:
@@ -114,6 +116,14 @@ class RouterActor:
     async def silent_s(self) -> float:
         """See :meth:`Router.silent_s`."""
         return 0.0 if self._router is None else self._router.silent_s()
+
+    async def engines_ask(self) -> bool:
+        """Whether all engines are awake and ask for requests; waits for it for at most ``LONG_POLL_S`` seconds."""
+        try:
+            await asyncio.wait_for(asyncio.gather(*(box.was_asked.wait() for box in self._mailboxes)), LONG_POLL_S)
+        except TimeoutError:
+            return False
+        return True
 
     async def fetch(self, rollout: int, engine: int) -> list[Command]:
         """Return what is new for an engine, after at most ``LONG_POLL_S`` seconds."""
@@ -161,23 +171,30 @@ class RayRequests:
             queue.close()
 
 
-class _RayCall:
+class RayCall:
+    """A request under way; see :class:`verl.agents.servers.GenerationCall`."""
+
     def __init__(self, reference: Any) -> None:
         self._reference = reference
 
     def future(self) -> Future[RolloutOutput]:
+        """Return what becomes of it."""
         return self._reference.future()
 
     def cancel(self) -> None:
+        """Withdraw it."""
         ray.cancel(self._reference)
 
 
-class _RayConnection:
+class RayConnection:
+    """The way to a :class:`RouterActor`; see :class:`verl.agents.servers.Connection`."""
+
     def __init__(self, router: Any) -> None:
         self._router = router
 
-    def send(self, conversation: str, request: RolloutRequest) -> _RayCall:
-        return _RayCall(self._router.generate.remote(conversation, request))
+    def send(self, conversation: str, request: RolloutRequest) -> RayCall:
+        """Send a request of a conversation."""
+        return RayCall(self._router.generate.remote(conversation, request))
 
 
 class WorkerActor:
@@ -191,7 +208,7 @@ class WorkerActor:
         path, trusts = model.tokenizer_path or model.path, model.trust_remote_code
         tokenizer = hf_tokenizer(path, trust_remote_code=trusts, chat_template=model.custom_chat_template)
         processor = hf_processor(path, trust_remote_code=trusts)
-        self._worker = AgentLoopWorker(config, tokenizer, processor, _RayConnection(router))
+        self._worker = AgentLoopWorker(config, tokenizer, processor, RayConnection(router))
 
     async def run(self, trajectory: Trajectory) -> TrajectoryResult:
         """Run a trajectory to its end."""
@@ -256,12 +273,12 @@ class RayAgents:
         if self._router is not None:
             return
         rollout = self._config.actor_rollout_ref.rollout
-        self._router = _actor(RouterActor).remote(rollout.max_num_seqs)
+        self._router = light_actor(RouterActor).remote(rollout.max_num_seqs)
         cores = int(ray.cluster_resources().get("CPU", 1))
         self._workers = [self._new_worker() for _ in range(max(1, min(rollout.agent.num_workers, cores)))]
 
     def _new_worker(self) -> Any:
-        return _actor(WorkerActor).remote(self._config, self._router, sys.path)
+        return light_actor(WorkerActor).remote(self._config, self._router, sys.path)
 
     def _replace_stuck_workers(self) -> None:
         counts = ray.get([worker.abandoned.remote() for worker in self._workers])
@@ -279,8 +296,8 @@ class RayAgents:
                 ray.kill(actor)
 
 
-def _actor(cls: type) -> Any:
-    # They wait most of the time, so they take no core from the ranks.
+def light_actor(cls: type) -> Any:
+    """Return the Ray actor class of a process that waits most of the time, and so takes no core from the ranks."""
     return ray.remote(cls).options(num_cpus=0, max_concurrency=MOST_CALLS)
 
 

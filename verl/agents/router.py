@@ -119,7 +119,7 @@ class Router:
         return time.monotonic() - min(at_work) if at_work else 0.0
 
     def close(self, error: RolloutError | None = None) -> None:
-        """End all engines' work; requests that still wait fail with ``error``. Idempotent."""
+        """End all engines' work: requests without an answer fail with ``error``, and are withdrawn. Idempotent."""
         if self._over is not None:
             return
         self._over = error or RolloutError(ENDED)
@@ -127,6 +127,8 @@ class Router:
             if not asked.answer.done():
                 asked.answer.set_exception(self._over)
         for engine in self._engines:
+            for number in engine.running:
+                engine.link.cancel(number)
             engine.link.close()
 
     def _engine_of(self, conversation: str) -> int:

@@ -65,6 +65,7 @@ from verl.config.problems import (
 from verl.config.reward import (
     CustomRewardFunctionConfig,
     FailurePolicy,
+    JudgeRolloutConfig,
     ModuleConfig,
     RewardManagerConfig,
     RewardModelConfig,
@@ -125,6 +126,7 @@ __all__ = [
     "GenerationConfig",
     "GenerationDataConfig",
     "HFModelConfig",
+    "JudgeRolloutConfig",
     "KLControlConfig",
     "MixedPrecisionConfig",
     "ModuleConfig",

@@ -62,3 +62,23 @@ class PPOConfig(BaseConfig):
     """How Ray is started."""
     composed: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)
     """The keys as they were composed, with those that nothing reads, for a ``fit`` of a user's own."""
+
+    @property
+    def judge(self) -> ActorRolloutRefConfig | None:
+        """Model and engine of a generative reward model, which a reward function asks; None if the run has none."""
+        section = self.reward_model
+        asks = self.custom_reward_function.path or section.reward_format == "llm_judge"
+        if not (section.enable and section.rollout.name and (asks or self.reward_manager.source == "importlib")):
+            return None
+        model, settings = section.model, {name: section.rollout[name] for name in section.rollout}
+        # Ranks of its own have no other work, so nothing needs the engine's memory.
+        settings["free_cache_engine"] &= not section.enable_resource_pool
+        return ActorRolloutRefConfig(
+            model=HFModelConfig(
+                path=model.path,
+                override_config=model.override_config,
+                external_lib=model.external_lib,
+                trust_remote_code=model.trust_remote_code,
+            ),
+            rollout=RolloutConfig(**settings, seed=self.trainer.seed),
+        )

@@ -1,4 +1,4 @@
-"""Configuration of rewards: reward manager, scorers, discriminative reward model."""
+"""Configuration of rewards: reward manager, scorers, reward models that score or judge."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
-from verl.config.model import NO_MEGATRON, FSDPEngineConfig, Strategy
+from verl.config.model import NO_MEGATRON, DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
+from verl.config.rollout import NO_OTHER_ENGINE, EngineName
 
 
 @section
@@ -90,11 +91,58 @@ class RewardModelModelConfig(BaseConfig):
 
 
 @section
+class JudgeRolloutConfig(BaseConfig):
+    """The engine of a generative reward model."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
+
+    name: EngineName | None = setting(None, missing=True, refuse_values={"trtllm": NO_OTHER_ENGINE})
+    """Engine that serves the model to the reward function; unset, the model gives a score per response itself."""
+    prompt_length: int = setting(2048, ge=1)
+    """Longest request in tokens, if the longest answer is to fit too."""
+    response_length: int = setting(2048, ge=1)
+    """Longest answer in tokens, where a request names no `max_tokens`."""
+    dtype: DType = setting("bfloat16")
+    """Format of the weights inside the engine."""
+    gpu_memory_utilization: float = setting(0.5, gt=0, le=1)
+    """Fraction of a GPU's memory that the engine may take; with `native`, fraction of the free memory (also on a CPU)
+    for the KV cache."""
+    enforce_eager: bool = setting(True)
+    """Do not capture CUDA graphs (`vllm`, `sglang`)."""
+    cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
+    """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`)."""
+    free_cache_engine: bool = setting(True)
+    """Free the engine's memory while no rewards are computed; on ranks of its own the model keeps it anyway."""
+    data_parallel_size: int = setting(1, ge=1)
+    """Copies of the model inside one engine (`vllm`, `sglang`)."""
+    expert_parallel_size: int = setting(1, ge=1)
+    """Ranks that share the experts of one layer (`vllm`, `sglang`)."""
+    tensor_model_parallel_size: int = setting(2, ge=1)
+    """Ranks that split each layer; it must divide the ranks per node (`vllm`, `sglang`). Unless it is set, 1 where 2
+    does not divide them."""
+    max_num_batched_tokens: int = setting(8192, ge=1)
+    """Most tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
+    max_model_len: int | None = setting(None, ge=1)
+    """Longest request and answer together, in tokens; null takes the sum of both lengths."""
+    max_num_seqs: int = setting(1024, ge=1)
+    """Requests that the engine runs at once; further ones wait."""
+    engine_kwargs: dict[str, Any] = setting(factory=dict)
+    """Further arguments of the engine, as in `actor_rollout_ref.rollout`."""
+    enable_chunked_prefill: bool = setting(True)
+    """Process long requests in several passes (`vllm`, `sglang`)."""
+    enable_prefix_caching: bool = setting(True)
+    """Compute prefixes that requests share, such as their instructions, only once."""
+    disable_log_stats: bool = setting(True)
+    """Leave statistics out of the engine's log (`vllm`, `sglang`)."""
+
+
+@section
 class RewardModelConfig(BaseConfig):
     """Scoring of responses by rules, by a function of yours, or by a model."""
 
     enable: bool = setting(False)
-    """Score with a discriminative reward model."""
+    """Load a reward model: one that gives a score per response or, with `rollout.name` and a reward function that asks
+    it, a generative one."""
     enable_resource_pool: bool = setting(False)
     """Give the reward model ranks of its own instead of sharing those of the policy."""
     n_gpus_per_node: int = setting(8, ge=1)
@@ -105,6 +153,8 @@ class RewardModelConfig(BaseConfig):
     """Back end; `fsdp` and `fsdp2` are both served by FSDP2."""
     model: RewardModelModelConfig = subsection(RewardModelModelConfig)
     """The reward model's weights and tokenizer."""
+    rollout: JudgeRolloutConfig = subsection(JudgeRolloutConfig)
+    """The engine of a generative reward model."""
     micro_batch_size_per_gpu: int | None = setting(None, ge=1)
     """Sequences per forward pass on one rank; null takes that of the rollout's log-probs."""
     max_length: int | None = setting(None, ge=1)

@@ -16,6 +16,7 @@ from verl.config.problems import Problem
 OTHER_PROGRAMS = ("vllm", "sglang")
 """Engines that need the package of the same name, in this environment or another."""
 
+EngineName = Literal["native", "hf", "vllm", "sglang", "trtllm"]
 NO_OTHER_ENGINE = "this engine is not in this version; use native, vllm or sglang"
 LOWEST_TEMPERATURE = 1e-5
 """Lowest temperature that engines sample with; vLLM takes less for greedy."""
@@ -73,9 +74,7 @@ class RolloutConfig(BaseConfig):
 
     hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
 
-    name: Literal["native", "hf", "vllm", "sglang", "trtllm"] = setting(
-        "native", refuse_values={"trtllm": NO_OTHER_ENGINE}
-    )
+    name: EngineName = setting("native", refuse_values={"trtllm": NO_OTHER_ENGINE})
     """Engine: `native` is our own, in the trainer's process on its weights; `hf` a plain loop around Transformers."""
     mode: Literal["sync", "async"] = setting("async")
     """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`, `sglang`)."""

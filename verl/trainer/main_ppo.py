@@ -84,12 +84,12 @@ class TaskRunner:
         self.mapping[Role.Critic] = "global_pool"
 
     def add_reward_model_worker(self, config: PPOConfig) -> None:
-        """Add the discriminative reward model, if any, in its own pool if ``reward_model.enable_resource_pool``."""
+        """Add the reward model, if any, in its own pool if ``reward_model.enable_resource_pool``."""
         if not config.reward_model.enable:
             return
-        from verl.workers.fsdp_workers import RewardModelWorker
+        from verl.workers.fsdp_workers import ActorRolloutRefWorker, RewardModelWorker
 
-        self.role_worker_mapping[Role.RewardModel] = RewardModelWorker
+        self.role_worker_mapping[Role.RewardModel] = ActorRolloutRefWorker if config.judge else RewardModelWorker
         own_pool = config.reward_model.enable_resource_pool
         self.mapping[Role.RewardModel] = "reward_pool" if own_pool else "global_pool"
 
@@ -160,8 +160,14 @@ class TaskRunner:
         val = create_rl_dataset(
             data.val_files, data, tokenizer, processor, is_train=False, max_samples=data.val_max_samples
         )
-        reward_fn = load_reward_manager(config, tokenizer, num_examine=0)
-        val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1)
+        judge, arguments = None, {}
+        if config.judge is not None:
+            from verl.judge.service import Judge
+
+            judge = Judge(config)
+            arguments = judge.arguments
+        reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **arguments)
+        val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, **arguments)
         for dataset in (train, val):
             check_reward_data(config, reward_fn, dataset)
         for manager in (reward_fn, val_reward_fn):
@@ -183,6 +189,7 @@ class TaskRunner:
             collate_fn=collate_fn,
             train_sampler=create_rl_sampler(data, train),
             device_name=resolve_device(config),
+            judge=judge,
         )
         try:
             trainer.init_workers()
@@ -190,6 +197,8 @@ class TaskRunner:
             trainer.shutdown()
         finally:
             trainer.end_agent_loops()
+            if judge is not None:
+                judge.close()
             pools.release()  # the Ray cluster may outlive this run and place another one
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from verl.algorithms import adv_needs, policy_loss_info
-from verl.config import Problem, RolloutConfig, RolloutCorrectionConfig
+from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.trainer.config.keys import InactiveKey, Key, Tree, drop, get, put, same
@@ -77,9 +77,7 @@ def derive(
         # Without a value, the field's default factory copies the field that it follows (clip_ratio_low: clip_ratio).
         if key.follows and path not in explicit and same(get(tree, path), key.default):
             drop(tree, path)
-    told: list[str] = []
-    for rollout in [path for path, key in keys.items() if key.section is RolloutConfig]:
-        told += _engine(tree, keys, rollout, explicit)
+    told = _engines(tree, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
         _forward_passes(tree)
@@ -173,11 +171,25 @@ _PROGRAMS_ONLY = (
 """Settings of the rollout that only vLLM and SGLang read."""
 
 
-def _engine(tree: Tree, keys: Mapping[str, Key], rollout: str, explicit: Collection[str]) -> list[str]:
+def _engines(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
+    """Fit the settings of all engines; see :func:`_engine`."""
+    told: list[str] = []
+    for path, key in keys.items():
+        ranks = "trainer.n_gpus_per_node"
+        if key.section is JudgeRolloutConfig and get(tree, "reward_model.enable_resource_pool") is True:
+            ranks = "reward_model.n_gpus_per_node"
+        if key.section in (RolloutConfig, JudgeRolloutConfig) and get(tree, f"{path}.name") is not None:
+            told += _engine(tree, keys, path, explicit, ranks)
+    return told
+
+
+def _engine(
+    tree: Tree, keys: Mapping[str, Key], rollout: str, explicit: Collection[str], ranks_per_node: str
+) -> list[str]:
     """Fit the tensor-parallel size to engine and machine unless it was set; tell which settings the engine ignores."""
     key = f"{rollout}.tensor_model_parallel_size"
     size, stages, ranks = (
-        get(tree, path, 1) for path in (key, f"{rollout}.pipeline_model_parallel_size", "trainer.n_gpus_per_node")
+        get(tree, path, 1) for path in (key, f"{rollout}.pipeline_model_parallel_size", ranks_per_node)
     )
     name, was_set = get(tree, f"{rollout}.name"), key in explicit or not same(size, keys[key].default)
     if name in OTHER_PROGRAMS:
@@ -188,7 +200,7 @@ def _engine(tree: Tree, keys: Mapping[str, Key], rollout: str, explicit: Collect
         ):
             return []
         put(tree, key, 1)
-        return [f"{key}: 1 and not {size}, the usual value, because trainer.n_gpus_per_node={ranks}"]
+        return [f"{key}: 1 and not {size}, the usual value, because {ranks_per_node}={ranks}"]
     ignored = [f"{rollout}.{setting}" for setting in _PROGRAMS_ONLY]
     ignored = [path for path in ignored if path in keys and not same(get(tree, path), keys[path].default)]
     if was_set and not same(size, 1):

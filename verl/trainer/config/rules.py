@@ -305,6 +305,27 @@ def rewards(config: PPOConfig) -> Problems:
         yield Problem("reward_model.reward_format", model.reward_format, wrong, remedy="keep one of the two")
 
 
+def judge(config: PPOConfig) -> Problems:
+    """The engine of a generative reward model can serve it, and has ranks that are free while rewards are computed."""
+    served, model = config.judge, config.reward_model
+    if served is None:
+        return
+    yield from served.rollout.problems("reward_model.rollout")
+    if model.launch_reward_fn_async and not model.enable_resource_pool:
+        wrong = "the judge and the policy, which computes log-probs meanwhile, share their ranks"
+        remedy = "set it to false, or reward_model.enable_resource_pool=true"
+        yield Problem("reward_model.launch_reward_fn_async", True, wrong, "false", remedy)
+    if model.reward_format == "llm_judge" and (asked := model.scorer_kwargs.get("base_url")):
+        wrong = f"reward_model.rollout.name={served.rollout.name} serves a judge in this run, and this one is asked"
+        remedy = "leave it out to ask the judge of the run, or set reward_model.enable=false"
+        yield Problem("reward_model.scorer_kwargs.base_url", asked, wrong, remedy=remedy)
+    needed = served.rollout.prompt_length + served.rollout.response_length
+    allowed = served.rollout.max_model_len
+    if allowed is not None and allowed < needed:
+        wrong = f"reward_model.rollout.prompt_length + response_length is {needed}"
+        yield Problem("reward_model.rollout.max_model_len", allowed, wrong, f"null, or >= {needed}")
+
+
 def critic_warmup(config: PPOConfig) -> Problems:
     """Only a critic can be warmed up."""
     steps = config.trainer.critic_warmup
@@ -352,21 +373,26 @@ def order_of_rows(config: PPOConfig) -> Problems:
 
 def engine_groups(config: PPOConfig | GenerationConfig) -> Problems:
     """The ranks that share a rollout engine are on one machine."""
-    is_ppo = isinstance(config, PPOConfig)
-    rollout, path = (config.actor_rollout_ref.rollout, ROLLOUT) if is_ppo else (config.rollout, "rollout")
-    size, per_node = (
-        rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size,
-        config.trainer.n_gpus_per_node,
-    )
-    if rollout.name in OTHER_PROGRAMS and per_node % size:
-        key = f"{path}.tensor_model_parallel_size"
-        yield Problem(
-            key,
-            rollout.tensor_model_parallel_size,
-            f"so many ranks of one machine share an engine, and it does not divide trainer.n_gpus_per_node={per_node}",
-            "a divisor of it",
-            f"set {key}=1, where the model fits on one device",
-        )
+    of_trainer = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node
+    if isinstance(config, GenerationConfig):
+        engines = [("rollout", config.rollout, of_trainer)]
+    else:
+        engines = [(ROLLOUT, config.actor_rollout_ref.rollout, of_trainer)]
+        if config.judge is not None:
+            model = config.reward_model
+            own = ("reward_model.n_gpus_per_node", model.n_gpus_per_node) if model.enable_resource_pool else of_trainer
+            engines.append(("reward_model.rollout", config.judge.rollout, own))
+    for path, rollout, (ranks_key, per_node) in engines:
+        size = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+        if rollout.name in OTHER_PROGRAMS and per_node % size:
+            key = f"{path}.tensor_model_parallel_size"
+            yield Problem(
+                key,
+                rollout.tensor_model_parallel_size,
+                f"so many ranks of one machine share an engine, and it does not divide {ranks_key}={per_node}",
+                "a divisor of it",
+                f"set {key}=1, where the model fits on one device",
+            )
 
 
 def agent_loops(config: PPOConfig) -> Problems:
@@ -410,6 +436,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         rollout_correction,
         truncated_sampling,
         rewards,
+        judge,
         critic_warmup,
     ),
     SFTConfig: (*_SUPERVISED, sizes.sft_batches),

@@ -18,14 +18,17 @@ from verl.trainer.ppo.utils import need_reference_policy
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
-_OF_REWARD_MODEL = (
-    "model.*",
+_OF_SCORING_MODEL = (
     "strategy",
     "micro_batch_size_per_gpu",
     "use_dynamic_bsz",
     "forward_max_token_len_per_gpu",
     "max_length",
+    "model.input_tokenizer",
+    "model.use_remove_padding",
+    "model.fsdp_config.*",
 )
+_OF_REWARD_MODEL = ("model.*", "rollout.*", *_OF_SCORING_MODEL)
 
 
 def unused(config: PPOConfig, raw: Tree, keys: Mapping[str, Key]) -> list[str]:
@@ -96,6 +99,18 @@ def _turned_off(config: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             ("min_lr_ratio", "num_cycles"),
         ),
         (reward_model.enable, "reward_model.enable=false", "reward_model", _OF_REWARD_MODEL),
+        (
+            config.judge is None,
+            f"reward_model.rollout.name={reward_model.rollout.name} serves the model to the reward function",
+            "reward_model",
+            _OF_SCORING_MODEL,
+        ),
+        (
+            config.judge is not None or not reward_model.enable,
+            "the model gives a score per response itself, unless rollout.name is set and a reward function asks it",
+            "reward_model.rollout",
+            ("*",),
+        ),
         (
             reward_model.enable_resource_pool,
             "reward_model.enable_resource_pool=false",

@@ -50,7 +50,7 @@ from verl.base.redact import secrets_in
 from verl.checkpoint.run import CheckpointPlan
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.config import PPOConfig
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.protocol import DataProto, compute_response_mask, replace_columns
 from verl.trainer.balance import DealtBatch, deal
 from verl.trainer.config.load import load_config
@@ -106,6 +106,7 @@ from verl.utils.metric import Metrics
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 if TYPE_CHECKING:
+    from verl.judge.service import Judge
     from verl.single_controller.ray import ResourcePoolManager
 
 logger = logging.getLogger(__name__)
@@ -153,6 +154,7 @@ class RayPPOTrainer(FitParts):
         train_dataset, val_dataset: map-style datasets of prompts.
         collate_fn: turns a list of items into the columns of a batch.
         device_name: ``cuda`` or ``cpu``; None for what the machine has.
+        judge: the generative reward model that the reward functions ask, if the run has one.
     """
 
     typed_config: PPOConfig
@@ -173,6 +175,7 @@ class RayPPOTrainer(FitParts):
         collate_fn: Callable | None = None,
         train_sampler: Any = None,
         device_name: str | None = None,
+        judge: Judge | None = None,
     ) -> None:
         config = config if isinstance(config, PPOConfig) else load_config(config)
         self.role_worker_mapping = role_worker_mapping
@@ -201,6 +204,12 @@ class RayPPOTrainer(FitParts):
         self.dump = RecordFolder(config.trainer.rollout_data_dir, secrets_in(config.to_dict()))
         self.equal_scores = EqualScores(tokenizer)
         self.agent_loops: AgentLoopManager | None = None
+        self.judge = judge
+        if self.needs.judge and judge is None:
+            raise ConfigError(
+                f"reward_model.rollout.name={config.reward_model.rollout.name} serves a judge to the reward function, "
+                "so the trainer needs judge=verl.judge.service.Judge(config)."
+            )
         self._told_unused = False
         self.train_sampler = train_sampler
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
@@ -249,6 +258,8 @@ class RayPPOTrainer(FitParts):
     def end_workers(self) -> None:
         """See :meth:`TrainingLoop.end_workers`."""
         self.end_agent_loops()
+        if self.judge is not None:
+            self.judge.forget()
         super().end_workers()
 
     def end_agent_loops(self) -> None:
@@ -413,6 +424,12 @@ class RayPPOTrainer(FitParts):
         return Deferred.known(self._scores(batch, handle, context))
 
     def _start_scores(self, batch: DataProto, reward_fn: Any) -> RewardHandle:
+        """Start scoring, with the judge awake if there is one."""
+        if self.judge is None:
+            return self._start_reward_fn(batch, reward_fn)
+        return self.judge.serve_while(self.rm_wg, self.global_steps, lambda: self._start_reward_fn(batch, reward_fn))
+
+    def _start_reward_fn(self, batch: DataProto, reward_fn: Any) -> RewardHandle:
         """Start scoring; of trajectories only those that are trained on and have no score of their own."""
         limit = self.typed_config.reward_model.max_error_rate
         if "trajectory_status" not in batch.non_tensor_batch:
@@ -590,6 +607,7 @@ class RayPPOTrainer(FitParts):
             **compute_throughout_metrics(batch, seconds, n_gpus=self.actor_rollout_wg.world_size),
             **compute_mfu_metrics(context.flops, self.arithmetic, seconds),
             **self.bad_steps.metrics(),
+            **(self.judge.metrics() if self.judge else {}),
         }
         failed_dumps = self.dump.failed + (self.validator.dump.failed if self.validator else 0)
         return metrics | ({"recovery/failed_dumps": float(failed_dumps)} if failed_dumps else {})

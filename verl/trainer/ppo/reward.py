@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,11 @@ RewardHandle = Deferred[Scored]
 """Running scoring of a batch: ``result()`` waits, and returns or raises what :func:`compute_reward` does."""
 
 
+OF_JUDGE = ("reward_router_address", "reward_model_tokenizer")
+"""Arguments that reward functions and managers get that name them, if the run has a judge: the address of its endpoint
+(``127.0.0.1:PORT``), and its tokenizer."""
+
+
 def get_custom_reward_fn(config: PPOConfig | Mapping[str, Any]) -> Callable[..., Any] | None:
     """Load the function named by ``custom_reward_function``, with its ``reward_kwargs`` bound; None if unset.
 
@@ -57,7 +62,8 @@ def get_custom_reward_fn(config: PPOConfig | Mapping[str, Any]) -> Callable[...,
     function = load_object(chosen.path, chosen.name, "custom_reward_function")
     if not callable(function):
         raise ConfigError(f"custom_reward_function.name='{chosen.name}' is {type(function).__name__}, not a function.")
-    form_of(function, chosen.reward_kwargs | config.reward_model.scorer_kwargs)
+    judge = dict.fromkeys(_named(function, OF_JUDGE)) if config.judge is not None else {}
+    form_of(function, chosen.reward_kwargs | config.reward_model.scorer_kwargs | judge)
     return functools.partial(function, **chosen.reward_kwargs)
 
 
@@ -77,17 +83,29 @@ def load_reward_manager(
         config: the whole configuration, typed; or a ``DictConfig`` or dict with any part of it, which is typed first.
         tokenizer: tokenizer of the policy.
         num_examine: how many samples of each data source to log in every call.
-        reward_kwargs: further arguments of the manager; they override the configuration's.
+        reward_kwargs: further arguments of the manager; they override the configuration's. Those of :data:`OF_JUDGE`
+            go to the function and to the manager, if these name them.
 
     Raises:
-        ConfigError: a name is unknown, a file is missing, or the function has none of the forms.
+        ConfigError: a name is unknown, a file is missing, the function has none of the forms, or there is a judge that
+            neither function nor manager asks.
         UnknownDataSourceError: no scorer is called ``reward_format``.
     """
     config = _typed(config)
-    function = _reward_function(config)
-    if config.reward_model.scorer_kwargs:
-        function = functools.partial(function, **config.reward_model.scorer_kwargs)
+    judge = {name: reward_kwargs.pop(name) for name in OF_JUDGE if name in reward_kwargs}
+    scorer_kwargs = _judge_of_run(config, judge) | config.reward_model.scorer_kwargs
+    function = _reward_function(config, scorer_kwargs)
+    asked = {name: judge[name] for name in _named(function, judge) if config.custom_reward_function.path}
+    if scorer_kwargs or asked:
+        function = functools.partial(function, **scorer_kwargs, **asked)
     cls = _manager_class(config)
+    reward_kwargs |= {name: judge[name] for name in judge if name in inspect.signature(cls).parameters}
+    if judge and not {*scorer_kwargs, *asked, *reward_kwargs} & {"reward_router_address", "base_url"}:
+        raise ConfigError(
+            f"reward_model.rollout.name={config.reward_model.rollout.name} serves a judge, but the reward function "
+            "does not ask it: it has no parameter reward_router_address. Give it one, or leave reward_model.rollout "
+            "out for a model that gives a score per response."
+        )
     model = config.reward_model
     offered = {
         "max_error_rate": model.max_error_rate,
@@ -427,7 +445,21 @@ def _checked(
     return placed.tokens, extra
 
 
-def _reward_function(config: PPOConfig) -> Callable[..., Any]:
+def _named(function: Callable[..., Any], names: Iterable[str]) -> list[str]:
+    """Return those of the names that a function takes as arguments."""
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    return [name for name in names if takes_any or name in parameters]
+
+
+def _judge_of_run(config: PPOConfig, judge: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by which the scorer ``llm_judge`` asks the judge of the run; empty if there is none."""
+    if not judge or config.reward_model.reward_format != "llm_judge":
+        return {}
+    return {"base_url": f"http://{judge['reward_router_address']}/v1", "model": config.reward_model.model.path}
+
+
+def _reward_function(config: PPOConfig, scorer_kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     custom, name = get_custom_reward_fn(config), config.reward_model.reward_format
     if custom is not None and name:
         raise ConfigError(
@@ -443,11 +475,11 @@ def _reward_function(config: PPOConfig) -> Callable[..., Any]:
         num_workers=model.num_workers,
         timeout_s=model.timeout_s,
     )
-    check_settings(code | config.reward_model.scorer_kwargs)
+    check_settings({**code, **scorer_kwargs})
     if not name:
         return functools.partial(default_compute_score, **code)
     source = FORMATS.get(name, name)
-    check_settings(code | config.reward_model.scorer_kwargs, source)
+    check_settings({**code, **scorer_kwargs}, source)
     return functools.partial(scorer_for_all(source), **code)
 
 

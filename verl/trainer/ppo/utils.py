@@ -62,6 +62,8 @@ class Needs:
     """Log-probs of the frozen reference, for a KL term."""
     reward_model: bool
     """Scores of a discriminative reward model."""
+    judge: bool
+    """Answers of a generative reward model to a reward function."""
     siblings: bool
     """Whether the estimator compares the responses to one prompt with each other."""
     greedy_baseline: bool
@@ -78,7 +80,8 @@ class Needs:
         return cls(
             critic=need_critic(config),
             reference=need_reference_policy(config),
-            reward_model=need_reward_model(config),
+            reward_model=need_reward_model(config) and config.judge is None,
+            judge=config.judge is not None,
             siblings="index" in columns,
             greedy_baseline="reward_baselines" in columns,
             correction=config.algorithm.rollout_correction.is_decoupled,
@@ -103,7 +106,7 @@ def need_reference_policy(config: PPOConfig) -> bool:
 
 
 def need_reward_model(config: PPOConfig | Mapping[Role, type]) -> bool:
-    """Whether a discriminative reward model is loaded, by the configuration or by the roles that have a worker."""
+    """Whether a reward model of either kind is loaded, by the configuration or by the roles that have a worker."""
     if isinstance(config, Mapping) and all(isinstance(key, Role) for key in config):
         return Role.RewardModel in config
     return bool(cast("PPOConfig", config).reward_model.enable)
@@ -119,6 +122,8 @@ def worker_arguments(config: PPOConfig, needs: Needs, total_steps: int) -> dict[
         arguments[Role.RefPolicy] = {"config": roles, "role": "ref"}
     if needs.reward_model:
         arguments[Role.RewardModel] = {"config": config.reward_model}
+    if needs.judge:
+        arguments[Role.RewardModel] = {"config": config.judge, "role": "rollout"}
     # The actor comes last: its rollout engine takes its share of the memory that the others left.
     arguments[Role.ActorRollout] = {"config": roles, "role": "actor_rollout", "total_steps": total_steps}
     return arguments

@@ -118,7 +118,9 @@ def form_of(function: Callable[..., Any], bound: Mapping[str, Any]) -> Form:
     if missing := sorted(required - given):
         raise ConfigError(
             f"the reward function {shown} needs {', '.join(missing)}, which it does not get. {FORMS} "
-            "Give further arguments in custom_reward_function.reward_kwargs."
+            "Give further arguments in custom_reward_function.reward_kwargs; reward_router_address and "
+            "reward_model_tokenizer are given where the run serves a judge (reward_model.enable=true and "
+            "reward_model.rollout.name)."
         )
     if (unknown := sorted(set(bound) - named)) and not takes_any:
         raise ConfigError(f"the reward function {shown} takes no {', '.join(unknown)}, which reward_kwargs gives it.")

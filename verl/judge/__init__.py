@@ -1,0 +1,1 @@
+"""Generative reward models ("judges") that the run itself serves to its reward functions."""

@@ -1,0 +1,87 @@
+"""The engines of a judge on ranks of Ray, for ``trainer.controller=ray``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_futures
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayActorError
+
+from verl.agents.ray import LOOK_S, RayCall, RayConnection, RayRequests, RouterActor, light_actor
+from verl.errors import ProcessLostError, WorkerError
+from verl.judge.local import waiting
+from verl.single_controller.ray.private import brief
+from verl.utils.deferred import Deferred
+from verl.workers.rollout.request import RolloutRequest
+
+T = TypeVar("T")
+
+
+class RayEngines:
+    """The engines of all ranks of the judge, behind a router in a process of its own.
+
+    Args:
+        room: most requests that one engine runs at once.
+    """
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._router: Any = None
+
+    def send(self, conversation: str, request: RolloutRequest) -> RayCall:
+        """See :class:`verl.agents.servers.Connection`."""
+        return RayConnection(self._router).send(conversation, request)
+
+    def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
+        """See :meth:`verl.judge.service.Engines.serve_while`.
+
+        Raises:
+            ProcessLostError: a rank or the router died, or a rank hangs.
+            WorkerError: an engine failed.
+        """
+        with self._forgotten_on_failure():
+            if self._router is None:
+                self._router = light_actor(RouterActor).remote(self._room)
+            rollout: Any = ray.get(self._router.open.remote(len(group.mesh("rollout").collecting_ranks)))
+            serving = group.serve(RayRequests(self._router, rollout))
+            while not ray.get(self._router.engines_ask.remote()):
+                self._look_at_ranks(group, serving)
+            outcome = waiting(start(), lambda: None)
+        return Deferred([outcome], lambda: self._result(outcome, group, serving))
+
+    def _result(self, outcome: Future[T], group: Any, serving: Any) -> T:
+        with self._forgotten_on_failure():
+            while not wait_for_futures([outcome], LOOK_S).done:
+                self._look_at_ranks(group, serving)
+                limit_s = group.hang_timeout_s
+                if limit_s is not None and ray.get(self._router.silent_s.remote()) > limit_s:
+                    raise group.end_hanging(serving)
+            ray.get(self._router.close.remote())
+            group.wait_for(serving)
+        return outcome.result()
+
+    def _look_at_ranks(self, group: Any, serving: Any) -> None:
+        if group.any_returned(serving):
+            group.wait_for(serving)  # raises why the ranks ended before their time
+            raise WorkerError("the judge's engines ended while rewards were still computed.")
+
+    @contextmanager
+    def _forgotten_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except RayActorError as error:
+            self.forget()
+            raise ProcessLostError(f"the router of the judge died: {brief(str(error))}") from error
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """See :meth:`verl.judge.service.Engines.forget`."""
+        router, self._router = self._router, None
+        if router is not None:
+            ray.kill(router)

@@ -1,0 +1,286 @@
+"""The judge of a run: an endpoint that reward functions ask, and engines that answer while rewards are computed.
+
+::
+
+    reward function ── HTTP ──► endpoint ── tokens ──► router ──► engine 0 … engine n
+    (its own process)           (a thread of the driver)          the ranks of the reward model
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from verl.agents.chat_template import ChatTemplate
+from verl.agents.endpoint.app import endpoint_app
+from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, ModelAnswer, ModelCall, refuse_unmet
+from verl.agents.endpoint.server import LoopbackServer
+from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId, TokenOutput
+from verl.config import ActorRolloutRefConfig, PPOConfig
+from verl.errors import ConfigError, DataError, EngineLostError, RolloutError, VerlError
+from verl.utils.deferred import Deferred
+from verl.utils.metric import Metrics
+from verl.utils.model import check_tokenizer_fits, hf_config_of
+from verl.utils.tokenizer import hf_tokenizer
+from verl.workers.rollout.request import SamplingParams
+
+T = TypeVar("T")
+
+
+class Engines(Connection, Protocol):
+    """The rollout engines of the judge's ranks: :class:`LocalEngines` or :class:`RayEngines`."""
+
+    def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
+        """Wake the engines, start work that asks them, and let them sleep when it is done.
+
+        Args:
+            group: the worker group of the judge.
+            start: starts the work; called once the engines are awake.
+
+        Returns:
+            the result of the work; waiting for it raises what ends the engines too.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Give up work that was started and not waited for, because the ranks have ended."""
+        ...
+
+
+ASLEEP = "the judge is asleep: it answers only while the rewards of a batch are computed."
+OF_JUDGES = frozenset({"seed", "chat_template_kwargs"})
+"""Parameters of a call that a judge keeps beyond those of every model."""
+RESERVED = frozenset({"messages", "conversation", "tools", "tokenize", "add_generation_prompt"})
+"""Names that are no variables of a chat template."""
+COUNTED = ("calls", "failed_calls", "prompt_tokens", "tokens", "wake_s")
+"""What is counted: calls and those refused, tokens read and drawn, and seconds until the engines were awake."""
+KEPT_TEMPLATES = 16
+"""Chat templates kept, one for each set of variables that calls give."""
+
+
+class Judge:
+    """The generative reward model of a run, as reward functions and the trainer use it.
+
+    It listens on loopback alone and asks for no key, as the reward functions of public scripts send none.
+
+    Args:
+        config: the whole configuration, with a judge.
+
+    Raises:
+        ConfigError: the tokenizer does not fit the model, or the lengths do not fit its context.
+    """
+
+    def __init__(self, config: PPOConfig) -> None:
+        assert config.judge is not None, "this run has no judge"
+        settings, model = config.judge, config.judge.model
+        _check_context(settings)
+        self.tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        check_tokenizer_fits(self.tokenizer, hf_config_of(model))
+        self._backend = JudgeBackend(settings, self.tokenizer)
+        self._server = LoopbackServer(endpoint_app(lambda path, key: self._backend))
+        self._engines = _engines(config.trainer.controller, settings.rollout.max_num_seqs, self._server.thread.loop)
+
+    @property
+    def reward_router_address(self) -> str:
+        """``127.0.0.1:PORT``; calls go to ``http://{reward_router_address}/v1/chat/completions``."""
+        return self._server.url.removeprefix("http://")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """What reward functions and reward managers get that name it."""
+        return {"reward_router_address": self.reward_router_address, "reward_model_tokenizer": self.tokenizer}
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model at the endpoint, which answers to any."""
+        return self._backend.models[0]
+
+    def serve_while(self, group: Any, step: int, start: Callable[[], Deferred[T]]) -> Deferred[T]:
+        """Let the judge answer while a batch is scored.
+
+        Args:
+            group: the worker group of the judge.
+            step: number of the training step, from which the random numbers of answers follow.
+            start: starts to score; called once the engines are awake.
+
+        Returns:
+            the result of ``start``.
+
+        Raises:
+            ProcessLostError: a rank died or hangs.
+            WorkerError: an engine failed.
+        """
+        began = time.monotonic()
+
+        def awake() -> Deferred[T]:
+            self._backend.wake(self._engines, step, time.monotonic() - began)
+            return start()
+
+        scoring = self._engines.serve_while(group, awake)
+
+        def result() -> T:
+            try:
+                return scoring.result()
+            finally:
+                self._backend.sleep()
+
+        return Deferred(scoring.futures, result)
+
+    def forget(self) -> None:
+        """Give up scoring that nobody waits for, because the ranks have ended."""
+        self._backend.sleep()
+        self._engines.forget()
+
+    def metrics(self) -> Metrics:
+        """Counts of calls and tokens since the last call of this method."""
+        return self._backend.take_metrics()
+
+    def close(self) -> None:
+        """End the endpoint."""
+        self.forget()
+        self._server.close()
+
+
+class JudgeBackend:
+    """Answers calls of the endpoint by the judge's engines; its methods may be called from any thread.
+
+    Args:
+        settings: model and engine.
+        tokenizer: the judge's.
+    """
+
+    def __init__(self, settings: ActorRolloutRefConfig, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.models = [settings.model.path]
+        self._settings = settings
+        self._templates: dict[str, ChatTemplate] = {}
+        self._engines: Connection | None = None
+        self._engine: AsyncLLMServerManager | None = None
+        self._counts = dict.fromkeys(COUNTED, 0.0)
+        self._numbers = itertools.count()
+
+    def wake(self, engines: Connection, step: int, seconds: float) -> None:
+        """Answer calls from now on; waking the engines took so many seconds."""
+        self._counts["wake_s"] += seconds
+        self._engines = engines
+        self._engine = self._model(f"step {step}")
+
+    def _model(self, name: str) -> AsyncLLMServerManager:
+        """The model, with random numbers that follow from a name."""
+        assert self._engines is not None
+        rollout = self._settings.rollout
+        default = SamplingParams(max_tokens=rollout.response_length, seed=0)
+        return AsyncLLMServerManager(rollout, self._engines, SampleId(step=0, uid=name, sample_index=0), default)
+
+    def sleep(self) -> None:
+        """Refuse calls from now on."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def take_metrics(self) -> Metrics:
+        """See :meth:`Judge.metrics`."""
+        counts, self._counts = self._counts, dict.fromkeys(COUNTED, 0.0)
+        return {f"judge/{name}": count for name, count in counts.items()}
+
+    async def answer(self, call: ModelCall) -> list[ModelAnswer]:
+        """See :class:`verl.agents.endpoint.calls.Backend`."""
+        counts = self._counts
+        counts["calls"] += 1
+        try:
+            answers = await self._answer(call)
+        except VerlError:
+            counts["failed_calls"] += 1
+            raise
+        counts["prompt_tokens"] += answers[0].prompt_tokens
+        counts["tokens"] += sum(len(answer.token_ids) for answer in answers)
+        return answers
+
+    async def _answer(self, call: ModelCall) -> list[ModelAnswer]:
+        if self._engine is None:
+            raise CallRefusedError(ASLEEP, status=503)
+        refuse_unmet(call, OF_JUDGES, "Leave it out.")
+        seed = call.extra.get("seed")
+        engine = self._engine if seed is None else self._model(f"seed {seed}")
+        ids = self._tokens(call)
+        params = {**call.sampling, "stop": call.stop, "max_tokens": call.max_tokens}
+        name = next(self._numbers)
+        drawing = [
+            asyncio.ensure_future(engine.generate(f"{name}/{each}", prompt_ids=ids, sampling_params=params))
+            for each in range(call.n)
+        ]
+        try:
+            drawn = await asyncio.gather(*drawing)
+        except ContextFullError as error:
+            raise ContextLengthError(len(ids), engine.max_model_len) from error
+        except ConfigError as error:
+            raise CallRefusedError(str(error)) from error
+        except RolloutError as error:
+            reason = getattr(error, "cause", error)  # Ray's error holds what was raised in the other process
+            lost = self._engine is not engine or isinstance(error, EngineLostError)
+            raise CallRefusedError(str(reason), status=503 if lost else 400) from error
+        finally:
+            for task in drawing:
+                task.cancel()
+        return [self._read(call, len(ids), output) for output in drawn]
+
+    def _tokens(self, call: ModelCall) -> list[int]:
+        """Tokens of a call; texts of messages never become control tokens."""
+        if call.prompt is not None:
+            return self.tokenizer(call.prompt)["input_ids"] if isinstance(call.prompt, str) else call.prompt
+        variables = call.extra.get("chat_template_kwargs") or {}
+        if not isinstance(variables, Mapping) or not RESERVED.isdisjoint(variables):
+            message = f"chat_template_kwargs is {variables!r:.100}. Send an object without {', '.join(RESERVED)}."
+            raise CallRefusedError(message, param="chat_template_kwargs")
+        name = json.dumps(variables, sort_keys=True)
+        try:
+            if name not in self._templates:
+                if len(self._templates) == KEPT_TEMPLATES:
+                    self._templates.clear()
+                self._templates[name] = ChatTemplate(self.tokenizer, template_kwargs=variables)
+            return self._templates[name].prompt(call.messages, call.tools)
+        except (ConfigError, DataError) as error:  # there is no template, or it does not take the messages
+            raise CallRefusedError(str(error), param="messages") from error
+
+    def _read(self, call: ModelCall, prompt_tokens: int, output: TokenOutput) -> ModelAnswer:
+        text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
+        found = {stop: text.find(stop) for stop in call.stop if stop in text}
+        stop = min(found, key=lambda each: found[each], default=None)
+        return ModelAnswer(
+            content=text if stop is None else text[: found[stop]],
+            finish="length" if output.stop_reason == "length" else "stop",
+            stop_text=stop,
+            prompt_tokens=prompt_tokens,
+            token_ids=output.token_ids,
+            log_probs=output.log_probs or [],
+        )
+
+
+def _engines(controller: str, room: int, loop: asyncio.AbstractEventLoop) -> Engines:
+    if controller == "local":
+        from verl.judge.local import LocalEngines
+
+        return LocalEngines(room, loop)
+    from verl.judge.ray import RayEngines  # Ray need not be installed for the other
+
+    return RayEngines(room)
+
+
+def _check_context(settings: ActorRolloutRefConfig) -> None:
+    """Check that request and answer fit into the model's context.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    rollout, text = settings.rollout, hf_config_of(settings.model).get_text_config()
+    asked = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and asked > positions:
+        raise ConfigError(
+            f"reward_model.rollout: a request and its answer may take {asked} tokens (prompt_length + response_length, "
+            f"or max_model_len), and the judge's context has max_position_embeddings={positions}. Lower them."
+        )
