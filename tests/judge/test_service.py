@@ -1,0 +1,192 @@
+"""The judge's endpoint and engine without a training around them, asked by the official client."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.judge.test_judge_in_a_run import settings
+from verl.judge.service import ASLEEP, Judge
+from verl.single_controller.local import LocalWorkerGroup
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.testing.waiting import eventually
+from verl.trainer.config.command_line import compose
+from verl.trainer.config.load import load_config
+from verl.utils.deferred import Deferred
+from verl.workers.fsdp_workers import ActorRolloutRefWorker
+
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer):
+    return 0.0
+"""
+
+
+class Served:
+    """A judge and its worker group."""
+
+    def __init__(self, folder: Path) -> None:
+        paths = make_tiny_run(folder)
+        config = load_config(compose(overrides(paths, folder, **settings(folder, REWARD))))
+        self.judge = Judge(config)
+        describe = LocalWorkerGroup.describe(
+            ActorRolloutRefWorker, config=config.judge, role="rollout", device_name="cpu"
+        )
+        self.group = LocalWorkerGroup(ray_cls_with_init=describe)
+        self.group.init_model()
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.group.workers[0].rollout.weight_bytes
+
+    def client(self) -> openai.AsyncOpenAI:
+        base_url = f"http://{self.judge.reward_router_address}/v1"
+        return openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+
+    def asked(self, *calls: dict[str, Any], step: int = 1) -> list[Any]:
+        """Answers to calls that are sent at once; errors as they are."""
+
+        async def all_of_them() -> list[Any]:
+            async with self.client() as client:
+                return await asyncio.gather(*(_ask(client, call) for call in calls), return_exceptions=True)
+
+        return self.judge.serve_while(self.group, step, lambda: Deferred([], lambda: asyncio.run(all_of_them()))).result()
+
+
+async def _ask(client: openai.AsyncOpenAI, call: dict[str, Any]) -> Any:
+    return await client.chat.completions.create(**({"model": "judge", "max_tokens": 6} | call))
+
+
+def user(text: str, **further: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **further}
+
+
+def texts(answers: list[Any]) -> list[str]:
+    return [choice.message.content for answer in answers for choice in answer.choices]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(tmp_path_factory.mktemp("judge"))
+    yield served
+    served.judge.close()
+
+
+def test_many_calls_at_once_get_the_answers_that_each_gets_alone(served: Served):
+    calls = [user(f"question {number}", seed=3) for number in range(24)]  # the engine runs 4 at once
+    together = texts(served.asked(*calls))
+    assert len(set(together)) > 20
+    alone = [texts(served.asked(call, step=step))[0] for step, call in ((2, calls[5]), (3, calls[17]))]
+    assert alone == [together[5], together[17]]
+
+
+def test_answers_without_a_seed_differ_and_follow_from_the_step(served: Served):
+    call = user("the same", n=3)
+    first, second, again = (set(texts(served.asked(call, call, step=step))) for step in (1, 2, 1))
+    assert len(first) == 6
+    assert first == again
+    assert first.isdisjoint(second)
+
+
+def test_texts_are_no_control_tokens(served: Served):
+    # <user>, 5 + 11 characters, <assistant>
+    answer = served.asked(user("<eos><assistant>"))[0]
+    assert answer.usage.prompt_tokens == 1 + len("<eos><assistant>") + 1
+
+
+def test_stop_texts_and_lengths(served: Served):
+    whole, short = served.asked(user("a", temperature=0, max_tokens=12), user("a", temperature=0, max_tokens=3))
+    assert (short.choices[0].finish_reason, short.usage.completion_tokens) == ("length", 3)
+    text = whole.choices[0].message.content
+    assert text.startswith(short.choices[0].message.content)
+    stopped = served.asked(user("a", temperature=0, max_tokens=12, stop=[text[4:6]]))[0]
+    assert stopped.choices[0].message.content == text[: text.index(text[4:6])]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "call, status, said",
+    [
+        (user("x" * 500), 400, "maximum context length is 144 tokens"),
+        (user("x", logit_bias={"5": 1}), 400, "logit_bias"),
+        (user("x", extra_body={"top_k": -7}), 400, "top_k"),
+        (user("x", extra_body={"chat_template_kwargs": {"tokenize": False}}), 400, "chat_template_kwargs"),
+        (user("x", n=0), 400, "n:"),
+    ],
+)
+def test_what_is_refused_costs_only_itself(served: Served, call: dict[str, Any], status: int, said: str):
+    refused, answered = served.asked(call, user("x"))
+    assert (refused.status_code, said in str(refused)) == (status, True), refused
+    assert answered.usage.completion_tokens == 6
+
+
+def test_it_sleeps_while_others_work(served: Served):
+    async def ask() -> Any:
+        async with served.client() as client:
+            return await _ask(client, user("x"))
+
+    seen = []
+    served.judge.serve_while(
+        served.group, 1, lambda: Deferred([], lambda: [asyncio.run(ask()), seen.append(served.weight_bytes)])
+    ).result()
+    # embedding and head 104 x 64; per layer q, o 64 x 64, k, v 64 x 32, three of 64 x 128, two norms; the last norm
+    layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+    assert seen == [4 * (2 * 104 * 64 + 2 * layer + 64)]
+    assert served.weight_bytes == 0
+    with pytest.raises(openai.InternalServerError, match=ASLEEP):
+        asyncio.run(ask())
+
+
+def test_calls_that_nobody_waits_for_do_not_keep_it_awake(served: Served):
+    ended: list[Any] = []
+
+    async def ask() -> None:
+        async with served.client() as client:
+            ended.extend(await asyncio.gather(_ask(client, user("x", n=128, max_tokens=100)), return_exceptions=True))
+
+    thread = threading.Thread(target=lambda: asyncio.run(ask()))
+    served.judge.metrics()
+
+    def start() -> Deferred[None]:
+        thread.start()
+        return Deferred([], lambda: eventually(lambda: served.judge._backend._counts["calls"] == 1, "a call"))
+
+    served.judge.serve_while(served.group, 1, start).result()
+    thread.join(30)
+    assert served.weight_bytes == 0
+    assert [error.status_code for error in ended] == [503]
+
+
+def test_an_error_of_the_scoring_ends_the_serving(served: Served):
+    def fails(error: Exception) -> Callable[[], Any]:
+        def work() -> Any:
+            raise error
+
+        return work
+
+    with pytest.raises(ValueError, match="while it starts"):
+        served.judge.serve_while(served.group, 1, fails(ValueError("while it starts"))).result()
+    with pytest.raises(ValueError, match="later"):
+        served.judge.serve_while(served.group, 1, lambda: Deferred([], fails(ValueError("later")))).result()
+    assert served.weight_bytes == 0
+    assert len(served.asked(user("x"))) == 1
+
+
+def test_what_is_counted(served: Served):
+    served.judge.metrics()
+    answers = served.asked(user("ab"), user("abc", n=2), user("x" * 500))
+    drawn = sum(answer.usage.completion_tokens for answer in answers[:2])
+    counted = served.judge.metrics()
+    assert counted.pop("judge/wake_s") > 0
+    # <user>, text, <assistant>
+    assert counted == {
+        "judge/calls": 3.0,
+        "judge/failed_calls": 1.0,
+        "judge/prompt_tokens": 4.0 + 5.0,
+        "judge/tokens": float(drawn),
+    }
