@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from verl.agents.router import Router
+from verl.agents.router import RolloutEndedError, Router
 from verl.errors import EngineLostError, RolloutError
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams
 
@@ -144,10 +144,11 @@ def test_closing_fails_what_waits_and_what_comes_later():
         p.router.close()
         p.router.close()
         ends = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(end) for end in ends] == [RolloutError] * 2
+        assert [type(end) for end in ends] == [RolloutEndedError] * 2
         with pytest.raises(RolloutError, match="after run"):
             await (await p.ask("a", 3))
         p.answer(0, 1)  # nobody waits
         assert (p.links[0].tokens, p.links[0].closed) == ([1], 1)
+        assert p.links[0].cancelled == [p.links[0].number_of(1)]  # the engine drops what nobody waits for
 
     play(1, 1, script)

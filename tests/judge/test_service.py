@@ -12,7 +12,8 @@ import openai
 import pytest
 
 from tests.judge.test_judge_in_a_run import settings
-from verl.judge.service import ASLEEP, Judge
+from verl.judge.local import ASLEEP
+from verl.judge.service import Judge
 from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.testing.waiting import eventually
@@ -55,7 +56,9 @@ class Served:
             async with self.client() as client:
                 return await asyncio.gather(*(_ask(client, call) for call in calls), return_exceptions=True)
 
-        return self.judge.serve_while(self.group, step, lambda: Deferred([], lambda: asyncio.run(all_of_them()))).result()
+        return self.judge.serve_while(
+            self.group, step, lambda: Deferred([], lambda: asyncio.run(all_of_them()))
+        ).result()
 
 
 async def _ask(client: openai.AsyncOpenAI, call: dict[str, Any]) -> Any:

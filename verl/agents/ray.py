@@ -28,11 +28,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from verl.agents.router import Router
+from verl.agents.router import RolloutEndedError, Router
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult, failed
 from verl.base.import_utils import prepare_process
 from verl.config import PPOConfig, RolloutConfig
-from verl.errors import ProcessLostError, RolloutError, WorkerError
+from verl.errors import ProcessLostError, WorkerError
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.processes import finished_of
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
@@ -110,7 +110,7 @@ class RouterActor:
     async def generate(self, conversation: str, request: RolloutRequest) -> RolloutOutput:
         """See :meth:`Router.generate`."""
         if self._router is None:
-            raise RolloutError("no rollout is running, so no engine answers.")
+            raise RolloutEndedError("no rollout is running, so no engine answers.")
         return await self._router.generate(conversation, request)
 
     async def silent_s(self) -> float:

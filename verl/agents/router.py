@@ -22,6 +22,10 @@ REMEMBERED_CONVERSATIONS = 100_000
 ENDED = "the rollout has ended, and its engines take no more requests. Do not call generate after run() has returned."
 
 
+class RolloutEndedError(RolloutError):
+    """No engine answers any more, because the rollout has ended."""
+
+
 class EngineLink(Protocol):
     """The way to one engine; none of its methods waits."""
 
@@ -122,7 +126,7 @@ class Router:
         """End all engines' work: requests without an answer fail with ``error``, and are withdrawn. Idempotent."""
         if self._over is not None:
             return
-        self._over = error or RolloutError(ENDED)
+        self._over = error or RolloutEndedError(ENDED)
         for asked in self._asked.values():
             if not asked.answer.done():
                 asked.answer.set_exception(self._over)

@@ -10,12 +10,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from verl.agents.local import LocalCall
-from verl.agents.router import Router
+from verl.agents.router import RolloutEndedError, Router
 from verl.utils.deferred import Deferred
 from verl.workers.rollout.request import RolloutRequest
 from verl.workers.rollout.serving import RequestQueue
 
 T = TypeVar("T")
+
+ASLEEP = "the judge is asleep: it answers only while the rewards of a batch are computed."
 
 
 class LocalEngines:
@@ -32,8 +34,10 @@ class LocalEngines:
 
     def send(self, conversation: str, request: RolloutRequest) -> LocalCall:
         """See :class:`verl.agents.servers.Connection`."""
-        assert self._router is not None, "the judge sends requests only while its engine is awake"
-        return LocalCall(asyncio.run_coroutine_threadsafe(self._router.generate(conversation, request), self._loop))
+        router = self._router
+        if router is None:
+            raise RolloutEndedError(ASLEEP)
+        return LocalCall(asyncio.run_coroutine_threadsafe(router.generate(conversation, request), self._loop))
 
     def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
         """See :meth:`verl.judge.service.Engines.serve_while`; all of it happens in ``result()``."""

@@ -11,14 +11,36 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from verl.agents.ray import LOOK_S, RayCall, RayConnection, RayRequests, RouterActor, light_actor
-from verl.errors import ProcessLostError, WorkerError
-from verl.judge.local import waiting
+from verl.agents.ray import LOOK_S, RayCall, RayRequests, RouterActor, light_actor
+from verl.agents.router import RolloutEndedError
+from verl.errors import EngineLostError, ProcessLostError, WorkerError
+from verl.judge.local import ASLEEP, waiting
 from verl.single_controller.ray.private import brief
 from verl.utils.deferred import Deferred
-from verl.workers.rollout.request import RolloutRequest
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest
 
 T = TypeVar("T")
+
+
+class _Call(RayCall):
+    """A request whose loss, with the router's process, is an error of the rollout."""
+
+    def future(self) -> Future[RolloutOutput]:
+        outcome: Future[RolloutOutput] = Future()
+
+        def take(done: Future[RolloutOutput]) -> None:
+            if not outcome.set_running_or_notify_cancel():
+                return
+            error = done.exception()
+            if error is None:
+                outcome.set_result(done.result())
+            elif isinstance(error, RayActorError):
+                outcome.set_exception(EngineLostError("the processes of the judge have ended."))
+            else:
+                outcome.set_exception(error)
+
+        super().future().add_done_callback(take)
+        return outcome
 
 
 class RayEngines:
@@ -34,7 +56,10 @@ class RayEngines:
 
     def send(self, conversation: str, request: RolloutRequest) -> RayCall:
         """See :class:`verl.agents.servers.Connection`."""
-        return RayConnection(self._router).send(conversation, request)
+        router = self._router
+        if router is None:
+            raise RolloutEndedError(ASLEEP)
+        return _Call(router.generate.remote(conversation, request))
 
     def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
         """See :meth:`verl.judge.service.Engines.serve_while`.

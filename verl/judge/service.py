@@ -19,9 +19,11 @@ from verl.agents.chat_template import ChatTemplate
 from verl.agents.endpoint.app import endpoint_app
 from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, ModelAnswer, ModelCall, refuse_unmet
 from verl.agents.endpoint.server import LoopbackServer
+from verl.agents.router import RolloutEndedError
 from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId, TokenOutput
 from verl.config import ActorRolloutRefConfig, PPOConfig
 from verl.errors import ConfigError, DataError, EngineLostError, RolloutError, VerlError
+from verl.judge.local import ASLEEP
 from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.model import check_tokenizer_fits, hf_config_of
@@ -51,7 +53,6 @@ class Engines(Connection, Protocol):
         ...
 
 
-ASLEEP = "the judge is asleep: it answers only while the rewards of a batch are computed."
 OF_JUDGES = frozenset({"seed", "chat_template_kwargs"})
 """Parameters of a call that a judge keeps beyond those of every model."""
 RESERVED = frozenset({"messages", "conversation", "tools", "tokenize", "add_generation_prompt"})
@@ -178,9 +179,7 @@ class JudgeBackend:
 
     def sleep(self) -> None:
         """Refuse calls from now on."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
+        self._engine = None
 
     def take_metrics(self) -> Metrics:
         """See :meth:`Judge.metrics`."""
@@ -221,7 +220,7 @@ class JudgeBackend:
             raise CallRefusedError(str(error)) from error
         except RolloutError as error:
             reason = getattr(error, "cause", error)  # Ray's error holds what was raised in the other process
-            lost = self._engine is not engine or isinstance(error, EngineLostError)
+            lost = isinstance(error, RolloutEndedError | EngineLostError)
             raise CallRefusedError(str(reason), status=503 if lost else 400) from error
         finally:
             for task in drawing:

@@ -76,6 +76,8 @@ class ModelCall:
     """Texts that end an answer, and are no part of it."""
     sampling: Mapping[str, float] = field(default_factory=dict)
     """``temperature``, ``top_p``, ``top_k``, ``min_p``, as far as the client named them."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further parameters, as they were sent."""
     unmet: Mapping[str, str] = field(default_factory=dict)
     """Parameters that ask for something that the endpoint does not do, and why not."""
 

@@ -83,6 +83,7 @@ class ChatBody(CallBody):
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=stop_texts(self.stop),
             sampling=self.sampling,
+            extra=self.model_extra or {},
             unmet=self.unmet(),
         )
 

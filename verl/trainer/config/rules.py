@@ -6,6 +6,7 @@ files on disk are in :mod:`verl.trainer.config.rules_files`.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -311,6 +312,9 @@ def judge(config: PPOConfig) -> Problems:
     if served is None:
         return
     yield from served.rollout.problems("reward_model.rollout")
+    if lacking := [name for name in ("openai", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        wrong = f"the endpoint of a judge needs {', '.join(lacking)}, which is not installed"
+        yield Problem("reward_model.rollout.name", served.rollout.name, wrong, remedy="pip install 'verl[judge]'")
     if model.launch_reward_fn_async and not model.enable_resource_pool:
         wrong = "the judge and the policy, which computes log-probs meanwhile, share their ranks"
         remedy = "set it to false, or reward_model.enable_resource_pool=true"
@@ -373,7 +377,7 @@ def order_of_rows(config: PPOConfig) -> Problems:
 
 def engine_groups(config: PPOConfig | GenerationConfig) -> Problems:
     """The ranks that share a rollout engine are on one machine."""
-    of_trainer = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node
+    of_trainer: tuple[str, int] = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node
     if isinstance(config, GenerationConfig):
         engines = [("rollout", config.rollout, of_trainer)]
     else:
