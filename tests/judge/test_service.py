@@ -13,7 +13,7 @@ import pytest
 
 from tests.judge.test_judge_in_a_run import settings
 from verl.judge.local import ASLEEP
-from verl.judge.service import Judge
+from verl.judge.service import JudgeService
 from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.testing.waiting import eventually
@@ -34,7 +34,7 @@ class Served:
     def __init__(self, folder: Path) -> None:
         paths = make_tiny_run(folder)
         config = load_config(compose(overrides(paths, folder, **settings(folder, REWARD))))
-        self.judge = Judge(config)
+        self.judge = JudgeService(config)
         describe = LocalWorkerGroup.describe(
             ActorRolloutRefWorker, config=config.judge, role="rollout", device_name="cpu"
         )

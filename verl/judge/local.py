@@ -80,7 +80,7 @@ def waiting(handle: Deferred[T], then: Callable[[], object]) -> Future[T]:
     def wait() -> None:
         try:
             outcome.set_result(handle.result())
-        except BaseException as error:  # noqa: BLE001 - whoever waits for the outcome raises it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whoever waits for the outcome raises it
             outcome.set_exception(error)
         finally:
             then()

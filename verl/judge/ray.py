@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 import ray
@@ -96,14 +96,13 @@ class RayEngines:
 
     @contextmanager
     def _forgotten_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except RayActorError as error:
-            self.forget()
-            raise ProcessLostError(f"the router of the judge died: {brief(str(error))}") from error
-        except BaseException:
-            self.forget()
-            raise
+        with ExitStack() as on_failure:
+            on_failure.callback(self.forget)
+            try:
+                yield
+            except RayActorError as error:
+                raise ProcessLostError(f"the router of the judge died: {brief(str(error))}") from error
+            on_failure.pop_all()
 
     def forget(self) -> None:
         """See :meth:`verl.judge.service.Engines.forget`."""

@@ -63,7 +63,7 @@ KEPT_TEMPLATES = 16
 """Chat templates kept, one for each set of variables that calls give."""
 
 
-class Judge:
+class JudgeService:
     """The generative reward model of a run, as reward functions and the trainer use it.
 
     It listens on loopback alone and asks for no key, as the reward functions of public scripts send none.
@@ -182,7 +182,7 @@ class JudgeBackend:
         self._engine = None
 
     def take_metrics(self) -> Metrics:
-        """See :meth:`Judge.metrics`."""
+        """See :meth:`JudgeService.metrics`."""
         counts, self._counts = self._counts, dict.fromkeys(COUNTED, 0.0)
         return {f"judge/{name}": count for name, count in counts.items()}
 

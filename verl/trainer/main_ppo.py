@@ -162,9 +162,9 @@ class TaskRunner:
         )
         judge, arguments = None, {}
         if config.judge is not None:
-            from verl.judge.service import Judge
+            from verl.judge.service import JudgeService
 
-            judge = Judge(config)
+            judge = JudgeService(config)
             arguments = judge.arguments
         reward_fn = load_reward_manager(config, tokenizer, num_examine=0, **arguments)
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, **arguments)

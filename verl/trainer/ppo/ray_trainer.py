@@ -106,7 +106,7 @@ from verl.utils.metric import Metrics
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 if TYPE_CHECKING:
-    from verl.judge.service import Judge
+    from verl.judge.service import JudgeService
     from verl.single_controller.ray import ResourcePoolManager
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,7 @@ class RayPPOTrainer(FitParts):
         collate_fn: Callable | None = None,
         train_sampler: Any = None,
         device_name: str | None = None,
-        judge: Judge | None = None,
+        judge: JudgeService | None = None,
     ) -> None:
         config = config if isinstance(config, PPOConfig) else load_config(config)
         self.role_worker_mapping = role_worker_mapping
@@ -208,7 +208,7 @@ class RayPPOTrainer(FitParts):
         if self.needs.judge and judge is None:
             raise ConfigError(
                 f"reward_model.rollout.name={config.reward_model.rollout.name} serves a judge to the reward function, "
-                "so the trainer needs judge=verl.judge.service.Judge(config)."
+                "so the trainer needs judge=verl.judge.service.JudgeService(config)."
             )
         self._told_unused = False
         self.train_sampler = train_sampler
