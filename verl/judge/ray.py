@@ -22,7 +22,7 @@ from verl.workers.rollout.request import RolloutOutput, RolloutRequest
 T = TypeVar("T")
 
 
-class _Call(RayCall):
+class _JudgeCall(RayCall):
     """A request whose loss, with the router's process, is an error of the rollout."""
 
     def future(self) -> Future[RolloutOutput]:
@@ -59,7 +59,7 @@ class RayEngines:
         router = self._router
         if router is None:
             raise RolloutEndedError(ASLEEP)
-        return _Call(router.generate.remote(conversation, request))
+        return _JudgeCall(router.generate.remote(conversation, request))
 
     def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
         """See :meth:`verl.judge.service.Engines.serve_while`.
