@@ -239,6 +239,7 @@ _OBJECTS = (
     Column("agent_name", "object", ROW, "agent loop that answers the prompt", "the data set", AGENTS),
     Column("tools_kwargs", "object", ROW, "arguments for each tool", "the data set", AGENTS),
     Column("interaction_kwargs", "object", ROW, "arguments for the interaction", "the data set", AGENTS),
+    Column("environment_kwargs", "object", ROW, "arguments for the environment", "the data set", AGENTS),
     Column("__num_turns__", "object", ROW, "messages in the conversation", "agent loops", ("reward", "metrics")),
     Column("trajectory_id", "object", ROW, "the trajectory that the sequence belongs to: uid/sample_index",
            "agent loops", ("reward", "advantages", "mini-batches", "metrics")),

@@ -242,3 +242,50 @@ def test_a_user_answers_and_scores_each_turn_and_one_that_fails_costs_its_own_tr
 
     assert Patient.open == {}
     assert ("kind", ("user", "assistant", "user", "assistant")) in Patient.asked
+
+
+def play_to_learn(train, tmp_path: Path, **changes: Any) -> dict[int, dict[str, float]]:
+    """Guess a number, twice at most, in turns of at most six tokens."""
+    (tmp_path / "environments.yaml").write_text(
+        "environment:\n"
+        "  - class_name: verl.environments.guess_number.GuessNumberEnvironment\n"
+        "    config: {max_guesses: 2}\n"
+        "    max_action_tokens: 6\n"
+    )
+    rollout = "actor_rollout_ref__rollout__"
+    return train(
+        algorithm__adv_estimator="grpo_per_turn",
+        data__max_response_length=64,
+        data__max_prompt_length=120,
+        trainer__rollout_data_dir=tmp_path / "rollouts",
+        **{
+            f"{rollout}agent__default_agent_loop": "environment_agent",
+            f"{rollout}multi_turn__environment_config_path": tmp_path / "environments.yaml",
+        },
+        **changes,
+    )
+
+
+def test_episodes_are_trained_on_turn_by_turn(train, tmp_path):
+    steps = play_to_learn(train, tmp_path)
+    for step in (1, 2):
+        shares = {key: value for key, value in steps[step].items() if key.startswith("agent/status/")}
+        assert shares["agent/status/done"] + shares["agent/status/turns_used_up"] == 1
+        assert steps[step]["training/rollout_probs_diff_max"] < 1e-5
+        dumped = [json.loads(line) for line in (tmp_path / "rollouts" / f"{step}.jsonl").read_text().splitlines()]
+        # Right at once; right at the second guess, after -0.1; or wrong twice.
+        assert {round(row["score"], 6) for row in dumped} <= {1.0, 0.9, -0.2}
+        assert all("Guess my number from 0 to 9. You have 2 guesses." in row["input"] for row in dumped)
+        answered = [row for row in dumped if row["score"] < 1]
+        assert all(any(said in row["output"] for said in ("Higher.", "Lower.", "Say a number.")) for row in answered)
+
+
+@pytest.mark.slow
+def test_episodes_on_two_ranks_on_ray_are_those_of_one_process(train, tmp_path, ray_cluster):
+    local = play_to_learn(train, tmp_path)
+    on_ray = play_to_learn(train, tmp_path, trainer__controller="ray", trainer__n_gpus_per_node=2)
+    for step in local:
+        same = comparable(on_ray[step])
+        assert same == pytest.approx(
+            {key: comparable(local[step])[key] for key in same}, rel=1e-4, abs=5e-6, nan_ok=True
+        )

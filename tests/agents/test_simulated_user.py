@@ -82,7 +82,7 @@ def test_a_user_that_fails_ends_the_trajectory_and_is_finalized(answer: Any, pro
 
 
 def test_threads_of_users_end():
-    name = "simulated user of a trajectory"
+    name = "the interaction 'given' of a trajectory"
     before = [thread for thread in threading.enumerate() if thread.name == name]
     answered((True, "", 0.0, {}))
     deadline = time.monotonic() + 10

@@ -7,11 +7,13 @@ import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+from verl.config import PPOConfig
 from verl.errors import DataError
 from verl.utils.control_tokens import MARK, Author, ControlTokens
 from verl.utils.dataset.chat import Message, as_messages, common_prefix_length, render, require_chat_template
+from verl.utils.model import eos_token_ids
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,21 @@ class ChatTemplate:
         self._joins_users = not self._writes([_user("-"), _user(MARK)], MARK)
         result = {"role": "tool", "name": "probe", "tool_call_id": "call00000", "content": "a result"}
         self._has_tool_role = self._writes([*calling, result], "a result", _TOOLS)
+
+    @classmethod
+    def of_policy(cls, config: PPOConfig, tokenizer: Any) -> Self:
+        """Make the template of a run's policy.
+
+        Raises:
+            ConfigError: the tokenizer cannot be used.
+        """
+        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        return cls(
+            tokenizer,
+            sanity_check=rollout.multi_turn.tokenization_sanity_check_mode,
+            template_kwargs=config.data.apply_chat_template_kwargs,
+            end_token_ids=(*eos_token_ids(model.path, tokenizer), *rollout.stop_token_ids),
+        )
 
     def prompt(self, messages: list[Message], tools: Tools | None = None) -> list[int]:
         """Tokens of a prompt, the header of the assistant's turn included."""

@@ -28,7 +28,7 @@ from verl.agents.chat_template import Tools
 from verl.agents.rendering_check import KINDS, REFUSED, Difference, differences
 from verl.errors import DataError
 from verl.utils.control_tokens import Side
-from verl.utils.dataset.chat import Message, common_prefix_length
+from verl.utils.dataset.chat import Message, Truncation, common_prefix_length, truncate
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ class Conversation:
         self.prompt_length = len(self.messages)
         """How many of the messages are the prompt's."""
         self._drawn_last = False
+        self._is_cut = False
         self._ends: frozenset[int] = frozenset()
         self._numbers = itertools.count()
         self.sequences = [Written(template.encoded(self._prepared, self._guarded_tools, True))]
@@ -136,6 +137,21 @@ class Conversation:
     def ids(self) -> list[int]:
         """The prompt and the response: what the engine gets next."""
         return self.written.ids
+
+    def truncate_prompt(self, max_length: int, truncation: Truncation) -> None:
+        """Cut the tokens of the prompt to ``max_length``, as the data set cuts those of prompts for single turns.
+
+        Args:
+            max_length: ``data.max_prompt_length``.
+            truncation: ``data.truncation``.
+
+        Raises:
+            DataError: they are more, and ``truncation`` is ``error``.
+        """
+        whole = self.prompt_ids
+        what = "the prompt with the descriptions of the tools" if self.tools else "the prompt"
+        self.written.prompt_ids = truncate(whole, max_length, truncation, what, "data.max_prompt_length")
+        self._is_cut = len(whole) > max_length
 
     def tokens_left(self, response_length: int) -> int:
         """How many tokens may still be added before the response has ``response_length``."""
@@ -226,11 +242,11 @@ class Conversation:
         """Compare the tokens with the template's rendering of all messages; count the differences by kind.
 
         To be called once, at the end. The kinds are in :data:`verl.agents.rendering_check.KINDS`; each is shown once in
-        a process. With ``sanity_check="ignore_strippable"`` differences in whitespace do not count, with ``"disable"``
-        nothing is compared.
+        a process. A conversation whose prompt was cut is not compared. With ``sanity_check="ignore_strippable"``
+        differences in whitespace do not count, with ``"disable"`` nothing is compared.
         """
         mode = self.template.sanity_check
-        if mode == "disable":
+        if mode == "disable" or self._is_cut:
             return self.problems
         for found in self._differences():
             if mode == "strict" or found.kind != "whitespace":

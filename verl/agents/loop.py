@@ -36,7 +36,7 @@ class AgentLoopMetrics(BaseModel):
     generate_sequences: float = 0.0
     """Seconds in the policy's turns."""
     tool_calls: float = 0.0
-    """Seconds in tool calls."""
+    """Seconds in tool calls, or in the environment."""
     compute_score: float = 0.0
     """Seconds in scoring inside the loop."""
     num_preempted: int = -1
@@ -151,8 +151,8 @@ class AgentLoopBase(ABC):
         Args:
             sampling_params: ``temperature``, ``top_p``, ``top_k`` and ``max_tokens`` of the rollout or of validation,
                 for ``server_manager.generate``.
-            **kwargs: the row of the data set by column, ``raw_prompt`` (messages), ``tools_kwargs`` and
-                ``interaction_kwargs`` among them, and ``raw_prompt_ids``, the tokens of the prompt.
+            **kwargs: the row of the data set by column, ``raw_prompt`` (messages), ``tools_kwargs``,
+                ``interaction_kwargs`` and ``environment_kwargs`` among them, and ``raw_prompt_ids``, its tokens.
 
         Returns:
             the training sequence; or several, in the order of the trajectory: after its context was rewritten, of

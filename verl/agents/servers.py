@@ -123,6 +123,11 @@ class AsyncLLMServerManager:
         self.is_closed = False
         self._under_way: list[GenerationCall] = []
 
+    @property
+    def sample(self) -> SampleId:
+        """Which response of the run the trajectory is."""
+        return self._sample
+
     def close(self) -> None:
         """Withdraw what is under way and refuse further calls, also those of threads that were left behind."""
         self.is_closed = True

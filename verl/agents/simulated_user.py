@@ -9,24 +9,22 @@ What goes wrong with it ends the trajectory with the status ``environment_error`
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 from verl.agents.loop import TrajectoryError
+from verl.agents.user_thread import UserThread
 from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
-from verl.tools.threads import LoopThread
 from verl.workers.reward_manager.scores import UNUSABLE, usable
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ class SimulatedUser:
     def __init__(self, interaction: BaseInteraction, kwargs: Mapping[str, Any], timeout_s: float) -> None:
         self._interaction = interaction
         self._kwargs = dict(kwargs)
-        self._timeout_s = timeout_s
-        self._thread: LoopThread | None = None
+        self._thread = UserThread(f"the interaction '{kwargs['name']}'", timeout_s)
         self._instance: str | None = None
 
     @classmethod
@@ -77,8 +74,8 @@ class SimulatedUser:
 
     async def __aenter__(self) -> Self:
         with ExitStack() as on_failure:
-            on_failure.callback(self._leave_thread)
-            self._instance = await self._run(self._interaction.start_interaction, None, **self._kwargs)
+            on_failure.callback(self._thread.leave)
+            self._instance = await self._thread.call(self._interaction.start_interaction, None, **self._kwargs)
             on_failure.pop_all()
         return self
 
@@ -86,11 +83,11 @@ class SimulatedUser:
         finalize = self._interaction.finalize_interaction
         takes_instance = bool(inspect.signature(finalize).parameters)  # those of earlier releases take nothing
         try:
-            await self._run(finalize, *([self._instance] if takes_instance else []))
+            await self._thread.call(finalize, *([self._instance] if takes_instance else []))
         except TrajectoryError as error:  # what was said stands
             logger.warning("%s", error)
         finally:
-            self._leave_thread()
+            self._thread.leave()
 
     async def answer(self, messages: list[dict[str, Any]]) -> UserAnswer:
         """Return the answer to the policy's turn, the last of the messages.
@@ -98,7 +95,7 @@ class SimulatedUser:
         Raises:
             TrajectoryError: there is none.
         """
-        found = await self._run(
+        found = await self._thread.call(
             self._interaction.generate_response, self._instance, copy.deepcopy(messages), **self._kwargs
         )
         match found:
@@ -106,44 +103,7 @@ class SimulatedUser:
                 try:
                     return UserAnswer(bool(is_end), text, None if score is None else usable(score))
                 except UNUSABLE as error:
-                    raise self._error(f"gave the score {score!r:.50}, which is no finite number") from error
-        raise self._error(
+                    raise self._thread.error(f"gave the score {score!r:.50}, which is no finite number") from error
+        raise self._thread.error(
             f"returned {found!r:.100}; generate_response returns (should_terminate, content, score, extra)"
         )
-
-    async def _run(self, function: Callable[..., Coroutine[Any, Any, T]], *args: Any, **kwargs: Any) -> T:
-        """Run code of the interaction in its thread, for at most the time of a call."""
-        self._thread = self._thread or LoopThread("simulated user of a trajectory")
-        future = self._thread.submit(_called(function, *args, **kwargs))
-        try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                return await asyncio.wrap_future(future)
-        except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is None or not task.cancelling():  # not this trajectory was cancelled, but the interaction's code
-                raise self._error(f"{function.__name__} was cancelled by its own code") from error
-            self._leave_thread()
-            raise
-        except Exception as error:  # users' code raises anything
-            if isinstance(error, TimeoutError) and limit.expired():
-                self._leave_thread()
-                message = f"{function.__name__} took longer than tool_timeout_s={self._timeout_s:g} s"
-                raise self._error(message) from None
-            raise self._error(f"{function.__name__} failed: {type(error).__name__}: {error}") from error
-
-    def _leave_thread(self) -> None:
-        """End the thread; if code blocks it, it ends when that returns. What follows gets another."""
-        if self._thread is not None:
-            self._thread.stop()
-            self._thread = None
-
-    def _error(self, message: str) -> TrajectoryError:
-        return TrajectoryError(f"the interaction '{self._kwargs['name']}': {message}.", "environment_error")
-
-
-async def _called(function: Callable[..., Coroutine[Any, Any, T]], *args: Any, **kwargs: Any) -> T:
-    """Call and await code of an interaction; turn ``sys.exit`` into an error, which would end the event loop."""
-    try:
-        return await function(*args, **kwargs)
-    except SystemExit as error:
-        raise RuntimeError(f"sys.exit({error.code!r})") from error

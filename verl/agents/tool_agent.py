@@ -24,19 +24,17 @@ from typing import Any, Self
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
 from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
-from verl.agents.parsers import FunctionCall, ParsedTurn, ToolParser, get_tool_parser
+from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
 from verl.agents.simulated_user import SimulatedUser
 from verl.agents.slots import MachineSlots
 from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner, ToolSession, descriptions
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
-from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.base_tool import BaseTool
 from verl.tools.utils.tool_registry import initialize_tools
 from verl.utils.dataset.chat import as_messages
-from verl.utils.model import eos_token_ids
 
 CONVERSATION = "policy"
 
@@ -58,14 +56,9 @@ class ToolAgentParts:
             ConfigError: a file of tools or of interactions is wrong, there is no parser of this name, or the tokenizer
                 cannot be used.
         """
-        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
+        rollout = config.actor_rollout_ref.rollout
         turns = rollout.multi_turn
-        template = ChatTemplate(
-            tokenizer,
-            sanity_check=turns.tokenization_sanity_check_mode,
-            template_kwargs=config.data.apply_chat_template_kwargs,
-            end_token_ids=(*eos_token_ids(model.path, tokenizer), *rollout.stop_token_ids),
-        )
+        template = ChatTemplate.of_policy(config, tokenizer)
         limits = ToolLimits(
             timeout_s=rollout.agent.tool_timeout_s,
             max_parallel_calls=turns.max_parallel_calls,
@@ -119,12 +112,7 @@ class ToolAgentLoop(AgentLoopBase):
         parts = self.shared
         messages = as_messages(list(kwargs["raw_prompt"]), "the prompt")
         conversation = Conversation(parts.template, messages, parts.tools.schemas or None)
-        longest = self.rollout_config.prompt_length
-        if len(conversation.prompt_ids) > longest:
-            raise ConfigError(
-                f"the prompt has {len(conversation.prompt_ids)} tokens with the descriptions of the tools, more than "
-                f"data.max_prompt_length={longest}. Raise that, or describe the tools in fewer words."
-            )
+        conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
         calls = _Calls()
         user = SimulatedUser.of_row(
             parts.interactions, kwargs.get("interaction_kwargs"), self.rollout_config.agent.tool_timeout_s
@@ -173,7 +161,7 @@ class ToolAgentLoop(AgentLoopBase):
             # A call that the policy only thinks of is none.
             is_thinking = parser.is_thinking_after(context)
             turn = await parser.parse(drawn.token_ids, self.shared.tools.schemas, is_thinking)
-            conversation.add_drawn(drawn.token_ids, drawn.log_probs or [], _message(turn))
+            conversation.add_drawn(drawn.token_ids, drawn.log_probs or [], turn.message())
             # Each turn of the policy but the last is followed by one of the tools or of the user.
             is_last = number in (turns.max_assistant_turns, (turns.max_user_turns or -1) + 1)
             limit = "context_full" if drawn.stop_reason != "stop" else "turns_used_up" if is_last else None
@@ -275,16 +263,7 @@ class _Calls:
         return results
 
 
-def _message(turn: ParsedTurn) -> dict[str, Any]:
-    calls = [{"type": "function", "function": _function(call)} for call in turn.calls]
-    return {"role": "assistant", "content": turn.content, **({"tool_calls": calls} if calls else {})}
-
-
 def _of_call(result: ToolCallResult) -> dict[str, Any]:
     """What a dump says of a call, beside its message."""
     known = {"seconds": result.seconds, "waited_s": result.waited_s, "reward": result.reward}
     return known | ({"failure": result.failure.value} if result.failure else {})
-
-
-def _function(call: FunctionCall) -> dict[str, str]:
-    return {"name": call.name, "arguments": call.arguments}

@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.agents.environment_agent import EnvironmentAgentLoop
 from verl.agents.loop import (
     AGENT_LOOPS,
     AgentLoopBase,
@@ -39,7 +40,7 @@ from verl.workers.rollout.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-BUILT_IN = (SingleTurnAgentLoop, ToolAgentLoop)
+BUILT_IN = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop)
 """Agent loops of verl; their modules register them."""
 
 COLUMNS = (

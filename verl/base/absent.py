@@ -32,7 +32,7 @@ def why_absent(address: str) -> str | None:
 _AGENTS = Absence(
     "not yet",
     "Of agent loops there are AgentLoopBase, AgentLoopOutput, AgentLoopMetrics and register here "
-    "(verl.experimental.agent_loop.agent_loop); simulated users are verl.interactions; environments are missing.",
+    "(verl.experimental.agent_loop.agent_loop); simulated users are verl.interactions, environments verl.environments.",
 )
 _ASYNCHRONOUS = Absence(
     "not yet",

@@ -57,6 +57,9 @@ class MultiTurnConfig(BaseConfig):
     interaction_config_path: str | None = setting(None, path=True)
     """YAML file with the simulated users: `name`, `class_name` and `config` of each; rows choose one by
     `interaction_kwargs.name`."""
+    environment_config_path: str | None = setting(None, path=True)
+    """YAML file with the environments: `name`, `class_name` and `config` of each; rows choose one by
+    `environment_kwargs.name`."""
     format: str = setting("hermes")
     """Format in which the model writes tool calls."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = setting("strict")
@@ -81,7 +84,7 @@ class AgentLoopConfig(BaseConfig):
     trajectory_timeout_s: float = setting(1800.0, gt=0)
     """Longest time of one trajectory, in seconds."""
     tool_timeout_s: float = setting(60.0, gt=0)
-    """Longest time of one call of a tool or of a simulated user, in seconds."""
+    """Longest time of one call of a tool, of a simulated user or of an environment, in seconds."""
     max_failure_rate: float = setting(0.5, ge=0, le=1)
     """Largest share of the trajectories of a step that may fail and be left out; more end the run."""
     on_failure: dict[TrajectoryStatus, OnFailure] = setting(factory=_on_failure)

@@ -128,6 +128,7 @@ class TaskRunner:
         """
         with importing():
             from verl.agents.tool_agent import described_tools
+            from verl.environments.registry import read_environments
             from verl.trainer.config.load import load_config
             from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
             from verl.utils import hf_processor, hf_tokenizer
@@ -151,6 +152,8 @@ class TaskRunner:
         check_tokenizer_fits(tokenizer, hf_config_of(model))
         processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
         data = config.data
+        if environments := config.actor_rollout_ref.rollout.multi_turn.environment_config_path:
+            read_environments(environments)
         if tools := described_tools(config.actor_rollout_ref.rollout):
             # The policy reads them in front of the prompt, so they count for the prompt's length.
             data = replace(data, apply_chat_template_kwargs={**(data.apply_chat_template_kwargs or {}), "tools": tools})

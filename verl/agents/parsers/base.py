@@ -53,6 +53,11 @@ class ParsedTurn:
     thinking: str = ""
     """Text of the thinking, in which no calls are looked for."""
 
+    def message(self) -> dict[str, Any]:
+        """Return the turn as an OpenAI client would hold it."""
+        calls = [{"type": "function", "function": call.model_dump()} for call in self.calls]
+        return {"role": "assistant", "content": self.content, **({"tool_calls": calls} if calls else {})}
+
 
 class NoCallError(ValueError):
     """A piece of text is not the call that it was taken for; the message says why."""

@@ -5,7 +5,7 @@ Columns of a file (only ``prompt`` is required; others are passed on)::
     data_source   str                      selects the scorer and the validation metric
     prompt        [{role, content}, ...]   or a plain string: one user message
     reward_model  {style, ground_truth}    reference for the scorer
-    extra_info    {index, split, ...}      free; also holds tools_kwargs and interaction_kwargs
+    extra_info    {index, split, ...}      free; also holds tools_kwargs, interaction_kwargs, environment_kwargs
 
 ``data.reward_fn_key`` and ``data.prompt_key`` select other column names for the first two.
 """
@@ -49,10 +49,11 @@ OF_DATA = (
     "agent_name",
     "tools_kwargs",
     "interaction_kwargs",
+    "environment_kwargs",
     "ground_truth_answers",
 )
 """Columns of a batch that may come from a file."""
-FOR_AGENTS = ("tools_kwargs", "interaction_kwargs")
+FOR_AGENTS = ("tools_kwargs", "interaction_kwargs", "environment_kwargs")
 """Columns for agent loops, from ``extra_info`` or a column of the file; carried along."""
 MADE_HERE = {*COLUMNS, "raw_prompt_ids", "full_prompts", "reward_status"} - set(OF_DATA)
 """Columns that a run makes itself, and would otherwise find with the file's values."""
@@ -67,8 +68,9 @@ class RLHFDataset(Dataset):
 
     An item holds ``input_ids``, ``attention_mask``, ``position_ids`` (each (max_prompt_length,) int64), ``index``
     (``extra_info.index``, else a column ``index`` of the file, else ``row_index``), ``row_index`` (the item's number),
-    ``data_source``, ``extra_info``, ``tools_kwargs``, ``interaction_kwargs``, every other column of the file unchanged,
-    and by config ``raw_prompt`` (messages), ``raw_prompt_ids`` (unpadded), ``full_prompts`` (text).
+    ``data_source``, ``extra_info``, ``tools_kwargs``, ``interaction_kwargs``, ``environment_kwargs``, every other
+    column of the file unchanged, and by config ``raw_prompt`` (messages), ``raw_prompt_ids`` (unpadded),
+    ``full_prompts`` (text).
 
     Args:
         data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.

@@ -1,0 +1,171 @@
+"""The agent loop of environments: every turn of the policy is an action, every observation the next turn's question.
+
+reset ──► prompt ──► generate ──► step ──► observation as tokens with mask 0 ──► generate …
+                                   └─ terminated, truncated, or a limit: score, close
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.agents.chat_template import ChatTemplate
+from verl.agents.conversation import Conversation
+from verl.agents.episode import Episode
+from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
+from verl.config import PPOConfig
+from verl.config.agent import TrajectoryStatus
+from verl.environments.registry import EnvironmentEntry, environment_of_row, read_environments
+from verl.utils.dataset.chat import Message, as_messages
+from verl.workers.rollout.request import sample_seed
+
+CONVERSATION = "policy"
+
+
+@dataclass(frozen=True)
+class EnvironmentAgentParts:
+    """What the trajectories of one process share."""
+
+    template: ChatTemplate
+    parser: ToolParser
+    environments: Mapping[str, EnvironmentEntry]
+
+
+@register("environment_agent")
+class EnvironmentAgentLoop(AgentLoopBase):
+    """Play an episode of the row's environment, until it ends or a limit of turns or tokens is reached.
+
+    Rewards of the turns are ``turn_scores``, whose sum is the score; without any, the reward function scores the
+    conversation. ``environment_info`` is what the last step said beside them.
+    """
+
+    shared: EnvironmentAgentParts
+
+    @classmethod
+    def prepare(cls, config: PPOConfig, tokenizer: Any) -> EnvironmentAgentParts:
+        """See :meth:`AgentLoopBase.prepare`."""
+        turns = config.actor_rollout_ref.rollout.multi_turn
+        return EnvironmentAgentParts(
+            ChatTemplate.of_policy(config, tokenizer),
+            get_tool_parser(turns.format, tokenizer),
+            read_environments(path) if (path := turns.environment_config_path) else {},
+        )
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        """See :meth:`AgentLoopBase.run`."""
+        entry, arguments = environment_of_row(self.shared.environments, kwargs.get("environment_kwargs"))
+        prompt = as_messages(list(kwargs["raw_prompt"]), "the prompt")
+        shorten = self.shared.template.control.shorten
+        async with Episode(entry, shorten, self.rollout_config.agent.tool_timeout_s) as episode:
+            began = time.monotonic()
+            messages, tools = await episode.reset(prompt, self._seed(entry), arguments)
+            play = _Play(episode, entry, bool(tools), seconds=time.monotonic() - began)
+            conversation = Conversation(self.shared.template, messages, tools or None)
+            conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
+            status = await self._played(conversation, play, sampling_params)
+            rest = await episode.score()
+        return AgentLoopOutput(
+            prompt_ids=conversation.prompt_ids,
+            response_ids=conversation.response_ids,
+            response_mask=conversation.response_mask,
+            response_logprobs=conversation.response_logprobs,
+            num_turns=len(conversation.messages),
+            status=status,
+            conversation=self._told(conversation, play),
+            metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=play.seconds),
+            extra_fields={
+                "turn_scores": turn_scores(play.rewards, rest),
+                "environment_info": play.info,
+                "rendering_differences": dict(conversation.check()),
+            },
+        )
+
+    def _seed(self, entry: EnvironmentEntry) -> int:
+        """Seed of the episode. A prompt's id names the training step, so that a repeated row meets another episode."""
+        sample = self.server_manager.sample
+        number = sample.sample_index if entry.seed_per == "sample" else -1
+        return sample_seed(self.rollout_config.seed, 0, sample.uid, number) % 2**31
+
+    async def _played(
+        self, conversation: Conversation, play: _Play, sampling_params: Mapping[str, Any]
+    ) -> TrajectoryStatus:
+        turns, most_tokens = self.rollout_config.multi_turn, self.rollout_config.response_length
+        most_turns = [turns.max_assistant_turns, turns.max_user_turns and turns.max_user_turns + 1]
+        while left := conversation.tokens_left(most_tokens):
+            limits = [left, sampling_params.get("max_tokens"), play.entry.max_action_tokens]
+            params = {**sampling_params, "max_tokens": min(limit for limit in limits if limit)}
+            context = conversation.ids
+            drawn = await self.server_manager.generate(CONVERSATION, prompt_ids=context, sampling_params=params)
+            turn = await self._read(context, drawn.token_ids, conversation)
+            conversation.add_drawn(drawn.token_ids, drawn.log_probs or [], turn.message())
+            end = await play.step(conversation)
+            if end is not None:
+                return end
+            if len(play.rewards) in most_turns:
+                return "turns_used_up"
+            # The next turn needs room for a token.
+            if not conversation.add_messages(play.answer, conversation.tokens_left(most_tokens) - 1):
+                break
+        return "context_full"
+
+    def _told(self, conversation: Conversation, play: _Play) -> list[dict[str, Any]]:
+        """The messages; those of the policy with the seconds of its turn and the environment's, and the reward."""
+        turns = zip(self.server_manager.turns, play.step_seconds, play.rewards, strict=True)
+        told = []
+        for number, message in enumerate(conversation.messages):
+            more: dict[str, Any] = {}
+            if number >= conversation.prompt_length and message["role"] == "assistant":
+                drawn, in_step, reward = next(turns)
+                more = {"seconds": drawn.seconds, "environment_seconds": in_step, "reward": reward}
+            told.append({**message, **more})
+        return told
+
+    async def _read(self, context: list[int], drawn: list[int], conversation: Conversation) -> ParsedTurn:
+        parser = self.shared.parser
+        turn = await parser.parse(drawn, conversation.tools, parser.is_thinking_after(context))
+        if turn.calls and not conversation.tools:  # what looks like a call is a text like any other
+            return ParsedTurn(self.tokenizer.decode(drawn, skip_special_tokens=True))
+        return turn
+
+
+@dataclass
+class _Play:
+    """An episode as far as it was played."""
+
+    episode: Episode
+    entry: EnvironmentEntry
+    has_tools: bool
+    seconds: float
+    """Time in the environment."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Of the answer to each turn of the policy."""
+    rewards: list[float | None] = field(default_factory=list)
+    """Of each turn of the policy."""
+    answer: list[Message] = field(default_factory=list)
+    info: dict[str, Any] = field(default_factory=dict)
+
+    async def step(self, conversation: Conversation) -> TrajectoryStatus | None:
+        """Give the environment the policy's last turn; return how it ended the episode, or None."""
+        turn = conversation.messages[-1]
+        began = time.monotonic()
+        said = await self.episode.step(turn["content"] or "", turn.get("tool_calls", []) if self.has_tools else None)
+        self.step_seconds.append(time.monotonic() - began)
+        self.seconds += self.step_seconds[-1]
+        self.rewards.append(said.reward)
+        self.answer, self.info = said.messages, said.info
+        return "done" if said.terminated else "turns_used_up" if said.truncated else None
+
+
+def turn_scores(rewards: list[float | None], rest: float | None) -> list[float] | None:
+    """Return a score for each turn, with the reward of the whole episode on the last one; None if there is none.
+
+    >>> turn_scores([0.5, None], 1.0)
+    [0.5, 1.0]
+    """
+    if rest is None and all(reward is None for reward in rewards):
+        return None
+    scores = [reward or 0.0 for reward in rewards]
+    return [*scores[:-1], scores[-1] + (rest or 0.0)] if scores else []

@@ -1,0 +1,199 @@
+"""The environment of one trajectory: its code runs in a thread of its own and under a limit of time.
+
+async with Episode(entry, template.control.shorten, timeout_s=60) as episode:
+    messages, tools = await episode.reset(prompt, seed, arguments)
+    answer = await episode.step("left")
+    rest = await episode.score()
+
+What goes wrong with it ends the trajectory with the status ``environment_error``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, Self
+
+from verl.agents.loop import TrajectoryError
+from verl.agents.user_thread import UserThread
+from verl.environments.base import Environment
+from verl.environments.registry import EnvironmentEntry
+from verl.errors import DataError
+from verl.utils.dataset.chat import Message, as_messages
+from verl.workers.reward_manager.scores import UNUSABLE, usable
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("user", "tool", "system", "developer", "assistant")
+FORM = "step returns (observation, reward, terminated, truncated, info)"
+MOST_OF_A_VALUE = 1000
+"""Characters of one further value that are kept."""
+
+
+@dataclass(frozen=True)
+class StepAnswer:
+    """What an environment answers to a turn of the policy."""
+
+    messages: list[Message]
+    reward: float | None
+    terminated: bool
+    truncated: bool
+    info: dict[str, Any]
+    """As values of JSON."""
+
+
+class Episode:
+    """An environment's object, made when the episode is entered and closed when it is left.
+
+    Args:
+        entry: which environment.
+        shorten: cuts a text to a number of tokens. It must cope with any length.
+        timeout_s: longest time of one call.
+    """
+
+    def __init__(self, entry: EnvironmentEntry, shorten: Callable[[str, int], str], timeout_s: float) -> None:
+        self._entry = entry
+        self._shorten = shorten
+        self._thread = UserThread(f"the environment '{entry.name}'", timeout_s)
+        self._environment: Environment | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            if self._environment is not None:
+                await self._thread.call(self._environment.close)
+        except TrajectoryError as error:  # what was played stands
+            logger.warning("%s", error)
+        finally:
+            self._thread.leave()
+
+    async def reset(
+        self, prompt: list[Message], seed: int, arguments: Mapping[str, Any]
+    ) -> tuple[list[Message], list[dict[str, Any]]]:
+        """Make the environment and begin.
+
+        Args:
+            prompt: the row's messages.
+            seed: of the episode.
+            arguments: the row's ``environment_kwargs``.
+
+        Returns:
+            The messages that the policy is to answer, and the descriptions of its tools.
+
+        Raises:
+            TrajectoryError: the environment failed.
+        """
+        self._environment = await self._thread.call(self._entry.cls, copy.deepcopy(self._entry.config))
+        given = {"seed": seed, "messages": copy.deepcopy(prompt), **arguments}
+        found = await self._thread.call(self._environment.reset, **given)
+        tools = [dict(tool) for tool in self._environment.tools]
+        if isinstance(found, str):
+            return _joined(prompt, self._short(found)), tools
+        messages = self._messages(found, "reset")
+        if messages[-1]["role"] == "assistant":
+            raise self._thread.error(
+                "reset returned messages that end with a turn of the assistant, which is the policy"
+            )
+        return messages, tools
+
+    async def step(self, action: str, calls: Sequence[Mapping[str, Any]] | None = None) -> StepAnswer:
+        """Return the answer to a turn of the policy.
+
+        Args:
+            action: its text.
+            calls: its tool calls, for an environment with tools.
+
+        Raises:
+            TrajectoryError: there is none.
+        """
+        assert self._environment is not None
+        more = {} if calls is None else {"tool_calls": copy.deepcopy(list(calls))}
+        found = await self._thread.call(self._environment.step, action, **more)
+        if not isinstance(found, tuple) or len(found) != 5:
+            raise self._thread.error(f"step returned {_shown(found)}; {FORM}")
+        observation, reward, terminated, truncated, info = found
+        if not isinstance(info, Mapping | None):
+            raise self._thread.error(f"step returned info={_shown(info)}, no dict; {FORM}")
+        ends = [self._truth(name, value) for name, value in (("terminated", terminated), ("truncated", truncated))]
+        # Nobody sees what comes after the end, which many environments leave empty.
+        messages = [] if any(ends) else self._answer(observation, calls or ())
+        return StepAnswer(messages, self._number("step", reward), ends[0], ends[1], _plain(info or {}))
+
+    async def score(self) -> float | None:
+        """Return the reward of the whole episode, beside those of its steps.
+
+        Raises:
+            TrajectoryError: it is no number, or the environment failed.
+        """
+        assert self._environment is not None
+        return self._number("score", await self._thread.call(self._environment.score))
+
+    def _answer(self, observation: Any, calls: Sequence[Mapping[str, Any]]) -> list[Message]:
+        if not isinstance(observation, str):
+            messages = self._messages(observation, "step")
+            return [message | {"content": self._short(message["content"] or "")} for message in messages]
+        if len(calls) > 1:
+            raise self._thread.error(
+                f"step answered {len(calls)} tool calls with one text; return a message of the role tool for each"
+            )
+        return [{"role": "tool" if calls else "user", "content": self._short(observation)}]
+
+    def _short(self, text: str) -> str:
+        return self._shorten(text, self._entry.max_observation_tokens)
+
+    def _messages(self, found: Any, where: str) -> list[Message]:
+        try:
+            messages = as_messages(found, f"the observation of {where}") if isinstance(found, list) and found else []
+        except DataError as error:
+            raise self._thread.error(str(error).removesuffix(".")) from error
+        if not messages:
+            raise self._thread.error(f"{where} returned the observation {_shown(found)}; it is a text or messages")
+        allowed = ROLES if where == "reset" else ROLES[:2]
+        if wrong := [message["role"] for message in messages if message["role"] not in allowed]:
+            raise self._thread.error(f"{where} returned a message of the role {wrong[0]!r:.40}; there are {allowed}")
+        return messages
+
+    def _number(self, where: str, reward: Any) -> float | None:
+        if reward is None:
+            return None
+        try:
+            return usable(float(reward) if isinstance(reward, Real) else reward)
+        except UNUSABLE as error:
+            raise self._thread.error(f"{where} gave the reward {_shown(reward)}, which is no finite number") from error
+
+    def _truth(self, name: str, value: Any) -> bool:
+        try:
+            return bool(value)
+        except UNUSABLE as error:  # an array of several values, for example
+            raise self._thread.error(f"step returned {name}={_shown(value)}, neither true nor false") from error
+
+
+def _joined(prompt: list[Message], observation: str) -> list[Message]:
+    """The prompt with an observation as the user's. Many models never met two messages of the user in a row."""
+    if not observation:
+        return prompt
+    if prompt[-1]["role"] == "user" and prompt[-1]["content"]:
+        return [*prompt[:-1], prompt[-1] | {"content": f"{prompt[-1]['content']}\n\n{observation}"}]
+    return [*prompt, {"role": "user", "content": observation}]
+
+
+def _plain(info: Mapping[Any, Any]) -> dict[str, Any]:
+    """Further values as values of JSON; those that are none, or are long, by their beginning."""
+    plain: dict[str, Any] = {}
+    for name, value in info.items():
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError):
+            text = ""
+        plain[str(name)] = json.loads(text) if 0 < len(text) <= MOST_OF_A_VALUE else _shown(value, MOST_OF_A_VALUE)
+    return plain
+
+
+def _shown(value: Any, most: int = 100) -> str:
+    return f"{type(value).__name__} {value!r:.{most}}"

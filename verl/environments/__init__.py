@@ -1,0 +1,1 @@
+"""Environments: what answers the policy's actions with observations and rewards."""

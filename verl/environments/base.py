@@ -1,0 +1,85 @@
+"""The interface of an environment, which answers the policy's actions with observations and rewards."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any
+
+Observation = str | list[dict[str, Any]]
+"""A text, or messages as an OpenAI client would write them."""
+Step = tuple[Observation, float | None, bool, bool, Mapping[str, Any] | None]
+
+
+class Environment(ABC):
+    """An episode of text.
+
+    Each trajectory makes an object of its own::
+
+        environment = cls(config)
+        observation = environment.reset(seed=seed, messages=prompt, **environment_kwargs)
+        observation, reward, terminated, truncated, info = environment.step(action)     # after each turn of the policy
+        rest = environment.score()
+        environment.close()
+
+    Each method may be ``async``. All of them run in one thread of this trajectory, so code that blocks delays no other;
+    only after a call that took too long does ``close`` run in another.
+
+    Args:
+        config: the environment's ``config`` in the YAML file.
+    """
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Descriptions of functions that the policy may call, as an OpenAI client would send them; read after ``reset``."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+
+    @classmethod
+    def check(cls, config: dict[str, Any]) -> None:
+        """Refuse a ``config`` that no episode can be made of, before the run loads a model.
+
+        Raises:
+            ConfigError: it is wrong, or a package is missing.
+        """
+        return
+
+    @abstractmethod
+    def reset(
+        self, *, seed: int, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> Observation | Awaitable[Observation]:
+        """Begin the episode.
+
+        Args:
+            seed: of the episode's random numbers, in [0, 2^31).
+            messages: the row's prompt.
+            **kwargs: the row's ``environment_kwargs``.
+
+        Returns:
+            A text, which is added to the row's prompt as the user's; or messages, which take the prompt's place.
+        """
+
+    @abstractmethod
+    def step(self, action: str, **kwargs: Any) -> Step | Awaitable[Step]:
+        """Answer a turn of the policy.
+
+        Args:
+            action: its text, without thinking.
+            **kwargs: ``tool_calls``, the calls as an OpenAI client would find them, if the environment has ``tools``.
+
+        Returns:
+            The observation, a text of the user (after one call: its result) or messages; the reward of the turn, or
+            None from an environment that gives none; whether the episode has come to its end; whether a limit of the
+            environment's own ends it; and further values. After the last step nobody sees the observation.
+        """
+
+    def score(self) -> float | Awaitable[float | None] | None:
+        """Return the reward of the whole episode beside those of its steps, or None; it is added to the last turn's.
+
+        Called once, after the last step, at a limit of turns or of tokens too.
+        """
+        return None
+
+    def close(self) -> Awaitable[None] | None:
+        """Free what the episode has taken. Called once, whatever happened before; may be called again."""
+        return None

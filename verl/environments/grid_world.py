@@ -1,0 +1,73 @@
+"""A way through a grid: a small environment in which one action leads to the next, for first runs and tests."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from verl.environments.base import Environment
+from verl.environments.words import last_word
+from verl.errors import ConfigError
+
+MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
+CONFIG = {"size": 4, "walls": 3, "max_steps": 12}
+
+
+class GridWorldEnvironment(Environment):
+    """Walk from ``A`` to ``G`` over free cells (``.``); ``#`` is a wall.
+
+    ``config`` may have ``size`` (4) of the square grid, the number of ``walls`` (3) and ``max_steps`` (12), after which
+    the episode is truncated. The move is the last of the words up, down, left and right in the policy's turn. The goal
+    is worth 1, every other turn -0.05.
+    """
+
+    @classmethod
+    def check(cls, config: dict[str, Any]) -> None:
+        """See :meth:`verl.environments.base.Environment.check`."""
+        values = CONFIG | config
+        if unknown := sorted(set(values) - set(CONFIG)):
+            raise ConfigError(f"unknown: {', '.join(unknown)}. Known: {', '.join(CONFIG)}.")
+        if any(type(value) is not int for value in values.values()):
+            raise ConfigError(f"{values}: size, walls and max_steps are whole numbers.")
+        if values["size"] < 2 or not 0 <= values["walls"] <= values["size"] or values["max_steps"] < 1:
+            raise ConfigError(f"{values}: size is at least 2, walls 0 to size, max_steps at least 1.")
+
+    def reset(self, *, seed: int, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+        """Begin with another grid, in which there is a way."""
+        values = CONFIG | self.config
+        self.size, self.left = values["size"], values["max_steps"]
+        draw = random.Random(seed)
+        cells = [(row, column) for row in range(self.size) for column in range(self.size)]
+        while True:
+            self.place, self.goal, *walls = draw.sample(cells, 2 + min(values["walls"], len(cells) - 2))
+            self.walls = set(walls)
+            if self.goal in self._reached():
+                return f"Walk from A to G. Answer up, down, left or right.\n{self._picture()}"
+
+    def step(self, action: str, **kwargs: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Make a move; one against a wall, or none, stays where it is."""
+        self.left -= 1
+        move = last_word(action, MOVES)
+        if move is not None:
+            row, column = self.place[0] + MOVES[move][0], self.place[1] + MOVES[move][1]
+            self.place = (row, column) if self._is_free(row, column) else self.place
+        is_there = self.place == self.goal
+        return self._picture(), 1.0 if is_there else -0.05, is_there, not is_there and self.left == 0, {"move": move}
+
+    def _is_free(self, row: int, column: int) -> bool:
+        return 0 <= row < self.size and 0 <= column < self.size and (row, column) not in self.walls
+
+    def _reached(self) -> set[tuple[int, int]]:
+        """The cells to which there is a way."""
+        reached, new = {self.place}, [self.place]
+        while new:
+            row, column = new.pop()
+            around = {(row + down, column + right) for down, right in MOVES.values()}
+            fresh = {cell for cell in around if self._is_free(*cell)} - reached
+            reached |= fresh
+            new += fresh
+        return reached
+
+    def _picture(self) -> str:
+        signs = {self.goal: "G", **dict.fromkeys(self.walls, "#"), self.place: "A"}
+        return "\n".join("".join(signs.get((r, c), ".") for c in range(self.size)) for r in range(self.size))
