@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 class Riddle(gymnasium.Env):
     """Says a letter, which is to be said back."""
 
-    observation_space = gymnasium.spaces.Text(20, charset="Say abc")
+    observation_space = gymnasium.spaces.Text(20, charset="Say abcWel")
     action_space = gymnasium.spaces.Text(3, charset="abc")
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
