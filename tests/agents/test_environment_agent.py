@@ -163,7 +163,7 @@ def test_an_episode_is_a_conversation_whose_actions_are_trained_on(run):
     worker, script = run(["I go left", "and up"])
     steps = [("A wall.", 0.25, False, False, {}), ("", 1, True, False, {"where": (0, 1)})]
     [result] = play(worker, {"steps": steps, "rest": 0.5})
-    output = result.output
+    output = result.outputs[0]
     assert (result.status, output.num_turns) == ("done", 4)
     decode = run.tokenizer.decode
     assert decode(output.prompt_ids) == "<user>Play.\n\nBegin.<assistant>"
@@ -206,7 +206,7 @@ def test_masks_and_scores_of_any_episode(run, turns: list[tuple[str, str, float]
     last = len(turns) - 1
     steps = [(said, reward, number == last, False, None) for number, (_, said, reward) in enumerate(turns)]
     [result] = play(worker, {"steps": steps})
-    output = result.output
+    output = result.outputs[0]
     expected_mask, place, ends = [], 0, []
     for ids in drawn:
         while output.response_mask[place] == 0:
@@ -248,8 +248,8 @@ def test_how_episodes_end(run, texts, row, changes, status, scores):
     worker, _ = run(texts, **changes)
     [result] = play(worker, row)
     assert (result.status, result.message) == (status, "")
-    assert result.output.extra_fields["turn_scores"] == scores
-    assert len(result.output.response_ids) <= 400
+    assert result.outputs[0].extra_fields["turn_scores"] == scores
+    assert len(result.outputs[0].response_ids) <= 400
     assert len(Given.closed) == 1
 
 
@@ -258,9 +258,9 @@ def test_a_turn_may_have_so_many_tokens_and_an_observation_too(run):
     flood = "left" + "x" * 1_000_000 + "right"
     [result] = play(worker, {"first": flood, "steps": [(flood, 0, False, False, {}), ("", 0, True, False, {})]})
     tokenizer = run.tokenizer
-    first, between, second = parts(tokenizer, result.output)
+    first, between, second = parts(tokenizer, result.outputs[0])
     assert (first, second) == ((1, "ababab"), (1, f"c{END}"))
-    for text in (between[1], tokenizer.decode(result.output.prompt_ids)):
+    for text in (between[1], tokenizer.decode(result.outputs[0].prompt_ids)):
         assert "leftxx" in text
         assert "xxright" in text
         assert "...(truncated)..." in text
@@ -318,7 +318,7 @@ def test_bad_environments_cost_their_own_trajectories_and_are_closed(run):
     ] * len(bad), [result.message for result in results]
     assert all(result.message.startswith("the environment 'given': ") for result in results[:-1])
     assert results[-1].status == "done"
-    assert results[-1].output.extra_fields["environment_info"]["lock"].startswith("lock <unlocked")
+    assert results[-1].outputs[0].extra_fields["environment_info"]["lock"].startswith("lock <unlocked")
     # Each once, and in one of them close itself failed.
     assert len(Given.closed) == len(set(map(id, Given.closed))) == len(results)
 
@@ -347,7 +347,7 @@ def test_a_trajectory_that_takes_too_long_closes_its_environment(run):
     [result] = play(worker, {"steps": [sleeping]})
     released.set()
     assert result.status == "timeout"
-    assert sum(result.output.response_mask) == 1 + 1  # what was drawn stays: a letter and the end
+    assert sum(result.outputs[0].response_mask) == 1 + 1  # what was drawn stays: a letter and the end
     assert len(Given.closed) == 1
 
 
@@ -389,9 +389,9 @@ def test_an_environment_may_have_tools(run):
     [call] = first["tool_calls"]
     assert (text.strip(), call["function"]) == ("", {"name": "search", "arguments": '{"q": "x"}'})
     assert (said, second) == ("x is 4", {"tool_calls": []})
-    texts = parts(run.tokenizer, result.output)
+    texts = parts(run.tokenizer, result.outputs[0])
     assert texts[1] == (0, "tool: found 4\n<assistant>")
-    assert "Search." in run.tokenizer.decode(result.output.prompt_ids)
+    assert "Search." in run.tokenizer.decode(result.outputs[0].prompt_ids)
     # Without tools the same text is one like any other.
     worker, _ = run([CALL])
     play(worker, {"steps": [("", 1, True, False, {})]})
@@ -410,9 +410,9 @@ def test_a_prompt_that_is_too_long_follows_the_truncation_of_the_data(run):
     assert "tokens, more than data.max_prompt_length=200. Raise data.max_prompt_length" in result.message
     worker, script = run(["a"], data__truncation="left")
     [result] = play(worker, row)
-    assert (result.status, len(result.output.prompt_ids)) == ("done", 200)
-    assert script.prompts == [result.output.prompt_ids]
-    assert run.tokenizer.decode(result.output.prompt_ids).endswith("ooo<assistant>")
+    assert (result.status, len(result.outputs[0].prompt_ids)) == ("done", 200)
+    assert script.prompts == [result.outputs[0].prompt_ids]
+    assert run.tokenizer.decode(result.outputs[0].prompt_ids).endswith("ooo<assistant>")
 
 
 def test_a_row_names_an_environment_that_there_is(run):
