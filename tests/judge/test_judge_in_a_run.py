@@ -37,7 +37,7 @@ def settings(folder: Path, reward: str) -> dict[str, Any]:
         "reward_model__model__path": tiny_model_dir(folder / "judge", family="llama", seed=7),
         "reward_model__rollout__name": "native",
         "reward_model__rollout__dtype": "float32",
-        "reward_model__rollout__prompt_length": 128,
+        "reward_model__rollout__prompt_length": 2000,
         "reward_model__rollout__response_length": 16,
         "reward_model__rollout__max_num_seqs": 4,
         "custom_reward_function__path": folder / "reward.py",

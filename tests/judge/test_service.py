@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
 
 from tests.judge.test_judge_in_a_run import settings
+from tests.workers.reward_manager.batches import TOKENIZER, batch_of
+from verl.errors import ConfigError
 from verl.judge.local import ASLEEP
 from verl.judge.service import JudgeService
 from verl.single_controller.local import LocalWorkerGroup
@@ -19,9 +23,11 @@ from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.testing.waiting import eventually
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
+from verl.trainer.ppo.reward import load_reward_manager, start_reward
 from verl.utils.deferred import Deferred
 from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
+PAGE = Path(__file__).parents[2] / "docs" / "llm_judge.md"
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer):
     return 0.0
@@ -32,8 +38,8 @@ class Served:
     """A judge and its worker group."""
 
     def __init__(self, folder: Path) -> None:
-        paths = make_tiny_run(folder)
-        config = load_config(compose(overrides(paths, folder, **settings(folder, REWARD))))
+        self.overrides = overrides(make_tiny_run(folder), folder, **settings(folder, REWARD))
+        config = load_config(compose(self.overrides))
         self.judge = JudgeService(config)
         describe = LocalWorkerGroup.describe(
             ActorRolloutRefWorker, config=config.judge, role="rollout", device_name="cpu"
@@ -115,7 +121,7 @@ def test_stop_texts_and_lengths(served: Served):
 @pytest.mark.parametrize(
     "call, status, said",
     [
-        (user("x" * 500), 400, "maximum context length is 144 tokens"),
+        (user("x" * 3000), 400, "maximum context length is 2016 tokens"),
         (user("x", logit_bias={"5": 1}), 400, "logit_bias"),
         (user("x", extra_body={"top_k": -7}), 400, "top_k"),
         (user("x", extra_body={"chat_template_kwargs": {"tokenize": False}}), 400, "chat_template_kwargs"),
@@ -182,7 +188,7 @@ def test_an_error_of_the_scoring_ends_the_serving(served: Served):
 
 def test_what_is_counted(served: Served):
     served.judge.metrics()
-    answers = served.asked(user("ab"), user("abc", n=2), user("x" * 500))
+    answers = served.asked(user("ab"), user("abc", n=2), user("x" * 3000))
     drawn = sum(answer.usage.completion_tokens for answer in answers[:2])
     counted = served.judge.metrics()
     assert counted.pop("judge/wake_s") > 0
@@ -193,3 +199,53 @@ def test_what_is_counted(served: Served):
         "judge/prompt_tokens": 4.0 + 5.0,
         "judge/tokens": float(drawn),
     }
+
+
+def test_the_function_of_the_page(served: Served):
+    [page] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    address = served.judge.reward_router_address
+
+    def scored(example: str) -> Any:
+        space: dict[str, Any] = {}
+        exec(example, space)
+        info = {"raw_prompt": [{"role": "user", "content": "2+2?"}]}
+        work = Deferred([], lambda: asyncio.run(space["compute_score"]("d", "5", "4", info, address)))
+        return served.judge.serve_while(served.group, 1, lambda: work).result()
+
+    with pytest.raises(IndexError):  # the model writes at random, and no "Score: N"
+        scored(page)
+    found = scored(page.replace(r"Score: (\d+)", r"(\d)"))
+    task = "Question: 2+2?\nAnswer: 5\nIs the answer right? End with 'Score: N', N from 0 to 10."
+    [reply] = texts(served.asked(user(task, temperature=0, max_tokens=512)))
+    assert found == {"score": int(re.findall(r"\d", reply)[-1]) / 10, "judge_reply": reply}
+
+
+def test_the_scorer_llm_judge_asks_the_judge_of_the_run(served: Served):
+    scorer = {"pattern": "'(\\d)'", "score_range": "[0,9]", "max_tokens": 256, "question_key": "raw_prompt"}
+    changes = {f"+reward_model.scorer_kwargs.{name}": value for name, value in scorer.items()}
+    own = {"reward_model.reward_format": "llm_judge", "custom_reward_function.path": "null"}
+    config = load_config(compose([*served.overrides, *(f"{key}={value}" for key, value in (own | changes).items())]))
+    manager = load_reward_manager(config, TOKENIZER, 0, **served.judge.arguments)
+    question = [{"role": "user", "content": "2+2?"}]
+    batch = batch_of(["4", "five"], ["4", "4"], raw_prompt=[question, question])
+    scores, extra = served.judge.serve_while(served.group, 1, lambda: start_reward(batch, manager)).result()
+    digits = [int(re.findall(r"\d", reply)[-1]) for reply in extra["judge_reply"]]
+    assert extra["judge_reply"][0] != extra["judge_reply"][1]
+    assert extra["judge_score"] == digits
+    assert scores.sum(-1).tolist() == pytest.approx([digit / 9 for digit in digits])
+
+
+def test_a_page_in_a_browser_does_not_reach_it(served: Served):
+    url = f"http://{served.judge.reward_router_address}/v1/models"
+    asked = [httpx2.get(url, headers={"Host": host}).status_code for host in ("rebound.example", "localhost:1")]
+    assert asked == [400, 200]
+
+
+def test_a_judge_that_nobody_asks_and_a_function_that_asks_nobody_are_refused(served: Served, tmp_path: Path):
+    (tmp_path / "reward.py").write_text("def compute_score(solution_str): return 0.0")
+    deaf = [*served.overrides, f"custom_reward_function.path={tmp_path}/reward.py"]
+    with pytest.raises(ConfigError, match="does not ask it: it has no parameter reward_router_address"):
+        load_reward_manager(load_config(compose(deaf)), TOKENIZER, 0, **served.judge.arguments)
+    alone = [*served.overrides, "reward_model.enable=false"]
+    with pytest.raises(ConfigError, match=r"needs reward_model_tokenizer, reward_router_address.*rollout\.name"):
+        load_reward_manager(load_config(compose(alone)), TOKENIZER, 0)

@@ -92,6 +92,7 @@ class RayEngines:
     def _look_at_ranks(self, group: Any, serving: Any) -> None:
         if group.any_returned(serving):
             group.wait_for(serving)  # raises why the ranks ended before their time
+            ray.get(self._router.silent_s.remote())  # raises if it was because the router died
             raise WorkerError("the judge's engines ended while rewards were still computed.")
 
     @contextmanager

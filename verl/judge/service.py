@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.endpoint.app import endpoint_app
 from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, ModelAnswer, ModelCall, refuse_unmet
@@ -82,7 +84,10 @@ class JudgeService:
         self.tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         check_tokenizer_fits(self.tokenizer, hf_config_of(model))
         self._backend = JudgeBackend(settings, self.tokenizer)
-        self._server = LoopbackServer(endpoint_app(lambda path, key: self._backend))
+        app = endpoint_app(lambda path, key: self._backend)
+        # There is no key, so a page in a browser must not reach it under a host name that it controls.
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
+        self._server = LoopbackServer(app)
         self._engines = _engines(config.trainer.controller, settings.rollout.max_num_seqs, self._server.thread.loop)
 
     @property

@@ -323,6 +323,9 @@ def judge(config: PPOConfig) -> Problems:
         wrong = f"reward_model.rollout.name={served.rollout.name} serves a judge in this run, and this one is asked"
         remedy = "leave it out to ask the judge of the run, or set reward_model.enable=false"
         yield Problem("reward_model.scorer_kwargs.base_url", asked, wrong, remedy=remedy)
+    if model.reward_format == "llm_judge" and model.scorer_kwargs.get("read") == "yes_probability":
+        wrong = "the judge of the run gives no probabilities of tokens that it did not draw"
+        yield Problem("reward_model.scorer_kwargs.read", "yes_probability", wrong, "regex, json")
     needed = served.rollout.prompt_length + served.rollout.response_length
     allowed = served.rollout.max_model_len
     if allowed is not None and allowed < needed:

@@ -1,0 +1,114 @@
+"""Judges on Ray, on ranks of their own or on the policy's: the same rewards, also if their processes die or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from tests.judge.test_judge_in_a_run import ASKS, settings
+from verl.testing.tiny_run import make_tiny_run, overrides, same
+from verl.trainer.config.command_line import compose
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+STRIKES = """
+import os, pathlib
+FOLDER = pathlib.Path(__file__).parent
+
+def prompt_of(text):
+    strike()
+    return [{"role": "system", "content": "grade"}, {"role": "user", "content": text}]
+
+def strike():
+    try:
+        os.rename(FOLDER / "order", FOLDER / "done")  # one of the samples alone
+    except FileNotFoundError:
+        return
+    pid, number = (FOLDER / "done").read_text().split()
+    os.kill(int(pid), int(number))
+"""
+
+
+class OrderingTrainer(RayPPOTrainer):
+    """Orders a process of the judge to be hit by a sample that is scored; ``orders`` says in which step which."""
+
+    folder: Path
+    orders: dict[int, tuple[str, signal.Signals]]
+
+    def _start_reward_fn(self, batch: Any, reward_fn: Any) -> Any:
+        order = self.orders.pop(self.global_steps, None)  # the judge is awake
+        if order is not None:
+            assert self.judge is not None
+            actor = self.rm_wg.workers[0] if order[0] == "rank" else self.judge._engines._router
+            pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+            (self.folder / "new").write_text(f"{pid} {int(order[1])}")
+            (self.folder / "new").rename(self.folder / "order")
+        return super()._start_reward_fn(batch, reward_fn)
+
+
+class OrderingRunner(TaskRunner):
+    def trainer_class(self) -> type[RayPPOTrainer]:
+        return OrderingTrainer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Callable[..., dict[int, dict]]:
+    """Train with a judge while its processes are hit; the metrics of every step."""
+    root = tmp_path_factory.mktemp("judges")
+    paths = make_tiny_run(root)
+    head, _, tail = ASKS.partition("def prompt_of")
+    judged = settings(root, head + STRIKES + tail[tail.index("async def") :])
+
+    def train(name: str, orders: dict[int, tuple[str, signal.Signals]], **changes: object) -> dict[int, dict]:
+        log = root / f"{name}.jsonl"
+        OrderingTrainer.folder, OrderingTrainer.orders = root, dict(orders)
+        own = {
+            "trainer__controller": "ray",
+            "trainer__total_training_steps": 3,
+            "trainer__recovery__backoff_s": 0,
+            "trainer__rollout_data_dir": "null",
+        }
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+            run_ppo(compose(overrides(paths, root / name, **(judged | own | changes))), OrderingRunner)
+        assert not OrderingTrainer.orders
+        assert not (root / "order").exists(), "a process was to be hit and was not"
+        records = [json.loads(line) for line in log.read_text().splitlines()]
+        return {record["step"]: record["data"] for record in records}
+
+    return train
+
+
+NOT_COMPARED = ("timing", "perf/", "recovery/", "judge/")
+OWN_RANKS = {
+    "reward_model__enable_resource_pool": "true",
+    "reward_model__nnodes": 1,
+    "reward_model__n_gpus_per_node": 1,
+}
+
+
+@pytest.mark.slow
+def test_rewards_are_the_same_wherever_the_judge_runs_and_whatever_happens_to_it(run):
+    kill, stop = signal.SIGKILL, signal.SIGSTOP
+    colocated = run("colocated", {})
+    others = {
+        "own_ranks": run("own_ranks", {}, **OWN_RANKS),
+        "beside": run("beside", {}, **OWN_RANKS, reward_model__launch_reward_fn_async="true"),
+        "killed": run("killed", {1: ("rank", kill), 2: ("router", kill), 3: ("rank", kill)}, **OWN_RANKS),
+        "killed_colocated": run("killed_colocated", {2: ("rank", kill)}),
+        "hung": run("hung", {2: ("rank", stop)}, **OWN_RANKS, trainer__recovery__hang_timeout_s=15),
+    }
+    restarts = {name: found[3].get("recovery/restarts", 0) for name, found in others.items()}
+    assert restarts == {"own_ranks": 0, "beside": 0, "killed": 3, "killed_colocated": 1, "hung": 1}
+    assert [colocated[step]["judge/calls"] for step in (1, 2, 3)] == [16, 16, 16]
+    for which, found in others.items():
+        for step, expected in colocated.items():
+            names = {name for name in found[step].keys() | expected.keys() if not name.startswith(NOT_COMPARED)}
+            assert [n for n in sorted(names) if not same(found[step].get(n), expected.get(n))] == [], (which, step)
