@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import httpx2
 import openai
+import psutil
 import pytest
 
 from tests.judge.test_judge_in_a_run import settings
@@ -19,6 +21,7 @@ from verl.errors import ConfigError
 from verl.judge.local import ASLEEP
 from verl.judge.service import JudgeService
 from verl.single_controller.local import LocalWorkerGroup
+from verl.testing.models import tiny_model_dir
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.testing.waiting import eventually
 from verl.trainer.config.command_line import compose
@@ -37,8 +40,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, reward_ro
 class Served:
     """A judge and its worker group."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, model: str | None = None) -> None:
         self.overrides = overrides(make_tiny_run(folder), folder, **settings(folder, REWARD))
+        self.overrides += [f"reward_model.model.path={model}"] if model else []
         config = load_config(compose(self.overrides))
         self.judge = JudgeService(config)
         describe = LocalWorkerGroup.describe(
@@ -249,3 +253,26 @@ def test_a_judge_that_nobody_asks_and_a_function_that_asks_nobody_are_refused(se
     alone = [*served.overrides, "reward_model.enable=false"]
     with pytest.raises(ConfigError, match=r"needs reward_model_tokenizer, reward_router_address.*rollout\.name"):
         load_reward_manager(load_config(compose(alone)), TOKENIZER, 0)
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_sleeping_judge_goes_back_to_the_machine(tmp_path: Path):
+    big = tiny_model_dir(tmp_path / "big", "llama", hidden_size=1024, intermediate_size=4096, head_dim=64)
+    served = Served(tmp_path, big)
+    process, awake = psutil.Process(), []
+
+    def ask() -> None:
+        async def all_of_it() -> None:
+            async with served.client() as client:
+                await _ask(client, user("x"))
+
+        asyncio.run(all_of_it())
+        awake.append((process.memory_info().rss, served.weight_bytes))
+
+    served.judge.serve_while(served.group, 1, lambda: Deferred([], ask)).result()
+    gc.collect()
+    asleep = process.memory_info().rss
+    [(rss, weights)] = awake
+    assert weights > 100 * 2**20
+    assert rss - asleep > 0.9 * weights
+    served.judge.close()
