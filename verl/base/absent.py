@@ -92,7 +92,8 @@ ABSENT: dict[str, Absence] = {
     "verl.experimental.reward_loop.RewardLoopManager": Absence(
         "other design",
         "Rewards are computed in processes of the reward manager: verl.trainer.ppo.reward.load_reward_manager; a "
-        "reward model is verl.workers.fsdp_workers.RewardModelWorker.",
+        "reward model that scores is verl.workers.fsdp_workers.RewardModelWorker, one that is asked "
+        "verl.judge.service.JudgeService.",
     ),
     "verl.experimental.reward_loop.migrate_legacy_reward_impl": Absence(
         "no use", "Reward settings are read in both spellings, reward.* and reward_model.*; leave the call out."

@@ -380,11 +380,12 @@ def order_of_rows(config: PPOConfig) -> Problems:
 
 def engine_groups(config: PPOConfig | GenerationConfig) -> Problems:
     """The ranks that share a rollout engine are on one machine."""
-    of_trainer: tuple[str, int] = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node
+    of_trainer = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node
+    engines: list[tuple[str, RolloutConfig, tuple[str, int]]] = []
     if isinstance(config, GenerationConfig):
-        engines = [("rollout", config.rollout, of_trainer)]
+        engines.append(("rollout", config.rollout, of_trainer))
     else:
-        engines = [(ROLLOUT, config.actor_rollout_ref.rollout, of_trainer)]
+        engines.append((ROLLOUT, config.actor_rollout_ref.rollout, of_trainer))
         if config.judge is not None:
             model = config.reward_model
             own = ("reward_model.n_gpus_per_node", model.n_gpus_per_node) if model.enable_resource_pool else of_trainer
