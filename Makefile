@@ -19,7 +19,7 @@ SGLANG := $(SGLANG_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-gpu chaos quickstart quickstart-ppo quickstart-study test test-failed test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-ppo quickstart-study test test-failed test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -55,6 +55,12 @@ quickstart: $(RUN) ## data, model, supervised warm-up, GRPO, curves: the whole o
 
 quickstart-ppo: $(RUN) ## the same with PPO and a critic
 	$(BIN)/python examples/quickstart/quickstart.py --algorithm ppo --seed $(SEED) --output_dir $(OUT)-ppo
+
+quickstart-agent: $(RUN) ## a model learns to use a tool that it needs: warm-up, GRPO over conversations, curves
+	$(BIN)/python examples/quickstart_agent/quickstart_agent.py --seed $(SEED) --output_dir $(OUT)-agent
+
+quickstart-agent-study: $(RUN) ## three seeds, the table of docs/quickstart_agent.md
+	$(BIN)/python examples/quickstart_agent/study.py --output_dir $(OUT)-agent-study
 
 quickstart-study: $(RUN) ## three seeds, the table of docs/quickstart.md
 	$(BIN)/python examples/quickstart/study.py --output_dir $(OUT)-study

@@ -83,7 +83,15 @@ def our_overrides(arguments: Any, folder: Path, work: Work) -> list[str]:
 
 
 def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, float]]:
-    """The metrics of one step after the other; assembled as ``verl.trainer.main_ppo`` does."""
+    """The metrics of one step after the other, each of the full work."""
+    for metrics in steps_of(our_overrides(arguments, folder, work)):
+        assert metrics["prompt_length/mean"] == work.prompt_length
+        assert metrics["response_length/mean"] == work.response_length
+        yield metrics
+
+
+def steps_of(overrides: list[str]) -> Iterator[dict[str, float]]:
+    """The metrics of one step after the other of a run; assembled as ``verl.trainer.main_ppo`` does."""
     from verl.single_controller import local
     from verl.trainer.config.command_line import compose
     from verl.trainer.config.load import load_config
@@ -93,7 +101,7 @@ def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, fl
     from verl.utils import hf_tokenizer
     from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
 
-    config = load_config(compose(our_overrides(arguments, folder, work)))
+    config = load_config(compose(overrides))
     runner = TaskRunner()
     runner.add_actor_rollout_worker(config)
     runner.add_ref_policy_worker(config)
@@ -117,10 +125,7 @@ def our_steps(arguments: Any, folder: Path, work: Work) -> Iterator[dict[str, fl
         context = trainer.context_class(trainer.global_steps)
         with context.stage("step"):
             batch = trainer.step(trainer.to_batch(next(trainer.rows)), context)
-        metrics = context.metrics | trainer.step_metrics(batch, context)
-        assert metrics["prompt_length/mean"] == work.prompt_length
-        assert metrics["response_length/mean"] == work.response_length
-        yield metrics
+        yield context.metrics | trainer.step_metrics(batch, context)
 
 
 def play_ours(arguments: Any, folder: Path, work: Work) -> None:

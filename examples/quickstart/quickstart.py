@@ -97,7 +97,7 @@ def show_new_steps(metrics: Path | None, shown: int) -> int:
     complete = [line for line in lines if line.endswith("\n")]
     for record in map(json.loads, complete[shown:]):
         data, step = record.get("data", {}), record["step"]
-        if step % SHOW_EVERY == 0 or ACCURACY in data:
+        if step % SHOW_EVERY == 0 or accuracy_of(data) is not None:
             print("   " + step_line(step, data), flush=True)
     return len(complete)
 
@@ -110,10 +110,16 @@ def step_line(step: int, data: dict) -> str:
         "response_length/mean": "length",
         "actor/entropy": "entropy",
         "timing_s/step": "seconds",
-        ACCURACY: "held-out accuracy",
     }
     values = [f"{label} {data[name]:.3f}" for name, label in names.items() if name in data]
+    if (accuracy := accuracy_of(data)) is not None:
+        values.append(f"held-out accuracy {accuracy:.3f}")
     return "  ".join([f"step {step:3d}", *values])
+
+
+def accuracy_of(metrics: dict) -> float | None:
+    """The held-out accuracy, in steps with a validation; each of these tasks has one data source."""
+    return next((value for name, value in metrics.items() if name.startswith("val-core/")), None)
 
 
 def exported_model(folder: Path) -> Path:
@@ -143,8 +149,8 @@ def compare(validation: Path, algorithm: str, seed: int, seconds: float) -> tupl
     ), pairs
 
 
-def report(outcome: Outcome, pairs: list[tuple[dict, dict]], picture: Path, checkpoint: Path) -> None:
-    """What the run changed."""
+def report_accuracy(outcome: Outcome) -> None:
+    """What the run changed, in numbers."""
     gain = 100 * (outcome.after - outcome.before)
     print(f"\n== Held-out accuracy on {outcome.prompts} prompts (greedy), seed {outcome.seed}")
     print(f"   after the warm-up   {100 * outcome.before:5.1f} %")
@@ -153,6 +159,11 @@ def report(outcome: Outcome, pairs: list[tuple[dict, dict]], picture: Path, chec
         f"   gain                {gain:+5.1f} points, standard error {100 * outcome.standard_error:.1f} "
         f"({outcome.gained} prompts gained, {outcome.lost} lost)"
     )
+
+
+def report(outcome: Outcome, pairs: list[tuple[dict, dict]], picture: Path, checkpoint: Path) -> None:
+    """What the run changed."""
+    report_accuracy(outcome)
     print("\n== Sample responses")
     for before, after in pairs[:SAMPLES]:
         verdicts = ["right" if record["score"] == 1.0 else "wrong" for record in (before, after)]

@@ -32,7 +32,7 @@ def sft_settings(task: Path, output: Path, seed: int) -> Settings:
         "checkpoint.save_contents": "[model,hf_model]",
         "trainer.total_training_steps": SFT_STEPS,
         "trainer.save_freq": SFT_STEPS,
-        **_run_settings(output, seed),
+        **run_settings(output, seed),
     }
 
 
@@ -63,7 +63,7 @@ def rl_settings(algorithm: str, task: Path, model: Path, output: Path, seed: int
         "trainer.test_freq": 15,
         "trainer.save_freq": steps,
         "trainer.validation_data_dir": output / "validation",
-        **_run_settings(output, seed),
+        **run_settings(output, seed),
     }
 
 
@@ -89,7 +89,8 @@ def _ppo_settings(model: Path) -> Settings:
     }
 
 
-def _run_settings(output: Path, seed: int) -> Settings:
+def run_settings(output: Path, seed: int) -> Settings:
+    """One rank in this process, and where it writes."""
     return {
         "trainer.controller": "local",
         "trainer.device": "cpu",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -31,6 +32,15 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join([HEADER, *rows])
 
 
+def write_table(runs: Iterable[Outcome], path: Path) -> None:
+    """Write the table anew after each run, and print it at the end."""
+    outcomes: list[Outcome] = []
+    for outcome in runs:
+        outcomes.append(outcome)
+        path.write_text(table(outcomes) + "\n")
+    print(f"\n{table(outcomes)}\n\nthe table is also in {path}")
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -39,12 +49,14 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/quickstart-study"))
     args = parser.parse_args()
     output = fresh_folder(args.output_dir)
-    outcomes = []
-    for algorithm in args.algorithms:
-        for seed in args.seeds:
-            outcomes.append(run_quickstart(algorithm, seed, fresh_folder(output / f"{algorithm}-{seed}")))
-            (output / "table.md").write_text(table(outcomes) + "\n")
-    print(f"\n{table(outcomes)}\n\nthe table is also in {output / 'table.md'}")
+    write_table(
+        (
+            run_quickstart(algorithm, seed, fresh_folder(output / f"{algorithm}-{seed}"))
+            for algorithm in args.algorithms
+            for seed in args.seeds
+        ),
+        output / "table.md",
+    )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,257 @@
+"""A GRPO step over conversations with a tool: ours against TRL's GRPOTrainer, in one run.
+
+    python -m benchmarks.agent_step [--prompts 16] [--samples 8] [--rounds 5]
+
+The task, the tool and the model are those of the quickstart for agents (``examples/quickstart_agent``), after its
+supervised warm-up, which is made first: questions that take two look-ups in the row's secret table. Both generate
+conversations of up to four turns, call the tool, score the answer with the same function, and make one optimizer step
+in fp32, with a learning rate that leaves the policy as it is. Ours is the trainer itself with one worker in its process
+(``trainer.controller=local``). TRL has the tool as a method of its ``environment_factory``, which resets for each row,
+and a response template for the same format of calls; no gradient checkpointing, logging once at the end, all sequences
+in one pass. The lengths of both are told: they are drawn, so they are alike, but not the same.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import grpo_step, shape
+from benchmarks.shape import ROOT, Turns
+
+TARGET = 2.0
+LEARNING_RATE = 1e-7
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<assistant>",
+    "fields": {
+        "tool_calls": {
+            "open": "<tool_call>",
+            "close_pattern": r"</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"<eos>", "content": "text"},
+    },
+}
+"""How TRL reads the calls of the quickstart's chat template."""
+
+
+def our_overrides(arguments: Any, folder: Path) -> list[str]:
+    """The command line of the quickstart's run, for one optimizer step a batch."""
+    from examples.quickstart_agent.settings import rl_settings
+
+    settings = rl_settings(folder / "task", folder / "model", folder / "run", seed=1) | {
+        "data.train_batch_size": arguments.prompts,
+        "actor_rollout_ref.rollout.n": arguments.samples,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": arguments.prompts,
+        "actor_rollout_ref.actor.optim.lr": LEARNING_RATE,
+        "trainer.total_training_steps": 10**6,
+        "trainer.val_before_train": False,
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.validation_data_dir": "null",
+        "trainer.logger": "[]",
+        "trainer.progress": "off",
+    }
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def play_ours(arguments: Any, folder: Path) -> None:
+    """Be our contestant; every turn tells its stages and lengths."""
+    turns = Turns()
+    steps = grpo_step.steps_of(our_overrides(arguments, folder))
+
+    def run() -> dict[str, Any]:
+        metrics, prefix = next(steps), "timing_s/"
+        assert metrics["agent/status/done"] > 0.5, metrics
+        return {
+            "stages": {k.removeprefix(prefix): v for k, v in metrics.items() if k.startswith(prefix)},
+            "score": metrics["critic/score/mean"],
+            "messages": metrics["num_turns/mean"],
+        }
+
+    turns.serve(run, versions=shape.versions("torch", "transformers"))
+
+
+def right_answer(completions: Sequence[Sequence[Mapping[str, Any]]], ground_truth: list[str], **_: Any) -> list[float]:
+    """The reward function as TRL calls it."""
+    from examples.quickstart_agent.reward import compute_score
+
+    last = (completion[-1].get("content") or "" for completion in completions)
+    return [compute_score("look_up", text, truth, {}) for text, truth in zip(last, ground_truth, strict=True)]
+
+
+class Table:
+    """TRL's environment of one conversation: the row's table."""
+
+    def reset(self, table: int = 0, **_: Any) -> None:
+        """Take the table of the next row."""
+        self._table = table
+
+    def look_up(self, person: str, relation: str) -> str:
+        """Who is the friend, teacher, ... of a person.
+
+        Args:
+            person: a name.
+            relation: the column.
+        """
+        from examples.quickstart_agent import task
+
+        return task.look_up(self._table, person, relation)
+
+
+def play_trl(arguments: Any, folder: Path) -> None:
+    """Be TRL: its own loop, held up at the beginning of each step until it is its turn."""
+    turns = Turns()
+    import time
+
+    import pyarrow.parquet as pq
+    import torch
+    from datasets import Dataset
+    from transformers import AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from examples.quickstart_agent.settings import MOST_TURNS, RESPONSE_LENGTH
+
+    warm_up = 1
+
+    class TakeTurns(TrainerCallback):
+        """A turn is a step."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == warm_up:
+                turns.ready(versions=shape.versions("torch", "transformers", "trl"))
+            if state.global_step >= warm_up and not turns.wait():
+                raise SystemExit
+            self.start = time.perf_counter()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seconds = time.perf_counter() - self.start
+            metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+            assert metrics["tools/call_frequency"] > 0.5, metrics
+            if state.global_step > warm_up:
+                # Each call is a message of the model and one of the tool; the question and the answer are two more.
+                turns.done(seconds, score=metrics["reward"], messages=2 + 2 * metrics["tools/call_frequency"])
+
+    config = GRPOConfig(
+        output_dir=str(folder / "trl"),
+        use_cpu=True,
+        bf16=False,
+        model_init_kwargs={"dtype": torch.float32},
+        per_device_train_batch_size=arguments.prompts * arguments.samples,
+        gradient_accumulation_steps=1,
+        num_generations=arguments.samples,
+        max_completion_length=RESPONSE_LENGTH,
+        max_tool_calling_iterations=MOST_TURNS - 1,
+        beta=0.0,
+        learning_rate=LEARNING_RATE,
+        gradient_checkpointing=False,
+        max_steps=10**6,
+        logging_steps=10**6,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        log_completions=False,
+        **arguments.trl,
+    )
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    tokenizer.response_template = RESPONSE_TEMPLATE
+    rows = pq.read_table(folder / "task" / "rl_train.parquet").to_pylist()
+    trainer = GRPOTrainer(
+        model=str(folder / "model"),
+        reward_funcs=right_answer,
+        args=config,
+        train_dataset=Dataset.from_list(
+            [
+                {
+                    "prompt": row["prompt"],
+                    "ground_truth": row["reward_model"]["ground_truth"],
+                    "table": row["extra_info"]["tools_kwargs"]["look_up"]["create_kwargs"]["table"],
+                }
+                for row in rows
+            ]
+        ),
+        processing_class=tokenizer,
+        environment_factory=Table,
+        callbacks=[TakeTurns()],
+    )
+    trainer.train()
+
+
+def prepare(folder: Path, model: Path | None) -> None:
+    """Data and the warmed-up model of both: that of the quickstart, or one that was made before."""
+    from examples.quickstart.quickstart import exported_model
+    from examples.quickstart.settings import command
+    from examples.quickstart_agent.settings import sft_settings
+
+    make_task = ROOT / "examples" / "quickstart_agent" / "make_task.py"
+    run = [sys.executable, str(make_task), f"--output_dir={folder / 'task'}"]
+    subprocess.run(run, check=True, cwd=ROOT, stdout=sys.stderr)
+    if model is None:
+        warm_up = command("verl.trainer.sft_trainer", sft_settings(folder / "task", folder / "sft", seed=1))
+        subprocess.run(warm_up, check=True, cwd=ROOT, stdout=sys.stderr)
+        model = exported_model(folder / "sft" / "checkpoints")
+    (folder / "model").symlink_to(model.resolve())
+
+
+def main() -> None:
+    """The command line."""
+    parser = shape.parser(__doc__)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--trl", type=json.loads, default={}, help="further settings of TRL's GRPOConfig, as JSON")
+    parser.add_argument("--model", type=Path, help="a model after the warm-up, in the place of a new one")
+    parser.add_argument("--only", choices=("ours", "TRL"), help="one of them alone, to look at it")
+    parser.add_argument("--contestant", help=shape.argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=shape.argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.prompts, arguments.samples = 2, 2
+    if arguments.contestant:
+        {"ours": play_ours, "TRL": play_trl}[arguments.contestant](arguments, arguments.folder)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        prepare(Path(name), arguments.model)
+        sizes = [f"--prompts={arguments.prompts}", f"--samples={arguments.samples}"]
+        command = [sys.executable, "-m", "benchmarks.agent_step", *sizes, "--folder", name]
+        env = {"OMP_NUM_THREADS": str(arguments.threads)}
+        commands = {
+            "ours": ([*command, "--contestant", "ours"], env),
+            "TRL": ([*command, "--contestant", "TRL", f"--trl={json.dumps(arguments.trl)}"], env),
+        }
+        chosen = {name: command for name, command in commands.items() if arguments.only in (None, name)}
+        with shape.contestants(chosen) as players:
+            facts = {player.name: player.facts for player in players}
+            replies = shape.take_turns(players, arguments.rounds)
+    seconds = {name: shape.summary([reply["seconds"] for reply in found]) for name, found in replies.items()}
+    means = {
+        name: {key: statistics.fmean(reply[key] for reply in found) for key in ("score", "messages")}
+        for name, found in replies.items()
+    }
+    for name, found in seconds.items():
+        told = ", ".join(f"{key} {value:.2f}" for key, value in means[name].items())
+        print(f"{name:8}{found['median']:8.3f} s (least {found['min']:.3f}); means: {told}")
+    what = "GRPO step over conversations with a tool (native)"
+    shape.write_result(
+        arguments.json,
+        part="agent_step",
+        work=f"the quickstart for agents, {arguments.prompts} prompts x {arguments.samples} conversations",
+        machine=shape.machine(),
+        seconds=seconds,
+        stages=grpo_step.stages_of(replies.get("ours", [])),
+        facts=facts,
+        means=means,
+        rows=[shape.speed_row(what, "TRL's GRPOTrainer", seconds, "ours", "TRL", TARGET)] if len(seconds) == 2 else [],
+    )
+
+
+if __name__ == "__main__":
+    main()
