@@ -19,7 +19,7 @@ SGLANG := $(SGLANG_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-ppo quickstart-study test test-failed test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-ppo quickstart-study test test-failed test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -117,6 +117,9 @@ proofs: $(PEERS) ## every algorithm against its proofs, the comparison with TRL 
 
 bench: $(PEERS) ## speed and memory against generate, vLLM (if .venv-vllm is built), TRL; writes docs/performance.md
 	$(BIN)/python -m benchmarks.performance --write --vllm_python $(VLLM_PYTHON)
+
+bench-agents: $(PEERS) ## speed of conversations with tools, against lock-step and TRL; writes docs/agents_performance.md
+	$(BIN)/python -m benchmarks.performance --page agents_performance --write
 
 chaos: $(RUN) ## break a run on purpose, and compare with the undisturbed one; ROUNDS=16 for longer, WRITE=--write for docs/reliability.md
 	$(BIN)/python -m benchmarks.chaos --rounds $(ROUNDS) --seed $(SEED) $(WRITE)

@@ -1,6 +1,7 @@
 """Everything that docs/performance.md says, measured by one command: ``make bench``.
 
     python -m benchmarks.performance --write             all of it, on a quiet machine, about ten minutes
+    python -m benchmarks.performance --page agents_performance --write     docs/agents_performance.md, ``make bench-agents``
     python -m benchmarks.performance --only grpo_step    one part, printed
     python -m benchmarks.performance --tiny --write x.md     the page in its form, with figures that mean nothing
 
@@ -27,7 +28,6 @@ from typing import Any
 from benchmarks import shape
 from benchmarks.shape import ROOT, Row, Work
 
-PAGE = ROOT / "docs" / "performance.md"
 Result = Mapping[str, Any]
 
 
@@ -152,9 +152,7 @@ def run_part(part: Part, arguments: argparse.Namespace, folder: Path) -> Result:
 
 # ---- the page -------------------------------------------------------------------------------------
 
-HEAD = """# Performance
-
-Made by `make bench` (`python -m benchmarks.performance --write`). Every figure is a ratio of two things that were
+RATIOS = """Every figure is a ratio of two things that were
 measured in one run on one machine, because absolute times say little about another machine; the processes that are
 compared take turns, so that they see the same state of it. Speeds are compared by the least time of each contestant,
 since what other programs do only adds to a time; the medians stand beside them.
@@ -175,6 +173,51 @@ python -m benchmarks.gpu --json gpu.json
 It needs neither Ray nor vLLM. Where a GPU machine has PyTorch and Transformers but no package index, see
 `CONTRIBUTING.md` for what to carry there.
 """
+
+AGENT_PARTS = (
+    Part(
+        "tool_latency",
+        "Slow tools",
+        tiny=("--tiny", "--rounds", "1", "--threads", "1", "--conversations", "2", "--trajectories", "4"),
+    ),
+    Part("agent_step", "A whole GRPO step over conversations"),
+    Part("prefix_reuse", "Reuse of what earlier turns computed"),
+)
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page of figures."""
+
+    name: str
+    """Of its file in docs/, without the suffix."""
+    head: str
+    parts: tuple[Part, ...]
+    tail: str = ""
+
+    @property
+    def path(self) -> Path:
+        """Where it is written."""
+        return ROOT / "docs" / f"{self.name}.md"
+
+
+PAGES = {
+    page.name: page
+    for page in (
+        Page(
+            "performance",
+            f"# Performance\n\nMade by `make bench` (`python -m benchmarks.performance --write`). {RATIOS}",
+            PARTS,
+            GPU,
+        ),
+        Page(
+            "agents_performance",
+            "# Performance of agents\n\nMade by `make bench-agents` "
+            f"(`python -m benchmarks.performance --page agents_performance --write`). {RATIOS}",
+            AGENT_PARTS,
+        ),
+    )
+}
 
 NOTES = re.compile(r"<!-- notes: (\w+) -->\n(.*?)<!-- end of notes -->\n", re.DOTALL)
 
@@ -240,13 +283,13 @@ def stages_line(result: Result) -> list[str]:
     return [f"Stages of our step, medians: {shown}.", ""]
 
 
-def page(results: Mapping[str, Result], arguments: argparse.Namespace, notes: Mapping[str, str]) -> str:
-    """docs/performance.md."""
-    rows = {part.name: part.rows(results[part.name]) for part in PARTS if part.name in results}
+def text_of(page: Page, results: Mapping[str, Result], arguments: argparse.Namespace, notes: Mapping[str, str]) -> str:
+    """The page in Markdown."""
+    rows = {part.name: part.rows(results[part.name]) for part in page.parts if part.name in results}
     here = shape.machine()
     packages = {**shape.versions("torch", "transformers", "ray", "trl"), **versions_in(results)}
     lines = [
-        HEAD,
+        page.head,
         f"Machine: {here['cpu']}, {here['cores']} cores, {here['memory_gib']} GiB. Python {here['python']}, "
         f"{', '.join(f'{name} {version}' for name, version in packages.items())}.",
         "",
@@ -255,14 +298,14 @@ def page(results: Mapping[str, Result], arguments: argparse.Namespace, notes: Ma
         *table([row for found in rows.values() for row in found]),
         "",
     ]
-    for part in PARTS:
+    for part in page.parts:
         if part.name not in results:
             continue
         shown = " ".join(part.command(arguments))
         lines += [f"## {part.title}", "", "```text", shown, "```", "", *map(figures, rows[part.name]), ""]
         lines += [*seconds_table(results[part.name]), *stages_line(results[part.name])]
         lines += [f"<!-- notes: {part.name} -->\n{notes.get(part.name, '')}<!-- end of notes -->", ""]
-    return "\n".join([*lines, GPU])
+    return "\n".join([*lines, page.tail] if page.tail else lines)
 
 
 def versions_in(results: Mapping[str, Result]) -> dict[str, str]:
@@ -277,28 +320,32 @@ def versions_in(results: Mapping[str, Result]) -> dict[str, str]:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = tuple(part.name for part in PARTS)
+    names = tuple(part.name for page in PAGES.values() for part in page.parts)
     written = "write the page, to another place if a path follows"
-    parser.add_argument("--write", nargs="?", type=Path, const=PAGE, metavar="PATH", help=written)
-    parser.add_argument("--only", nargs="+", choices=names, default=names, help="these parts alone")
+    parser.add_argument("--page", choices=tuple(PAGES), default="performance", help="which page's parts")
+    parser.add_argument("--write", nargs="?", type=Path, const=Path(), metavar="PATH", help=written)
+    parser.add_argument("--only", nargs="+", choices=names, help="these parts alone")
     parser.add_argument("--rollout", default="native", help="rollout.name of our engine")
     parser.add_argument("--vllm_python", default=".venv-vllm/bin/python", help="Python of the environment with vLLM")
     parser.add_argument("--tiny", action="store_true", help="the smallest work, to test the benchmarks themselves")
     parser.add_argument("--json", type=Path, help="write what all parts found there")
     arguments = parser.parse_args()
-    if arguments.write == PAGE and (arguments.tiny or set(arguments.only) != set(names)):
-        parser.error("docs/performance.md takes all parts in full size, or it would be of several runs")
+    page = PAGES[arguments.page]
+    goal = page.path if arguments.write == Path() else arguments.write
+    if goal == page.path and (arguments.tiny or arguments.only):
+        parser.error(f"docs/{page.path.name} takes all parts in full size, or it would be of several runs")
+    parts = [part for part in page.parts if not arguments.only or part.name in arguments.only]
     with tempfile.TemporaryDirectory() as folder:
-        results = {part.name: run_part(part, arguments, Path(folder)) for part in PARTS if part.name in arguments.only}
-    print(*table([row for part in PARTS if part.name in results for row in part.rows(results[part.name])]), sep="\n")
+        results = {part.name: run_part(part, arguments, Path(folder)) for part in parts}
+    print(*table([row for part in parts for row in part.rows(results[part.name])]), sep="\n")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    if arguments.write:
-        before = arguments.write.read_text() if arguments.write.exists() else ""
-        arguments.write.write_text(page(results, arguments, notes_of(before)))
-        print(f"written: {arguments.write}")
-    if arguments.write == PAGE and PAGE.name not in (ROOT / "mkdocs.yml").read_text():
-        print(f"mkdocs.yml does not name it yet: add `- Performance: {PAGE.name}` to its nav.")
+    if goal:
+        before = goal.read_text() if goal.exists() else ""
+        goal.write_text(text_of(page, results, arguments, notes_of(before)))
+        print(f"written: {goal}")
+    if goal == page.path and page.path.name not in (ROOT / "mkdocs.yml").read_text():
+        print(f"mkdocs.yml does not name it yet: add {page.path.name} to its nav.")
 
 
 if __name__ == "__main__":

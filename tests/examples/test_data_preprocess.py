@@ -13,9 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from examples.data_preprocess import _common, countdown, gsm8k, gsm8k_multiturn_w_tool
+from examples.data_preprocess import (
+    _common,
+    countdown,
+    gsm8k,
+    gsm8k_multiturn_w_interaction,
+    gsm8k_multiturn_w_tool,
+)
 from examples.data_preprocess import math as math_script
 from verl.errors import DataError
+from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.testing.models import tiny_tokenizer
 from verl.tools.utils.tool_registry import initialize_tools_from_config
 from verl.trainer.config import DataConfig
@@ -78,6 +85,14 @@ def test_gsm8k_from_a_file_and_from_a_folder(tmp_path, run):
     assert row["extra_info"]["tools_kwargs"] == {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": truth}}}
     yaml = SCRIPTS.parent / "agents" / "gsm8k_tool.yaml"
     assert "calc_gsm8k_reward" in {tool.name for tool in initialize_tools_from_config(str(yaml))}
+
+    run(gsm8k_multiturn_w_interaction, "--local_dataset_path", SAMPLE, "--local_save_dir", "user")
+    row = splits(tmp_path / "user")["test"][0]
+    assert [message["role"] for message in row["prompt"]] == ["user"]
+    asks = row["extra_info"]["interaction_kwargs"]
+    assert asks["ground_truth"] == row["reward_model"]["ground_truth"]
+    yaml = SCRIPTS.parent / "agents" / "gsm8k_interaction.yaml"
+    assert asks["name"] in initialize_interactions_from_config(str(yaml))
 
 
 def test_math_from_json_lines_as_a_command(tmp_path):
