@@ -48,6 +48,18 @@ def test_scores_of_loops_are_placed_on_the_turns_of_the_policy(caplog: pytest.Lo
         assert problem in caplog.text
 
 
+def test_a_trajectory_that_is_scored_0_has_0_for_all_numbers_of_the_reward_function():
+    batch = DataProto.from_dict(
+        tensors={"response_mask": torch.tensor([[1, 1], [1, 0]])},
+        non_tensors={"trajectory_status": column(["done", "timeout"])},
+    )
+    agent = AgentLoopConfig(on_failure={"timeout": "zero"})
+    values = {"score": [1.0], "reward_status": ["ok"], "acc": [True], "pred": ["7"]}
+    scores, extra = with_own_scores(batch, (torch.tensor([[0.0, 1.0]]), values), [0], agent)
+    assert scores.tolist() == [[0, 1], [0, 0]]
+    assert extra == {"score": [1, 0], "reward_status": ["ok", "ok"], "acc": [True, 0], "pred": ["7", None]}
+
+
 def test_the_turn_that_was_better_is_rewarded():
     """Two siblings of two turns: the first turns score 1 and 0, the second ones the same."""
     mask = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1]])

@@ -357,6 +357,15 @@ def test_a_batch_call_has_its_own_time():
     assert "0.5 s" in scores[0].error
 
 
+def test_token_scores_of_a_tool_count_for_the_turn_before_it():
+    mask = torch.tensor([[1, 0, 1, 0, 0], [0, 0, 1, 0, 0], [0, 0, 0, 0, 0]])
+    present = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])
+    scores = token_scores(torch.tensor([[1.0, 2.0, 3.0, 4.0, 9.0]]).expand(3, -1), mask, present)
+    # Padding does not count; what precedes every turn goes to the first; without a turn there is nothing.
+    assert scores.tokens.tolist() == [[3, 0, 7, 0, 0], [0, 0, 10, 0, 0], [0, 0, 0, 0, 0]]
+    assert [score.value for score in scores.samples] == [10, 10, 0]
+
+
 def test_token_scores_outside_the_mask_do_not_count():
     nan = float("nan")
     mask = torch.tensor([[1, 1, 0], [1, 1, 0]])

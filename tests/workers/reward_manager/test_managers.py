@@ -127,6 +127,36 @@ def test_stop_names_the_sample():
     assert columns.batch["response_mask"].sum() == 18
 
 
+@pytest.mark.parametrize("policy", ["mask", "drop_group", "stop"])
+def test_a_failed_trajectory_is_left_out_alone_and_is_no_failure_of_the_reward(policy: str):
+    data, statuses = groups()
+    statuses[1] = "trajectory: timeout"
+    columns, metrics = leave_out_failed(data, statuses, policy)
+    assert columns.batch["response_mask"].sum(-1).tolist() == [3, 0, 3, 3, 3, 3]
+    assert (metrics["reward/left_out_rate"], metrics["reward/error_rate"]) == (pytest.approx(1 / 6), 0)
+
+
+def test_a_score_on_a_token_of_a_tool_counts_for_the_turn_before_it():
+    """As reward managers place it that know only how long a response is."""
+
+    class OnLastToken:
+        def __call__(self, data, return_dict=False):
+            scores = torch.zeros(data.batch["responses"].shape)
+            lengths = data.batch["attention_mask"][:, -scores.shape[1] :].sum(-1)
+            scores[torch.arange(len(data)), lengths - 1] = torch.tensor([0.5, 2.0])
+            return scores
+
+    data = batch_of(["abc", "abc"])  # a, b, c, <eos>
+    data.batch["response_mask"] = torch.tensor([[1, 1, 0, 0, 0, 0], [1, 0, 1, 1, 0, 0]])
+    scores, extra = compute_reward(data, OnLastToken())
+    assert scores.tolist() == [[0, 0.5, 0, 0, 0, 0], [0, 0, 0, 2, 0, 0]]
+    assert extra["score"] == [0.5, 2.0]
+    model = batch_of(["abc"], rm_scores=torch.tensor([[0.0, 0.0, 0.0, 4.0, 0.0, 0.0]]))
+    model.batch["response_mask"] = torch.tensor([[0, 1, 0, 0, 0, 0]])
+    scores, _ = compute_reward(model, NaiveRewardManager(TOKENIZER, 0))
+    assert scores.tolist() == [[0, 4, 0, 0, 0, 0]]
+
+
 def test_a_sample_without_anything_to_be_compared_with_is_left_out():
     data, statuses = groups()
     statuses[2] = "error"  # only one of p is left

@@ -29,7 +29,7 @@ from verl.utils.reward_score.prime_code import code_settings
 from verl.workers.reward_manager import AbstractRewardManager, NaiveRewardManager, get_reward_manager_cls
 from verl.workers.reward_manager.abstract import call
 from verl.workers.reward_manager.function import form_of, tensors_of
-from verl.workers.reward_manager.scores import token_scores
+from verl.workers.reward_manager.scores import on_drawn_tokens, token_scores
 
 logger = logging.getLogger(__name__)
 
@@ -221,15 +221,21 @@ def extract_reward(batch: DataProto) -> tuple[torch.Tensor, dict[str, Any]]:
     return batch.batch["rm_scores"], {name: batch.non_tensor_batch[name] for name in names}
 
 
+OF_TRAJECTORY = "trajectory: "
+"""What the ``reward_status`` of a sample begins with whose trajectory failed, so that there was nothing to score."""
+
+
 def status_metrics(statuses: Sequence[str]) -> Metrics:
-    """Fraction of samples without a score: ``reward/error_rate``, and ``reward/status/{status}`` for each status.
+    """Fraction of samples that could not be scored: ``reward/error_rate``, and ``reward/status/{status}`` for each.
+
+    Failed trajectories are not among them.
 
     >>> metrics = status_metrics(["ok", "timeout", "ok", "error"])
     >>> metrics["reward/error_rate"], metrics["reward/status/timeout"], metrics["reward/status/crashed"]
     (0.5, 0.25, 0.0)
     """
     counts, size = Counter(statuses), max(len(statuses), 1)
-    failed = sum(count for status, count in counts.items() if status != "ok")
+    failed = sum(count for status, count in counts.items() if status != "ok" and not status.startswith(OF_TRAJECTORY))
     rates = {f"reward/status/{status}": counts[status] / size for status in STATUSES if status != "ok"}
     return {"reward/error_rate": failed / size} | rates
 
@@ -263,7 +269,8 @@ def leave_out_failed(
     Args:
         batch: with ``response_mask``, ``uid`` and, if there are greedy responses, their ``baseline_status``.
         statuses: ``reward_status`` of each sample.
-        policy: ``mask`` excludes the failed samples, ``drop_group`` their whole groups, ``stop`` raises.
+        policy: ``mask`` excludes the failed samples, ``drop_group`` their whole groups, ``stop`` raises. Failed
+            trajectories, which ``rollout.agent.on_failure`` leaves out, are excluded alone with any of them.
         needs_siblings: also exclude samples that are then the only one of their group.
 
     Returns:
@@ -280,7 +287,8 @@ def leave_out_failed(
         of_baseline = batch.non_tensor_batch["baseline_status"]
         metrics["reward/baseline_error_rate"] = float((of_baseline != "ok").mean())
         reasons = np.where(reasons == "ok", of_baseline, reasons)
-    failed = reasons != "ok"
+    is_lost = np.array([str(reason).startswith(OF_TRAJECTORY) for reason in reasons], dtype=bool)
+    failed = (reasons != "ok") & ~is_lost
     if policy == "stop" and failed.any():
         row = int(failed.argmax())
         raise RewardError(
@@ -288,7 +296,7 @@ def leave_out_failed(
             f"({reasons[row]}), and reward_model.on_failure=stop. The reason is logged above. Correct the reward "
             "function or the data, or set reward_model.on_failure=mask to go on without such samples."
         )
-    out = np.isin(uids, uids[failed]) if policy == "drop_group" else failed
+    out = is_lost | (np.isin(uids, uids[failed]) if policy == "drop_group" else failed)
     if needs_siblings and out.any():
         remaining = Counter(uids[~out])
         out = out | np.array([remaining[uid] < 2 for uid in uids])
@@ -424,7 +432,7 @@ def _checked(
             f"the reward function returned '{taken[0]}', the name of a column of verl: {COLUMNS[taken[0]].meaning} "
             f"(made by {COLUMNS[taken[0]].producer}). Give it another name."
         )
-    placed = token_scores(scores, torch.ones_like(scores))
+    placed = token_scores(on_drawn_tokens(scores, tensors_of(data)["response_mask"]), torch.ones_like(scores))
     assert placed.tokens is not None
     statuses = extra.get("reward_status", ["ok"] * len(data))
     unusable = [row for row, score in enumerate(placed.samples) if score.status != "ok" and statuses[row] == "ok"]

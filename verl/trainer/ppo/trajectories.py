@@ -16,7 +16,7 @@ from verl.config import AgentLoopConfig, RolloutConfig
 from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import prompt_lengths, response_lengths
-from verl.trainer.ppo.reward import Scored
+from verl.trainer.ppo.reward import OF_TRAJECTORY, Scored
 from verl.utils.dataset.rl_dataset import FOR_AGENTS
 from verl.utils.metric import Metrics, distribution
 from verl.workers.reward_manager.scores import Score, Scores, checked_score, placed
@@ -60,6 +60,7 @@ def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
 
     Returns:
         the same for all rows. ``reward_status`` of trajectories to leave out is not ``ok``; it names their status.
+        Trajectories whose score is to be 0 have 0 for every number that the reward function returns for the others.
     """
     scores, extra = scored
     statuses = batch.non_tensor_batch["trajectory_status"]
@@ -78,12 +79,16 @@ def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     columns: dict[str, list[Any]] = {name: [None] * len(batch) for name in ("score", "reward_status", *extra)}
     columns["score"] = [score.value for score in known.samples]
     columns["reward_status"] = [
-        f"trajectory: {status}" if treatment in LEFT_OUT else score.status
+        f"{OF_TRAJECTORY}{status}" if treatment in LEFT_OUT else score.status
         for status, treatment, score in zip(statuses, treatments, known.samples, strict=True)
     ]
     for name, values in extra.items():
         for row, value in zip(rows, values, strict=True):
             columns[name][row] = value
+        if name not in ("score", "reward_status") and all(isinstance(value, int | float) for value in values):
+            for row, treatment in enumerate(treatments):
+                if treatment == "zero":
+                    columns[name][row] = 0.0
     return all_scores, columns
 
 
@@ -100,13 +105,33 @@ def trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
     trajectories = [trajectory for batch in batches for trajectory in _trajectories(batch)]
     if not trajectories:
         return {}
-    counts = Counter(batch.non_tensor_batch["trajectory_status"][rows[0]] for batch, rows in trajectories)
-    metrics = {f"agent/status/{status}": counts[status] / len(trajectories) for status in get_args(TrajectoryStatus)}
+    metrics = _shares(trajectories)
     counted = {"tool_failures": [failure.value for failure in CallFailure], "rendering_differences": list(KINDS)}
     for column, kinds in counted.items():
         if found := [value for trajectory in trajectories if (value := _summed(trajectory, column)) is not None]:
             metrics |= {f"agent/{column}/{kind}": sum(one[kind] for one in found) / len(found) for kind in kinds}
     return metrics | _timing(trajectories)
+
+
+def how_trajectories_ended(batch: DataProto) -> DataProto:
+    """Select the columns that :func:`validation_trajectory_metrics` reads."""
+    names = [name for name in ("trajectory_id", "trajectory_status", "__num_turns__") if name in batch.non_tensor_batch]
+    return batch.select(batch_keys=[], non_tensor_batch_keys=names)
+
+
+def validation_trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
+    """Return ``val-aux/agent/status/{status}``, shares, and ``val-aux/num_turns/...``; nothing without agent loops."""
+    trajectories = [trajectory for batch in batches for trajectory in _trajectories(batch)]
+    if not trajectories:
+        return {}
+    turns = [float(batch.non_tensor_batch["__num_turns__"][rows].sum()) for batch, rows in trajectories]
+    metrics = _shares(trajectories) | distribution(turns, "num_turns")
+    return {f"val-aux/{name}": value for name, value in metrics.items()}
+
+
+def _shares(trajectories: Sequence[Trajectory]) -> Metrics:
+    counts = Counter(batch.non_tensor_batch["trajectory_status"][rows[0]] for batch, rows in trajectories)
+    return {f"agent/status/{status}": counts[status] / len(trajectories) for status in get_args(TrajectoryStatus)}
 
 
 Trajectory = tuple[DataProto, list[int]]

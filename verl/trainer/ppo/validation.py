@@ -16,6 +16,7 @@ from verl.trainer.ppo import stages
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.trainer.ppo.sequences import with_prompts
+from verl.trainer.ppo.trajectories import how_trajectories_ended, validation_trajectory_metrics
 from verl.utils.dataset.loading import batches
 
 
@@ -52,6 +53,7 @@ class Validator:
         """Validate the current policy, write the samples, and return the metrics of :func:`validation_metrics`."""
         columns: dict[str, list] = defaultdict(list)
         samples: list[dict[str, Any]] = []
+        ends: list[DataProto] = []
         for number, rows in enumerate(batches(self.dataloader)):
             batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, number)
             before = len(columns["uid"])
@@ -64,10 +66,11 @@ class Validator:
             for values in columns.values():
                 values += [None] * (len(columns["uid"]) - len(values))
             samples += generation_records(step, self.tokenizer, batch, scores, extra)
+            ends.append(how_trajectories_ended(batch))
         self.samples = samples
         self.dump.write(step, samples)
         sources, uids = columns.pop("data_source"), columns.pop("uid")
-        return validation_metrics(sources, uids, columns)
+        return validation_metrics(sources, uids, columns) | validation_trajectory_metrics(ends)
 
     def _generate_and_score(
         self, prompts: DataProto, step: int, number: int
@@ -86,7 +89,8 @@ def validation_metrics(data_sources: list[str], uids: list[str], columns: dict[s
 
     Core metrics are mean@N, maj@N/mean and best@N/mean for the largest N of the core variable: ``acc`` if the reward
     function returns it, else ``reward``. A variable is used for a data source if all its samples there are numbers or
-    texts. Samples that could not be scored are left out; ``val-aux/error_rate`` is their share.
+    texts. Samples that could not be scored, and those of failed trajectories that ``rollout.agent.on_failure`` leaves
+    out, are not counted; ``val-aux/error_rate`` is their share.
     """
     status = columns.get("reward_status", ["ok"] * len(uids))
     scored = [row for row, value in enumerate(status) if value == "ok"]

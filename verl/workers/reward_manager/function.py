@@ -30,7 +30,7 @@ import torch
 from tensordict import TensorDict
 
 from verl.errors import ConfigError, RewardError
-from verl.protocol import DataProto, with_response_mask
+from verl.protocol import DataProto, compute_response_mask, with_response_mask
 from verl.schema import require
 from verl.supervision.killable_pool import Budget, CallResult, KillablePool, RateLimit, is_async, unwrapped
 from verl.utils.deferred import Deferred
@@ -235,8 +235,8 @@ class RewardFunction:
             texts, truths = [s.solution_str for s in samples], [s.ground_truth for s in samples]
             call = {"data": data, "responses": texts, "truths": truths}
         future = self._pool.submit([call], self.batch_timeout_s)
-        mask = tensors_of(data)["response_mask"]
-        return Deferred([future], lambda: self._batch_scores(future.result()[0], len(samples), mask))
+        masks = tensors_of(data)["response_mask"], compute_response_mask(data)
+        return Deferred([future], lambda: self._batch_scores(future.result()[0], len(samples), *masks))
 
     def warm_up(self) -> None:
         """Start the processes, without waiting for them."""
@@ -247,7 +247,9 @@ class RewardFunction:
         for pool in self._pools.values():
             pool.close()
 
-    def _batch_scores(self, result: CallResult, size: int, response_mask: torch.Tensor) -> Scores:
+    def _batch_scores(
+        self, result: CallResult, size: int, response_mask: torch.Tensor, present: torch.Tensor
+    ) -> Scores:
         if result.status != "ok":
             return Scores([Score.failed(result.status, result.message)] * size)
         try:
@@ -258,7 +260,7 @@ class RewardFunction:
             return Scores([Score.failed("error", f"{type(error).__name__}: {error}")] * size)
         if tokens.dim() == 1:
             return Scores([checked_score(value) for value in tokens.tolist()])
-        return token_scores(tokens, response_mask)
+        return token_scores(tokens, response_mask, present)
 
 
 def _call_on_batch(function: Callable[..., Any], data: DataProto, responses: list[str], truths: list[Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from verl.errors import ConfigError, DataError, RewardError
-from verl.protocol import DataProto
+from verl.protocol import DataProto, compute_response_mask
 from verl.schema import require
 from verl.supervision.killable_pool import Budget, RateLimit, unwrapped
 from verl.utils.dataset.rl_dataset import RLHFDataset
@@ -192,7 +192,7 @@ class NaiveRewardManager(AbstractRewardManager):
         """Start scoring; the result has the scores of the samples and of their tokens."""
         tensors = tensors_of(data)
         if not self.has_rule and "rm_scores" in tensors.keys():
-            model = token_scores(tensors["rm_scores"], tensors["response_mask"])
+            model = token_scores(tensors["rm_scores"], tensors["response_mask"], compute_response_mask(data))
             return Deferred([], lambda: self.shaped(data, model))
         if not self.has_rule:
             require(data, ("reward_model",), "scoring by data source")

@@ -96,12 +96,45 @@ def to_score(result: Any) -> Score:
     return Score(score, extra, turn_scores=values)
 
 
-def token_scores(scores: torch.Tensor, response_mask: torch.Tensor) -> Scores:
-    """Build scores from token scores, 0 outside the mask; a sample with a score that is not usable fails and gets 0."""
-    tokens = torch.where(response_mask.bool(), scores, 0.0)
+def token_scores(scores: torch.Tensor, response_mask: torch.Tensor, present: torch.Tensor | None = None) -> Scores:
+    """Build scores from token scores; a sample with a score that is not usable fails and gets 0.
+
+    Args:
+        scores: (bsz, response_length).
+        response_mask: 1 on tokens that the policy drew.
+        present: 1 on all tokens of the response, by default the same. Scores of tokens that the policy did not draw are
+            moved by :func:`on_drawn_tokens`, others are left out.
+    """
+    kept = torch.where((response_mask if present is None else present).bool(), scores, 0.0)
+    tokens = torch.where(response_mask.bool(), on_drawn_tokens(kept, response_mask), 0.0)
     checked = [checked_score(value) for value in row_scores(tokens)]
     ok = torch.tensor([score.error is None for score in checked], device=tokens.device)
     return Scores(checked, torch.where(ok.unsqueeze(-1), tokens, 0.0).float())
+
+
+def on_drawn_tokens(scores: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Move each score to a token that the policy drew: the last before it, or the first if there is none before.
+
+    What knows no ``response_mask`` places a score on the last token of a response, which may be one of a tool, of a
+    user or of the chat template. Nothing is learned from such a token, so the score would be lost.
+
+    Args:
+        scores: (bsz, response_length).
+        response_mask: (bsz, response_length) 1 on tokens that the policy drew.
+
+    Returns:
+        scores of the same sums; a row without a drawn token stays as it is.
+
+    >>> on_drawn_tokens(torch.tensor([[1.0, 0.0, 2.0], [3.0, 0.0, 0.0]]), torch.tensor([[1, 0, 0], [0, 1, 0]]))
+    tensor([[3., 0., 0.],
+            [0., 3., 0.]])
+    """
+    drawn = response_mask.to(scores.device).bool()
+    places = torch.arange(drawn.shape[1], device=scores.device)
+    before = torch.where(drawn, places, -1).cummax(-1).values
+    first = drawn.long().argmax(-1, keepdim=True) if drawn.shape[1] else before
+    moved = torch.zeros_like(scores).scatter_add(1, torch.where(before >= 0, before, first), scores)
+    return torch.where(drawn.any(-1, keepdim=True), moved, scores)
 
 
 def row_scores(tokens: torch.Tensor) -> list[float]:
