@@ -133,6 +133,7 @@ NAMES = {
     "verl.trainer.rm_trainer": ["main"],
     "verl.trainer.dpo_trainer": ["main"],
     "verl.trainer.inspect_data": ["main"],
+    "verl.trainer.inspect_rollouts": ["main"],
     "verl.trainer.ppo.ray_trainer": [
         "RayPPOTrainer",
         "Role",

@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
-from verl.trainer.ppo.records import RecordFolder
+from verl.protocol import DataProto
+from verl.testing.models import tiny_tokenizer
+from verl.trainer.ppo.records import LONGEST_TEXT, RecordFolder, generation_records
 
 
 @contextmanager
@@ -56,3 +60,57 @@ def test_no_folder(tmp_path, there):
     folder = RecordFolder(str(tmp_path / "file" / "dump") if there == "a file" else None)
     folder.write(1, records(1))
     assert folder.failed == (there == "a file")
+
+
+def test_secrets_are_masked_wherever_they_stand(tmp_path, monkeypatch):
+    monkeypatch.setenv("SEARCH_API_KEY", "abcdef-123456")
+    talk = [{"role": "tool", "content": 'curl "http://me:pass@host?key=12345"'}]
+    record = {"output": "abcdef-123456, of-the-config", "gts": {"a": ["abcdef-123456"]}, "ids": [1, 2], "talk": talk}
+    RecordFolder(str(tmp_path), ["of-the-config"]).write(1, [record])
+    assert json.loads((tmp_path / "1.jsonl").read_text()) == {
+        "output": "***, ***",
+        "gts": {"a": ["***"]},
+        "ids": [1, 2],
+        "talk": [{"role": "tool", "content": 'curl "http://***@host?key=***"'}],
+    }
+
+
+def test_a_trajectory_is_recorded_by_its_turns_and_long_texts_are_cut():
+    tokenizer = tiny_tokenizer()
+    prompt, first, tool, second = (
+        tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("p", "ab", "42", "c")
+    )
+    ids, mask = first + tool + second, [1] * len(first) + [0] * len(tool) + [1] * len(second)
+    width = len(ids) + 2
+    long = [{"role": "tool", "content": "x" * (LONGEST_TEXT + 7)}]
+    batch = DataProto.from_dict(
+        tensors={
+            "prompts": torch.tensor([[0, *prompt]] * 2),
+            "responses": torch.tensor([[*ids, 0, 0]] * 2),
+            "attention_mask": torch.tensor([[0, *[1] * len(prompt), *[1] * len(ids), 0, 0]] * 2),
+            "response_mask": torch.tensor([[*mask, 0, 0]] * 2),
+        },
+        non_tensors={
+            name: np.fromiter(values, dtype=object, count=2)
+            for name, values in {
+                "trajectory_id": ["1-0/0", "1-0/1"],
+                "agent": ["main", "main"],
+                "agent_name": ["mine", "mine"],
+                "trajectory_status": ["done", "timeout"],
+                "trajectory_message": ["", "too long"],
+                "__num_turns__": [3, 2],
+                "agent_loop_metrics": [{"generate_sequences": 1.5}] * 2,
+                "trajectory_conversation": [long, None],
+            }.items()
+        },
+    )
+    scores = torch.zeros(2, width)
+    scores[0, len(first) - 1], scores[0, len(ids) - 1] = 0.25, 0.5
+    told, failed = (record["trajectory"] for record in generation_records(1, tokenizer, batch, scores, {}))
+    assert told["turn_scores"] == [0.25, 0.5]
+    assert told["response_mask"] == [[1, len(first)], [0, len(tool)], [1, len(second)]]
+    assert (told["prompt_ids"], told["response_ids"], told["num_turns"]) == (prompt, ids, 3)
+    assert told["conversation"][0]["content"] == "x" * LONGEST_TEXT + " [... 7 more characters]"
+    roles = [(part["role"], part["content"].replace(" ", "")) for part in failed["conversation"]]
+    assert roles == [("assistant", "ab"), ("others", "42"), ("assistant", "c")]
+    assert (failed["status"], failed["message"]) == ("timeout", "too long")
