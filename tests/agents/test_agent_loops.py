@@ -83,11 +83,24 @@ def test_one_turn_gives_the_numbers_of_a_run_without_agent_loops(train):
     assert looped[1]["num_turns/mean"] == 2
 
 
-def test_two_turns_are_trained_on_without_the_tokens_between(train):
-    steps = train("twice")
+def test_two_turns_are_trained_on_without_the_tokens_between(train, tmp_path):
+    steps = train(
+        "twice",
+        algorithm__adv_estimator="bi_level_gae",
+        algorithm__high_level_gamma=0.5,
+        trainer__rollout_data_dir=tmp_path / "rollouts",
+    )
     assert steps[1]["num_turns/mean"] == 4
     assert steps[1]["agent/status/done"] == 1
     assert steps[1]["training/rollout_probs_diff_max"] < 1e-5
+    # With γ = λ = 1 a token's return is the score, and half of it in the first turn, whatever the critic thinks.
+    returns = []
+    for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        (_, first), _, (_, second) = record["trajectory"]["response_mask"]
+        returns += [record["score"] / 2] * first + [record["score"]] * second
+    assert len(set(returns)) > 2
+    assert steps[1]["critic/returns/mean"] == pytest.approx(sum(returns) / len(returns), rel=1e-4)
 
 
 def test_two_ranks_on_ray_draw_what_one_process_draws(train, ray_cluster):

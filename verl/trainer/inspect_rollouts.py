@@ -75,10 +75,17 @@ def told(record: Mapping[str, Any], with_tokens: bool = False) -> Iterator[Text]
     yield Text(f"--- {trajectory['id']} ({agent}): {trajectory['status']}, score {record['score']:g}", style="bold")
     if trajectory["message"]:
         yield Text(trajectory["message"], style="red")
-    scores = iter(trajectory["turn_scores"])
-    begins = _first_turn(trajectory["conversation"])
-    for number, message in enumerate(trajectory["conversation"]):
-        score = next(scores, None) if message["role"] == "assistant" and number >= begins else None
+    conversation = trajectory["conversation"]
+    begins = _first_turn(conversation)
+    turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
+    turns = [number for number in turns if number >= begins]
+    # A turn that another sequence of the trajectory trains has no score here.
+    is_complete = len(turns) == len(trajectory["turn_scores"])
+    scores = dict(zip(turns, trajectory["turn_scores"], strict=True)) if is_complete else {}
+    if not is_complete:
+        yield Text(f"scores of the turns that it trains: {trajectory['turn_scores']}")
+    for number, message in enumerate(conversation):
+        score = scores.get(number)
         yield Text(_heading(message, score), style="bold")
         yield Text(_text(message), style=STYLES.get(message["role"], ""))
     if with_tokens:

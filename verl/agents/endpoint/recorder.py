@@ -157,6 +157,7 @@ class TrajectoryRecorder:
                     response_mask=mask,
                     agent=sequence.agent,
                     num_turns=len(conversation.messages),
+                    conversation=conversation.messages,
                     metrics=AgentLoopMetrics(),
                     extra_fields={"rendering_differences": dict(conversation.check())},
                 )
