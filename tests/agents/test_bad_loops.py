@@ -131,7 +131,7 @@ class Loop(AgentLoopBase):
         await asyncio.Event().wait()
 
     async def blocks(self, params):
-        time.sleep(30)
+        time.sleep(10**6)
 
     async def will_not_be_cancelled(self, params):
         drawn = await self.draw(params)
@@ -243,9 +243,7 @@ def prompts(does: list[str]) -> DataProto:
 
 def test_each_bad_loop_costs_its_own_trajectory(answers):
     does = [what for name in ENDS for what in (name, "good")]
-    before = time.monotonic()
     batch = answers(does, trajectory_timeout_s=2)
-    assert time.monotonic() - before < 25  # far less than the times for which loops block
     columns = batch.non_tensor_batch
     assert dict(zip(does, columns["trajectory_status"], strict=True)) == ENDS
     messages = dict(zip(does, columns["trajectory_message"], strict=True))

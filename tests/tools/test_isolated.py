@@ -59,4 +59,12 @@ def test_what_ends_or_blocks_a_process(tmp_path: Path):
     assert texts["fork"] == '{"pid": true, "what": "fork"}'
     assert "memory" in texts["memory"].lower()
     assert texts["raise"] == "Error: the tool work failed: ToolProcessError: ValueError: not this"
-    assert not [one for one in psutil.Process().children(recursive=True) if "987654" in one.cmdline()]
+    assert not [one for one in psutil.Process().children(recursive=True) if "987654" in words_of(one)]
+
+
+def words_of(process: psutil.Process) -> list[str]:
+    """Its command line; of one that has ended, none."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
