@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.agents.script import END, Script
 from verl.agents.loop import AgentLoopOutput
 from verl.agents.servers import SampleId
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
@@ -24,43 +24,9 @@ from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.reward_manager.scores import Scores, checked_score, placed
-from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.request import SamplingParams
 
 PROMPT = [{"role": "user", "content": "Play."}]
-END = "<eos>"
-
-
-class Call:
-    """An answer that is there at once."""
-
-    def __init__(self, output: RolloutOutput) -> None:
-        self._future: Future[RolloutOutput] = Future()
-        self._future.set_result(output)
-
-    def future(self) -> Future[RolloutOutput]:
-        return self._future
-
-    def cancel(self) -> None:
-        pass
-
-
-class Script:
-    """Engines whose policy says given texts, one a turn; a text too long for its turn is cut as an engine cuts it."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self.begin([])
-
-    def begin(self, texts: list[str]) -> None:
-        self._texts = iter(texts)
-        self.prompts: list[list[int]] = []
-
-    def send(self, conversation: str, request: RolloutRequest) -> Call:
-        self.prompts.append(list(request.prompt_ids))
-        ids = self._tokenizer(next(self._texts) + END, add_special_tokens=False)["input_ids"]
-        most = request.sampling.max_tokens
-        cut, reason = ids[:most], "length" if len(ids) > most else "stop"
-        return Call(RolloutOutput(cut, [-0.25] * len(cut), reason, 7))
 
 
 class Given(Environment):

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from verl.agents.loop import TrajectoryError
 from verl.agents.parsers import FunctionCall, MalformedCall
-from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner
+from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner, as_described
 from verl.testing.models import tiny_tokenizer
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import ToolResponse
@@ -126,7 +127,7 @@ def test_the_state_of_a_trajectory():
         ),
         (call(arguments="{"), CallFailure.WRONG_ARGUMENTS, "the arguments of count are no JSON"),
         (call(arguments="[1]"), CallFailure.WRONG_ARGUMENTS, "must be a JSON object"),
-        (call(arguments='{"by": "1"}'), CallFailure.WRONG_ARGUMENTS, "by: '1' is not of type 'integer'"),
+        (call(arguments='{"by": "one"}'), CallFailure.WRONG_ARGUMENTS, "by: 'one' is not of type 'integer'"),
         (call(arguments='{"by": 0}'), CallFailure.WRONG_ARGUMENTS, "by: 0 is less than the minimum of 1"),
         (call(arguments="{}"), CallFailure.WRONG_ARGUMENTS, "'by' is a required property"),
         (doing("raise"), CallFailure.RAISED, "the tool count failed: KeyError: 'no such key'"),
@@ -234,18 +235,60 @@ def test_a_cancelled_trajectory_releases_what_it_has():
     assert (tool.states, len(tool.released)) == ({}, 1)
 
 
-def test_a_create_that_fails_is_tried_again():
-    class Flaky(Counting):
+def ended(runner: ToolRunner, *turns: list[FunctionCall]) -> str:
+    """Why the trajectory ended with ``tool_error``."""
+    with pytest.raises(TrajectoryError) as error:
+        run(runner, *turns)
+    assert error.value.status == "tool_error"
+    return str(error.value)
+
+
+def test_a_tool_that_cannot_be_created_or_gives_no_reward_ends_the_trajectory():
+    class Broken(Counting):
         async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
-            if not self.created_with:
-                self.created_with.append({})
-                raise OSError("not yet")
+            self.created_with.append({})
+            await DEEDS[self.config["create"]]()
             return await super().create(instance_id, **kwargs)
 
-    found, rewards = run(ToolRunner([Flaky()], shorten), [call()], [call()])
-    assert [one.failure for one in found] == [CallFailure.RAISED, None]
-    assert "OSError: not yet" in found[0].response.text
-    assert rewards == {"count": 1.0}
+    for what, why in (
+        ("raise", "KeyError: 'no such key'"),
+        ("hang", "took longer than 0.2 s"),
+        ("block", "took longer"),
+    ):
+        tool = Broken({"create": what, "timeout_s": 0.2})
+        message = ended(ToolRunner([tool], shorten, ToolLimits(max_parallel_calls=2)), [call(), call()])
+        assert message.startswith("create: the tool count ")
+        assert why in message
+        assert len(tool.created_with) == 1
+
+    class Unrewarding(Counting):
+        async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+            given = DEEDS[self.config["reward"]]()
+            return await given if asyncio.iscoroutine(given) else given
+
+    for what, why in (("raise", "KeyError: 'no such key'"), ("hang", "took longer than 0.2 s"), ("text", "no number")):
+        tool = Unrewarding({"reward": what, "timeout_s": 0.2})
+        message = ended(ToolRunner([tool], shorten), [call()])
+        assert message.startswith("calc_reward: ")
+        assert why in message
+        assert (tool.states, len(tool.released)) == ({}, 1)
+
+
+def test_arguments_take_the_type_of_their_description():
+    text, number, whole = {"type": "string"}, {"type": "number"}, {"type": "integer"}
+    for value, described, expected in [
+        (42, text, "42"), (1.5, text, "1.5"), (True, text, "true"), ([1], text, [1]), (None, text, None),
+        ("42", whole, 42), ("4.5", whole, "4.5"), ("4", number, 4), ("4.5", number, 4.5), ("true", whole, "true"),
+        ("true", {"type": "boolean"}, True), ("1", {"type": "boolean"}, "1"), ("x", number, "x"),
+        ("[1, 2]", {"type": "array"}, [1, 2]), ('{"a": 1}', {"type": "object"}, {"a": 1}), ("[1]", text, "[1]"),
+        (4, {"type": ["string", "integer"]}, 4), ("4", {"type": ["string", "integer"]}, "4"),
+        (4, {"anyOf": [text, {"type": "null"}]}, "4"), ("4", {"anyOf": [whole, {"type": "null"}]}, 4),
+        ("null", {"type": ["integer", "null"]}, "null"), (4, {}, 4), ("4", {}, "4"), ("9" * 5000, whole, "9" * 5000),
+    ]:  # fmt: skip
+        found = as_described(value, described)
+        assert (found, type(found)) == (expected, type(expected))
+    found, _ = run(ToolRunner([Counting()], shorten), [call(arguments='{"by": "3"}')])
+    assert found[0].response.text == "3"
 
 
 def test_trajectories_leave_no_threads_and_no_files():

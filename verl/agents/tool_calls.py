@@ -24,7 +24,9 @@ from typing import Any, Literal, TypeVar
 
 from jsonschema import Draft202012Validator
 
+from verl.agents.loop import TrajectoryError
 from verl.agents.parsers import FunctionCall, MalformedCall
+from verl.agents.parsers.base import properties_of
 from verl.agents.slots import ProcessSlots, Slots, no_limit
 from verl.base.redact import redacted
 from verl.base.registry import suggest
@@ -129,6 +131,7 @@ class ToolRunner:
             tool.name: Draft202012Validator(described["function"].get("parameters", {}))
             for tool, described in zip(tools, self.schemas, strict=True)
         }
+        self._properties = properties_of(self.schemas)
         numbers = {tool.name: tool.config.get("max_concurrent") for tool in tools}
         self._slots: dict[str, Slots] = {
             name: slots(self.tools[name], int(number)) if number else no_limit for name, number in numbers.items()
@@ -170,6 +173,8 @@ class ToolRunner:
             ) from error
         if not isinstance(arguments, dict):
             raise _CallError(CallFailure.WRONG_ARGUMENTS, f"the arguments of {call.name} must be a JSON object.")
+        described = self._properties[call.name]
+        arguments = {name: as_described(value, described.get(name, {})) for name, value in arguments.items()}
         found = sorted(self._validators[call.name].iter_errors(arguments), key=lambda error: error.json_path)
         if found:
             listed = "; ".join(f"{error.json_path.removeprefix('$.')}: {error.message[:200]}" for error in found[:3])
@@ -210,6 +215,9 @@ class ToolSession:
 
         Returns:
             One result for each call, in their order.
+
+        Raises:
+            TrajectoryError: the ``create`` of a tool failed.
         """
         most = self.runner.limits.max_parallel_calls
         made = await asyncio.gather(*(self.call(call, **kwargs) for call in calls[:most]))
@@ -245,14 +253,18 @@ class ToolSession:
         )
 
     async def rewards(self) -> dict[str, float | None]:
-        """``calc_reward`` of each tool that the trajectory has used; None where it failed."""
+        """``calc_reward`` of each tool that the trajectory has used.
+
+        Raises:
+            TrajectoryError: it failed, so the trajectory cannot be scored as the tool's author means it.
+        """
         found: dict[str, float | None] = {}
         for name, instance in self._created().items():
             tool, kwargs = self.runner.tools[name], self._of_row(name, "calc_reward_kwargs")
             try:
                 found[name] = _number(await self._run(tool, tool.calc_reward(instance, **kwargs)))
-            except _CallError:
-                found[name] = None
+            except _CallError as error:
+                raise TrajectoryError(f"calc_reward: {error}", "tool_error") from error
         return found
 
     async def close(self) -> None:
@@ -272,12 +284,20 @@ class ToolSession:
         self, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any]
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         kwargs = {**self._of_row(tool.name, "execute_kwargs"), **kwargs}
-        return _checked(tool.name, await self._run(tool, self._created_and_executed(tool, arguments, kwargs)))
+        try:
+            result = await self._run(tool, self._created_and_executed(tool, arguments, kwargs))
+        except _CallError as error:
+            making = self._instances.get(tool.name)
+            if making is None or not making.done() or _has_failed(making):
+                # Whatever the policy writes, this tool cannot answer it.
+                raise TrajectoryError(f"create: {error}", "tool_error") from error
+            raise
+        return _checked(tool.name, result)
 
     async def _created_and_executed(self, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
         """In the thread of the tools: create the state of this trajectory at the first call, then execute."""
         making = self._instances.get(tool.name)
-        if making is None or _has_failed(making):
+        if making is None:
             kwargs_of_row = self._of_row(tool.name, "create_kwargs")
             making = asyncio.ensure_future(_without_exit(tool.create(create_kwargs=kwargs_of_row)))
             self._instances[tool.name] = making
@@ -374,6 +394,34 @@ def _checked(name: str, result: Any) -> tuple[ToolResponse, float | None, dict[s
         f"the tool {name} gave no answer that can be read ({type(result).__name__} in the place of a response, a "
         "reward and metrics).",
     )
+
+
+_KINDS = {bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+
+
+def as_described(value: Any, schema: Mapping[str, Any]) -> Any:
+    """Return an argument in the JSON type that its description names, where it was only written in another.
+
+    A number or a truth value becomes the text of a parameter that takes text alone; a text that is JSON becomes the
+    number, truth value, list or object of a parameter that takes no text. Anything else stays, for the check to refuse.
+
+    >>> as_described(42, {"type": "string"}), as_described("42", {"type": "integer"})
+    ('42', 42)
+    """
+    kinds: set[str] = set()
+    for one in (schema, *schema.get("anyOf", ())):
+        named = one.get("type") or ()
+        kinds |= {named} if isinstance(named, str) else set(named)
+    if isinstance(value, bool | int | float):
+        return json.dumps(value) if kinds and kinds <= {"string", "null"} else value
+    if not isinstance(value, str) or not kinds or "string" in kinds:
+        return value
+    try:
+        read = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    kind = _KINDS.get(type(read))
+    return read if kind in kinds or (kind == "integer" and "number" in kinds) else value
 
 
 def _number(reward: Any) -> float | None:
