@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.errors import ConfigError
+from verl.testing.tiny_run import make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
@@ -111,6 +113,27 @@ def test_two_ranks_on_ray_draw_what_one_process_draws(train, ray_cluster):
         assert same == pytest.approx(
             {key: comparable(local[step])[key] for key in same}, rel=1e-4, abs=5e-6, nan_ok=True
         )
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"multi_turn__enable": "true", "multi_turn__format": "herms"}, "herms"),
+        ({"multi_turn__enable": "true", "multi_turn__tool_config_path": "nowhere/tools.yaml"}, "nowhere/tools.yaml"),
+        ({}, "unknown agent loop 'twize'. Did you mean 'twice'?"),
+    ],
+    ids=["format", "tools", "a row's agent"],
+)
+def test_what_is_wrong_with_agents_is_said_before_a_model_loads(train, tmp_path, changes, says, capfd):
+    if not changes:
+        rows = [json.loads(line) for line in (tmp_path / "val.jsonl").read_text().splitlines()]
+        write_jsonl(tmp_path / "val.jsonl", [rows[0], rows[1] | {"agent_name": "twize"}])
+    settings = {f"actor_rollout_ref__rollout__{name}": value for name, value in changes.items()}
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        train("twice" if not changes else "", **settings)
+    said = "".join(capfd.readouterr())
+    assert "reading the tokenizer and the data" in said
+    assert "loading the model" not in said
 
 
 PARSER = """

@@ -56,13 +56,14 @@ class OrderingTrainer(RayPPOTrainer):
             (self.folder / "new").write_text(f"{self._pid(order[0])} {int(order[1])}")
             (self.folder / "new").rename(self.folder / "order")
         batch = super().rollout(*args, **kwargs)
-        self.actors += [agents._router for agents in [self.agent_loops._agents]] + self.agent_loops._agents._workers
+        agents = self.agent_loops._agents
+        self.actors += [watched.actor for watched in [agents._router, *agents._workers]]
         return batch
 
     def _pid(self, who: str) -> int:
         if who == "worker":
             return 0
-        actor = self.actor_rollout_wg.workers[1] if who == "rank" else self.agent_loops._agents._router
+        actor = self.actor_rollout_wg.workers[1] if who == "rank" else self.agent_loops._agents._router.actor
         return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
 
 
@@ -97,6 +98,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Callable
             "actor_rollout_ref__rollout__agent__agent_loop_config_path": root / "loops.yaml",
             "actor_rollout_ref__rollout__agent__default_agent_loop": "twice",
             "actor_rollout_ref__rollout__agent__num_workers": 2,
+            "actor_rollout_ref__rollout__agent__hang_timeout_s": 10,
         } | changes
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
@@ -122,9 +124,10 @@ def test_processes_that_die_or_hang_in_a_rollout_leave_no_trace_in_the_run(run):
             ray.get(actor.__ray_call__.remote(lambda _: None))
     orders = {1: ("worker", kill), 2: ("router", kill), 3: ("rank", kill)}
     disturbed = run("disturbed", orders)
-    hung = run("hung", {2: ("rank", stop)}, trainer__recovery__hang_timeout_s=15)
-    assert [disturbed[step].get("recovery/restarts", 0) for step in (1, 2, 3)] == [0, 1, 2]
-    assert hung[3]["recovery/restarts"] == 1
+    orders = {1: ("worker", stop), 2: ("rank", stop), 3: ("router", stop)}
+    hung = run("hung", orders, trainer__recovery__hang_timeout_s=15)
+    for found in (disturbed, hung):
+        assert [found[step].get("recovery/restarts", 0) for step in (1, 2, 3)] == [0, 1, 2]
     for found in (disturbed, hung):
         for step, expected in undisturbed.items():
             names = {name for name in found[step].keys() | expected.keys() if not name.startswith(NOT_COMPARED)}

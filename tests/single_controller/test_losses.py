@@ -215,6 +215,20 @@ def test_a_call_that_hangs_in_this_process_is_interrupted(alone, what, capfd):
     assert signal.getsignal(signal.SIGUSR2) is before
 
 
+def test_a_call_that_gives_signs_of_life_may_take_its_time(alone, capfd):
+    alone.guard(hang_timeout_s=0.2)
+    with alone.limit_silence(lambda: 0.0):
+        alone.execute_func_rank_zero(time.sleep, 0.7)
+    assert capfd.readouterr().err == ""
+    began = time.monotonic()
+    with (
+        alone.limit_silence(lambda: max(0.0, time.monotonic() - began - 0.3)),  # falls silent after 0.3 s
+        pytest.raises(ProcessLostError, match=r"hang_timeout_s=0\.2 s"),
+    ):
+        alone.execute_func_rank_zero(time.sleep, 60)
+    assert time.monotonic() - began >= 0.5
+
+
 def spin(seconds):
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -6,6 +6,7 @@ import threading
 import time
 
 from mcp.server.mcpserver import MCPServer
+from mcp.types import ToolAnnotations
 
 server = MCPServer("tests", log_level="CRITICAL")
 count = 0
@@ -34,6 +35,16 @@ def fail() -> str:
 @server.tool()
 def die() -> str:
     """End the process in the middle of the call."""
+    os._exit(1)
+
+
+@server.tool(annotations=ToolAnnotations(idempotent_hint=True))
+def die_once(mark: str) -> str:
+    """End the process in the middle of the first call."""
+    try:
+        open(mark, "x").close()
+    except FileExistsError:
+        return "alive"
     os._exit(1)
 
 

@@ -67,12 +67,12 @@ def close(tools: list[BaseTool]) -> None:
 
 
 def test_calls_and_errors_of_a_server(stdio: list[BaseTool]):
-    assert [tool.name for tool in stdio] == ["add", "counted", "fail", "die", "die_soon", "sleep", "flood"]
+    assert [tool.name for tool in stdio] == ["add", "counted", "fail", "die", "die_once", "die_soon", "sleep", "flood"]
     add = stdio[0].tool_schema.to_template()["function"]
     assert (add["description"], add["parameters"]["required"]) == ("Add two numbers.", ["a"])
     assert add["parameters"]["properties"]["b"] == {"default": 1, "title": "B", "type": "integer"}
-    assert (stdio[5].config["timeout_s"], stdio[5].config["max_concurrent"]) == (50, 8)
-    stdio[5].config["timeout_s"] = 0.3
+    assert (stdio[6].config["timeout_s"], stdio[6].config["max_concurrent"]) == (50, 8)
+    stdio[6].config["timeout_s"] = 0.3
     found = calls(
         stdio,
         ("add", {"a": 2, "b": 3}),
@@ -119,6 +119,11 @@ def test_a_server_that_dies_is_started_again(stdio: list[BaseTool]):
     time.sleep(0.6)
     [after] = calls(stdio, ("counted", {}))
     assert (after.failure, after.response.text) == (None, "1 s3cret")
+
+
+def test_a_call_that_does_no_harm_twice_is_made_again_when_its_server_dies(stdio: list[BaseTool], tmp_path: Path):
+    [found] = calls(stdio, ("die_once", {"mark": str(tmp_path / "mark")}))
+    assert (found.failure, found.response.text) == (None, "alive")
 
 
 def free_port() -> int:

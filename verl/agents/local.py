@@ -78,7 +78,8 @@ class LocalAgents:
         with ExitStack() as stack:
             stack.callback(self._end, router)
             stack.callback(running.cancel)  # does nothing once all have ended
-            group.serve(LocalRequests(queue))
+            with group.limit_silence(router.silent_s):
+                group.serve(LocalRequests(queue))
             return running.result()
 
     def _end(self, router: Router) -> None:
@@ -101,5 +102,6 @@ class LocalAgents:
             self._loop.close()
 
     def shutdown(self) -> None:
-        """End the event loop; there can be no later :meth:`run`."""
+        """End the event loop and what trajectories have shared; there can be no later :meth:`run`."""
+        self._worker.close()
         self._loop.call_soon_threadsafe(self._loop.stop)

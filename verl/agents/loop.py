@@ -144,6 +144,10 @@ class AgentLoopBase(ABC):
         """
         return None
 
+    @classmethod  # noqa: B027 - most loops have nothing to free
+    def discard(cls, shared: Any) -> None:
+        """Free what :meth:`prepare` has made, such as connections; no trajectory uses it any more."""
+
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Answer one prompt.

@@ -10,7 +10,8 @@
                                    ▼
                                 engine 0 … engine m    the ranks' rollout engines
 
-A worker that dies is replaced, and its trajectories are run again from their beginning with the same random numbers.
+A worker that dies, or gives no sign of life for ``rollout.agent.hang_timeout_s``, is replaced, and its trajectories are
+run again from their beginning with the same random numbers. A router that does so is lost with the ranks, as a rank is.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from verl.config import PPOConfig, RolloutConfig
 from verl.errors import ProcessLostError, WorkerError
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.processes import finished_of
+from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest
 from verl.workers.rollout.serving import Answer, RequestQueue
@@ -48,10 +50,8 @@ LONG_POLL_S = 1.0
 """How long a rank's question for new requests is held back if there are none."""
 LOOK_S = 0.5
 """How often the driver looks after the ranks while trajectories run."""
-MOST_CALLS = 100_000
-"""Most calls under way in one actor."""
 ATTEMPTS = 3
-"""How often a trajectory is begun whose process dies; the last time without others beside it."""
+"""How often a trajectory is begun whose process dies or hangs; the last time without others beside it."""
 
 
 class _Mailbox:
@@ -228,15 +228,15 @@ class RayAgents:
 
     def __init__(self, config: PPOConfig) -> None:
         self._config = config
-        self._workers: list[Any] = []
-        self._router: Any = None
+        self._workers: list[WatchedActor] = []
+        self._router: WatchedActor | None = None
 
     def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
         """Run all trajectories to their end, in the order of the results.
 
         Raises:
-            ProcessLostError: a rank or the router died, or a rank hangs.
-            WorkerError: an engine failed.
+            ProcessLostError: a rank or the router died or hangs.
+            WorkerError: an engine failed, or a process of agent loops cannot start.
         """
         try:
             return self._run(trajectories, group)
@@ -244,20 +244,22 @@ class RayAgents:
             raise ProcessLostError(f"the router of agent loops died: {brief(str(error))}") from error
 
     def _run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
-        self._start()
         with ExitStack() as on_failure:
             on_failure.callback(self.shutdown)  # neither the ranks nor the trajectories may go on
+            router = self._started_router()
             engines = len(group.mesh("rollout").collecting_ranks)
-            rollout: Any = ray.get(self._router.open.remote(engines))
-            serving = group.serve(RayRequests(self._router, rollout))
-            results = self._results(trajectories, group, serving)
-            ray.get(self._router.close.remote())
+            rollout: int = router.result(router.actor.open.remote(engines))
+            serving = group.serve(RayRequests(router.actor, rollout))
+            results = self._results(trajectories, group, serving, router)
+            router.result(router.actor.close.remote())
             group.wait_for(serving)
             self._replace_stuck_workers()
             on_failure.pop_all()
         return results
 
-    def _results(self, trajectories: Sequence[Trajectory], group: Any, serving: Any) -> list[TrajectoryResult]:
+    def _results(
+        self, trajectories: Sequence[Trajectory], group: Any, serving: Any, router: WatchedActor
+    ) -> list[TrajectoryResult]:
         settings = self._config.actor_rollout_ref.rollout
         running = _Rollout(settings, trajectories, self._workers, self._new_worker)
         while not running.look():
@@ -265,41 +267,48 @@ class RayAgents:
                 group.wait_for(serving)  # raises why the ranks ended before their time
                 ray.get(self._router.silent_s.remote())  # raises if it was because the router died
                 raise WorkerError("the rollout engines ended while trajectories still ran.")
-            limit_s = group.hang_timeout_s
-            if limit_s is not None and ray.get(self._router.silent_s.remote()) > limit_s:
+            silent_s, limit_s = router.look(), group.hang_timeout_s
+            if limit_s is not None and silent_s is not None and silent_s > limit_s:
                 raise group.end_hanging(serving)
         return running.results
 
-    def _start(self) -> None:
-        if self._router is not None:
-            return
-        rollout = self._config.actor_rollout_ref.rollout
-        self._router = light_actor(RouterActor).remote(rollout.max_num_seqs)
-        cores = int(ray.cluster_resources().get("CPU", 1))
-        self._workers = [self._new_worker() for _ in range(max(1, min(rollout.agent.num_workers, cores)))]
+    def _started_router(self) -> WatchedActor:
+        if self._router is None:
+            rollout = self._config.actor_rollout_ref.rollout
+            limit_s = rollout.agent.hang_timeout_s
+            self._router = WatchedActor(
+                "the router of agent loops", RouterActor, "silent_s", limit_s, rollout.max_num_seqs
+            )
+            cores = int(ray.cluster_resources().get("CPU", 1))
+            self._workers = [self._new_worker() for _ in range(max(1, min(rollout.agent.num_workers, cores)))]
+        return self._router
 
-    def _new_worker(self) -> Any:
-        return light_actor(WorkerActor).remote(self._config, self._router, sys.path)
+    def _new_worker(self) -> WatchedActor:
+        assert self._router is not None
+        limit_s = self._config.actor_rollout_ref.rollout.agent.hang_timeout_s
+        arguments = self._config, self._router.actor, sys.path
+        return WatchedActor("a process of agent loops", WorkerActor, "abandoned", limit_s, *arguments)
 
     def _replace_stuck_workers(self) -> None:
-        counts = ray.get([worker.abandoned.remote() for worker in self._workers])
-        for slot, count in enumerate(counts):
-            if count:
+        asked = [worker.actor.abandoned.remote() for worker in self._workers]
+        for slot, (worker, reference) in enumerate(zip(list(self._workers), asked, strict=True)):
+            try:
+                count = worker.result(reference)
+            except (ActorSilentError, RayActorError) as error:
+                logger.warning("a process of agent loops is replaced: %s", brief(str(error)))
+            else:
+                if not count:
+                    continue
                 logger.warning("%d agent loop(s) do not end; their process is replaced", count)
-                ray.kill(self._workers[slot])
-                self._workers[slot] = self._new_worker()
+            worker.end()
+            self._workers[slot] = self._new_worker()
 
     def shutdown(self) -> None:
         """End all processes. A later :meth:`run` starts new ones."""
-        actors, self._workers, self._router = [*self._workers, self._router], [], None
-        for actor in actors:
-            if actor is not None:
-                ray.kill(actor)
-
-
-def light_actor(cls: type) -> Any:
-    """Return the Ray actor class of a process that waits most of the time, and so takes no core from the ranks."""
-    return ray.remote(cls).options(num_cpus=0, max_concurrency=MOST_CALLS)
+        workers, router, self._workers, self._router = self._workers, self._router, [], None
+        if ray.is_initialized():
+            for actor in [*workers, *([router] if router else [])]:
+                actor.end()
 
 
 class _Rollout:
@@ -308,7 +317,7 @@ class _Rollout:
     Args:
         rollout: ``actor_rollout_ref.rollout``.
         trajectories: what to run.
-        workers: the actors; one that died is replaced in this list.
+        workers: the actors; one that died or hangs is replaced in this list.
         new_worker: starts an actor.
     """
 
@@ -316,27 +325,35 @@ class _Rollout:
         self,
         rollout: RolloutConfig,
         trajectories: Sequence[Trajectory],
-        workers: list[Any],
-        new_worker: Callable[[], Any],
+        workers: list[WatchedActor],
+        new_worker: Callable[[], WatchedActor],
     ) -> None:
         self._rollout, self._trajectories = rollout, trajectories
         self._workers, self._new_worker = workers, new_worker
         self._begun: Counter[int] = Counter()
-        self._running: dict[Any, tuple[int, int, Any]] = {}
-        """Trajectory, slot and actor of each reference to a result."""
+        self._running: dict[Any, tuple[int, int, WatchedActor]] = {}
+        """Trajectory, slot and worker of each reference to a result."""
         self._alone: list[int] = []
-        """Trajectories whose process died too often to run them beside others."""
+        """Trajectories whose process was lost too often to run them beside others."""
         self._results: dict[int, TrajectoryResult] = {}
         for number in range(len(trajectories)):
-            self._begin(number)
+            self._begin(number, number % len(workers))
 
     def look(self) -> bool:
-        """Take results for at most ``LOOK_S`` seconds; return whether there are all."""
-        if not self._running and self._alone:
-            self._begin(self._alone.pop(0))
+        """Take results for at most ``LOOK_S`` seconds; return whether there are all.
+
+        Raises:
+            WorkerError: a worker cannot start.
+        """
+        self._begin_alone()
         if self._running:
             for reference in finished_of(list(self._running), LOOK_S, fetch_local=False):
                 self._take(reference)
+        for slot, worker in enumerate(list(self._workers)):
+            try:
+                worker.look()
+            except (ActorSilentError, RayActorError) as error:
+                self._replace(slot, worker, error)
         return not (self._running or self._alone)
 
     @property
@@ -344,27 +361,43 @@ class _Rollout:
         """The results, in the order of the trajectories."""
         return [self._results[number] for number in range(len(self._trajectories))]
 
-    def _begin(self, number: int) -> None:
-        slot = number % len(self._workers)
+    def _begin(self, number: int, slot: int) -> None:
         self._begun[number] += 1
-        actor = self._workers[slot]
-        self._running[actor.run.remote(self._trajectories[number])] = (number, slot, actor)
+        worker = self._workers[slot]
+        self._running[worker.actor.run.remote(self._trajectories[number])] = (number, slot, worker)
+
+    def _begin_alone(self) -> None:
+        """Once only such trajectories are left, run one of those that may end their process in each worker."""
+        if any(self._begun[number] < ATTEMPTS for number, _, _ in self._running.values()):
+            return
+        busy = {slot for _, slot, _ in self._running.values()}
+        for slot in range(len(self._workers)):
+            if self._alone and slot not in busy:
+                self._begin(self._alone.pop(0), slot)
 
     def _take(self, reference: Any) -> None:
-        number, slot, actor = self._running.pop(reference)
+        number, slot, worker = self._running.pop(reference)
         try:
-            self._results[number] = ray.get(reference)
-        except RayActorError as error:
-            if self._workers[slot] is actor:
-                logger.warning("a process of agent loops died, and is replaced: %s", brief(str(error)))
-                self._workers[slot] = self._new_worker()
+            self._results[number] = worker.result(reference)
+        except (ActorSilentError, RayActorError) as error:
+            self._replace(slot, worker, error)
             self._begin_again(number)
+
+    def _replace(self, slot: int, worker: WatchedActor, error: RayActorError | ActorSilentError) -> None:
+        """Replace a worker, unless it was; what it ran fails with a RayActorError, and is begun again."""
+        if self._workers[slot] is not worker:
+            return
+        if isinstance(error, RayActorError) and error.actor_init_failed:
+            raise WorkerError(f"a process of agent loops cannot start: {error}") from error
+        logger.warning("a process of agent loops is lost, and is replaced: %s", brief(str(error)))
+        worker.end()
+        self._workers[slot] = self._new_worker()
 
     def _begin_again(self, number: int) -> None:
         if self._begun[number] >= ATTEMPTS:
-            message = f"its process died each of the {ATTEMPTS} times that it was begun"
+            message = f"its process died or hung each of the {ATTEMPTS} times that it was begun"
             self._results[number] = failed(self._trajectories[number], (), "agent_error", message, self._rollout)
         elif self._begun[number] == ATTEMPTS - 1:
             self._alone.append(number)
         else:
-            self._begin(number)
+            self._begin(number, number % len(self._workers))

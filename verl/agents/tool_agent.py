@@ -88,7 +88,12 @@ def described_tools(rollout: RolloutConfig) -> list[dict[str, Any]]:
         ConfigError: a file of tools is wrong.
     """
     turns = rollout.multi_turn
-    return descriptions(initialize_tools(turns.tool_config_path, turns.function_tool_path))
+    tools = initialize_tools(turns.tool_config_path, turns.function_tool_path)
+    try:
+        return descriptions(tools)
+    finally:
+        for tool in tools:
+            tool.close()
 
 
 @register("tool_agent")
@@ -106,6 +111,11 @@ class ToolAgentLoop(AgentLoopBase):
     def prepare(cls, config: PPOConfig, tokenizer: Any) -> ToolAgentParts:
         """See :meth:`AgentLoopBase.prepare`."""
         return ToolAgentParts.of(config, tokenizer)
+
+    @classmethod
+    def discard(cls, shared: ToolAgentParts) -> None:
+        """See :meth:`AgentLoopBase.discard`."""
+        shared.tools.close()
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See :meth:`AgentLoopBase.run`."""

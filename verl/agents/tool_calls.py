@@ -153,6 +153,14 @@ class ToolRunner:
         finally:
             await session.close()
 
+    def close(self) -> None:
+        """End what the tools hold in this process."""
+        for tool in self.tools.values():
+            try:
+                tool.close()
+            except Exception as error:  # noqa: BLE001 - users' code raises anything, and the run is over
+                self.tell(tool.name, error)
+
     def read_arguments(self, call: FunctionCall) -> dict[str, Any]:
         """Arguments of a call that fit the description of its tool.
 

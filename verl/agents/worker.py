@@ -13,10 +13,10 @@ import math
 import pickle
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.agents.environment_agent import EnvironmentAgentLoop
 from verl.agents.loop import (
@@ -36,9 +36,11 @@ from verl.base.registry import suggest
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, VerlError
+from verl.tools.threads import DaemonThreads
 from verl.workers.rollout.request import SamplingParams
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 BUILT_IN = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop)
 """Agent loops of verl; their modules register them."""
@@ -125,6 +127,30 @@ def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], Mappi
     return {name: (entry.load(), entry.arguments) for name, entry in entries.items()}
 
 
+def check_agent_loops(config: PPOConfig, tokenizer: Any, names: Iterable[str]) -> None:
+    """Load and prepare agent loops once, so that what is wrong with them is found before a process starts.
+
+    Args:
+        config: the whole configuration.
+        tokenizer: the policy's.
+        names: the agent loops that prompts ask for.
+
+    Raises:
+        ConfigError: one of them does not exist, or it, its tools or its settings are wrong.
+    """
+    loops = agent_loops(config)
+    for name in dict.fromkeys(names):
+        loop, _ = _named_loop(loops, name)
+        loop.discard(loop.prepare(config, tokenizer))
+
+
+def _named_loop(loops: Mapping[str, T], name: str) -> T:
+    if name not in loops:
+        known = ", ".join(sorted(loops))
+        raise ConfigError(f"unknown agent loop '{name}'.{suggest(name, list(loops))} Known: {known}.")
+    return loops[name]
+
+
 class AgentLoopWorker:
     """Runs the trajectories of one process.
 
@@ -192,6 +218,7 @@ class AgentLoopWorker:
         self, attempt: _RunningTrajectory, trajectory: Trajectory, policy: AsyncLLMServerManager
     ) -> None:
         attempt.loop, attempt.task = asyncio.get_running_loop(), asyncio.current_task()
+        attempt.loop.set_default_executor(DaemonThreads())  # so that a function that blocks cannot hold up the exit
         try:
             result = await self._answered(trajectory, policy)
         except asyncio.CancelledError:
@@ -220,11 +247,7 @@ class AgentLoopWorker:
             return self._failed(trajectory, policy, "agent_error", str(error))
 
     def _loop(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> Any:
-        if trajectory.agent_name not in self._loops:
-            known = ", ".join(sorted(self._loops))
-            near = suggest(trajectory.agent_name, list(self._loops))
-            raise ConfigError(f"unknown agent loop '{trajectory.agent_name}'.{near} Known: {known}.")
-        loop, arguments = self._loops[trajectory.agent_name]
+        loop, arguments = _named_loop(self._loops, trajectory.agent_name)
         made = loop(
             DictConfigWrap(self._config),
             policy,
@@ -235,6 +258,13 @@ class AgentLoopWorker:
         )
         made.shared = self._shared_by(loop)
         return made
+
+    def close(self) -> None:
+        """Free what the trajectories have shared."""
+        with self._preparing:
+            for loop, shared in self._shared.items():
+                loop.discard(shared)
+            self._shared.clear()
 
     def _shared_by(self, loop: type[AgentLoopBase]) -> Any:
         with self._preparing:

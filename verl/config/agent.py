@@ -85,6 +85,9 @@ class AgentLoopConfig(BaseConfig):
     """Longest time of one trajectory, in seconds."""
     tool_timeout_s: float = setting(60.0, gt=0)
     """Longest time of one call of a tool, of a simulated user or of an environment, in seconds."""
+    hang_timeout_s: float = setting(120.0, gt=0)
+    """Longest time in which a process of agent loops answers nothing, in seconds, as one that is stopped or whose code
+    holds Python's lock; it is then replaced, and what it had begun runs again."""
     max_failure_rate: float = setting(0.5, ge=0, le=1)
     """Largest share of the trajectories of a step that may fail and be left out; more end the run."""
     on_failure: dict[TrajectoryStatus, OnFailure] = setting(factory=_on_failure)

@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from verl.agents.ray import LOOK_S, RayCall, RayRequests, RouterActor, light_actor
+from verl.agents.ray import LOOK_S, RayCall, RayRequests, RouterActor
 from verl.agents.router import RolloutEndedError
 from verl.errors import EngineLostError, ProcessLostError, WorkerError
 from verl.judge.local import ASLEEP, waiting
 from verl.single_controller.ray.private import brief
+from verl.single_controller.ray.watched_actor import light_actor
 from verl.utils.deferred import Deferred
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest
 

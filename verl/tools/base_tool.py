@@ -77,6 +77,9 @@ class BaseTool:
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         """Free what :meth:`create` has taken."""
 
+    def close(self) -> None:
+        """Free what the tool itself has taken, such as connections and processes; it is not called any more."""
+
 
 def created_with(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the row's values from the keyword arguments of ``create``: given as such, or under ``create_kwargs``."""

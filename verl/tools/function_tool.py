@@ -136,6 +136,10 @@ class IsolatedFunctionTool(FunctionTool):
             raise ToolProcessError(shown)
         return result.value
 
+    def close(self) -> None:
+        """End the worker processes."""
+        self._pool.close()
+
 
 def schema_of_function(function: Callable[..., Any], name: str | None = None) -> OpenAIFunctionToolSchema:
     """Make the description of a tool from the annotations and the docstring of a function.

@@ -59,6 +59,11 @@ class MCPBaseTool(BaseTool):
         text, metrics = await self._call_tool(instance_id, parameters)
         return ToolResponse(text=text), 0.0, metrics
 
+    def close(self) -> None:
+        """End the connection to the server, which all its tools share, and the server if it was started here."""
+        if self.connection is not None:
+            self.connection.close()
+
     async def _call_tool(self, instance_id: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         if self.connection is None:
             raise McpToolError(f"the tool {self.name} has no server: make it by a YAML file with config.type=mcp.")

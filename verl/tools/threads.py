@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import os
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -36,6 +39,59 @@ async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs)
     return await asyncio.wrap_future(outcome)
 
 
+class DaemonThreads(ThreadPoolExecutor):
+    """The executor of an event loop for ``asyncio.to_thread``, with daemon threads.
+
+    Those of its base class hold up the end of the process until the last of their functions has returned.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._most = min(32, (os.cpu_count() or 1) + 4)  # as many as by default
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._running = 0
+        self._is_over = False
+        self._changed = threading.Condition()
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """See :meth:`concurrent.futures.Executor.submit`."""
+        outcome: Future[T] = Future()
+        with self._changed:
+            if self._is_over:
+                raise RuntimeError("the event loop has ended, and starts no more functions.")
+            self._waiting.append((outcome, partial(fn, *args, **kwargs)))
+            if self._running < self._most:
+                self._running += 1
+                threading.Thread(target=self._run, name="to_thread", daemon=True).start()
+        return outcome
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """See :meth:`concurrent.futures.Executor.shutdown`."""
+        with self._changed:
+            self._is_over = True
+            if cancel_futures:
+                for outcome, _ in self._waiting:
+                    outcome.cancel()
+            if wait:
+                self._changed.wait_for(lambda: not self._running)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._running -= 1
+                    self._changed.notify_all()
+                    return
+                outcome, function = self._waiting.popleft()
+            if not outcome.set_running_or_notify_cancel():
+                continue
+            try:
+                outcome.set_result(function())
+            except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:  # noqa: BLE001 - it is raised by who waits
+                outcome.set_exception(error)
+            del outcome, function  # a thread that waits for the lock keeps no result
+
+
 class LoopThread:
     """An event loop in a daemon thread of its own.
 
@@ -45,6 +101,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self.loop.set_default_executor(DaemonThreads())
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 

@@ -128,9 +128,11 @@ class TaskRunner:
         """
         with importing():
             from verl.agents.tool_agent import described_tools
+            from verl.agents.worker import check_agent_loops
             from verl.environments.registry import read_environments
             from verl.trainer.config.load import load_config
             from verl.trainer.ppo.reward import check_reward_data, load_reward_manager
+            from verl.trainer.ppo.trajectories import wanted_agents
             from verl.utils import hf_processor, hf_tokenizer
             from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
             from verl.utils.model import check_tokenizer_fits, hf_config_of
@@ -173,6 +175,7 @@ class TaskRunner:
         val_reward_fn = load_reward_manager(config, tokenizer, num_examine=1, **arguments)
         for dataset in (train, val):
             check_reward_data(config, reward_fn, dataset)
+        check_agent_loops(config, tokenizer, wanted_agents([train, val], config.actor_rollout_ref.rollout))
         for manager in (reward_fn, val_reward_fn):
             if isinstance(manager, AbstractRewardManager):
                 manager.warm_up()  # its processes start while the models load

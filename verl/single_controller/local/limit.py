@@ -6,7 +6,8 @@ import faulthandler
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, TextIO
@@ -23,6 +24,9 @@ _GRACE_S = 1.0
 class CallLimit:
     """Time limit for calls, shared by all groups over the same worker.
 
+    A call may take ``hang_timeout_s``. One that answers requests as they come may take any time, and may be silent for
+    so long (:meth:`of_silence`).
+
     When the time is over, the stacks of all threads are written to stderr in any case. The call itself is interrupted
     only if it runs in the main thread and returns to the Python interpreter: loops and sleeps in Python are
     interrupted, a call into C that never returns is not.
@@ -30,42 +34,65 @@ class CallLimit:
 
     def __init__(self) -> None:
         self.hang_timeout_s: float | None = None
+        self._silent_s: Callable[[], float] | None = None
+
+    @contextmanager
+    def of_silence(self, silent_s: Callable[[], float]) -> Iterator[None]:
+        """Limit how long calls in the block are silent, instead of how long they take.
+
+        Args:
+            silent_s: returns the seconds since the last sign of life; called from another thread.
+        """
+        self._silent_s = silent_s
+        try:
+            yield
+        finally:
+            self._silent_s = None
 
     @contextmanager
     def applied_to(self, stage: str) -> Iterator[None]:
         """Limit the duration of the block; ``stage`` names worker and method in the message.
 
         Raises:
-            ProcessLostError: the block took longer than ``hang_timeout_s``.
+            ProcessLostError: the block took longer than ``hang_timeout_s``, or was silent for so long.
         """
         if self.hang_timeout_s is None:
             yield
             return
+        began = time.monotonic()
         faulthandler.dump_traceback_later(self.hang_timeout_s + _GRACE_S, file=_stderr())
         try:
-            with _interrupted(self.hang_timeout_s, stage):
+            with _interrupted(self.hang_timeout_s, self._silent_s or (lambda: time.monotonic() - began), stage):
                 yield
         finally:
             faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager
-def _interrupted(timeout_s: float, stage: str) -> Iterator[None]:
+def _interrupted(timeout_s: float, silent_s: Callable[[], float], stage: str) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    running, changing = [True], threading.Lock()
+    over, changing = threading.Event(), threading.Lock()
 
-    def interrupt() -> None:
-        with changing:
-            # After the call the signal has no handler of ours any more, so it must not be sent.
-            if running:
+    def watch() -> None:
+        left_s = timeout_s - silent_s()
+        while not over.wait(left_s):
+            left_s = timeout_s - silent_s()
+            with changing:
+                # After the call the signal has no handler of ours any more, so it must not be sent.
+                if over.is_set():
+                    return
+                if left_s > 0:
+                    faulthandler.dump_traceback_later(left_s + _GRACE_S, file=_stderr())
+                    continue
                 faulthandler.cancel_dump_traceback_later()
                 faulthandler.dump_traceback(_stderr())
                 signal.pthread_kill(caller, INTERRUPT)
+                return
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if running:
+        if not over.is_set():
             raise ProcessLostError(
                 f"{stage} has not answered within hang_timeout_s={timeout_s:g} s, and was interrupted in "
                 f"{_place(frame)}. The stacks of all threads were written to stderr."
@@ -73,15 +100,12 @@ def _interrupted(timeout_s: float, stage: str) -> Iterator[None]:
 
     caller = threading.get_ident()
     before: Any = signal.signal(INTERRUPT, on_signal)
-    timer = threading.Timer(timeout_s, interrupt)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, name="hang limit", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
         with changing:
-            running.clear()
+            over.set()
         if before is not None:  # None: the handler was installed from C and cannot be restored from Python
             signal.signal(INTERRUPT, before)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from verl.errors import ResourceError, WorkerError
@@ -89,6 +90,10 @@ class LocalWorkerGroup(WorkerGroup):
     def guard(self, hang_timeout_s: float | None = None) -> None:
         """Limit the duration of calls; see :class:`CallLimit` for which calls it can interrupt."""
         self._limit.hang_timeout_s = hang_timeout_s
+
+    def limit_silence(self, silent_s: Callable[[], float]) -> AbstractContextManager[None]:
+        """Limit how long calls in a block are silent, not how long they take; see :meth:`CallLimit.of_silence`."""
+        return self._limit.of_silence(silent_s)
 
     def shutdown(self) -> None:
         """Drop the reference to the worker."""

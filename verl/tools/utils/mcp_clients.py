@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -23,8 +24,13 @@ from verl.tools.threads import LoopThread
 
 START_S = 60.0
 """How long a server may take to start and to answer for the first time."""
+CLOSE_S = 10.0
+"""How long the end of a connection may take."""
+ATTEMPTS = 3
+"""How often a call that does no harm twice is made, if the server is lost each time."""
 SIGN_OF_LIFE_S = 5.0
 """How long a server may take to list its tools, after a call of it has timed out."""
+logger = logging.getLogger(__name__)
 KEYS = ("command", "args", "env", "cwd", "url", "headers", "auth_token", "type", "transport")
 
 
@@ -36,7 +42,8 @@ class McpConnection:
     """One server. It is connected at the first use, and again after it was lost.
 
     All connections of a process live on one event loop in a thread of its own. A call that was under way when the
-    server was lost is not repeated, for it may have had an effect.
+    server was lost, by this call or by another, is made again only where the server says that this does no harm; any
+    other may have had an effect.
 
     Args:
         name: name of the server, for messages.
@@ -55,6 +62,7 @@ class McpConnection:
             raise ConfigError(f"the MCP server '{name}' needs either 'command' (stdio) or 'url' (streamable HTTP).")
         self.name = name
         self._settings = settings
+        self._repeatable: set[str] = set()
         self._client: Client | None = None
         self._holder: asyncio.Task[None] | None = None
         self._leave = asyncio.Event()
@@ -72,15 +80,28 @@ class McpConnection:
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
         """Call a tool, from any event loop; a cancelled wait cancels the call.
 
+        A call that is lost with the server is made up to ``ATTEMPTS`` times if the tool's annotations say that it only
+        reads, or that a second call changes nothing more.
+
         Raises:
             McpServerError: the server cannot be reached, or was lost.
             MCPError: the server refuses the call.
         """
+        attempts = ATTEMPTS if name in self._repeatable else 1
+        for _ in range(attempts - 1):
+            with suppress(McpServerError):
+                return await self._called(name, arguments)
+        return await self._called(name, arguments)
+
+    async def _called(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
         return await asyncio.wrap_future(_thread().submit(self._call_tool(name, arguments)))
 
     def close(self) -> None:
-        """End the connection, and the server if it was started here."""
-        _thread().submit(self._close()).result()
+        """End the connection, and the server if it was started here. May be called again."""
+        try:
+            _thread().submit(self._close()).result(CLOSE_S)
+        except TimeoutError:
+            logger.warning("the MCP server '%s' does not end its connection within %g s", self.name, CLOSE_S)
 
     async def _list_tools(self) -> list[Tool]:
         client = await self._connected()
@@ -90,6 +111,8 @@ class McpConnection:
             tools += page.tools
             cursor = page.next_cursor
             if cursor is None:
+                hints = {one.name: one.annotations for one in tools if one.annotations is not None}
+                self._repeatable = {name for name, hint in hints.items() if hint.read_only_hint or hint.idempotent_hint}
                 return tools
 
     async def _call_tool(self, name: str, arguments: dict[str, Any]) -> CallToolResult:

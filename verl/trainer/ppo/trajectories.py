@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import torch
@@ -17,7 +17,7 @@ from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import prompt_lengths, response_lengths
 from verl.trainer.ppo.reward import OF_TRAJECTORY, Scored
-from verl.utils.dataset.rl_dataset import FOR_AGENTS
+from verl.utils.dataset.rl_dataset import FOR_AGENTS, RLHFDataset
 from verl.utils.metric import Metrics, distribution
 from verl.workers.reward_manager.scores import Score, Scores, checked_score, placed
 
@@ -34,6 +34,15 @@ def wants_agents(prompts: DataProto, rollout: RolloutConfig) -> bool:
     names = prompts.non_tensor_batch.get("agent_name")
     default = rollout.default_agent_loop
     return default != SINGLE_TURN if names is None else any((name or default) != SINGLE_TURN for name in names)
+
+
+def wanted_agents(datasets: Iterable[Any], rollout: RolloutConfig) -> list[str]:
+    """Return the names of the agent loops that the prompts of data sets want; of custom data sets, the default's."""
+    found = {rollout.default_agent_loop: None}
+    for dataset in datasets:
+        if isinstance(dataset, RLHFDataset):
+            found |= dict.fromkeys(filter(None, dataset.source_column("agent_name")))
+    return list(found)
 
 
 def unused_arguments(prompts: DataProto) -> list[str]:

@@ -1,0 +1,177 @@
+"""Two hundred conversations with tools, of which some meet every fault there is: each costs itself, and nobody else."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from verl.protocol import DataProto
+from verl.testing import scripted_agent
+from verl.testing.scripted_agent import BAD_CALLS, call, good_script
+from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
+from verl.testing.waiting import eventually
+from verl.trainer.config.command_line import compose
+from verl.trainer.main_ppo import TaskRunner, run_ppo
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+CONVERSATIONS = 200
+FAILURES = {
+    "raise": "tool_error",
+    "exit": "tool_error",
+    "hang": "tool_timeout",
+    "flood": None,
+    "bytes": "tool_error",
+    "surrogate": None,
+    "wrong type": "wrong_arguments",
+    "no object": "wrong_arguments",
+    "no JSON": "wrong_arguments",
+    "unknown tool": "unknown_tool",
+    "killed process": "tool_error",
+    "forked process": None,
+    "hanging process": "tool_timeout",
+    "server that dies": "tool_error",
+}
+"""How the failure of each bad call is counted; None if the conversation goes on with a result."""
+
+
+class KeepingTrainer(RayPPOTrainer):
+    """Keeps the trajectories of the step."""
+
+    batch: DataProto
+
+    def rollout(self, *args: Any, **kwargs: Any) -> DataProto:
+        batch = super().rollout(*args, **kwargs)
+        KeepingTrainer.batch = batch
+        return batch
+
+
+class KeepingRunner(TaskRunner):
+    def trainer_class(self) -> type[RayPPOTrainer]:
+        return KeepingTrainer
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, dict[str, Any]]]:
+    """Run one step whose rows have scripts; the trajectory of each row."""
+    paths = make_tiny_run(tmp_path)
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    settings = scripted_agent.settings(tmp_path) | {
+        "data__train_batch_size": CONVERSATIONS,
+        "actor_rollout_ref__actor__ppo_mini_batch_size": CONVERSATIONS,
+        "actor_rollout_ref__rollout__n": 1,
+        "actor_rollout_ref__rollout__agent__num_workers": 2,
+        "algorithm__adv_estimator": "reinforce_plus_plus",
+        "trainer__total_training_steps": 1,
+    }
+
+    def run(bad: dict[int, list[str]], **changes: Any) -> dict[int, dict[str, Any]]:
+        rows = countdown_rows(CONVERSATIONS)
+        for number, row in enumerate(rows):
+            script = good_script(number)
+            if number in bad:
+                script[1] = [bad[number]]
+            row["script"] = json.dumps(script)
+        train = write_jsonl(tmp_path / "train.jsonl", rows)
+        run_ppo(compose(overrides(paths | {"train": train}, tmp_path, **(settings | changes))), KeepingRunner)
+        batch = KeepingTrainer.batch
+        columns, tensors = batch.non_tensor_batch, batch.batch
+        return {
+            int(number): {
+                "tokens": tensors["input_ids"][place].tolist(),
+                "mask": tensors["response_mask"][place].tolist(),
+                "log_probs": tensors["rollout_log_probs"][place].tolist(),
+                **{name: columns[name][place] for name in ("trajectory_status", "tool_failures", "tool_calls")},
+            }
+            for place, number in enumerate(columns["row_index"])
+        }
+
+    return run
+
+
+def check_others(found: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], bad: dict[int, Any]) -> None:
+    """Those without a bad call are as in the run without any."""
+    assert len(found) == len(expected) == CONVERSATIONS
+    for number in found.keys() - bad.keys():
+        ours, theirs = found[number], expected[number]
+        for name in ("tokens", "mask", "trajectory_status", "tool_failures"):
+            assert ours[name] == theirs[name], (number, name)
+        assert ours["log_probs"] == pytest.approx(theirs["log_probs"], abs=1e-5)
+    ended = Counter(one["trajectory_status"] for one in expected.values())
+    assert ended["done"] > CONVERSATIONS / 2, ended
+    assert any(sum(one["mask"]) < len(one["mask"]) for one in expected.values())
+
+
+def bad_calls() -> dict[int, list[str]]:
+    """A bad call of each kind, spread over the conversations."""
+    return {7 + 14 * place: BAD_CALLS[name] for place, name in enumerate(FAILURES)}
+
+
+def check_bad(found: dict[int, dict[str, Any]]) -> None:
+    """Each bad call that the policy's turns left room for was counted as what it is."""
+    reached = 0
+    for number, name in zip(bad_calls(), FAILURES, strict=True):
+        one, failure = found[number], FAILURES[name]
+        assert one["trajectory_status"] in ("done", "context_full"), name
+        if one["tool_calls"] + sum(one["tool_failures"].values()) >= 2:  # the second turn made its call
+            reached += 1
+            assert one["tool_failures"] == ({failure: 1} if failure else {}), name
+    assert reached >= len(FAILURES) - 3
+
+
+def left_over(known: set[int]) -> list[str]:
+    """Threads and children of this process that belong to trajectories."""
+    gc.collect()  # reward processes end with the object that holds them
+    names = ("trajectory ", "tool", "agent loops", "to_thread", "requests")
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]
+    children = [child for child in psutil.Process().children(recursive=True) if child.pid not in known]
+    return threads + [" ".join(child.cmdline()) for child in children if child.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.slow
+def test_bad_tools_cost_their_own_conversations_and_nothing_is_left(play):
+    known = {child.pid for child in psutil.Process().children(recursive=True)}
+    expected = play({})
+    eventually(lambda: not left_over(known), lambda: str(left_over(known)), 30)
+    files = psutil.Process().num_fds()
+    found = play(bad_calls())
+    check_others(found, expected, bad_calls())
+    check_bad(found)
+    eventually(lambda: not left_over(known), lambda: str(left_over(known)), 30)
+    assert psutil.Process().num_fds() <= files + 2
+
+
+@pytest.mark.slow
+def test_processes_that_end_or_stop_in_a_call_cost_their_own_conversations(play, ray_cluster):
+    ray_settings = {"trainer__controller": "ray", "actor_rollout_ref__rollout__agent__hang_timeout_s": 10}
+    before = set(psutil.pids())
+    expected = play({}, **ray_settings)
+    bad = bad_calls() | {
+        3: call("fail", how="end the process"),
+        4: call("fail", how="stop the process"),
+        5: call("fail", how="fork"),
+    }
+    found = play(bad, **ray_settings)
+    check_others(found, expected, bad)
+    check_bad(found)
+    assert {found[number]["trajectory_status"] for number in (3, 4)} == {"agent_error"}
+    assert found[5]["trajectory_status"] == "done"
+
+    def forked() -> list[int]:
+        mine = os.getuid()
+        new = [psutil.Process(pid) for pid in set(psutil.pids()) - before if psutil.pid_exists(pid)]
+        return [
+            one.pid
+            for one in new
+            if one.uids().real == mine and "WorkerActor" in " ".join(one.cmdline()) and one.status() != "zombie"
+        ]
+
+    eventually(lambda: not forked(), lambda: str(forked()), 30)
