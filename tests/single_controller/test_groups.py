@@ -106,7 +106,7 @@ def test_the_local_environment_is_rank_0_of_1_and_keeps_what_is_set(local_pair, 
     group = LocalWorkerGroup(None, ClassWithInitArgs(Echo))
     assert (group.master_address, group.master_port) == ("127.0.0.1", "12345")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ResourceError, match=r"WORLD_SIZE=2.*trainer.controller=ray"):
+    with pytest.raises(ResourceError, match=r"WORLD_SIZE=2.*controller=ray"):
         LocalWorkerGroup(None, ClassWithInitArgs(Echo))
 
 

@@ -26,7 +26,7 @@ def test_ranks_on_nodes():
 
 def test_the_local_controller_runs_one_rank():
     assert LocalResourcePool().world_size == 1
-    with pytest.raises(ResourceError, match=r"asked for 8 .*n_gpus_per_node=1.*trainer.controller=ray"):
+    with pytest.raises(ResourceError, match=r"asked for 8 .*n_gpus_per_node=1.*controller=ray"):
         LocalResourcePool([8])
     with pytest.raises(ResourceError, match="asked for 2"):
         LocalWorkerGroup(ResourcePool([2]), ClassWithInitArgs(Echo))
@@ -64,7 +64,7 @@ def test_more_ranks_than_there_are_is_said_at_once(ray_cluster):
     said = asks_for({"global": [5]}, "cpu")
     assert "asked for 5 ranks with one CPU each" in said
     assert "has 4 CPUs" in said
-    assert "Set trainer.n_gpus_per_node=4" in said
+    assert "Set n_gpus_per_node=4" in said
     assert "ray_kwargs.ray_init.num_cpus" in said
 
 
@@ -72,13 +72,13 @@ def test_pools_must_fit_together(ray_cluster):
     said = asks_for({"a": [2], "b": [3]}, "cpu")
     assert "asked for 5 ranks with one CPU each (ranks on nodes: [2, 3])" in said
     assert "let roles share a pool" in said
-    assert "Set fewer nodes (trainer.nnodes=...)" in asks_for({"a": [4, 4]}, "cpu")
+    assert "Set fewer nodes (nnodes=...)" in asks_for({"a": [4, 4]}, "cpu")
 
 
 def test_a_cluster_without_gpus_says_so(ray_cluster):
     said = asks_for({"global": [8]}, "cuda")
     assert "the cluster has 0 GPUs" in said
-    assert "Set trainer.device=cpu" in said
+    assert "Set device=cpu" in said
 
 
 def test_places_that_others_hold_are_not_waited_for(pool, monkeypatch):

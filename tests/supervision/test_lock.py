@@ -52,7 +52,7 @@ def test_a_second_run_is_refused_by_the_name_of_the_first_and_a_killed_one_leave
         text = str(error.value)
         assert f"process {holder.pid} on {os.uname().nodename}, since 2" in text
         assert str(tmp_path) in text
-        assert "trainer.default_local_dir" in text
+        assert "default_local_dir" in text
     finally:
         holder.kill()
         holder.wait()

@@ -39,7 +39,7 @@ def test_devices():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there():
-    with pytest.raises(ResourceError, match=r"Set trainer.device=cpu"):
+    with pytest.raises(ResourceError, match=r"Set device=cpu"):
         get_device("cuda")
 
 

@@ -76,7 +76,7 @@ def test_nothing_to_pad_with_is_refused(tmp_path):
 
 def test_no_chat_template_is_refused_with_the_remedies(tmp_path):
     path = save_without(tmp_path)
-    with pytest.raises(ConfigError, match=r"no chat template.*model.custom_chat_template"):
+    with pytest.raises(ConfigError, match=r"no chat template.*custom_chat_template"):
         require_chat_template(hf_tokenizer(path))
     tokenizer = hf_tokenizer(path, chat_template="{{ messages[0]['content'] }}!")
     require_chat_template(tokenizer)

@@ -113,5 +113,5 @@ def get_entropy_controller(actor: Any) -> EntropyController:
         return FixedEntropyController(actor.entropy_coeff)
     low, high = actor.entropy_coeff_min, actor.entropy_coeff_max
     if low > high:
-        raise ConfigError(f"actor.entropy_coeff_min={low} is above actor.entropy_coeff_max={high}: swap them.")
+        raise ConfigError(f"entropy_coeff_min={low} is above entropy_coeff_max={high}: swap them.")
     return TargetEntropyController(actor.entropy_coeff, actor.entropy_target, actor.entropy_target_step, low, high)

@@ -184,7 +184,7 @@ def get_kl_controller(kl_ctrl: Any) -> KLController:
     if kl_ctrl.type == "fixed":
         return FixedKLController(kl_coef=kl_ctrl.kl_coef)
     if kl_ctrl.type != "adaptive":
-        raise ConfigError(f"algorithm.kl_ctrl.type='{kl_ctrl.type}' is neither fixed nor adaptive.")
+        raise ConfigError(f"kl_ctrl.type='{kl_ctrl.type}' is neither fixed nor adaptive.")
     if kl_ctrl.horizon <= 0:
-        raise ConfigError(f"algorithm.kl_ctrl.horizon={kl_ctrl.horizon} must be positive: it divides the change.")
+        raise ConfigError(f"kl_ctrl.horizon={kl_ctrl.horizon} must be positive: it divides the change.")
     return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)

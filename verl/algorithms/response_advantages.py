@@ -255,7 +255,7 @@ def compute_maxrl_outcome_advantage(
         raise RewardError(
             f"maxrl divides by the mean reward of a group, so rewards must be 0 or more; row {row} has "
             f"{float(rewards[row]):g}. Score failure as 0 and success as 1 (a scorer that gives -1 and 1: "
-            "(score + 1) / 2), with algorithm.use_kl_in_reward=false; or use algorithm.adv_estimator=grpo."
+            "(score + 1) / 2), without a KL penalty in the rewards; or use the estimator grpo."
         )
     groups = Groups.of(index, response_mask)
     mean = groups.mean(rewards)
@@ -299,7 +299,7 @@ def compute_gdpo_outcome_advantage(
         SchemaError: the batch lacks a component, or a sample that is trained on has no number for it.
     """
     weights = _gdpo_weights(gdpo_reward_keys, gdpo_reward_weights)
-    require(columns, weights, "advantage estimator 'gdpo' (algorithm.gdpo_reward_keys)")
+    require(columns, weights, "advantage estimator 'gdpo' (gdpo_reward_keys)")
     groups = Groups.of(index, response_mask)
     scores = torch.zeros(len(response_mask), dtype=torch.float64, device=response_mask.device)
     for key, weight in weights.items():
@@ -311,14 +311,13 @@ def compute_gdpo_outcome_advantage(
 def _gdpo_weights(keys: Sequence[str] | None, weights: Sequence[float] | None) -> Mapping[str, float]:
     if not keys:
         raise ConfigError(
-            "algorithm.adv_estimator=gdpo compares components of the reward, and algorithm.gdpo_reward_keys names "
-            "none. Name keys of the dict that the reward function returns, e.g. "
-            "algorithm.gdpo_reward_keys=[accuracy,format]."
+            "the estimator gdpo compares components of the reward, and gdpo_reward_keys names none. Name keys of the "
+            "dict that the reward function returns, e.g. gdpo_reward_keys=[accuracy,format]."
         )
     if weights is not None and len(weights) != len(keys):
         raise ConfigError(
-            f"algorithm.gdpo_reward_weights has {len(weights)} numbers for the {len(keys)} components "
-            f"{', '.join(keys)}. Give each of algorithm.gdpo_reward_keys one, or leave the weights null."
+            f"gdpo_reward_weights has {len(weights)} numbers for the {len(keys)} components {', '.join(keys)}. Give "
+            "each of gdpo_reward_keys one, or leave the weights out (null)."
         )
     return dict(zip(keys, weights or [1.0] * len(keys), strict=True))
 
@@ -329,8 +328,8 @@ def _component(key: str, values: np.ndarray | Tensor, is_member: Tensor) -> Tens
     if (bad := is_member & ~numbers.isfinite()).any():
         row = int(bad.nonzero()[0])
         raise SchemaError(
-            f"component '{key}' of the reward (algorithm.gdpo_reward_keys) is {values[row]!r} in row {row}; it should "
-            "be a finite number. The reward function must return this key, with a number, for every sample."
+            f"component '{key}' of the reward (gdpo_reward_keys) is {values[row]!r} in row {row}; it should be "
+            "a finite number. The reward function must return this key, with a number, for every sample."
         )
     return zero_masked(numbers, is_member)
 

@@ -37,7 +37,7 @@ def compute_pf_ppo_reweight_data(
         ConfigError: there is no such method.
         SchemaError: ``token_level_scores`` or ``response_mask`` is missing.
     """
-    require(data, ("token_level_scores", "response_mask"), "PF-PPO (algorithm.use_pf_ppo)")
+    require(data, ("token_level_scores", "response_mask"), "PF-PPO")
     scores = masked_sum(data.batch["token_level_scores"], data.batch["response_mask"], axis=-1).double()
     is_valid = data.batch["response_mask"].bool().any(-1)
     if not is_valid.any():
@@ -64,7 +64,5 @@ def pf_ppo_weights(scores: Tensor, reweight_method: str, weight_pow: float = 2.0
         case "max_random":
             weights = torch.where(is_best, 0.4, 0.1).to(scores.dtype)
         case _:
-            raise ConfigError(
-                f"algorithm.pf_ppo.reweight_method={reweight_method} is unknown. Use pow, max_min or max_random."
-            )
+            raise ConfigError(f"reweight_method={reweight_method} is unknown. Use pow, max_min or max_random.")
     return weights if (weights > 0).any() else torch.ones_like(weights)

@@ -103,8 +103,8 @@ def refuse_unusable() -> None:
     """
     if _flag("VERL_USE_MODELSCOPE"):
         raise ConfigError(
-            "VERL_USE_MODELSCOPE=1: models of ModelScope are not in this version. Download the model "
-            "(modelscope download --model NAME --local_dir FOLDER), name the folder in model.path, and unset it."
+            "VERL_USE_MODELSCOPE=1: models of ModelScope are not in this version. Download the model (modelscope "
+            "download --model NAME --local_dir FOLDER), name the folder as the path of the model, and unset it."
         )
     method = os.environ.get("VERL_DATAPROTO_SERIALIZATION_METHOD", "numpy")
     if method not in ("numpy", "torch"):

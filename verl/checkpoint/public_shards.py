@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from verl.errors import CheckpointError
 
 _LAYER = re.compile(r"(.*?\.\d+)\.")
-_ONCE = "Set checkpoint.load_contents=[model,extra] to begin with new moments."
+_ONCE = "Set load_contents=[model,extra] to begin with new moments."
 
 
 class _Kept:

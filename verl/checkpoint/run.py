@@ -170,8 +170,8 @@ class TrainerCheckpoint:
         if self.owed:
             raise CheckpointError(
                 f"the run is over and its last checkpoint could not be written to {self.root}; see the errors above. "
-                f"{self._whole_before()} Free space there, or set trainer.default_local_dir to a writable folder, "
-                "and start the run again: it goes on from there."
+                f"{self._whole_before()} Free space there, or set default_local_dir to a writable folder, and "
+                "start the run again: it goes on from there."
             )
 
     def save_held(
@@ -249,7 +249,7 @@ class TrainerCheckpoint:
         self.owed = True
         message = f"the checkpoint of step {step} could not be written: {problem}. {self._whole_before()}"
         if self.plan.on_failed_save == "stop":
-            raise CheckpointError(f"{message} Free space, or set trainer.default_local_dir to a writable folder.")
+            raise CheckpointError(f"{message} Free space, or set default_local_dir to a writable folder.")
         logger.error("%s It is tried again after the next step.", message)
 
     def _whole_before(self) -> str:
@@ -349,7 +349,7 @@ class TrainerCheckpoint:
             if not (folder / name).is_dir():
                 raise CheckpointError(
                     f"the checkpoint {folder} has no '{name}' folder, which this run needs. "
-                    "Resume with the algorithm that wrote it, or set trainer.resume_mode=disable."
+                    "Resume with the algorithm that wrote it, or set resume_mode=disable."
                 )
             group.load_checkpoint(str(folder / name))
         logger.info("resumed from %s", folder)
@@ -364,8 +364,8 @@ class TrainerCheckpoint:
             folder = Path(str(self.plan.resume_from_path)).expanduser().absolute()
             if problem := self._problem(folder):
                 raise CheckpointError(
-                    f"the checkpoint to resume from is not whole: {problem}. Set trainer.resume_from_path to an "
-                    "existing .../global_step_N folder that is."
+                    f"the checkpoint to resume from is not whole: {problem}. Set resume_from_path to an existing "
+                    ".../global_step_N folder that is."
                 )
             return folder
         steps.repair(self.root)
@@ -416,12 +416,12 @@ class TrainerCheckpoint:
         raise CheckpointError(
             f"cannot resume from {self.root}: {'; '.join(problems)}. {passed_over}"
             + (
-                "By trainer.recovery.on_damaged_checkpoint=stop no other step takes its place. "
+                "By on_damaged_checkpoint=stop no other step takes its place. "
                 if self.plan.on_damaged == "stop"
                 else "There is no whole step before it. "
             )
-            + "Restore it, name another step with trainer.resume_mode=resume_path "
-            "trainer.resume_from_path=.../global_step_N, or set trainer.resume_mode=disable to start anew."
+            + "Restore it, name another step with resume_mode=resume_path and resume_from_path=.../global_step_N, or "
+            "set resume_mode=disable to start anew."
         )
 
     def _problem(self, folder: Path) -> str | None:
@@ -522,5 +522,5 @@ def _read_file(path: Path, reader: Callable[[Path], Any]) -> Any:
     except UNREADABLE as error:
         raise CheckpointError(
             f"the checkpoint file {path} cannot be read ({error}). Resume from another step with "
-            "trainer.resume_mode=resume_path trainer.resume_from_path=.../global_step_N."
+            "resume_mode=resume_path and resume_from_path=.../global_step_N."
         ) from error

@@ -190,8 +190,8 @@ def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
     raise CheckpointError(
         f"the optimizer's state in the checkpoint is of {saved['class']}, and this run has {now['class']}"
         + (f" with {', '.join(added)}" if added else "")
-        + ", which needs another one. Set optim.optimizer and optim.override_optimizer_config as they were, or begin "
-        "with new moments: checkpoint.load_contents=[model,extra]."
+        + ", which needs another one. Use that optimizer with its settings (override_optimizer_config), or begin "
+        "with new moments: load_contents=[model,extra]."
     )
 
 
@@ -302,7 +302,7 @@ def _converted(path: Path, convert: Callable[[], T]) -> T:
     except UNREADABLE as error:
         raise CheckpointError(
             f"{path} is no checkpoint of this version and none of verl 0.8 under FSDP ({type(error).__name__}: "
-            f"{error!s:.200}). Convert it to a model folder with what wrote it, and start from that (model.path)."
+            f"{error!s:.200}). Convert it to a model folder with what wrote it, and start from that folder."
         ) from error
 
 
@@ -347,7 +347,7 @@ def read_state(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format", FORMAT) != FORMAT:
         raise CheckpointError(
             f"{path} is not a checkpoint file of this version (format {FORMAT}). Convert it to a model folder with "
-            "the version that wrote it, and start from that (model.path)."
+            "the version that wrote it, and start from that folder."
         )
     return state
 

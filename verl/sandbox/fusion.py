@@ -99,7 +99,7 @@ class FusionSandbox:
         except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, RecursionError) as error:
             raise SandboxError(
                 f"the code service {self.url} cannot be used ({error or type(error).__name__}). Check "
-                "reward_model.sandbox_fusion.url, or leave it null to run code in the sandbox of this machine."
+                "this address (sandbox_fusion.url), or leave it null to run code in the sandbox of this machine."
             ) from error
         if not isinstance(answer, Mapping):
             raise SandboxError(
@@ -125,8 +125,7 @@ def run_code_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise SandboxError(
-            f"reward_model.sandbox_fusion.url='{url}' is no address. Expected http://HOST:PORT or "
-            "http://HOST:PORT/run_code."
+            f"sandbox_fusion.url='{url}' is no address. Expected http://HOST:PORT or http://HOST:PORT/run_code."
         )
     return url if parts.path.strip("/") else f"{url.rstrip('/')}/run_code"
 

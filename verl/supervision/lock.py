@@ -54,8 +54,8 @@ class FolderLock:
             self.path.open("a").close()
         except OSError as error:
             raise CheckpointError(
-                f"cannot write to the checkpoint folder {self.path.parent}: {error}. Set trainer.default_local_dir to "
-                "a writable folder."
+                f"cannot write to the checkpoint folder {self.path.parent}: {error}. Name a writable folder "
+                "(default_local_dir)."
             ) from error
         # fallback_to_soft would use the existence of a file as the lock, which a killed run leaves behind.
         lock = FileLock(
@@ -66,8 +66,8 @@ class FolderLock:
         except Timeout as error:
             raise CheckpointError(
                 f"another run writes into {self.path.parent}: {_holder(self.path)}. Two runs in one folder would "
-                "overwrite each other's checkpoints. Give this one another trainer.default_local_dir (or "
-                "trainer.experiment_name), or end the other one first."
+                "overwrite each other's checkpoints. Give this one another folder (default_local_dir, or "
+                "experiment_name), or end the other one first."
             ) from error
         except OSError as error:
             logger.warning(

@@ -40,7 +40,7 @@ def get_device(name: str | None = None) -> torch.device:
     if name != "cuda":
         raise ResourceError(f"device '{name}' is unknown. Use one of: {', '.join(_BACKENDS)}.")
     if not torch.cuda.is_available():
-        raise ResourceError("device 'cuda' is asked for, but this process sees no GPU. Set trainer.device=cpu.")
+        raise ResourceError("device 'cuda' is asked for, but this process sees no GPU. Set device=cpu.")
     # Modulo, because a launcher may show each process only its own GPU, which then has index 0.
     index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     device = torch.device("cuda", index)

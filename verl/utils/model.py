@@ -71,7 +71,7 @@ def resolve_model_path(name_or_path: str) -> str:
         hint = f" Did you mean '{folder.parent / near[0]}'?" if near else ""
         raise ConfigError(
             f"model folder '{folder}' {what}.{hint} Give the folder that holds config.json, or a hub name "
-            "such as 'Qwen/Qwen3-0.6B' (model.path)."
+            "such as 'Qwen/Qwen3-0.6B'."
         )
     return name_or_path
 
@@ -87,7 +87,7 @@ def require_on_hub(name: str) -> None:
     """
     if any(isinstance(try_to_load_from_cache(name, file), str) for file in ("config.json", "tokenizer_config.json")):
         return
-    advice = "Give the folder of a model on this machine, or a name such as 'Qwen/Qwen3-0.6B' (model.path)."
+    advice = "Give the folder of a model on this machine, or a name such as 'Qwen/Qwen3-0.6B'."
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
     except (EntryNotFoundError, GatedRepoError):
@@ -129,7 +129,7 @@ def load_hf_config(
     except LOADING_ERRORS as error:
         raise ConfigError(
             f"model config of '{path}' cannot be read: {why_unreadable(error, path)} A model folder holds config.json; "
-            "a hub name needs network access, or the model in the local Hugging Face cache (model.path)."
+            "a hub name needs network access, or the model in the local Hugging Face cache."
         ) from error
     warn_if_code_runs(config, path)
     if ATTN_IMPLEMENTATION in options:
@@ -192,7 +192,7 @@ def load_causal_lm(
     if info["missing_keys"]:
         raise ConfigError(
             f"the files of '{path}' lack {len(info['missing_keys'])} weights of {type(module).__name__}: "
-            f"{_some(info['missing_keys'])}. Point model.path at the folder of a complete causal language model."
+            f"{_some(info['missing_keys'])}. Give the folder of a complete causal language model."
         )
     check_finite_weights(module, path)
     return module
@@ -304,7 +304,7 @@ def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: Pretrain
     if needed:
         raise ConfigError(
             f"the tokenizer is larger than the model: token '{token}' has id {largest}, and the embedding has {rows} "
-            "rows. Use the model's own tokenizer (model.tokenizer_path), or a model whose embedding was resized "
+            "rows. Use the model's own tokenizer (tokenizer_path), or a model whose embedding was resized "
             f"to at least {largest + 1} rows."
         )
     if not warns:

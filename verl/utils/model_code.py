@@ -32,9 +32,8 @@ def why_unreadable(error: Exception, path: str) -> str:
         files = sorted(file.name for file in Path(path).glob("*.py")) if Path(path).is_dir() else []
         return (
             f"it needs Python code of its own ({', '.join(files) or 'from the hub'}), which is not run unless you ask "
-            "for it. Read that code, and if you trust it, set trust_remote_code=true beside model.path "
-            "(actor_rollout_ref.model, critic.model, reward_model.model, for supervised runs model; "
-            "--trust-remote-code of verl.model_merger)."
+            "for it. Read that code, and if you trust it, set trust_remote_code=true for this model "
+            "(--trust-remote-code of verl.model_merger)."
         )
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in text or "Weights only" in text:
         return (
@@ -64,5 +63,5 @@ def refuse_foreign_kernels(config: PretrainedConfig, path: str) -> None:
             raise ConfigError(
                 f"the config.json of '{path}' asks for the attention kernel '{wanted}', which is code from a hub and "
                 "is not run unless you ask for it. If you trust it, set override_config.attn_implementation "
-                f"='{wanted}' beside model.path; else override it with sdpa or eager."
+                f"='{wanted}' for this model; else override it with sdpa or eager."
             )

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _REMEDY = (
     "A tokenizer's folder holds tokenizer.json and tokenizer_config.json; if it lies apart from the model, set "
-    "model.tokenizer_path."
+    "tokenizer_path."
 )
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")
 

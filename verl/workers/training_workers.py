@@ -250,7 +250,7 @@ def _refuse_hdfs(hdfs_path: str | None) -> None:
     if hdfs_path is not None:
         raise CheckpointError(
             f"hdfs_path={hdfs_path}: copying checkpoints to a remote file system is not in this version. Pass None, "
-            "and let trainer.default_local_dir lie on a mounted one."
+            "and let default_local_dir lie on a mounted one."
         )
 
 
@@ -369,7 +369,7 @@ class DirectPreferenceWorker(TrainingWorker):
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Compute ``ref_log_prob`` under the reference, (bsz, response_length)."""
         if self.reference is None:
-            raise ConfigError("loss.reference_free=true: there is no reference whose log-probs could be computed.")
+            raise ConfigError("reference_free=true: there is no reference whose log-probs could be computed.")
         with self.reference.eval_mode():
             found = self.reference.infer_batch(batch, {"log_probs"}, self.micro)
         return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})

@@ -61,8 +61,8 @@ def mini_batch_size_per_rank(name: str, prompts: int, n: int, dp_size: int) -> i
     """
     if prompts * n % dp_size:
         raise ConfigError(
-            f"{name}={prompts} with rollout.n={n} makes mini-batches of {prompts * n} responses, which do not divide "
-            f"over {dp_size} ranks. Make {name} · rollout.n a multiple of {dp_size}."
+            f"{name}={prompts} with n={n} makes mini-batches of {prompts * n} responses, which do not divide "
+            f"over {dp_size} ranks. Make {name} · n a multiple of {dp_size}."
         )
     return prompts * n // dp_size
 

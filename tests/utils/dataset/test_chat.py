@@ -86,9 +86,9 @@ def test_truncation_by_hand():
     assert truncate(ids, 4, "middle", "p", "k") == [1, 2, 4, 5]
     assert truncate(ids, 5, "error", "p", "k") == ids
     with pytest.raises(
-        DataError, match=r"p has 5 tokens, more than data\.max_prompt_length=4.*filter_overlong_prompts"
+        DataError, match=r"p has 5 tokens, more than max_prompt_length=4.*filter_overlong_prompts"
     ):
-        truncate(ids, 4, "error", "p", "data.max_prompt_length")
+        truncate(ids, 4, "error", "p", "max_prompt_length")
 
 
 @given(st.lists(st.integers(), max_size=30), st.integers(1, 30), st.sampled_from(["left", "right", "middle"]))

@@ -118,7 +118,7 @@ def test_a_generator_may_make_nothing(folder):
         ({"prompt": "a"}, "row 1: it lacks data_source, reward_model"),
         (generated("a", more=1), "row 1: it has the unknown column more"),
         (generated([]), r"row 1: the prompt is list \[\]"),
-        (generated("a" * 20), r"longer than data\.max_prompt_length=12.*row 1 with 22 tokens"),
+        (generated("a" * 20), r"longer than max_prompt_length=12.*row 1 with 22 tokens"),
         (generated("a", reward_model={"ground_truth": {1, 2}}), "row 1: it cannot be kept in a checkpoint"),
         (generated("a", reward_model={"ground_truth": float("nan")}), "row 1: it cannot be kept in a checkpoint"),
         ("text", "row 1: expected a mapping of columns, got str"),

@@ -137,11 +137,11 @@ def test_no_path_at_all():
 def test_a_missing_column_is_named_with_those_there_are(tmp_path):
     files = open_files([write(tmp_path / "a.jsonl", ROWS), write(tmp_path / "b.jsonl", [{"question": 1, "x": 2}])], "k")
     with pytest.raises(DataError) as caught:
-        require_columns(files, {"prompt": "data.prompt_key"})
+        require_columns(files, {"prompt": "prompt_key"})
     message = str(caught.value)
     assert "b.jsonl has no column 'prompt'" in message
     assert "Its columns: question, x." in message
-    assert "Set data.prompt_key" in message
+    assert "Set prompt_key" in message
 
 
 def test_choose_rows(tmp_path):

@@ -157,7 +157,7 @@ def test_truncation_of_a_long_prompt(tmp_path, truncation, kept):
 def test_a_long_prompt_is_an_error_at_opening(tmp_path):
     with pytest.raises(DataError) as caught:
         RLHFDataset(long_file(tmp_path), TOKENIZER, CONFIG)
-    for part in ("2 of 4", "data.max_prompt_length=8", "row 1 with 11 tokens", "14", "filter_overlong_prompts"):
+    for part in ("2 of 4", "max_prompt_length=8", "row 1 with 11 tokens", "14", "filter_overlong_prompts"):
         assert part in str(caught.value)
 
 
@@ -173,7 +173,7 @@ def test_the_filter_drops_long_prompts(tmp_path, workers, caplog):
 def test_all_prompts_too_long(tmp_path):
     with pytest.raises(DataError) as caught:
         RLHFDataset(long_file(tmp_path, (9, 12)), TOKENIZER, config(filter_overlong_prompts=True))
-    for part in ("all 2 prompts", "data.max_prompt_length=8", "shortest has 11", "longest 14"):
+    for part in ("all 2 prompts", "max_prompt_length=8", "shortest has 11", "longest 14"):
         assert part in str(caught.value)
 
 
@@ -183,7 +183,7 @@ def test_all_prompts_too_long(tmp_path):
 @pytest.mark.parametrize(
     "record, says",
     [
-        ({"question": "x"}, "has no column 'prompt' (data.prompt_key). Its columns: question."),
+        ({"question": "x"}, "has no column 'prompt' (prompt_key). Its columns: question."),
         ({"prompt": [{"role": "user"}]}, "row 1: message 0 has content NoneType"),
         ({"prompt": "x", "images": ["a.png", "b.png"]}, "row 1: column 'images' holds 2 item(s)"),
         ({"prompt": "x", "videos": ["a"]}, "row 1: column 'videos'"),

@@ -146,7 +146,7 @@ def test_right_cut_leaves_neither_side_finished(tmp_path):
     ],
 )
 def test_a_right_cut_that_leaves_no_preference(tmp_path, record, length, why):
-    with pytest.raises(DataError, match=rf"row 0: chosen has .*data\.max_length={length}.*{why}"):
+    with pytest.raises(DataError, match=rf"row 0: chosen has .*max_length={length}.*{why}"):
         open_pairs(tmp_path, record, max_length=length, truncation="right")
 
 
@@ -154,14 +154,14 @@ def test_long_pairs_are_an_error_at_opening(tmp_path):
     records = [{"prompt": "a", "chosen": "0" * n, "rejected": "1"} for n in (1, 5, 9)]
     with pytest.raises(DataError) as caught:
         open_pairs(tmp_path, *records, max_length=8)
-    for part in ("2 of 3 pairs", "data.max_length=8", "row 1 with 9 tokens", "longest has 13", "left or right"):
+    for part in ("2 of 3 pairs", "max_length=8", "row 1 with 9 tokens", "longest has 13", "left or right"):
         assert part in str(caught.value)
 
 
 @pytest.mark.parametrize(
     "record, says",
     [
-        ({"prompt": "a", "chosen": "0"}, "has no column 'rejected' (data.rejected_key)"),
+        ({"prompt": "a", "chosen": "0"}, "has no column 'rejected' (rejected_key)"),
         ({"prompt": "a", "chosen": "0", "rejected": "0"}, "row 0: chosen and rejected are the same"),
         ({"prompt": "a", "chosen": "0", "rejected": " \n"}, "row 0, rejected: the response is empty"),
         ({"prompt": "a", "chosen": "", "rejected": "0"}, "row 0, chosen: the response is empty"),
@@ -181,7 +181,7 @@ def test_a_pair_that_cannot_be_used(tmp_path, record, says):
 
 def test_conversations_that_share_nothing(tmp_path):
     record = {"chosen": [user("a"), says("0")], "rejected": [user("b"), says("0")]}
-    with pytest.raises(DataError, match=r"share no prompt\. Set data\.prompt_key"):
+    with pytest.raises(DataError, match=r"share no prompt\. Set prompt_key"):
         open_pairs(tmp_path, record, prompt_key=None)
 
 

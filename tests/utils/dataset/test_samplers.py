@@ -264,7 +264,7 @@ def test_the_built_in_is_chosen_by_its_name():
     assert isinstance(sampler, AbstractCurriculumSampler)
     by_path = SamplerConfig(class_path="pkg://verl.utils.dataset.curriculum", class_name="DifficultyCurriculum")
     assert type(create_rl_sampler(config(sampler=by_path), range(9))) is DifficultyCurriculum
-    with pytest.raises(ConfigError, match=r"Set data\.dataloader_num_workers=0"):
+    with pytest.raises(ConfigError, match=r"Set dataloader_num_workers=0"):
         create_rl_sampler(dataclasses.replace(chosen, dataloader_num_workers=2), range(9))
     with pytest.raises(ConfigError, match=r"no such sampler.*DifficultyCurriculum"):
         create_rl_sampler(config(sampler=SamplerConfig(class_name="DifficultCurriculum")), range(9))

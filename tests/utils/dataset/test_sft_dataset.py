@@ -124,7 +124,7 @@ def test_dict_keys_lead_into_a_column(tmp_path):
     keys = {"prompt_key": "extra_info", "response_key": "extra_info", "prompt_dict_keys": ["question"]}
     dataset = create_sft_dataset(path, config(**keys, response_dict_keys=["deep", "answer"]), TOKENIZER)
     assert dataset[0]["input_ids"].tolist() == [2, 14, 3, 4, 5, 1]
-    with pytest.raises(DataError, match=r"row 0: data\.response_dict_keys asks for 'nothing'"):
+    with pytest.raises(DataError, match=r"row 0: response_dict_keys asks for 'nothing'"):
         create_sft_dataset(path, config(**keys, response_dict_keys=["nothing"]), TOKENIZER)
     with pytest.raises(DataError, match="the response is dict"):
         create_sft_dataset(path, config(**keys, response_dict_keys=["deep"]), TOKENIZER)
@@ -162,7 +162,7 @@ def test_ignore_input_ids_mismatch(tmp_path):
 @pytest.mark.parametrize(
     "record, says",
     [
-        ({"chat": []}, "no column 'messages' (data.messages_key). Its columns: chat."),
+        ({"chat": []}, "no column 'messages' (messages_key). Its columns: chat."),
         ({"messages": talk("a")}, "row 0: no message has the role 'assistant'"),
         ({"messages": "a"}, "row 0: no message has the role 'assistant'"),
         ({"messages": talk("a", "b")[::-1]}, "row 0: the conversation begins with the assistant"),
@@ -181,12 +181,12 @@ def test_a_row_that_cannot_be_used(tmp_path, record, says):
 def test_a_long_conversation_is_an_error_at_opening(tmp_path):
     with pytest.raises(DataError) as caught:
         open_talk(tmp_path, ("a", "01"), ("a", "012345"), ("a", "0123456"))
-    for part in ("2 of 3", "data.max_length=8", "row 1 with 10 tokens", "longest has 11"):
+    for part in ("2 of 3", "max_length=8", "row 1 with 10 tokens", "longest has 11"):
         assert part in str(caught.value)
 
 
 def test_only_one_of_the_two_keys(tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.prompt_key=q and data\.response_key=None"):
+    with pytest.raises(ConfigError, match=r"prompt_key=q and response_key=None"):
         create_sft_dataset("x", config(prompt_key="q"), TOKENIZER)
 
 

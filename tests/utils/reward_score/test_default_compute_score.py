@@ -60,7 +60,7 @@ def test_a_setting_that_nobody_takes():
 def test_a_source_without_scorer_lists_those_with(source, says, kind):
     with pytest.raises(kind) as caught:
         default_compute_score(source, "x", "y")
-    for part in (says, "countdown", "lighteval/MATH", "custom_reward_function.path", "reward_model.reward_format"):
+    for part in (says, "countdown", "lighteval/MATH", "custom_reward_function.path", "reward_format"):
         assert part in str(caught.value)
 
 

@@ -183,7 +183,7 @@ def test_data_is_checked_before_a_run(tmp_path):
     manager(None).check_dataset(dataset(good))
     with pytest.raises(DataError, match="no column 'reward_model'"):
         manager(None).check_dataset(dataset({"prompt": "a", "data_source": "openai/gsm8k"}))
-    with pytest.raises(DataError, match=r"no column 'data_source' \(data\.reward_fn_key\)"):
+    with pytest.raises(DataError, match=r"no column 'data_source' \(reward_fn_key\)"):
         manager(None).check_dataset(dataset({"prompt": "a", "reward_model": {}}))
     with pytest.raises(UnknownDataSourceError, match="'openai/gsm9k'"):
         manager(None).check_dataset(dataset(good, good | {"data_source": "openai/gsm9k"}))

@@ -55,9 +55,8 @@ def bypass_mode(
     """
     if (settings := rollout_correction) is None:
         raise ConfigError(
-            "the policy loss bypass_mode needs the settings of the correction: set "
-            "algorithm.rollout_correction.bypass_mode=true, which chooses this loss and hands them over "
-            "(policy_loss.rollout_correction)."
+            "the policy loss bypass_mode needs the settings of the correction: pass rollout_correction=..., or set "
+            "policy_loss.rollout_correction of its config (in a run, rollout_correction.bypass_mode=true does so)."
         )
     if settings.rollout_is_batch_normalize:
         raise ConfigError(

@@ -126,8 +126,8 @@ def dro(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, dro_beta: fl
     """
     if dro_beta is None:
         raise ConfigError(
-            "the dro policy loss needs actor.policy_loss.dro_beta, the weight of its quadratic term. It has the unit "
-            "of advantages per nat: with normalised advantages, 0.1 lets a token's log-prob move by about 10."
+            "the dro policy loss needs dro_beta, the weight of its quadratic term. It has the unit of "
+            "advantages per nat: with normalised advantages, 0.1 lets a token's log-prob move by about 10."
         )
     # Not bounded, unlike a ratio: a square does not overflow, and its slope must lead back from any distance.
     penalty = 0.5 * dro_beta * (log_prob - old_log_prob) ** 2

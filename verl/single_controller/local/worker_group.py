@@ -26,9 +26,9 @@ class LocalResourcePool(ResourcePool):
         super().__init__([1] if process_on_nodes is None else process_on_nodes, max_colocate_count, n_gpus_per_node)
         if self.world_size != 1:
             raise ResourceError(
-                f"trainer.controller=local runs one rank, in this process; asked for {self.world_size} "
-                f"(processes on nodes: {self.store}). Set trainer.n_gpus_per_node=1 trainer.nnodes=1, or use "
-                "trainer.controller=ray for more ranks."
+                f"the local controller runs one rank, in this process; asked for {self.world_size} (processes on "
+                f"nodes: {self.store}). Ask for one (n_gpus_per_node=1, nnodes=1), or use Ray for more ranks "
+                "(controller=ray)."
             )
 
 
@@ -137,8 +137,8 @@ def set_environment() -> None:
     for name, value in {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         if os.environ.setdefault(name, value) != value:
             raise ResourceError(
-                f"trainer.controller=local runs one rank, but the environment says {name}={os.environ[name]}. Start it "
-                "without torchrun, or use trainer.controller=ray."
+                f"the local controller runs one rank, but the environment says {name}={os.environ[name]}. Start it "
+                "without torchrun, or use Ray (controller=ray)."
             )
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:

@@ -4,8 +4,8 @@ try:
     import ray  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "trainer.controller=ray needs Ray, which is not installed: pip install 'ray>=2.60,<2.62'. Or run one rank "
-        "without it: trainer.controller=local."
+        "verl.single_controller.ray needs Ray, which is not installed: pip install 'ray>=2.60,<2.62'. Or run one rank "
+        "without it: verl.single_controller.local, controller=local."
     ) from error
 
 from verl.single_controller.ray.resource_pool import (

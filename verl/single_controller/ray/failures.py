@@ -64,8 +64,9 @@ BROKEN_CONNECTION = re.compile(
 STORE_IS_FULL = (
     "what is passed between processes found no room: Ray's object store is full, and so is (to 95%) the disk that "
     "takes what does not fit. Free space where Ray keeps its files (/tmp/ray, see df), move them "
-    "(+ray_kwargs.ray_init._temp_dir=...), or give the store more memory "
-    "(+ray_kwargs.ray_init.object_store_memory=..., in bytes; /dev/shm must have as much)."
+    "(ray.init(_temp_dir=...), RAY_TMPDIR), or give the store more memory "
+    "(ray.init(object_store_memory=...), in bytes; /dev/shm must have as much). A run gives ray.init its "
+    "ray_kwargs.ray_init."
 )
 
 

@@ -137,7 +137,7 @@ class RayResourcePool(ResourcePool):
             f"{self.world_size} ranks are asked for (on nodes: {self.store}, each with {self._bundle()}), and the "
             f"cluster is large enough, but others use it: free are {free.get('GPU', 0):g} GPUs and "
             f"{free.get('CPU', 0):g} CPUs. Stop the other program, or ask for fewer: "
-            f"trainer.n_gpus_per_node=..., trainer.nnodes=...{_losses()}"
+            f"n_gpus_per_node=..., nnodes=... (process_on_nodes of the pool).{_losses()}"
         )
 
     def bundles(self, strategy: str = "STRICT_PACK") -> list[Bundle]:
@@ -273,14 +273,16 @@ def check_fits(pools: Sequence[tuple[Sequence[int], bool]]) -> None:
 
 def _too_many(resource: str, counts: list[int], has: list[int]) -> str:
     if resource == "GPU" and not any(has):
-        remedy = "trainer.device=cpu"
+        remedy = "device=cpu"
     elif any(has) and max(counts) > max(has):
-        remedy = f"trainer.n_gpus_per_node={max(has)}"
+        remedy = f"n_gpus_per_node={max(has)}"
     else:
-        remedy = (
-            "fewer nodes (trainer.nnodes=...) or fewer ranks (trainer.n_gpus_per_node=...), or let roles share a pool"
-        )
-    more = " To run more ranks than cores, tell Ray so: ray_kwargs.ray_init.num_cpus=..." if resource == "CPU" else ""
+        remedy = "fewer nodes (nnodes=...) or fewer ranks (n_gpus_per_node=...), or let roles share a pool"
+    more = (
+        " To run more ranks than cores, tell Ray so: ray.init(num_cpus=...), ray_kwargs.ray_init.num_cpus=..."
+        if resource == "CPU"
+        else ""
+    )
     return (
         f"more ranks than {resource}s: asked for {sum(counts)} ranks with one {resource} each (ranks on nodes: "
         f"{counts}); the cluster has {sum(has)} {resource}s ({resource}s of its nodes: {has}). Set {remedy}, or add "

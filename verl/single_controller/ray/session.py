@@ -129,7 +129,7 @@ def _exit_on_sigterm(number: int, frame: FrameType | None) -> None:
 def _no_start(error: Exception, arguments: Mapping[str, Any]) -> str:
     said = f"Ray does not start: {type(error).__name__}: {error}."
     if not isinstance(error, OSError) or isinstance(error, ConnectionError):
-        return f"{said} Its arguments are ray_kwargs.ray_init and the variables RAY_*."
+        return f"{said} Its arguments are those of ray.init (ray_kwargs.ray_init) and the variables RAY_*."
     folder = arguments.get("_temp_dir") or os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     return (
         f"{said} It keeps its files and sockets below {folder}: set RAY_TMPDIR to a folder that can be written and has "
@@ -171,7 +171,7 @@ def init_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     named = (os.environ.get("RAY_ADDRESS") or "auto") if address == "auto" else address
     if named not in ("auto", "local") and not _answers(named):
         raise ResourceError(
-            f"no Ray answers at {named} (from RAY_ADDRESS or ray_kwargs.ray_init.address): the cluster has ended, "
+            f"no Ray answers at {named} (from RAY_ADDRESS or the argument address): the cluster has ended, "
             "hangs, or cannot be reached from here. Start it (ray start --head), or unset the address: the run then "
             "starts a Ray of its own."
         )

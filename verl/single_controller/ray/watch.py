@@ -30,7 +30,7 @@ DEAD_S = 60.0  # for the run to start Ray again after its raylet has ended
 _TICK_S = 1.0
 _CONSEQUENCE = (
     "Calls of Ray would wait for it without end, so this driver ends, with all processes that it started. The same "
-    "command goes on from the newest checkpoint (trainer.resume_mode=auto)."
+    "command goes on from the newest checkpoint (resume_mode=auto)."
 )
 
 

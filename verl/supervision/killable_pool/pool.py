@@ -40,7 +40,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 3.0
 """Bounds of the pause after a process that could not start; it doubles from the first to the longest."""
 CLOSE_S = 3.0
 PROCESS_LIMIT_REMEDY = (
-    "Lower reward_model.num_workers, or raise what the machine allows: processes (ulimit -u, the pids limit of the "
+    "Lower num_workers, or raise what the machine allows: processes (ulimit -u, the pids limit of the "
     "container), open files (ulimit -n), memory."
 )
 

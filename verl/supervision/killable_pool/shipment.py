@@ -51,7 +51,7 @@ def _pickled(function: Callable[..., Any], fatal: tuple[type[Exception], ...]) -
         if b"__main__" not in pickled:  # in the worker, __main__ is another module
             return pickled
     name = getattr(unwrapped(function), "__qualname__", repr(function))
-    remedy = "Put it at the top level of a file, and name that in custom_reward_function.path."
+    remedy = "Put it at the top level of a file, and import or name it from there."
     try:
         import cloudpickle
     except ModuleNotFoundError as error:

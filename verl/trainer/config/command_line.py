@@ -30,6 +30,7 @@ from verl.supervision.interruption import interruptible
 from verl.supervision.processes import open_closed_streams
 from verl.trainer.config.help import help_page
 from verl.trainer.config.keys import iter_keys
+from verl.trainer.config.named_keys import keys_named
 from verl.trainer.config.translate import Translator
 from verl.utils.console import console, status
 
@@ -304,7 +305,7 @@ def command(
                 with restarting_driver(config) if restarts else nullcontext(config) as config:
                     run(config)
             except PLAIN_ERRORS as error:
-                _end_plainly(error, secrets_in(OmegaConf.to_container(cfg)))
+                _end_plainly(error, secrets_in(OmegaConf.to_container(cfg)), root)
             _show_full_errors("1")  # for the composition of a sweep's next job
 
         add_search_path()
@@ -352,8 +353,13 @@ def _print_help(run: FunctionType, root: type[BaseConfig]) -> None:
     console().print(page)
 
 
-def _end_plainly(error: Exception, secrets: Collection[str]) -> NoReturn:
-    """Exit with code 2 and the text of the error alone, unless ``HYDRA_FULL_ERROR`` asks for the traceback."""
+def _end_plainly(error: Exception, secrets: Collection[str], root: type[BaseConfig] | None = None) -> NoReturn:
+    """Exit with code 2 and the text of the error alone, unless ``HYDRA_FULL_ERROR`` asks for the traceback.
+
+    With the ``root`` of the configuration, a line follows with the keys behind the arguments that the error names.
+    """
+    if root is not None and (keys := keys_named(str(error), root)):
+        error.add_note(f"On the command line: {', '.join(keys)}")
     if os.environ.get(FULL_ERROR):
         raise error
     notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))

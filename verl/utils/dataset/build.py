@@ -53,11 +53,11 @@ def create_rl_dataset(
     create = _dataset_class(section.custom_cls, DynamicGenDataset if grows else RLHFDataset)
     dataset = create(data_paths, tokenizer=tokenizer, config=data_config, processor=processor, max_samples=max_samples)
     if section.custom_cls.path:
-        shown = f"data.custom_cls: {type(dataset).__name__}"
+        shown = f"custom_cls: {type(dataset).__name__}"
         if len(dataset) == 0:
             raise DataError(f"{shown} has no items.")
         check_item(dataset[0], shown)
-    logger.info("%s: %d prompts", "data.train_files" if is_train else "data.val_files", len(dataset))
+    logger.info("%d prompts for %s", len(dataset), "training" if is_train else "validation")
     return dataset
 
 
@@ -72,8 +72,8 @@ def create_sft_dataset(
     """
     if bool(data_config.prompt_key) != bool(data_config.response_key):
         raise ConfigError(
-            f"data.prompt_key={data_config.prompt_key} and data.response_key={data_config.response_key}: "
-            "set both, or neither for conversations in data.messages_key."
+            f"prompt_key={data_config.prompt_key} and response_key={data_config.response_key}: "
+            "set both, or neither for conversations in messages_key."
         )
     default = SFTDataset if data_config.prompt_key else MultiTurnSFTDataset
     create = _dataset_class(data_config.custom_cls, default)
@@ -104,7 +104,7 @@ def create_rl_sampler(data_config: BaseConfig | Mapping[str, Any], dataset: Data
     config = data_config if isinstance(data_config, BaseConfig) else DataConfig.of(data_config)
     custom = config.get("sampler")
     if custom is not None and (custom.class_path or custom.class_name):
-        create = users_class(_sampler_class(custom, config), "data.sampler")
+        create = users_class(_sampler_class(custom, config), "sampler")
         return create(data_source=dataset, data_config=data_config if custom.class_path else config)
     if config.get("source_weights"):
         return WeightedSources(cast(Sized, dataset), config)
@@ -116,37 +116,35 @@ def create_rl_sampler(data_config: BaseConfig | Mapping[str, Any], dataset: Data
 def _dataset_class(custom: CustomClassConfig, default: type[Dataset]) -> Any:
     if not custom.path:
         return default
-    cls = load_object(custom.path, custom.name or "", "data.custom_cls")
+    cls = load_object(custom.path, custom.name or "", "custom_cls")
     if not (isinstance(cls, type) and issubclass(cls, Dataset)):
         raise ConfigError(
-            f"data.custom_cls: '{custom.name}' in {custom.path} is not a class that inherits from "
+            f"custom_cls: '{custom.name}' in {custom.path} is not a class that inherits from "
             f"torch.utils.data.Dataset. Let it inherit from {default.__module__}.{default.__name__}, for example."
         )
-    return users_class(cls, "data.custom_cls")
+    return users_class(cls, "custom_cls")
 
 
 def _sampler_class(custom: SamplerConfig, data_config: Any) -> Any:
     path, name = custom.class_path, custom.class_name or ""
     if path is None and name not in SAMPLERS:
         raise ConfigError(
-            f"data.sampler.class_name='{name}': there is no such sampler.{suggest(name, list(SAMPLERS))} "
-            f"Set data.sampler.class_path to the file of your own, or take one of: {', '.join(SAMPLERS)}."
+            f"sampler.class_name='{name}': there is no such sampler.{suggest(name, list(SAMPLERS))} "
+            f"Set sampler.class_path to the file of your own, or take one of: {', '.join(SAMPLERS)}."
         )
-    cls: Any = SAMPLERS.get(name) if path is None else load_object(path, name, "data.sampler")
+    cls: Any = SAMPLERS.get(name) if path is None else load_object(path, name, "sampler")
     if not (isinstance(cls, type) and issubclass(cls, Sampler)):
-        raise ConfigError(
-            f"data.sampler: '{name}' in {path} is not a class that inherits from torch.utils.data.Sampler."
-        )
+        raise ConfigError(f"sampler: '{name}' in {path} is not a class that inherits from torch.utils.data.Sampler.")
     if not issubclass(cls, AbstractCurriculumSampler):
         if hasattr(cls, "update"):
             raise ConfigError(
-                f"data.sampler: {name} has an 'update' method, which nothing would call. Let it inherit from "
+                f"sampler: {name} has an 'update' method, which nothing would call. Let it inherit from "
                 "verl.experimental.dataset.sampler.AbstractCurriculumSampler, or take the method out."
             )
         return cls
     if data_config.dataloader_num_workers != 0:
         raise ConfigError(
-            f"data.sampler: {name} learns from every batch, but data.dataloader_num_workers="
-            f"{data_config.dataloader_num_workers} processes read rows ahead of it. Set data.dataloader_num_workers=0."
+            f"sampler: {name} learns from every batch, but dataloader_num_workers="
+            f"{data_config.dataloader_num_workers} processes read rows ahead of it. Set dataloader_num_workers=0."
         )
     return cls

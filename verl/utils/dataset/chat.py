@@ -24,8 +24,8 @@ def require_chat_template(tokenizer: Any) -> None:
     if tokenizer.chat_template is None:
         raise ConfigError(
             f"the tokenizer of '{tokenizer.name_or_path}' has no chat template, so messages cannot be turned into a "
-            "prompt. Give one as model.custom_chat_template='...', add chat_template to its tokenizer_config.json, "
-            "or use the tokenizer of the model's chat or instruct variant (model.tokenizer_path)."
+            "prompt. Give one (custom_chat_template='...'), add chat_template to its tokenizer_config.json, or use the "
+            "tokenizer of the model's chat or instruct variant (tokenizer_path)."
         )
 
 
@@ -165,8 +165,8 @@ def truncate(items: list[T], max_length: int, truncation: Truncation, place: str
         return items[:head] + items[len(items) - (max_length - head) :]
     raise DataError(
         f"{place} has {len(items)} tokens, more than {setting}={max_length}. Raise {setting}, "
-        "or set data.truncation to left, right or middle"
-        + (", or data.filter_overlong_prompts=true." if setting == "data.max_prompt_length" else ".")
+        "or set truncation to left, right or middle"
+        + (", or filter_overlong_prompts=true." if setting == "max_prompt_length" else ".")
     )
 
 

@@ -79,7 +79,7 @@ def open_files(paths: str | Sequence[str], setting: str) -> list[DataFile]:
 
     Args:
         paths: one path or several; ``~``, ``$VARIABLES`` and globs (sorted) are expanded.
-        setting: the configuration key that holds the paths, for error messages.
+        setting: the argument or key that holds the paths, for error messages.
     """
     names = [paths] if isinstance(paths, str) else list(paths)
     if not names:
@@ -88,13 +88,13 @@ def open_files(paths: str | Sequence[str], setting: str) -> list[DataFile]:
 
 
 def require_columns(files: Sequence[DataFile], wanted: dict[str, str]) -> None:
-    """Check that every file has the columns, given as column name to setting: ``{"prompt": "data.prompt_key"}``."""
+    """Check that every file has the columns, given as column name to setting: ``{"prompt": "prompt_key"}``."""
     for file in files:
         for column, source in wanted.items():
             if column not in file.columns:
                 remedy = (
                     f"Set {source} to the column that holds it, or rename the column."
-                    if source.startswith("data.")
+                    if source.endswith("_key")
                     else "Add the column; `examples/data_preprocess` shows how the files are made."
                 )
                 raise DataError(

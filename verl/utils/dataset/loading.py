@@ -91,7 +91,8 @@ def batches(loader: Any) -> Iterator[Any]:
             if losses > MAX_LOSSES:
                 error.add_note(
                     "Processes that read rows were lost again and again. If /dev/shm is full (df /dev/shm) or memory "
-                    "is short, free some; or let the driver read: data.dataloader_num_workers=0 (data.num_workers=0)."
+                    "is short, free some; or let the driver read: num_workers=0 (with rollouts "
+                    "dataloader_num_workers=0)."
                 )
                 raise
             logger.warning("a process that reads rows was lost, others go on from the same place: %s", error)
@@ -113,9 +114,9 @@ def load_position(loader: Any, state: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"the checkpoint was saved with {saved} processes that read rows, and there are {loader.num_workers} "
                 "now; the data set has a state_dict() of its own, which every process holds for itself, so it cannot "
-                f"be dealt to another number of them. Set data.dataloader_num_workers={saved} "
-                f"(data.num_workers={saved} without rollouts; the machine needs as many CPUs), or set "
-                "trainer.resume_mode=disable to start anew."
+                f"be dealt to another number of them. Set num_workers={saved} "
+                f"(dataloader_num_workers={saved} with rollouts; the machine needs as many CPUs), or set "
+                "resume_mode=disable to start anew."
             )
         state = for_other_processes(state, loader)
     loader.load_state_dict(state)

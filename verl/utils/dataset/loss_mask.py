@@ -75,7 +75,7 @@ def _turn_start(
             f"{place}: the chat template writes the prompt of this turn otherwise than the whole conversation. "
             f"They part at {prompt[common : common + 40]!r} and {whole[common : common + 40]!r}. The model would be "
             "trained on a context that it never sees. Split the conversation, or set "
-            "data.ignore_input_ids_mismatch=true to train on it as the template writes the whole."
+            "ignore_input_ids_mismatch=true to train on it as the template writes the whole."
         )
     header = prompt[len(render(before, tokenizer, place, **kwargs)) :]
     # A template may put an empty thought into the header that it omits from finished turns: try the first line alone.
@@ -121,7 +121,7 @@ def _tokens_of_prefix(text: str, ids: list[int], tokenizer: Any, place: str, str
             f"{place}: the text up to a border of this turn tokenizes otherwise alone than within the whole, from "
             f"token {first} on: {tokenizer.convert_ids_to_tokens(beginning[first : first + 4])} and "
             f"{tokenizer.convert_ids_to_tokens(ids[first : first + 4])}. A turn that begins with a space or a newline "
-            "is the usual cause; strip it, or set data.ignore_input_ids_mismatch=true to let a token straddle the "
+            "is the usual cause; strip it, or set ignore_input_ids_mismatch=true to let a token straddle the "
             "border."
         )
     return min(len(beginning), len(ids))

@@ -30,8 +30,8 @@ class WeightedSources(BatchSampler):
         self.shuffle: bool = data_config.shuffle
         if not hasattr(data_source, "sources"):
             raise ConfigError(
-                f"data.source_weights needs a data set with a method sources(), and {type(data_source).__name__} has "
-                "none. Give it one that lists the source of every row, or leave data.source_weights empty."
+                f"source_weights needs a data set with a method sources(), and {type(data_source).__name__} has "
+                "none. Give it one that lists the source of every row, or leave source_weights empty."
             )
         self.weights = dict(data_config.source_weights)
         self._read_sources()
@@ -57,7 +57,7 @@ class WeightedSources(BatchSampler):
         """Restore a saved :meth:`progress`; a ``ConfigError`` if the sources differ. Weights may change."""
         if progress.keys() != self.streams.keys():
             raise ConfigError(
-                f"data.source_weights names {', '.join(self.streams)}, and the checkpoint was made with "
+                f"source_weights names {', '.join(self.streams)}, and the checkpoint was made with "
                 f"{', '.join(progress)}. Resume with the sources that the run began with; weights may change."
             )
         self.streams = {name: dict(stream) for name, stream in progress.items()}
@@ -122,13 +122,13 @@ def check_weights(weights: Mapping[str, float], sources: Sequence[str]) -> None:
     unknown = [name for name in weights if name not in sources]
     if unknown:
         raise ConfigError(
-            f"data.source_weights names '{unknown[0]}', and no training row has that source."
+            f"source_weights names '{unknown[0]}', and no training row has that source."
             f"{suggest(unknown[0], list(sources))} Sources: {', '.join(sorted(sources))}."
         )
     missing = sorted(set(sources) - set(weights))
     if missing:
         raise ConfigError(
-            f"data.source_weights says nothing of {', '.join(missing)}. Give every source a weight; 0 leaves it out."
+            f"source_weights says nothing of {', '.join(missing)}. Give every source a weight; 0 leaves it out."
         )
     if not sum(weights.values()) > 0:
-        raise ConfigError(f"data.source_weights={dict(weights)}: at least one weight must be positive.")
+        raise ConfigError(f"source_weights={dict(weights)}: at least one weight must be positive.")

@@ -56,14 +56,14 @@ class MultiTurnSFTDataset(Dataset):
         require_usable(tokenizer)
         self.tokenizer = tokenizer
         self.config = config = SFTDataConfig.of(config)
-        self.files: list[DataFile] = open_files(parquet_files, "data.train_files or data.val_files")
+        self.files: list[DataFile] = open_files(parquet_files, "parquet_files")
         require_columns(self.files, self.needed_columns())
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_conversations()
 
     def needed_columns(self) -> dict[str, str]:
         """Required columns, each with the setting that names it."""
-        return {self.config.messages_key: "data.messages_key"}
+        return {self.config.messages_key: "messages_key"}
 
     def conversation(self, row: Row, place: str) -> list[Message]:
         """The messages of a row, checked."""
@@ -77,7 +77,7 @@ class MultiTurnSFTDataset(Dataset):
         [(ids, mask)] = self.sequences(item)
         # Cut as pairs, so that ids and mask lose the same places.
         pairs = truncate(
-            list(zip(ids, mask, strict=True)), self.config.max_length, self.config.truncation, place, "data.max_length"
+            list(zip(ids, mask, strict=True)), self.config.max_length, self.config.truncation, place, "max_length"
         )
         columns = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
         length = len(pairs) if self.config.pad_mode == "no_padding" else self.config.max_length
@@ -136,9 +136,9 @@ class MultiTurnSFTDataset(Dataset):
         if too_long:
             length, item = too_long[0]
             raise DataError(
-                f"{len(too_long)} of {len(self)} conversations are longer than data.max_length={limit} and "
-                f"data.truncation is 'error': the first is {self._locate(item)[0]} with {length} tokens, the longest "
-                f"has {max(too_long)[0]}. Raise data.max_length, or set data.truncation to left, right or middle."
+                f"{len(too_long)} of {len(self)} conversations are longer than max_length={limit} and "
+                f"truncation is 'error': the first is {self._locate(item)[0]} with {length} tokens, the longest "
+                f"has {max(too_long)[0]}. Raise max_length, or set truncation to left, right or middle."
             )
 
 

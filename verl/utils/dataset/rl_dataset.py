@@ -97,10 +97,10 @@ class RLHFDataset(Dataset):
         self.tokenizer = tokenizer
         self.config = config = DataConfig.of(config)
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
-        self.files = open_files(data_files, "data.train_files or data.val_files")
-        require_columns(self.files, {config.prompt_key: "data.prompt_key"})
+        self.files = open_files(data_files, "data_files")
+        require_columns(self.files, {config.prompt_key: "prompt_key"})
         if config.reward_fn_key != "data_source":
-            require_columns(self.files, {config.reward_fn_key: "data.reward_fn_key"})
+            require_columns(self.files, {config.reward_fn_key: "reward_fn_key"})
         self._refuse_unusable_columns()
         self.columns = list(dict.fromkeys(name for file in self.files for name in file.columns))
         self.checks = ContentChecks(tokenizer, "prompts")
@@ -116,7 +116,7 @@ class RLHFDataset(Dataset):
         messages, text = self._prompt(source, place)
         longest = self.config.max_prompt_length
         ids = encode(text, self.tokenizer)
-        ids = truncate(ids, longest, self.config.truncation, f"{place}: the prompt", "data.max_prompt_length")
+        ids = truncate(ids, longest, self.config.truncation, f"{place}: the prompt", "max_prompt_length")
         row = self._side_columns(item, source)
         row.update(left_pad(ids, longest, self.tokenizer.pad_token_id))
         if self.config.return_raw_chat:
@@ -251,17 +251,17 @@ class RLHFDataset(Dataset):
         fits = [length <= limit for length in lengths]
         if not any(fits) and not self.rows:
             raise DataError(
-                f"all {len(lengths)} prompts are longer than data.max_prompt_length={limit}: the shortest has "
+                f"all {len(lengths)} prompts are longer than max_prompt_length={limit}: the shortest has "
                 f"{min(lengths)} tokens, the longest {max(lengths)} (with the chat template). "
-                f"Set data.max_prompt_length to {max(lengths)} to keep them all."
+                f"Set max_prompt_length to {max(lengths)} to keep them all."
             )
         if not all(fits) and not config.filter_overlong_prompts:
             first = fits.index(False)
             raise DataError(
-                f"{fits.count(False)} of {len(fits)} prompts are longer than data.max_prompt_length={limit} and "
-                f"data.truncation is 'error': the first is {self._place(rows[first])} with {lengths[first]} tokens, "
-                f"the longest has {max(lengths)}. Raise data.max_prompt_length, drop them with "
-                "data.filter_overlong_prompts=true, or set data.truncation to left, right or middle."
+                f"{fits.count(False)} of {len(fits)} prompts are longer than max_prompt_length={limit} and "
+                f"truncation is 'error': the first is {self._place(rows[first])} with {lengths[first]} tokens, "
+                f"the longest has {max(lengths)}. Raise max_prompt_length, drop them with "
+                "filter_overlong_prompts=true, or set truncation to left, right or middle."
             )
         kept = list(itertools.compress(rows, fits))
         if len(kept) < len(rows):

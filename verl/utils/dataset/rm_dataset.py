@@ -72,10 +72,10 @@ class RMDataset(Dataset):
         self.tokenizer = tokenizer
         self.config = config
         self.template_kwargs = dict(config.apply_chat_template_kwargs)
-        self.files: list[DataFile] = open_files(parquet_files, "data.train_files or data.val_files")
-        columns = {config.chosen_key: "data.chosen_key", config.rejected_key: "data.rejected_key"}
+        self.files: list[DataFile] = open_files(parquet_files, "parquet_files")
+        columns = {config.chosen_key: "chosen_key", config.rejected_key: "rejected_key"}
         if config.prompt_key is not None:
-            columns[config.prompt_key] = "data.prompt_key"
+            columns[config.prompt_key] = "prompt_key"
         require_columns(self.files, columns)
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_pairs()
@@ -134,15 +134,15 @@ class RMDataset(Dataset):
             return self._cut_prompt(item, chosen, rejected)
         if self.config.truncation == "right":
             return self._cut_ends(item, chosen, rejected)
-        raise DataError(f"{self._too_long(item, chosen, rejected)} Raise it, or set data.truncation to left or right.")
+        raise DataError(f"{self._too_long(item, chosen, rejected)} Raise it, or set truncation to left or right.")
 
     def _cut_prompt(self, item: int, chosen: Side, rejected: Side) -> tuple[Side, Side]:
         drop = max(len(chosen[0]), len(rejected[0])) - self.config.max_length
         prompt = min(chosen[1].index(1), rejected[1].index(1))
         if drop >= prompt:
             raise DataError(
-                f"{self._too_long(item, chosen, rejected)} data.truncation=left shortens the prompt alone, which has "
-                f"{prompt} tokens, and it must keep at least one. Raise data.max_length, or take the pair out."
+                f"{self._too_long(item, chosen, rejected)} truncation=left shortens the prompt alone, which has "
+                f"{prompt} tokens, and it must keep at least one. Raise max_length, or take the pair out."
             )
         return (chosen[0][drop:], chosen[1][drop:]), (rejected[0][drop:], rejected[1][drop:])
 
@@ -157,7 +157,7 @@ class RMDataset(Dataset):
         if None in begins or cut[0][0] == cut[1][0]:
             why = "nothing is left of a response" if None in begins else "the two responses agree so far"
             raise DataError(
-                f"{self._too_long(item, chosen, rejected)} Cut at the right, {why}. Raise data.max_length, or take "
+                f"{self._too_long(item, chosen, rejected)} Cut at the right, {why}. Raise max_length, or take "
                 "the pair out."
             )
         return cut[0], cut[1]
@@ -165,7 +165,7 @@ class RMDataset(Dataset):
     def _too_long(self, item: int, chosen: Side, rejected: Side) -> str:
         return (
             f"{self.place(item)}: chosen has {len(chosen[0])} tokens and rejected {len(rejected[0])}, "
-            f"more than data.max_length={self.config.max_length}."
+            f"more than max_length={self.config.max_length}."
         )
 
     def _check_pairs(self) -> None:
@@ -186,9 +186,9 @@ class RMDataset(Dataset):
         too_long = [item for item, length in enumerate(longest) if length > limit]
         if too_long and self.config.truncation == "error":
             raise DataError(
-                f"{len(too_long)} of {len(self)} pairs are longer than data.max_length={limit} and data.truncation is "
+                f"{len(too_long)} of {len(self)} pairs are longer than max_length={limit} and truncation is "
                 f"'error': the first is {self.place(too_long[0])} with {longest[too_long[0]]} tokens, the longest has "
-                f"{max(longest)}. Raise data.max_length, or set data.truncation to left or right."
+                f"{max(longest)}. Raise max_length, or set truncation to left or right."
             )
         for item in too_long:
             self._fit(item, *self.sequences(item))
@@ -210,7 +210,7 @@ def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
                 raise DataError(
                     f"{place}, {key}: it begins with a message of the role '{side[0]['role']}', but not with the "
                     f"messages of {config.prompt_key}. Give the response alone, a conversation that begins with the "
-                    "prompt, or set data.prompt_key=null if both sides are whole conversations."
+                    "prompt, or set prompt_key=null if both sides are whole conversations."
                 )
         chosen, rejected = (side if side[:shared] == prompt else prompt + side for side in (chosen, rejected))
     else:
@@ -224,7 +224,7 @@ def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
         if shared == 0:
             raise DataError(
                 f"{place}: the two conversations begin with different messages, so they share no prompt. "
-                "Set data.prompt_key to the column of the prompt."
+                "Set prompt_key to the column of the prompt."
             )
         if len(side) == shared or side[-1]["role"] != "assistant":
             raise DataError(f"{place}, {key}: the last message must be the assistant's response to the prompt.")

@@ -207,5 +207,5 @@ def require_rows(dataset: Sized, count: int) -> None:
     if len(dataset) < count:
         raise CheckpointError(
             f"the checkpoint was made with {count} training rows, and there are {len(dataset)} now. Resume with the "
-            "data and the filters that the run began with, or set trainer.resume_mode=disable."
+            "data and the filters that the run began with, or set resume_mode=disable."
         )

@@ -20,13 +20,13 @@ class SFTDataset(MultiTurnSFTDataset):
 
     def needed_columns(self) -> dict[str, str]:
         """The two columns; see :meth:`MultiTurnSFTDataset.needed_columns`."""
-        return {self.config.prompt_key or "": "data.prompt_key", self.config.response_key or "": "data.response_key"}
+        return {self.config.prompt_key or "": "prompt_key", self.config.response_key or "": "response_key"}
 
     def conversation(self, row: Row, place: str) -> list[Message]:
         """Prompt and response as messages."""
         config = self.config
-        prompt = _descend(row[config.prompt_key or ""], config.prompt_dict_keys, place, "data.prompt_dict_keys")
-        response = _descend(row[config.response_key or ""], config.response_dict_keys, place, "data.response_dict_keys")
+        prompt = _descend(row[config.prompt_key or ""], config.prompt_dict_keys, place, "prompt_dict_keys")
+        response = _descend(row[config.response_key or ""], config.response_dict_keys, place, "response_dict_keys")
         if not isinstance(response, str):
             raise DataError(f"{place}: the response is {type(response).__name__} {response!r:.80}, not text.")
         return [*as_messages(prompt, place), {"role": "assistant", "content": response}]

@@ -119,7 +119,7 @@ class Judge:
         if not self.base_url or not self.model:
             raise ConfigError(
                 f"llm_judge: base_url='{self.base_url}' and model='{self.model}' are both needed. Set "
-                "reward_model.scorer_kwargs.base_url=http://localhost:8000/v1 and reward_model.scorer_kwargs.model."
+                "base_url=http://localhost:8000/v1, for example, and model (scorer_kwargs)."
             )
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"llm_judge: base_url='{self.base_url}' must begin with http:// or https://.")
@@ -191,7 +191,7 @@ class Judge:
             known = ", ".join(extra_info or {}) or "nothing"
             raise RewardError(
                 f"llm_judge: the prompt wants a question, but extra_info has no '{self.question_key}'; it has {known}. "
-                "Set reward_model.scorer_kwargs.question_key, or a prompt_template without {question}."
+                "Set question_key (scorer_kwargs), or a prompt_template without {question}."
             )
         raise RewardError(
             "llm_judge: prompt_template wants {ground_truth}, but the row has no reward_model.ground_truth."

@@ -129,8 +129,8 @@ def scorer_info(data_source: str) -> ScorerInfo:
         return SCORERS.get(data_source)
     raise UnknownDataSourceError(
         f"data source '{data_source}': no scorer has this name.{suggest(data_source, SCORERS.names())} "
-        f"Known: {', '.join(SCORERS.names())}. Choose one of them for all rows with reward_model.reward_format, "
-        "or write your own: custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score, with "
+        f"Known: {', '.join(SCORERS.names())}. Choose one of them for all rows (reward_format), "
+        "or write your own (custom_reward_function.path=my_reward.py custom_reward_function.name=compute_score): "
         "def compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs) -> float."
     )
 

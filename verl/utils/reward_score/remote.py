@@ -47,17 +47,17 @@ class RemoteScorer:
     ) -> None:
         if not str(url).startswith(("http://", "https://")):
             raise ConfigError(
-                f"reward_manager=remote needs the address of the service that scores, and has url={url!r}. "
-                "Set reward_model.reward_kwargs.url=http://host:port/path."
+                f"the reward manager remote needs the address of the service that scores, and has url={url!r}. "
+                "Set url=http://host:port/path (reward_kwargs)."
             )
         if "@" in urlsplit(url).netloc:
             raise ConfigError(
-                "reward_manager=remote: the url holds a password, which would be in every error. Put it into "
-                "reward_model.reward_kwargs.headers."
+                "the url of the service that scores holds a password, which would be in every error. Put it into "
+                "headers."
             )
         if max_retries < 0 or request_timeout_s <= 0:
             raise ConfigError(
-                f"reward_manager=remote: max_retries={max_retries} must be at least 0 and "
+                f"the reward manager remote: max_retries={max_retries} must be at least 0 and "
                 f"request_timeout_s={request_timeout_s} positive."
             )
         self.url, self.headers = url, dict(headers or {})

@@ -340,5 +340,5 @@ def _start(name: str, project_name: str, experiment_name: str, config: Mapping[s
     try:
         return TRACKERS.get(name)(project_name, experiment_name, config)
     except Exception as error:
-        error.add_note(f"This happened when tracker '{name}' started. Take it out of trainer.logger to run without it.")
+        error.add_note(f"This happened when tracker '{name}' started. Take it out of the trackers to run without it.")
         raise

@@ -66,8 +66,8 @@ def import_package(package: str, install: str) -> ModuleType:
         if not is_about(error, package):
             raise
         raise ConfigError(
-            f"a tracker of trainer.logger needs the package '{package}', which is not installed. "
-            f"Run `pip install {install}`, or take the tracker out: trainer.logger='[console]'."
+            f"a tracker needs the package '{package}', which is not installed. "
+            f"Run `pip install {install}`, or take the tracker out (logger='[console]')."
         ) from error
 
 

@@ -47,7 +47,7 @@ class OverlongBuffer:
         if max_resp_len is None or max_resp_len < 1:
             raise ConfigError(
                 f"{KEY}.enable=true needs the longest response: max_resp_len={max_resp_len}. "
-                "Set reward_model.reward_kwargs.max_resp_len=${data.max_response_length}."
+                "Set max_resp_len to the number of tokens that a response may have (max_response_length)."
             )
         if not isinstance(buffer.len, int) or not 0 <= buffer.len <= max_resp_len:
             raise ConfigError(

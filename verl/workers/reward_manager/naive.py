@@ -94,7 +94,7 @@ class NaiveRewardManager(AbstractRewardManager):
             raise ConfigError(
                 f"{type(self).__name__} takes reward functions of the form {' or '.join(self.forms)}, and this one has "
                 f"the form '{self.function.form}' (see verl.workers.reward_manager.function). "
-                "Set reward_model.reward_manager=naive, which takes all forms."
+                "The reward manager naive takes all forms."
             )
 
     def limits(self) -> Sequence[RateLimit]:
@@ -111,7 +111,7 @@ class NaiveRewardManager(AbstractRewardManager):
             return
         dataset.require_columns(
             {
-                self.reward_fn_key: "data.reward_fn_key",
+                self.reward_fn_key: "reward_fn_key",
                 "reward_model": "scorers compare with its ground_truth",
             }
         )
@@ -120,7 +120,7 @@ class NaiveRewardManager(AbstractRewardManager):
             raise DataError(
                 f"{dataset.place(styles.index('model'))}: reward_model.style is 'model' ({styles.count('model')} of "
                 f"{len(styles)} rows), and the run has no model that scores. Set reward_model.enable=true with "
-                "reward_model.model.path, or reward_model.reward_format=llm_judge; or write style 'rule' for rows that "
+                "reward_model.model.path, or reward_format=llm_judge; or write style 'rule' for rows that "
                 "the scorer of their data source is to judge."
             )
         for source in dict.fromkeys(map(str, dataset.source_column(self.reward_fn_key))):
@@ -248,7 +248,7 @@ class NaiveRewardManager(AbstractRewardManager):
         )
         if rate > self.max_error_rate:
             raise RewardError(
-                f"{what}\nThat is more than reward_model.max_error_rate={self.max_error_rate}. Correct the reward "
+                f"{what}\nThat is more than max_error_rate={self.max_error_rate}. Correct the reward "
                 "function or the data; a higher rate lets the run go on, with the failed samples left out of training."
             )
         logger.warning("%s\nFailed samples score 0 and are left out of training.", what)

@@ -107,8 +107,8 @@ class RemoteRewardManager(NaiveRewardManager):
     ) -> None:
         if compute_score is not None and unwrapped(compute_score) is not default_compute_score:
             raise ConfigError(
-                "reward_manager=remote takes its scores from a service, and a reward function was chosen as well. "
-                "Leave out custom_reward_function.path and reward_model.reward_format, or choose another manager."
+                "the reward manager remote takes its scores from a service, and a reward function was chosen as well. "
+                "Leave the function out (custom_reward_function.path, reward_format), or choose another manager."
             )
         scorer = RemoteScorer(url, headers, max_retries, request_timeout_s or timeout_s / 2)
         super().__init__(tokenizer, num_examine, scorer, reward_fn_key, timeout_s=timeout_s, **settings)

@@ -233,12 +233,12 @@ class BaseRollout(ABC):
             if min(ids) < 0 or max(ids) >= vocab_size:
                 raise RolloutError(
                     f"request {i} has a prompt token outside of the vocabulary of {vocab_size}. Tokenize with the "
-                    "model's own tokenizer (model.tokenizer_path)."
+                    "model's own tokenizer (tokenizer_path)."
                 )
             if len(ids) + max_tokens > self.max_model_len:
                 raise RolloutError(
                     f"request {i} has {len(ids)} prompt tokens and asks for {max_tokens} more, but there is room for "
-                    f"{self.max_model_len} in all. Raise rollout.max_model_len, or ask for fewer."
+                    f"{self.max_model_len} in all. Raise max_model_len, or ask for fewer."
                 )
 
     def check_finite(self, outputs: Iterable[RolloutOutput]) -> None:
@@ -246,7 +246,7 @@ class BaseRollout(ABC):
         if any(not math.isfinite(value) for output in outputs for value in output.log_probs):
             raise RolloutError(
                 f"the model's logits are not finite with weights of version {self.weight_version}. The weights may "
-                "have diverged (look at actor/grad_norm), or overflow in rollout.dtype="
+                "have diverged (look at actor/grad_norm), or overflow in dtype="
                 f"{self.config.dtype}; bfloat16 and float32 have a wider range than float16."
             )
 
@@ -256,15 +256,15 @@ def _max_model_len(config: RolloutConfig, hf_config: PretrainedConfig) -> int:
     allowed = config.max_model_len or needed
     if needed > allowed:
         raise ConfigError(
-            f"rollout.max_model_len={allowed} is less than rollout.prompt_length + rollout.response_length = "
+            f"max_model_len={allowed} is less than prompt_length + response_length = "
             f"{config.prompt_length} + {config.response_length}. Raise it to {needed}, or leave it null."
         )
     positions = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and allowed > positions:
         raise ConfigError(
             f"prompt and response may take {allowed} tokens, but the model has max_position_embeddings={positions}. "
-            "Lower data.max_prompt_length or data.max_response_length (or rollout.max_model_len); if the model can "
-            "hold more, say so with model.override_config.max_position_embeddings."
+            "Lower prompt_length or response_length (or max_model_len); if the model can hold more, say so with "
+            "override_config.max_position_embeddings."
         )
     return allowed
 

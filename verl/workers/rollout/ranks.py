@@ -25,8 +25,7 @@ def engine_group(ranks_per_engine: int, setting: str) -> tuple[int, bool]:
     if world_size % ranks_per_engine:
         raise ConfigError(
             f"{setting} does not divide the {world_size} rank(s) of this run: that many ranks share one rollout "
-            "engine. Set actor_rollout_ref.rollout.tensor_model_parallel_size to 1, or to a divisor of the number of "
-            "ranks."
+            "engine. Use 1, or a divisor of the number of ranks (tensor_model_parallel_size)."
         )
     return rank, rank % ranks_per_engine == 0
 
@@ -50,8 +49,8 @@ def devices_of_the_engine(rank: int, ranks_per_engine: int, device: torch.device
         if len(hosts) > 1:
             raise ConfigError(
                 f"ranks {first} to {first + ranks_per_engine - 1} share a rollout engine but live on different "
-                f"machines ({', '.join(hosts)}). Use a rollout.tensor_model_parallel_size that divides "
-                "trainer.n_gpus_per_node."
+                f"machines ({', '.join(hosts)}). Use a tensor_model_parallel_size that divides "
+                "n_gpus_per_node."
             )
     return ",".join(device_id for _, device_id in places) if device.type == "cuda" else None
 

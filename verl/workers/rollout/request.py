@@ -180,8 +180,8 @@ def _unpadded(input_ids: Tensor, attention_mask: Tensor, uids: np.ndarray, promp
             raise RolloutError(f"prompt {uid!r} is empty; a model needs at least one token to go on from.")
         if length > prompt_length:
             raise RolloutError(
-                f"prompt {uid!r} has {length} tokens, more than rollout.prompt_length={prompt_length}. Raise it "
-                "(data.max_prompt_length), or set data.filter_overlong_prompts=true or data.truncation=left."
+                f"prompt {uid!r} has {length} tokens, more than prompt_length={prompt_length}. Raise it "
+                "(max_prompt_length of the data), or set filter_overlong_prompts=true or truncation=left."
             )
         rows.append(ids[-length:])
     return rows

@@ -212,7 +212,9 @@ class CPUKernels:
         tensors = (out, query, key, value)
         memory = memory_struct(own, shared, rows)
         if self._decode_attention(attention, memory, *map(address, tensors), torch.get_num_threads()):
-            raise RolloutError(f"no memory for the attention scores of {count} rows; lower rollout.max_num_seqs.")
+            raise RolloutError(
+                f"no memory for the attention scores of {count} rows; generate fewer at once (max_num_seqs)."
+            )
         return out
 
     def decoder_pass(self, decoder: Decoder) -> DecoderPass:

@@ -66,7 +66,7 @@ def check_sandbox(settings: Mapping[str, Any]) -> None:
     except SandboxUnavailableError as error:
         raise ConfigError(
             f"the data have programming tasks, and programs run in a sandbox only; {error}\nOr set "
-            "reward_model.sandbox_fusion.url to a SandboxFusion service."
+            "sandbox_fusion.url to the address of a SandboxFusion service."
         ) from error
     except SandboxError as error:
         raise ConfigError(str(error)) from error
