@@ -79,6 +79,20 @@ def test_missing_weights_are_not_filled_with_random_numbers(tmp_path):
         load_causal_lm(path, load_hf_config(path), torch.float32)
 
 
+def test_weights_that_do_not_fit_are_told_in_one_sentence_without_the_table_of_transformers(tmp_path, caplog, capfd):
+    path = tiny_model_dir(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"vision.bias": torch.zeros(2)}, file, metadata={"format": "pt"})
+    load_causal_lm(path, load_hf_config(path), torch.float32)
+    assert "holds 1 weights that Qwen3ForCausalLM does not use: vision.bias" in caplog.text
+    shape = list(weights["model.norm.weight"].shape)
+    save_file(weights | {"model.norm.weight": torch.zeros(3)}, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"model\.norm\.weight has \[3\], and \[{shape[0]}\] is needed"):
+        load_causal_lm(path, load_hf_config(path), torch.float32)
+    assert "LOAD REPORT" not in caplog.text + "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "gemma"])
 def test_an_empty_model_filled_with_weights_computes_the_same(tmp_path, family):
     """What is no weight (the rotary frequencies) must be there without reading anything."""

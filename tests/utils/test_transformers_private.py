@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ast
+import logging
+from contextlib import nullcontext
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+)
 
 from verl.testing.models import tiny_model, tiny_model_dir
 from verl.utils import transformers_private as private
@@ -21,6 +29,27 @@ def test_the_attention_of_a_config_is_read_and_set():
     assert private.attention_of(config) == "eager"
     assert AutoModelForCausalLM.from_config(config).config._attn_implementation == "eager"
     assert private.attention_of(PretrainedConfig()) is None
+
+
+def test_the_load_report_is_held_back_unless_loading_fails(tmp_path):
+    path, heard = tiny_model_dir(tmp_path), []
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())
+    log = logging.getLogger("transformers.modeling_utils")
+    log.addHandler(listener)
+    try:
+        for error in (None, RuntimeError("look at the above report")):
+            with pytest.raises(RuntimeError) if error else nullcontext(), private.without_load_report():
+                AutoModelForSequenceClassification.from_pretrained(path)  # the files lack its head
+                log.warning("something else")
+                if error:
+                    raise error
+    finally:
+        log.removeHandler(listener)
+    assert [text.partition("\n")[0] for text in heard][:2] == ["something else", "something else"]
+    assert len(heard) == 3
+    assert "LOAD REPORT" in heard[2]
+    assert "score.weight" in heard[2]
 
 
 def test_a_registered_attention_is_called():

@@ -90,9 +90,7 @@ def test_shuffling_moves_whole_mini_batches_and_is_seeded():
 
 def test_sizes_that_do_not_divide_are_refused():
     assert mini_batch_size_per_rank("actor.ppo_mini_batch_size", 6, 4, 8) == 3
-    with pytest.raises(
-        ConfigError, match=r"actor.ppo_mini_batch_size=6 with n=1 .* 6 responses.* over 4 ranks"
-    ):
+    with pytest.raises(ConfigError, match=r"actor.ppo_mini_batch_size=6 with n=1 .* 6 responses.* over 4 ranks"):
         mini_batch_size_per_rank("actor.ppo_mini_batch_size", 6, 1, 4)
     with pytest.raises(ConfigError, match="6 sequences of this rank do not divide into mini-batches of 4"):
         run(Recorder(), mini_batch_size=4)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -26,8 +26,9 @@ from verl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from verl.errors import ConfigError
 from verl.trainer.config.command_line import command
 from verl.utils.console import console, show
-from verl.utils.dataset.inspection import DataReport, Sample, histogram, inspect_dataset, quantiles
-from verl.utils.dataset.mixing import check_weights
+
+if TYPE_CHECKING:
+    from verl.utils.dataset.inspection import DataReport, Sample
 
 NO_COLOR = "--no-color"
 BAR = 40
@@ -110,7 +111,10 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
     Returns:
         number of rows at which a run would stop.
     """
+    # Here, not above: they need torch and transformers, and --help does not.
     from verl.utils import hf_tokenizer
+    from verl.utils.dataset.inspection import inspect_dataset
+    from verl.utils.dataset.mixing import check_weights
 
     model, data = kind.model(config), config.data
     tokenizer = hf_tokenizer(
@@ -169,6 +173,8 @@ def _sources_table(report: DataReport, weights: dict[str, float]) -> Table:
 
 
 def _lengths_table(report: DataReport, kind: Kind) -> Table:
+    from verl.utils.dataset.inspection import histogram, quantiles
+
     summary = "  ".join(f"{name} {value:,.0f}" for name, value in quantiles(report.lengths).items())
     table = Table("tokens", "rows", "", title=f"tokens of a {kind.sequence}: {summary}", title_justify="left")
     bins = histogram(report.lengths)

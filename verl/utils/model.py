@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from verl.base.doors import absent_names
 from verl.errors import ConfigError
 from verl.utils.console import show
 from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
-from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention
+from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention, without_load_report
 
 logger = logging.getLogger(__name__)
 
@@ -180,20 +180,50 @@ def load_causal_lm(
     Raises:
         ConfigError: it cannot be read, or files lack some of its weights, which Transformers would initialise randomly.
     """
+    return load_pretrained(AutoModelForCausalLM, name_or_path, hf_config, dtype, trust_remote_code)
+
+
+def load_pretrained(
+    auto: Any,
+    name_or_path: str,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    new: Set[str] = frozenset(),
+) -> PreTrainedModel:
+    """Load a model by an ``Auto...`` class of Transformers, on the CPU; its files may lack the weights ``new``.
+
+    Raises:
+        ConfigError: the files cannot be read, lack weights, or hold weights of another shape or that are not finite.
+    """
     path = resolve_model_path(name_or_path)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, config=hf_config, dtype=dtype, trust_remote_code=trust_remote_code, output_loading_info=True
-        )
-        module, info = loaded
+        with without_load_report():
+            module, info = auto.from_pretrained(
+                path,
+                config=hf_config,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are refused below, with their names
+            )
     except LOADING_ERRORS as error:
         raise ConfigError(f"model weights of '{path}' cannot be read: {why_unreadable(error, path)}") from error
     warn_if_code_runs(module, path)
-    if info["missing_keys"]:
+    kind = type(module).__name__
+    if other := sorted(info["mismatched_keys"]):
+        name, found, wanted = other[0]
         raise ConfigError(
-            f"the files of '{path}' lack {len(info['missing_keys'])} weights of {type(module).__name__}: "
-            f"{_some(info['missing_keys'])}. Give the folder of a complete causal language model."
+            f"the files of '{path}' hold {len(other)} weights of other shapes than {kind} of this configuration has: "
+            f"{name} has {list(found)}, and {list(wanted)} is needed. Take config.json and weights of the same model."
         )
+    if absent := set(info["missing_keys"]) - new:
+        raise ConfigError(
+            f"the files of '{path}' lack {len(absent)} weights of {kind}: {_some(absent)}. Give the folder of a "
+            "complete model of this kind."
+        )
+    if not new and (unused := info["unexpected_keys"]):
+        logger.warning("'%s' holds %d weights that %s does not use: %s", path, len(unused), kind, _some(unused))
     check_finite_weights(module, path)
     return module
 

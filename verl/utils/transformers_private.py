@@ -7,6 +7,10 @@ configs. ``tests/utils/test_transformers_private.py`` fails on a version of Tran
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
@@ -29,6 +33,30 @@ __all__ = ["ALL_ATTENTION_FUNCTIONS", "DynamicLayer", "get_json_schema", "get_to
 
 UNDESCRIBED = (DocstringParsingException, TypeHintParsingException)
 """Errors of ``get_json_schema`` about a function whose annotations or docstring lack something."""
+
+
+@contextmanager
+def without_load_report() -> Iterator[None]:
+    """Drop the table that Transformers logs about weights that are missing or left over; log it if the block raises."""
+    held: list[logging.LogRecord] = []
+    log = logging.getLogger("transformers.modeling_utils")
+
+    def hold(record: logging.LogRecord) -> bool:
+        if "LOAD REPORT" not in record.getMessage():
+            return True
+        held.append(record)
+        return False
+
+    log.addFilter(hold)
+    try:
+        yield
+    except Exception:
+        log.removeFilter(hold)
+        for record in held:
+            log.handle(record)
+        raise
+    finally:
+        log.removeFilter(hold)
 
 
 def attention_of(config: PretrainedConfig) -> str | None:

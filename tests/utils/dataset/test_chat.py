@@ -85,9 +85,7 @@ def test_truncation_by_hand():
     assert truncate(ids, 3, "middle", "p", "k") == [1, 4, 5]  # 3 // 2 = 1 from the head, 2 from the tail
     assert truncate(ids, 4, "middle", "p", "k") == [1, 2, 4, 5]
     assert truncate(ids, 5, "error", "p", "k") == ids
-    with pytest.raises(
-        DataError, match=r"p has 5 tokens, more than max_prompt_length=4.*filter_overlong_prompts"
-    ):
+    with pytest.raises(DataError, match=r"p has 5 tokens, more than max_prompt_length=4.*filter_overlong_prompts"):
         truncate(ids, 4, "error", "p", "max_prompt_length")
 
 

@@ -23,13 +23,11 @@ from transformers import (
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
 from verl.utils.model import (
-    check_finite_weights,
     empty_causal_lm,
     load_causal_lm,
     load_hf_config,
-    resolve_model_path,
+    load_pretrained,
 )
-from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import (
     forget_ties,
@@ -239,23 +237,7 @@ def _classifier(
     if not with_weights:
         with no_init_weights():
             return auto.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
-    path = resolve_model_path(config.path)
-    try:
-        hf, info = auto.from_pretrained(
-            path,
-            config=hf_config,
-            dtype=dtype,
-            trust_remote_code=config.trust_remote_code,
-            output_loading_info=True,
-        )
-    except LOADING_ERRORS as error:
-        raise ConfigError(f"model weights of '{path}' cannot be read: {why_unreadable(error, path)}") from error
-    warn_if_code_runs(hf, path)
-    if absent := set(info["missing_keys"]) - new:
-        missing = ", ".join(sorted(absent)[:5])
-        raise ConfigError(f"the files of '{path}' lack weights of {architecture}: {missing}.")
-    check_finite_weights(hf, path)
-    return hf
+    return load_pretrained(auto, config.path, hf_config, dtype, config.trust_remote_code, new)
 
 
 def _require_parts(hf: PreTrainedModel, head_name: str, path: str) -> None:
