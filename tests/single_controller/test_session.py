@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import grpc
 import pytest
+import ray
 
 from tests.forks import run
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
@@ -48,6 +50,13 @@ def somebody():
     server.start()
     yield f"127.0.0.1:{port}"
     server.stop(None)
+
+
+def test_more_machines_than_a_ray_of_its_own_has_are_refused_before_ray_starts():
+    kwargs = SimpleNamespace(ray_init={"num_cpus": 8}, timeline_json_file=None)
+    with pytest.raises(ResourceError, match=r"2 machines .*nnodes=2.*ray start --address.*or set nnodes=1"):
+        session.ray_session(kwargs, nodes=2).__enter__()
+    assert not ray.is_initialized()
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])

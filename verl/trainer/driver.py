@@ -68,7 +68,7 @@ def driving(config: Any, modules: Sequence[str] = ()) -> Iterator[None]:
             with working("starting Ray"):
                 ray = load_controller("ray")
                 with importing_meanwhile(modules):
-                    run.enter_context(ray.ray_session(config.ray_kwargs))
+                    run.enter_context(ray.ray_session(config.ray_kwargs, trainer.nnodes))
         yield
     if keeps_nothing:
         logger.warning("The run is over, and no model was saved (trainer.save_freq=-1).")

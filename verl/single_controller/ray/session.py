@@ -39,7 +39,7 @@ _watches: list[NodeWatch] = []  # at most one
 
 
 @contextmanager
-def ray_session(ray_kwargs: Any) -> Iterator[None]:
+def ray_session(ray_kwargs: Any, nodes: int = 1) -> Iterator[None]:
     """Initialise Ray for the duration of the block; the driver stays in this process, so that it has the terminal.
 
     An existing Ray is used if ``ray.init`` was called before, or if ``RAY_ADDRESS`` is set. In the first case the
@@ -48,9 +48,10 @@ def ray_session(ray_kwargs: Any) -> Iterator[None]:
     Args:
         ray_kwargs: ``ray_init`` holds arguments of ``ray.init`` (None: not given); ``timeline_json_file`` is the file
             for Ray's timeline, if any.
+        nodes: number of machines that the run is to use.
 
     Raises:
-        ResourceError: the requested cluster does not answer, or Ray cannot start.
+        ResourceError: the requested cluster does not answer or has fewer machines, or Ray cannot start.
     """
     keep_freed_memory()
     ours = not ray.is_initialized()
@@ -59,6 +60,8 @@ def ray_session(ray_kwargs: Any) -> Iterator[None]:
             os.environ.setdefault(name, value)
         arguments = init_arguments(ray_kwargs.ray_init)
         if not os.environ.get("RAY_ADDRESS") and arguments.get("address", "local") == "local":
+            if arguments.get("address") or not address_left_behind(arguments.get("_temp_dir")):
+                _require_nodes(nodes, 1, "no cluster is named (RAY_ADDRESS), and the Ray of a run has one")
             prepare_token()
             silence_token_notice()
             arguments = secrets_to_environment(arguments)
@@ -66,6 +69,8 @@ def ray_session(ray_kwargs: Any) -> Iterator[None]:
     else:
         _watch()
     try:
+        alive = sum(node["Alive"] for node in ray.nodes())
+        _require_nodes(nodes, alive, f"the Ray cluster at {ray.get_runtime_context().gcs_address} has {alive}")
         yield
     finally:
         _started.clear()
@@ -75,6 +80,15 @@ def ray_session(ray_kwargs: Any) -> Iterator[None]:
             _stop()
         else:
             _stop_watching()
+
+
+def _require_nodes(wanted: int, found: int, why: str) -> None:
+    if wanted > found:
+        raise ResourceError(
+            f"{wanted} machines are asked for (nnodes={wanted}); {why}. Start Ray on each (ray start --head on the "
+            "first, ray start --address=FIRST:6379 on the others) and run this on the first with RAY_ADDRESS=auto; or "
+            "set nnodes=1, with all ranks on one machine."
+        )
 
 
 def run_task(runner_class: type, config: Any, ray_kwargs: Any) -> None:
