@@ -112,7 +112,7 @@ def test_the_controller_of_a_configuration():
     assert fixed.value == 0.3
     found = get_entropy_controller(ActorConfig(entropy_coeff=3.0, entropy_target=0.2, entropy_coeff_max=0.5))
     assert (found.value, found.step) == (0.5, 0.005)
-    with pytest.raises(ConfigError, match=r"entropy_coeff_min=0\.5 is above actor\.entropy_coeff_max=0\.1"):
+    with pytest.raises(ConfigError, match=r"entropy_coeff_min=0\.5 is above entropy_coeff_max=0\.1"):
         get_entropy_controller(ActorConfig(entropy_target=0.2, entropy_coeff_min=0.5, entropy_coeff_max=0.1))
 
 

@@ -228,7 +228,7 @@ def test_a_row_at_which_the_run_would_stop(tmp_path, tokenizer_folder):
     )
     assert done.returncode == 1, done.stderr
     assert "1 rows (50.0%) are longer than data.max_length=8 and stop the run" in done.stdout
-    assert "row 1 has 13 tokens, more than data.max_length=8" in done.stdout
+    assert "row 1 has 13 tokens, more than max_length=8" in done.stdout
     assert "<user>a<assistant>[[0<eos>]]" in done.stdout
 
 

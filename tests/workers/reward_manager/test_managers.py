@@ -534,7 +534,7 @@ def test_remote_shows_no_secrets(service):
 
 
 def test_remote_settings_that_are_wrong():
-    with pytest.raises(ConfigError, match=r"url=''.*reward_kwargs\.url"):
+    with pytest.raises(ConfigError, match=r"url=''.*reward_kwargs"):
         RemoteRewardManager(TOKENIZER, 0)
     with pytest.raises(ConfigError, match="a reward function was chosen as well"):
         RemoteRewardManager(TOKENIZER, 0, length_of, url="http://x/")
