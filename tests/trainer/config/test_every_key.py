@@ -11,12 +11,13 @@ import pytest
 import verl
 from tests.trainer.config.support import Run
 from tests.trainer.config.test_composition import expected
-from verl.trainer.config import PPOConfig
+from verl.algorithms.loss_registry import POLICY_LOSSES, register_policy_loss
+from verl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from verl.trainer.config.keys import all_inactive, flat, iter_keys
 
 KEYS = {key.path: key for key in iter_keys(PPOConfig)}
 INACTIVE = all_inactive(PPOConfig)
-ROLLOUT = "actor_rollout_ref.rollout"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 ROOT = Path(verl.__file__).parent
 
 
@@ -92,6 +93,16 @@ def test_another_class_in_place_of_a_section_is_refused(run: Run):
         ({"algorithm.pf_ppo.weight_pow": 3.0}, "algorithm.use_pf_ppo=false"),
         ({"actor_rollout_ref.actor.optim.min_lr_ratio": 0.1}, "actor_rollout_ref.actor.optim.lr_scheduler_type=const"),
         ({"reward_model.model.path": "org/name"}, "reward_model.enable=false"),
+        ({f"{ACTOR}.policy_loss.clip_cov_lb": 2.0}, f"{ACTOR}.policy_loss.loss_mode=vanilla does not take it"),
+        ({f"{ACTOR}.policy_loss.kl_cov_ratio": 0.1, f"{ACTOR}.policy_loss.loss_mode": "clip_cov"}, f"{ACTOR}.policy"),
+        ({f"{ACTOR}.tau_pos": 2.0}, f"{ACTOR}.policy_loss.loss_mode=vanilla does not take it"),
+        ({f"{ACTOR}.clip_ratio": 0.1, f"{ACTOR}.policy_loss.loss_mode": "gpg"}, f"{ACTOR}.policy_loss.loss_mode=gpg"),
+        ({f"{ACTOR}.loss_scale_factor": 9.0}, f"{ACTOR}.loss_agg_mode=token-mean"),
+        ({f"{ACTOR}.data_loader_seed": 7}, f"{ACTOR}.shuffle=false"),
+        ({f"{ACTOR}.ppo_max_token_len_per_gpu": 4096}, f"{ACTOR}.use_dynamic_bsz=false"),
+        ({f"{ACTOR}.ppo_micro_batch_size_per_gpu": 2, f"{ACTOR}.use_dynamic_bsz": True}, f"{ACTOR}.use_dynamic_bsz=t"),
+        ({f"{ROLLOUT}.log_prob_max_token_len_per_gpu": 99}, f"{ROLLOUT}.log_prob_use_dynamic_bsz=false"),
+        ({f"{ACTOR}.optim.lr_warmup_steps_ratio": 0.1, f"{ACTOR}.optim.lr_warmup_steps": 3}, f"{ACTOR}.optim.lr_warm"),
         (
             {f"{ROLLOUT}.val_kwargs.temperature": 0.6},
             "actor_rollout_ref.rollout.val_kwargs.do_sample=false",
@@ -107,6 +118,37 @@ def test_a_setting_of_what_is_turned_off_is_told(
 ):
     run.load(settings)
     assert f"no effect: {next(iter(settings))} ({reason}" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "root, settings, reason",
+    [
+        (SFTConfig, {"data.max_token_len_per_gpu": 99, "data.use_dynamic_bsz": False}, "data.use_dynamic_bsz=false"),
+        (SFTConfig, {"data.micro_batch_size_per_gpu": 1}, "data.use_dynamic_bsz=true"),
+        (SFTConfig, {"data.prompt_dict_keys": ["a"]}, "data.prompt_key=null"),
+        (SFTConfig, {"data.val_max_samples": 3}, "data.val_files=null"),
+        (SFTConfig, {"optim.num_cycles": 2.0, "optim.lr_scheduler_type": "constant"}, "optim.lr_scheduler_type=const"),
+        (RMConfig, {"data.max_token_len_per_gpu": 99, "data.use_dynamic_bsz": False}, "data.use_dynamic_bsz=false"),
+        (DPOConfig, {"ref.param_offload": True, "loss.reference_free": True}, "loss.reference_free=true"),
+    ],
+)
+def test_a_setting_of_what_is_turned_off_is_told_in_supervised_runs_too(
+    run: Run, caplog: pytest.LogCaptureFixture, root: type, settings: dict[str, Any], reason: str
+):
+    run.load(settings, root)
+    assert f"no effect: {next(iter(settings))} ({reason}" in caplog.text
+    assert caplog.text.count("no effect") == 1
+
+
+def test_of_a_loss_that_gets_the_whole_section_nothing_is_told(run: Run, caplog: pytest.LogCaptureFixture):
+    def my_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config): ...
+
+    register_policy_loss("of_a_test")(my_loss)
+    try:
+        run.load({f"{ACTOR}.policy_loss.loss_mode": "of_a_test", f"{ACTOR}.tau_pos": 2.0})
+    finally:
+        POLICY_LOSSES.remove("of_a_test")
+    assert "no effect" not in caplog.text
 
 
 def test_nothing_is_told_of_defaults_or_of_a_configuration_that_a_run_saved(run: Run, caplog: pytest.LogCaptureFixture):

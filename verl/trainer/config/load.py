@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 
 from verl.base.redact import redacted, secrets_in
-from verl.config import BaseConfig, PPOConfig, Problem
+from verl.config import BaseConfig, PPOConfig, Problem, SupervisedConfig
 from verl.config.problems import report, shown
 from verl.errors import ConfigError
 from verl.trainer.config.derive import derive
@@ -77,7 +77,7 @@ def load_config(
     problems += [problem for problem in checked if not problem.advice]
     if problems:
         raise ConfigError(redacted(report(problems), secrets_in(raw)))
-    if isinstance(config, PPOConfig) and with_rules and not data_only:
+    if isinstance(config, PPOConfig | SupervisedConfig) and with_rules and not data_only:
         told += unused(config, raw, keys)
     for advice in (*(problem for problem in checked if problem.advice), *told):
         logger.warning("%s", advice)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from verl.algorithms import adv_needs
-from verl.config import PPOConfig
+from verl.algorithms.loss_registry import policy_loss_info
+from verl.config import ActorConfig, DPOConfig, PPOConfig, SFTConfig, SupervisedConfig
 from verl.trainer.config.derive import FORWARD_PASSES, expanded
 from verl.trainer.config.keys import Key, Tree, get, same
 from verl.trainer.config.rules_sizes import needs_critic
@@ -31,7 +33,39 @@ _OF_SCORING_MODEL = (
 _OF_REWARD_MODEL = ("model.*", "rollout.*", *_OF_SCORING_MODEL)
 
 
-def unused(config: PPOConfig, raw: Tree, keys: Mapping[str, Key]) -> list[str]:
+# Keys of the actor that only some policy losses read; others take them as arguments of these names.
+_OF_LOSSES = (
+    *(f"policy_loss.{name}" for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub", "kl_cov_ratio")),
+    *(f"policy_loss.{name}" for name in ("ppo_kl_coef", "dro_beta")),
+    *("tau_pos", "tau_neg", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"),
+)
+_SELECTION = {"clip_cov": {"clip_cov_ratio", "clip_cov_lb", "clip_cov_ub"}, "kl_cov": {"kl_cov_ratio"}}
+"""Settings by which a loss selects tokens of the whole mini-batch, which are no arguments of its function."""
+
+_LOG_PROBS = (
+    "log_prob_use_dynamic_bsz",
+    ("log_prob_max_token_len_per_gpu",),
+    ("log_prob_micro_batch_size_per_gpu",),
+)
+_PASSES = {
+    _ACTOR: ("use_dynamic_bsz", ("ppo_max_token_len_per_gpu",), ("ppo_micro_batch_size_per_gpu",)),
+    _REF: _LOG_PROBS,
+    _ROLLOUT: _LOG_PROBS,
+    "critic": (
+        "use_dynamic_bsz",
+        ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu"),
+        ("ppo_micro_batch_size_per_gpu", "forward_micro_batch_size_per_gpu"),
+    ),
+    "reward_model": ("use_dynamic_bsz", ("forward_max_token_len_per_gpu",), ("micro_batch_size_per_gpu",)),
+    "data": ("use_dynamic_bsz", ("max_token_len_per_gpu",), ("micro_batch_size_per_gpu",)),
+}
+"""Section to the switch, the keys read when it is on (passes filled by tokens), and those read when it is off."""
+
+Silent = tuple[tuple[str, ...], str]
+"""Patterns of keys that nothing reads, and why."""
+
+
+def unused(config: PPOConfig | SupervisedConfig, raw: Tree, keys: Mapping[str, Key]) -> list[str]:
     """Return messages about settings away from their default that this run does not read, one for each reason.
 
     Args:
@@ -39,13 +73,14 @@ def unused(config: PPOConfig, raw: Tree, keys: Mapping[str, Key]) -> list[str]:
         raw: the configuration before interpolation.
         keys: path → field or section.
     """
-    told = []
+    lines, told = [], set[str]()
     defaults = OmegaConf.create(raw)
-    for patterns, reason in _turned_off(config):
+    for patterns, reason in _turned_off(config) if isinstance(config, PPOConfig) else _turned_off_supervised(config):
         of_reason = [path for path in keys if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)]
-        if paths := [path for path in of_reason if _is_set(keys[path], raw, defaults)]:
-            told.append(f"no effect: {', '.join(paths)} ({reason})")
-    return told
+        if paths := [path for path in of_reason if path not in told and _is_set(keys[path], raw, defaults)]:
+            lines.append(f"no effect: {', '.join(paths)} ({reason})")
+            told.update(paths)
+    return lines
 
 
 def _is_set(key: Key, raw: Tree, defaults: Any) -> bool:
@@ -62,8 +97,8 @@ def _is_set(key: Key, raw: Tree, defaults: Any) -> bool:
     return not same(written, default)
 
 
-def _turned_off(config: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield patterns of keys that nothing reads in this run, and why."""
+def _turned_off(config: PPOConfig) -> Iterator[Silent]:
+    """Yield what nothing reads in this run."""
     algorithm, actor, rollout = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     needs = adv_needs(algorithm.adv_estimator)
     if not needs.wants_all and "config" not in needs.settings:
@@ -74,7 +109,7 @@ def _turned_off(config: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
         yield ("critic.*",), f"algorithm.adv_estimator={algorithm.adv_estimator} needs no critic"
     if not need_reference_policy(config):
         yield (f"{_REF}.*",), "no KL term needs the reference: use_kl_loss and use_kl_in_reward are false"
-    reward_model, penalty, schedule = config.reward_model, algorithm.kl_ctrl, actor.optim.lr_scheduler_type
+    reward_model, penalty = config.reward_model, algorithm.kl_ctrl
     others = [name for name, arguments in rollout.engine_kwargs.items() if arguments and name != rollout.name]
     switches = (
         (actor.use_kl_loss, f"{_ACTOR}.use_kl_loss=false", _ACTOR, ("kl_loss_coef", "kl_loss_type")),
@@ -91,12 +126,6 @@ def _turned_off(config: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
             f"{_ACTOR}.entropy_target=null",
             _ACTOR,
             ("entropy_target_step", "entropy_coeff_min", "entropy_coeff_max"),
-        ),
-        (
-            schedule == "cosine",
-            f"{_ACTOR}.optim.lr_scheduler_type={schedule}",
-            f"{_ACTOR}.optim",
-            ("min_lr_ratio", "num_cycles"),
         ),
         (reward_model.enable, "reward_model.enable=false", "reward_model", _OF_REWARD_MODEL),
         (
@@ -128,3 +157,59 @@ def _turned_off(config: PPOConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     for is_on, reason, section, names in switches:
         if not is_on:
             yield tuple(f"{section}.{name}" for name in names), reason
+    yield from _of_other_losses(actor)
+    for section in (_ACTOR, "critic"):
+        yield from _of_schedule(config, f"{section}.optim")
+        if not _at(config, section).shuffle:
+            yield (f"{section}.data_loader_seed",), f"{section}.shuffle=false"
+    for section in (_ACTOR, _REF, _ROLLOUT, "critic", "reward_model"):
+        yield from _of_passes(config, section)
+
+
+def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
+    """Yield what nothing reads in this run of supervised or preference training."""
+    yield from _of_schedule(config, "optim")
+    yield from _of_passes(config, "data")
+    if not config.data.val_files:
+        yield ("data.val_max_samples",), "data.val_files=null"
+    if isinstance(config, SFTConfig) and config.data.prompt_key:
+        yield ("data.messages_key", "data.tools_key", "data.enable_thinking_key"), "data.prompt_key takes their place"
+    elif isinstance(config, SFTConfig):
+        yield ("data.prompt_dict_keys", "data.response_dict_keys"), "data.prompt_key=null"
+    if isinstance(config, DPOConfig) and config.loss.reference_free:
+        yield ("ref.param_offload",), "loss.reference_free=true"
+
+
+def _of_other_losses(actor: ActorConfig) -> Iterator[Silent]:
+    mode, aggregation = actor.policy_loss.loss_mode, actor.loss_agg_mode
+    info = policy_loss_info(mode)
+    read = {*inspect.signature(info.function).parameters} | _SELECTION.get(mode, set())
+    if info.returns_terms:  # others are given the whole section
+        unread = [key for key in _OF_LOSSES if key.rpartition(".")[2] not in read]
+        if {"clip_ratio_low", "clip_ratio_high"}.issubset(unread):
+            unread.append("clip_ratio")
+        yield tuple(f"{_ACTOR}.{key}" for key in unread), f"{_ACTOR}.policy_loss.loss_mode={mode} does not take it"
+    if aggregation != "seq-mean-token-sum-norm":
+        yield (f"{_ACTOR}.loss_scale_factor",), f"{_ACTOR}.loss_agg_mode={aggregation}"
+
+
+def _of_schedule(config: Any, section: str) -> Iterator[Silent]:
+    optim = _at(config, section)
+    if optim.lr_scheduler_type != "cosine":
+        reason = f"{section}.lr_scheduler_type={optim.lr_scheduler_type}"
+        yield (f"{section}.min_lr_ratio", f"{section}.num_cycles"), reason
+    if optim.lr_warmup_steps > 0:
+        yield (f"{section}.lr_warmup_steps_ratio",), f"{section}.lr_warmup_steps={optim.lr_warmup_steps}"
+
+
+def _of_passes(config: Any, section: str) -> Iterator[Silent]:
+    switch, by_tokens, by_rows = _PASSES[section]
+    is_dynamic = bool(_at(config, section)[switch])
+    unread = by_rows if is_dynamic else by_tokens
+    yield tuple(f"{section}.{name}" for name in unread), f"{section}.{switch}={str(is_dynamic).lower()}"
+
+
+def _at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = config[name]
+    return config
