@@ -6,12 +6,22 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from verl.config import DPOConfig, GenerationConfig, PPOConfig, RMConfig, SFTConfig
+from verl import DataProto
+from verl.config import ActorConfig, DataConfig, DPOConfig, GenerationConfig, PPOConfig, RMConfig, SFTConfig
+from verl.errors import VerlError
+from verl.tools.function_tool import load_function_tools
 from verl.trainer.config.keys import iter_keys
 from verl.trainer.config.named_keys import keys_named
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.utils.reward_score import default_compute_score
+from verl.utils.seqlen_balancing import rearrange_micro_batches
+from verl.workers.reward_manager import get_reward_manager_cls
 
 ROOT = Path(__file__).parents[1]
 
@@ -99,3 +109,48 @@ def test_of_a_setting_that_several_models_have_all_keys_are_told():
     told = keys_named("set trust_remote_code=true for this model", PPOConfig)
     assert told == [f"{section}.model.trust_remote_code" for section in ("actor_rollout_ref", "critic", "reward_model")]
     assert keys_named("set trust_remote_code=true for this model", SFTConfig) == ["model.trust_remote_code"]
+
+
+ONES, ZEROS = torch.ones(2, 3), torch.zeros(2, 3)
+BATCH = DataProto.from_dict(tensors={"responses": ZEROS, "attention_mask": torch.ones(2, 9)})
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: core_algos.compute_grpo_outcome_advantage(ZEROS, ONES, index=[0, 1, 2]),
+            "index has 3 group ids, and there are 2 rows: give one id for each row.",
+        ),
+        (
+            lambda: core_algos.compute_policy_loss_vanilla(ZEROS, torch.zeros(2, 4), ZEROS, ONES, config=ActorConfig()),
+            "the tensors of a policy loss are all (bsz, response_length), and these differ: old_log_prob (2, 3), "
+            "log_prob (2, 4), advantages (2, 3), response_mask (2, 3).",
+        ),
+        (lambda: core_algos.get_kl_controller(SimpleNamespace(type="x")), "kl_ctrl.type='x' is neither fixed nor adap"),
+        (lambda: compute_advantage(BATCH, "grpoo"), "unknown advantage estimator 'grpoo'. Did you mean 'grpo'?"),
+        (
+            lambda: compute_advantage(BATCH.select(batch_keys=["responses"]), "grpo"),
+            "and the batch has no attention_mask; it has: responses.",
+        ),
+        (
+            lambda: rearrange_micro_batches(BATCH.batch, max_token_len=5),
+            "a sequence of 9 tokens does not fit into a micro-batch of 5. Raise max_token_len (",
+        ),
+        (
+            lambda: DataConfig.of({"truncation": "centre"}),
+            "DataConfig cannot be made: truncation='centre': Input should be 'error', 'left', 'right' or 'middle'.",
+        ),
+        (lambda: default_compute_score("gsm8k", 5, "1"), "solution_str is int 5, not a text."),
+        (lambda: default_compute_score("gsm8k", "#### 1", None), "ground_truth is None ("),
+        (
+            lambda: get_reward_manager_cls("dapo")(None, 0, overlong_buffer_cfg={"enable": True, "len": 4}),
+            "overlong_buffer_cfg.enable=true needs the longest response: max_resp_len=None.",
+        ),
+        (lambda: load_function_tools("/nowhere.py"), "function_tool_path.path='/nowhere.py': there is no file"),
+    ],
+)
+def test_a_wrong_call_is_told_by_the_names_that_the_caller_wrote(call, said):
+    with pytest.raises(VerlError) as error:
+        call()
+    assert said in str(error.value)

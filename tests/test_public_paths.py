@@ -13,7 +13,7 @@ import pytest
 import verl
 from docs.generate.stubs import STUBS, stubs
 from verl.base.absent import ABSENT, why_absent
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.workers.rollout.hf_rollout import HFRollout
 
 NAMES = {
     "verl": ["DataProto", "__version__"],
@@ -263,15 +263,20 @@ def refusal(module: str, name: str) -> str:
     return error.value.msg
 
 
-ABSENT_ATTRIBUTES = {address for address in ABSENT if address.startswith(f"{RayPPOTrainer.__module__}.")}
+CLASSES = ("RayPPOTrainer", "RLHFDataset", "TrainingWorker", "BaseRollout")
+ABSENT_ATTRIBUTES = [address for address in ABSENT if address.split(".")[-2] in CLASSES]
 
 
-def test_what_public_trainers_have_and_this_one_lacks_says_what_to_use():
-    trainer = object.__new__(RayPPOTrainer)
-    for address in ABSENT_ATTRIBUTES:
-        with pytest.raises(AttributeError) as error:
-            getattr(trainer, address.rpartition(".")[2])
-        assert ABSENT[address].sentence in str(error.value)
+@pytest.mark.parametrize("address", ABSENT_ATTRIBUTES)
+def test_what_public_classes_have_and_ours_lack_says_what_to_use(address: str):
+    path, name = address.rsplit(".", 1)
+    module, cls = path.rsplit(".", 1)
+    made = object.__new__(HFRollout if cls == "BaseRollout" else getattr(importlib.import_module(module), cls))
+    with pytest.raises(AttributeError) as error:
+        getattr(made, name)
+    assert ABSENT[address].sentence in str(error.value)
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        made.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize("address", [address for address in ABSENT if address not in ABSENT_ATTRIBUTES])
@@ -368,6 +373,7 @@ SIGNATURES = {
     "verl.trainer.main_ppo:validate_config": ["config", "use_reference_policy", "use_critic"],
     "verl.workers.config.optimizer:build_optimizer": ["parameters", "config"],
     "verl.workers.engine_workers:ActorRolloutRefWorker": ["config", "role"],
+    "verl.workers.engine_workers:TrainingWorker": ["config"],
     "verl.workers.roles:CriticWorker": ["config"],
     "verl.workers.rollout:get_rollout_class": ["rollout_name", "mode"],
     "verl.workers.utils.padding:no_padding_2_padding": ["nested_tensor", "data"],
@@ -406,6 +412,7 @@ def test_public_signature_starts_as_users_call_it(path: str):
 
 def test_worker_rpcs_are_registered():
     from verl.single_controller.base.decorator import MAGIC_ATTR
+    from verl.workers.engine_workers import TrainingWorker
     from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
     rpcs = {
@@ -415,6 +422,7 @@ def test_worker_rpcs_are_registered():
         ],
         CriticWorker: ["init_model", "compute_values", "update_critic", "save_checkpoint", "load_checkpoint"],
         RewardModelWorker: ["init_model", "compute_rm_score"],
+        TrainingWorker: ["reset", "set_loss_fn", "train_batch", "infer_batch", "to", "save_checkpoint"],
     }  # fmt: skip
     for worker, methods in rpcs.items():
         for method in methods:

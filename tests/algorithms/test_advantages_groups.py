@@ -200,7 +200,7 @@ def test_maxrl_is_grpo_without_std_over_the_rate_of_success():
 
 @pytest.mark.proof("edges", "maxrl")
 def test_maxrl_refuses_negative_rewards():
-    with pytest.raises(RewardError, match=r"row 1 has -1\. Score failure as 0.*use_kl_in_reward=false.*grpo"):
+    with pytest.raises(RewardError, match=r"row 1 has -1\. Score failure as 0.*without a KL penalty.*grpo"):
         of(compute_maxrl_outcome_advantage, [1.0, -1.0], ["a", "a"])
 
 

@@ -406,5 +406,5 @@ def test_it_is_chosen_by_name():
 
 
 def test_without_settings_it_says_where_they_come_from():
-    with pytest.raises(ConfigError, match=r"set algorithm.rollout_correction.bypass_mode=true"):
+    with pytest.raises(ConfigError, match=r"pass rollout_correction=.*rollout_correction.bypass_mode=true"):
         compute_policy_loss_bypass_mode(**batch(0), config=actor(None))

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.errors import SchemaError
 from verl.utils.torch_functional import zero_masked
 
 GroupIds = np.ndarray | Tensor | Sequence
@@ -47,6 +48,10 @@ class Groups:
         shift the baseline of its siblings.
         """
         number = group_numbers(index, response_mask.device)
+        if len(number) != len(response_mask):
+            raise SchemaError(
+                f"index has {len(number)} group ids, and there are {len(response_mask)} rows: give one id for each row."
+            )
         return cls(number, response_mask.bool().any(-1), int(number.max()) + 1 if len(number) else 0)
 
     @cached_property

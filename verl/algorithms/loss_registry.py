@@ -374,6 +374,7 @@ def _public_form_of_terms(info: PolicyLossInfo) -> Callable[..., PolicyLossResul
         if unknown := columns.keys() - (info.columns | info.optional_columns | info.prepared_columns):
             raise TypeError(f"policy loss '{info.name}' reads no column {', '.join(sorted(unknown))}.")
         usual = {"old_log_probs": old_log_prob, "advantages": advantages, "response_mask": response_mask}
+        _check_shapes(old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask)
         given = usual | {name: column for name, column in columns.items() if column is not None}
         if info.prepare is not None and not info.prepared_columns <= given.keys():
             given |= info.prepare(usual, config, 0)  # as if these rows were the whole mini-batch
@@ -385,6 +386,16 @@ def _public_form_of_terms(info: PolicyLossInfo) -> Callable[..., PolicyLossResul
     compute.__module__ = info.function.__module__
     compute.__doc__ = (info.function.__doc__ or "") + PUBLIC_FORM
     return compute
+
+
+def _check_shapes(**tensors: Tensor) -> None:
+    try:
+        torch.broadcast_shapes(*(tensor.shape for tensor in tensors.values()))
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise SchemaError(
+            f"the tensors of a policy loss are all (bsz, response_length), and these differ: {shapes}."
+        ) from None
 
 
 def _without_unread_arguments(function: Callable[..., PolicyLossResult]) -> Callable[..., PolicyLossResult]:

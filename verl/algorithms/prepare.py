@@ -60,7 +60,7 @@ def prepare_update(columns: Mapping[str, Any], config: Any, seed: int) -> dict[s
         require(columns, ("response_mask", "index" if "index" in columns else "uid"), "loss_agg_mode=prompt-mean")
         made |= prepare_aggregation("prompt-mean", columns["response_mask"], columns["index"])
     if settings.top_entropy_quantile < 1:
-        require(columns, ("response_mask", "entropys"), "top_entropy_quantile below 1")
+        require(columns, ("response_mask", "entropys"), "top_entropy_quantile")
         kept = top_entropy_mask(columns["entropys"], columns["response_mask"], settings.top_entropy_quantile)
         made["top_entropy_mask"] = kept
     return made | prepare_policy_loss(settings.loss_mode, columns, config, seed)

@@ -149,6 +149,16 @@ ABSENT: dict[str, Absence] = {
         "other design", "verl.trainer.config.load_config checks a configuration and makes typed sections of it."
     ),
     "verl.utils.dataset.vision_utils": _VISION,
+    "verl.utils.dataset.rl_dataset.RLHFDataset.dataframe": Absence(
+        "other design", "Rows are read by source_row(item), columns by source_column(name)."
+    ),
+    "verl.utils.dataset.rl_dataset.RLHFDataset.maybe_filter_out_long_prompts": Absence(
+        "other design", "Prompts are filtered when a data set is made, by filter_overlong_prompts of its config."
+    ),
+    "verl.utils.dataset.rl_dataset.RLHFDataset.process_vision_info": _VISION,
+    "verl.utils.dataset.rl_dataset.RLHFDataset.resume_dataset_state": Absence(
+        "no use", "A data set that was pickled has all of its rows and opens its files by itself; leave the call out."
+    ),
     "verl.utils.distributed.stateless_init_process_group": Absence(
         "no use", "Weights go to a rollout engine by the engine's own channel: verl.workers.rollout.weights."
     ),
@@ -204,6 +214,11 @@ ABSENT: dict[str, Absence] = {
         "A worker that trains on given batches with given losses is verl.workers.training_workers.TrainingWorker "
         "(set_loss_fn, train_batch).",
     ),
+    "verl.workers.engine_workers.TrainingWorker.train_mini_batch": Absence(
+        "other design",
+        "Mini-batches are cut before they are dealt to ranks, so that any number of ranks makes the same steps: call "
+        "train_batch for each part of DataProto.make_iterator or DataProto.split.",
+    ),
     "verl.workers.fsdp_workers.create_device_mesh": Absence(
         "other design",
         "The mesh of the ranks is made by verl.workers.engine.fsdp.sharding.make_mesh(device, fsdp_size).",
@@ -211,6 +226,14 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.fsdp_workers.get_sharding_strategy": _FSDP1,
     "verl.workers.fsdp_workers.get_vl_model_vision_tower": _VISION,
     "verl.workers.megatron_workers": _MEGATRON,
+    "verl.workers.rollout.base.BaseRollout.device_mesh": Absence(
+        "other design",
+        "A rollout engine is made by (config, model_config, tokenizer, device); the ranks that share it are "
+        "ranks_per_engine.",
+    ),
+    "verl.workers.rollout.base.BaseRollout.release": Absence("other design", "An engine frees its memory by sleep()."),
+    "verl.workers.rollout.base.BaseRollout.resume": Absence("other design", "An engine takes its memory by wake()."),
+    "verl.workers.rollout.base.BaseRollout.update_weights": _RESHARDING,
     "verl.workers.rollout.base._ROLLOUT_REGISTRY": Absence(
         "other design",
         "Engines are registered by the decorator verl.workers.rollout.base.RolloutRegistry.register(name).",

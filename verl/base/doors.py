@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 
 class OldPaths:
@@ -62,6 +62,20 @@ def absent_names(module: str) -> Callable[[str], NoReturn]:
         raise AttributeError(f"module '{module}' has no attribute '{name}'")
 
     return missing
+
+
+class AbsentAttributes:
+    """Base class of classes some of whose public attributes are absent: reading one raises its sentence."""
+
+    absent_at: ClassVar[str]
+    """Address of the class in the table, :mod:`verl.base.absent`."""
+
+    if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
+
+        def __getattr__(self, name: str) -> Any:
+            if not name.startswith("__") and (sentence := _why_absent(f"{type(self).absent_at}.{name}")):
+                raise AttributeError(sentence)
+            return object.__getattribute__(self, name)  # raises again, also what a property raised
 
 
 def _why_absent(address: str) -> str | None:

@@ -77,7 +77,8 @@ class BaseConfig(Mapping[str, Any]):
         try:
             return cls(**known)
         except ValidationError as error:
-            raise ConfigError(str(error)) from error
+            wrong = (f"{'.'.join(map(str, one['loc']))}={one['input']!r:.80}: {one['msg']}" for one in error.errors())
+            raise ConfigError(f"{cls.__name__} cannot be made: {'; '.join(wrong)}.") from error
 
     if not TYPE_CHECKING:  # otherwise type checkers would accept misspelled names
 

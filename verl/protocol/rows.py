@@ -37,7 +37,16 @@ def replace_columns(batch: DataProto, columns: DataProto) -> DataProto:
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
-    """Slice the attention mask of the responses; (bsz, response_length)."""
+    """Slice the attention mask of the responses; (bsz, response_length).
+
+    Raises:
+        SchemaError: the batch has no ``responses`` or no ``attention_mask``.
+    """
+    if missing := [name for name in ("responses", "attention_mask") if name not in data.batch.keys()]:
+        raise SchemaError(
+            f"the response mask is attention_mask at the tokens of responses, and the batch has no "
+            f"{' and no '.join(missing)}; it has: {', '.join(sorted(data.batch.keys()))}."
+        )
     attention_mask = data.batch["attention_mask"]
     prompt_length = attention_mask.size(1) - data.batch["responses"].size(1)
     return attention_mask[:, prompt_length:]  # not [:, -response_length:], which would take all for length 0

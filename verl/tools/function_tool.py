@@ -194,7 +194,7 @@ def load_function_tools(path: str) -> list[FunctionTool]:
     Raises:
         ConfigError: the file cannot be imported, has no marked function, or one of them is not described.
     """
-    setting = "actor_rollout_ref.rollout.multi_turn.function_tool_path"
+    setting = "function_tool_path"
     module = load_module(path, setting)
     marked = [value for value in vars(module).values() if inspect.isfunction(value) and hasattr(value, _MARK)]
     if not marked:

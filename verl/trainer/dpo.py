@@ -47,7 +47,7 @@ class DPOTrainer(PreferenceTrainer):
 
     def outputs(self, batch: DataProto) -> DataProto:
         """Log-probs of the policy."""
-        return self.workers.compute_log_prob(batch)
+        return self.workers.infer_batch(batch)
 
 
 class DPORunner(PreferenceRunner):

@@ -35,7 +35,7 @@ class RMTrainer(PreferenceTrainer):
 
     def outputs(self, batch: DataProto) -> DataProto:
         """Compute the scores, which are read at the last response token."""
-        return self.workers.compute_scores(batch)
+        return self.workers.infer_batch(batch)
 
 
 class RMRunner(PreferenceRunner):

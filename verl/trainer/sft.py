@@ -39,7 +39,7 @@ class SFTTrainer(SupervisedTrainer):
         loss, tokens = 0.0, 0
         for rows in batches(self.val_dataloader):
             batch = to_batch(rows)
-            log_probs = self.workers.compute_log_prob(batch).batch["log_probs"]
+            log_probs = self.workers.infer_batch(batch).batch["log_probs"]
             mask = batch.batch["response_mask"]
             loss -= (log_probs * mask).sum().item()
             tokens += int(mask.sum())

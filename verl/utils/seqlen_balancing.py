@@ -108,8 +108,8 @@ def micro_batches_by_tokens(lengths: Sequence[int], max_tokens: int, min_count: 
     if max(lengths) > max_tokens:
         raise ConfigError(
             f"a sequence of {max(lengths)} tokens does not fit into a micro-batch of {max_tokens}. Raise "
-            "ppo_max_token_len_per_gpu / log_prob_max_token_len_per_gpu / max_token_len_per_gpu to at least the "
-            "prompt length plus the response length."
+            "max_token_len (of a run ppo_max_token_len_per_gpu, log_prob_max_token_len_per_gpu or "
+            "max_token_len_per_gpu) to at least the prompt length plus the response length."
         )
     packed = _first_fit(lengths, max_tokens)
     crowded = sum(length > max_tokens // 2 for length in lengths)  # no two of these share a part
@@ -252,7 +252,7 @@ def rearrange_micro_batches(
 
 def _row_lengths(batch: TensorDict) -> list[int]:
     if "attention_mask" in batch.keys():
-        return batch["attention_mask"].sum(-1).tolist()
+        return batch["attention_mask"].sum(-1).long().tolist()
     return batch["input_ids"].offsets().diff().tolist()
 
 

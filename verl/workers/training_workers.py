@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 import transformers
 
+from verl.base.doors import AbsentAttributes
 from verl.base.import_utils import prepare_process
 from verl.checkpoint.files import FileEntry
 from verl.checkpoint.ranks import SaveReport, Writing, on_all_ranks
@@ -264,13 +265,16 @@ def _remove(path: str) -> None:
             shutil.rmtree(Path(path).expanduser())
 
 
-class TrainingWorker(EngineWorker):
+class TrainingWorker(AbsentAttributes, EngineWorker):
     """Worker that trains one model on given batches; by default a language model with the supervised loss.
 
     See :class:`EngineWorker` for ``device_name`` and ``total_steps``.
     """
 
     model_type = "language_model"
+    outputs: ClassVar[Set[str]] = {"log_probs"}
+    """What :meth:`infer_batch` computes."""
+    absent_at = "verl.workers.engine_workers.TrainingWorker"
 
     def __init__(self, config: SupervisedConfig, device_name: str | None = None, total_steps: int = 0) -> None:
         super().__init__(config.checkpoint, device_name, total_steps=total_steps)
@@ -296,12 +300,19 @@ class TrainingWorker(EngineWorker):
         self.join_mesh("train", self.engine)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def reset(self) -> None:
+        """Load the model and make its optimizer, also again: what was trained since is dropped."""
+        self.engines.clear()
+        self.engine = None
+        self.init_model()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_loss_fn(self, loss_fn: LossFunction | LossCallable) -> None:
         """Replace the loss; of a plain function see :func:`verl.workers.engine.loss.as_loss_function`."""
         self.loss_fn = as_loss_function(loss_fn)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
-    def train_batch(self, batch: DataProto) -> DataProto:
+    def train_batch(self, data: DataProto) -> DataProto:
         """Make one optimizer step.
 
         Returns:
@@ -309,15 +320,15 @@ class TrainingWorker(EngineWorker):
             ``meta_info["non_finite"]`` with the reasons if the step was skipped, whose row numbers are per rank.
         """
         with self.trained.train_mode():
-            metrics = self.trained.train_batch(batch, self.loss_fn, self.micro)
+            metrics = self.trained.train_batch(data, self.loss_fn, self.micro)
             metrics["lr"] = self.trained.lr_scheduler_step()
         return self.report(metrics, self.trained.non_finite, self.trained)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Compute ``log_probs``, (bsz, response_length)."""
+    def infer_batch(self, data: DataProto) -> DataProto:
+        """Compute ``log_probs``, (bsz, response_length); of a reward model ``scores`` at the tokens of the response."""
         with self.trained.eval_mode():
-            return DataProto.from_dict(tensors=self.trained.infer_batch(batch, {"log_probs"}, self.micro))
+            return DataProto.from_dict(tensors=self.trained.infer_batch(data, self.outputs, self.micro))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
@@ -329,17 +340,12 @@ class RewardModelTrainingWorker(TrainingWorker):
     """Worker that trains a reward model on preference pairs; arguments as for :class:`TrainingWorker`."""
 
     model_type = "reward_model"
+    outputs: ClassVar[Set[str]] = {"scores"}
     config: RMConfig
 
     def make_loss(self) -> LossFunction:
         """Make the Bradley-Terry loss."""
         return RewardModelLoss(self.config.loss)
-
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
-    def compute_scores(self, batch: DataProto) -> DataProto:
-        """Compute ``scores``, (bsz, response_length): the model's output at the tokens with ``response_mask`` 1."""
-        with self.trained.eval_mode():
-            return DataProto.from_dict(tensors=self.trained.infer_batch(batch, {"scores"}, self.micro))
 
 
 class DirectPreferenceWorker(TrainingWorker):

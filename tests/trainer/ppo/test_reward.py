@@ -189,7 +189,7 @@ def test_a_score_that_cannot_be_used_is_a_failed_sample_whoever_gave_it(statuses
     )
     assert f"the reward function returned {value}" in caplog.text
     assert tokens[1, 0] == float("inf")  # the manager's own tensor is left alone
-    with pytest.raises(RewardError, match=r"more than max_error_rate=0\.5"):
+    with pytest.raises(RewardError, match=r"more than reward_model\.max_error_rate=0\.5"):
         compute_reward(data, lambda data: tokens)
 
 

@@ -456,3 +456,13 @@ def test_custom_sampler(tmp_path, file):
         loader(dataset, sampler=sampler("Learns"))
     with pytest.raises(ConfigError, match=r"torch\.utils\.data\.Sampler"):
         loader(dataset, sampler=sampler("function"))
+
+
+def test_split_gives_parts_of_equal_length_in_order(file):
+    whole = RLHFDataset(file, TOKENIZER, config(shuffle=False))
+    parts = whole.split(num_splits=5)
+    assert [[row["index"] for row in part] for part in parts] == [[100 + i, 101 + i] for i in range(0, 10, 2)]
+    assert len(whole) == 10
+    for count in (0, 3, 20):
+        with pytest.raises(DataError, match=f"10 rows do not divide into num_splits={count} equal parts"):
+            whole.split(count)

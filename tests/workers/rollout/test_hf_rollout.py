@@ -181,10 +181,10 @@ def test_a_tokenizer_that_is_too_large_is_refused(tmp_path):
 
 def test_engines_by_name():
     assert get_rollout_class("hf") is get_rollout_class(rollout_name="hf", mode="sync") is HFRollout
-    with pytest.raises(ConfigError, match=r"rollout.mode=server: .* sync, async"):
+    with pytest.raises(ConfigError, match=r"^mode=server: .* sync, async"):
         get_rollout_class("hf", "server")
     assert issubclass(HFRollout, BaseRollout)
-    with pytest.raises(ConfigError, match=r"rollout.name=tgi: there is no such .* Use one of: hf"):
+    with pytest.raises(ConfigError, match=r"rollout_name=tgi: there is no such .* Use one of: hf"):
         get_rollout_class("tgi")
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from verl.algorithms import (
+    adv_needs,
     agg_loss,
     compute_advantages,
     kl_in_reward,
@@ -150,6 +151,7 @@ def compute_advantage(
     Returns:
         the batch with ``advantages`` and ``returns``, both (bsz, response_length), added or replaced.
     """
+    adv_needs(adv_estimator)  # an unknown name is told before what the batch lacks
     data = with_response_mask(data)
     columns: dict[str, Any] = {**data.non_tensor_batch, **dict(data.batch.items())}
     if "uid" in columns:

@@ -12,16 +12,18 @@ Columns of a file (only ``prompt`` is required; others are passed on)::
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 from torch.utils.data import Dataset
 
+from verl.base.doors import AbsentAttributes
 from verl.config import DataConfig
 from verl.errors import DataError
 from verl.schema import COLUMNS
@@ -60,7 +62,7 @@ MADE_HERE = {*COLUMNS, "raw_prompt_ids", "full_prompts", "reward_status"} - set(
 UNKNOWN_SOURCE = "unknown"
 
 
-class RLHFDataset(Dataset):
+class RLHFDataset(AbsentAttributes, Dataset):
     """Prompts, tokenized and left-padded to ``data.max_prompt_length``.
 
     Data errors are raised on opening, so that no run stops half-way: the messages of every row are checked, and every
@@ -84,6 +86,8 @@ class RLHFDataset(Dataset):
         DataError: a file or a row cannot be used.
         ConfigError: the tokenizer has no chat template.
     """
+
+    absent_at = "verl.utils.dataset.rl_dataset.RLHFDataset"
 
     def __init__(
         self,
@@ -152,6 +156,24 @@ class RLHFDataset(Dataset):
     def source_column(self, name: str) -> Iterator[Any]:
         """One column of the files, for every item in order; None where a file lacks it."""
         return (value for _, value in self._column(name, self.rows))
+
+    def split(self, num_splits: int) -> list[Self]:
+        """Split into ``num_splits`` data sets of equal length, in the order of the rows; the files are shared.
+
+        Raises:
+            DataError: the rows do not divide into that many parts.
+        """
+        if num_splits < 1 or len(self) % num_splits:
+            raise DataError(
+                f"{len(self)} rows do not divide into num_splits={num_splits} equal parts. Use a divisor of the number "
+                "of rows, or max_samples to keep fewer rows."
+            )
+        size, parts = len(self) // num_splits, []
+        for first in range(0, len(self), size):
+            part = copy.copy(self)
+            part.rows = self.rows[first : first + size]
+            parts.append(part)
+        return parts
 
     def sources(self) -> list[str]:
         """The data source of every item, in order."""

@@ -179,8 +179,13 @@ def default_compute_score(
     """
     scorer = get_scorer(data_source)
     wanted = inspect.signature(scorer).parameters
+    if not isinstance(solution_str, str):
+        raise RewardError(f"solution_str is {type(solution_str).__name__} {solution_str!r:.80}, not a text.")
     if ground_truth is None and wanted["ground_truth"].default is inspect.Parameter.empty:
-        raise RewardError("the row has no reward_model.ground_truth, which its scorer compares with.")
+        raise RewardError(
+            f"ground_truth is None (reward_model.ground_truth of the row), and the scorer of '{data_source}' compares "
+            "the response with it."
+        )
     beside = {
         "extra_info": extra_info,
         "sandbox_fusion_url": sandbox_fusion_url,

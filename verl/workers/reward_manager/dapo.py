@@ -15,7 +15,7 @@ from verl.workers.reward_manager.function import tensors_of
 from verl.workers.reward_manager.naive import NaiveRewardManager
 from verl.workers.reward_manager.scores import Scores, on_last_token
 
-KEY = "reward_model.reward_kwargs.overlong_buffer_cfg"
+KEY = "overlong_buffer_cfg"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class OverlongBuffer:
         if max_resp_len is None or max_resp_len < 1:
             raise ConfigError(
                 f"{KEY}.enable=true needs the longest response: max_resp_len={max_resp_len}. "
-                "Set max_resp_len to the number of tokens that a response may have (max_response_length)."
+                "Set it to the number of tokens that a response may have, max_response_length."
             )
         if not isinstance(buffer.len, int) or not 0 <= buffer.len <= max_resp_len:
             raise ConfigError(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from verl.base.doors import absent_names
+from verl.base.doors import AbsentAttributes, absent_names
 from verl.base.registry import Registry
 from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
@@ -52,7 +52,7 @@ __all__ = [
 ]
 
 
-class BaseRollout(ABC):
+class BaseRollout(AbsentAttributes, ABC):
     """The rollout engine of one rank.
 
     Args:
@@ -65,6 +65,8 @@ class BaseRollout(ABC):
         ConfigError: the tokenizer has tokens that the model lacks, or the longest prompt and response together exceed
             the model's or the engine's context.
     """
+
+    absent_at = "verl.workers.rollout.base.BaseRollout"
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class BaseRollout(ABC):
         self._running: set[threading.Event] = set()
         self.set_up()
 
-    def set_up(self) -> None:  # noqa: B027 - a hook that may stay empty
+    def set_up(self) -> None:
         """Finish the engine's construction; called at the end of ``__init__``."""
 
     @abstractmethod
@@ -290,13 +292,13 @@ def get_rollout_class(rollout_name: str, mode: str = "async") -> type[BaseRollou
         ConfigError: there is no such engine or mode.
     """
     if mode not in ROLLOUT_MODES:
-        raise ConfigError(f"rollout.mode={mode}: there is no such mode. Use one of: {', '.join(ROLLOUT_MODES)}.")
+        raise ConfigError(f"mode={mode}: there is no such mode. Use one of: {', '.join(ROLLOUT_MODES)}.")
     if rollout_name not in RolloutRegistry and rollout_name in _engines_here():
         importlib.import_module(f"verl.workers.rollout.{rollout_name}_rollout")
     if rollout_name not in RolloutRegistry:
         known = sorted({*_engines_here(), *RolloutRegistry.names()})
         raise ConfigError(
-            f"rollout.name={rollout_name}: there is no such rollout engine in this version. Use one of: "
+            f"rollout_name={rollout_name}: there is no such rollout engine in this version. Use one of: "
             f"{', '.join(known)}."
         )
     return RolloutRegistry.get(rollout_name)
