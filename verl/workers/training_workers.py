@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -272,7 +272,7 @@ class TrainingWorker(AbsentAttributes, EngineWorker):
     """
 
     model_type = "language_model"
-    outputs: ClassVar[Set[str]] = {"log_probs"}
+    outputs: ClassVar[set[str]] = {"log_probs"}
     """What :meth:`infer_batch` computes."""
     absent_at = "verl.workers.engine_workers.TrainingWorker"
 
@@ -340,7 +340,7 @@ class RewardModelTrainingWorker(TrainingWorker):
     """Worker that trains a reward model on preference pairs; arguments as for :class:`TrainingWorker`."""
 
     model_type = "reward_model"
-    outputs: ClassVar[Set[str]] = {"scores"}
+    outputs: ClassVar[set[str]] = {"scores"}
     config: RMConfig
 
     def make_loss(self) -> LossFunction:
