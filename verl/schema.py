@@ -195,8 +195,10 @@ _PREPARED = (
            "(loss_mode=clip_cov, kl_cov)", PREPARED, ("actor",)),
     Column("top_entropy_mask", "int64", RESPONSE, "1 on tokens that keep their policy loss "
            "(policy_loss.top_entropy_quantile)", PREPARED, ("actor",)),
-    Column("row_weights", "float32", ROW, "weight of each of the row's tokens (loss_agg_mode=prompt-mean)", PREPARED,
-           ("actor", "critic")),
+    Column("row_weights", "float32", ROW, "weight of each of the row's tokens (loss_agg_mode=prompt-mean, and "
+           "seq-mean-token-mean if trajectories have several sequences)", PREPARED, ("actor", "critic")),
+    Column("trajectory_count", "int64", ROW, "1 on the first sequence of each trajectory, 0 on its others, if "
+           "trajectories have several; the sum is their number", PREPARED, ("actor", "critic")),
 )  # fmt: skip
 
 _OTHER_TENSORS = (

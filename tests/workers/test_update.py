@@ -88,6 +88,13 @@ def test_shuffling_moves_whole_mini_batches_and_is_seeded():
     assert orders[0] != orders[2]
 
 
+def test_mini_batches_of_other_sizes_are_contiguous_parts():
+    plan = UpdatePlan(mini_batch_size=2, micro=MicroBatchConfig(), epochs=2)
+    assert list(plan.mini_batches(6, 0, [1, 3, 2])) == [[0], [1, 2, 3], [4, 5]] * 2
+    with pytest.raises(ConfigError, match=r"mini-batches of \[1, 3\] sequences are not the 6 sequences"):
+        list(plan.mini_batches(6, 0, [1, 3]))
+
+
 def test_sizes_that_do_not_divide_are_refused():
     assert mini_batch_size_per_rank("actor.ppo_mini_batch_size", 6, 4, 8) == 3
     with pytest.raises(ConfigError, match=r"actor.ppo_mini_batch_size=6 with n=1 .* 6 responses.* over 4 ranks"):

@@ -103,6 +103,7 @@ class ChatTemplate:
         return cls(
             tokenizer,
             sanity_check=rollout.multi_turn.tokenization_sanity_check_mode,
+            use_inference_chat_template=rollout.multi_turn.use_inference_chat_template,
             template_kwargs=config.data.apply_chat_template_kwargs,
             end_token_ids=(*eos_token_ids(model.path, tokenizer), *rollout.stop_token_ids),
         )

@@ -203,7 +203,8 @@ class Conversation:
         self.messages += messages
         self._prepared += prepared
         self._drawn_last = False
-        if self.template.use_inference_chat_template and self._rewritten(ids):
+        # A prompt that was cut stays cut, and the template would write the whole one.
+        if self.template.use_inference_chat_template and not self._is_cut and self._rewritten(ids):
             return True
         self.written.add(messages[0]["role"], ids, 0, [0.0] * len(ids))
         return True

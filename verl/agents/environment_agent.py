@@ -15,6 +15,7 @@ from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
 from verl.agents.episode import Episode
 from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.agents.outputs import conversation_outputs
 from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
 from verl.config import PPOConfig
 from verl.config.agent import TrajectoryStatus
@@ -54,7 +55,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
             read_environments(path) if (path := turns.environment_config_path) else {},
         )
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         entry, arguments = environment_of_row(self.shared.environments, kwargs.get("environment_kwargs"))
         prompt = as_messages(list(kwargs["raw_prompt"]), "the prompt")
@@ -67,20 +68,13 @@ class EnvironmentAgentLoop(AgentLoopBase):
             conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
             status = await self._played(conversation, play, sampling_params)
             rest = await episode.score()
-        return AgentLoopOutput(
-            prompt_ids=conversation.prompt_ids,
-            response_ids=conversation.response_ids,
-            response_mask=conversation.response_mask,
-            response_logprobs=conversation.response_logprobs,
-            num_turns=len(conversation.messages),
+        return conversation_outputs(
+            conversation,
             status=status,
-            conversation=self._told(conversation, play),
             metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=play.seconds),
-            extra_fields={
-                "turn_scores": turn_scores(play.rewards, rest),
-                "environment_info": play.info,
-                "rendering_differences": dict(conversation.check()),
-            },
+            told=self._told(conversation, play),
+            turn_scores=turn_scores(play.rewards, rest),
+            columns={"environment_info": play.info, "rendering_differences": dict(conversation.check())},
         )
 
     def _seed(self, entry: EnvironmentEntry) -> int:

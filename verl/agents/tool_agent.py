@@ -24,6 +24,7 @@ from typing import Any, Self
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
 from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.agents.outputs import conversation_outputs
 from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
 from verl.agents.simulated_user import SimulatedUser
 from verl.agents.slots import MachineSlots
@@ -117,7 +118,7 @@ class ToolAgentLoop(AgentLoopBase):
         """See :meth:`AgentLoopBase.discard`."""
         shared.tools.close()
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         parts = self.shared
         messages = as_messages(list(kwargs["raw_prompt"]), "the prompt")
@@ -134,17 +135,13 @@ class ToolAgentLoop(AgentLoopBase):
             others = _Others(session, calls, user)
             status = await self._converse(conversation, others, sampling_params)
             final_rewards = await session.rewards()
-        return AgentLoopOutput(
-            prompt_ids=conversation.prompt_ids,
-            response_ids=conversation.response_ids,
-            response_mask=conversation.response_mask,
-            response_logprobs=conversation.response_logprobs,
-            num_turns=len(conversation.messages),
+        return conversation_outputs(
+            conversation,
             status=status,
-            conversation=self._told(conversation, others),
             metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=calls.seconds),
-            extra_fields={
-                "turn_scores": others.turn_scores(),
+            told=self._told(conversation, others),
+            turn_scores=others.turn_scores(),
+            columns={
                 **calls.columns(),
                 "tool_extra_fields": {
                     "final_rewards": final_rewards,

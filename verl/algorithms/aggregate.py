@@ -55,6 +55,10 @@ def agg_loss(
     :func:`prepare_aggregation` computes its ``row_weights``. ``seq-mean-token-sum-norm`` is Dr. GRPO's constant length
     normaliser (arXiv:2503.20783).
 
+    If a trajectory is several rows (training sequences of an agent loop), B counts trajectories, and the inner mean of
+    ``seq-mean-token-mean`` is over all tokens of the trajectory, by ``row_weights``: a trajectory has the loss that it
+    would have as one sequence.
+
     Over any partition of a mini-batch into micro-batches and ranks, the sum of ``agg_loss(part, **totals) / dp_size``
     equals ``agg_loss(whole)``. A sequence without a valid token adds nothing, but counts in B. Values of ``loss_mat``
     at masked positions are ignored, NaN included.
@@ -67,7 +71,8 @@ def agg_loss(
         batch_num_tokens: N; None takes the valid tokens of ``loss_mask``.
         global_batch_size: B; None takes the rows of ``loss_mat``.
         loss_scale_factor: S; None takes the width of ``loss_mat``.
-        row_weights: (bsz,) 1 / (G · N_g) of each row's group, for ``prompt-mean``.
+        row_weights: (bsz,) weight of each of the row's tokens in ``prompt-mean``, 1 / (G · N_g) of its group, and in
+            ``seq-mean-token-mean`` if trajectories have several rows, 1 / (B · tokens of its trajectory).
         index: (bsz,) group ids, from which ``prompt-mean`` computes the weights if ``loss_mat`` is the whole
             mini-batch.
 
@@ -96,34 +101,62 @@ def agg_loss(
         weights = _row_weights(loss_mask, index) if row_weights is None else row_weights
         return dp_size * (per_sequence * weights).sum()
     if loss_agg_mode == "seq-mean-token-mean":
+        if row_weights is not None:
+            return dp_size * (per_sequence * row_weights).sum()
         per_sequence = per_sequence / lengths.clamp(min=1)
     if loss_agg_mode == "seq-mean-token-sum-norm":
         per_sequence = per_sequence / (loss_scale_factor or max(loss_mat.shape[-1], 1))
     return dp_size * per_sequence.sum() / torch.as_tensor(sequences).clamp(min=1)
 
 
-def prepare_aggregation(loss_agg_mode: str, response_mask: Tensor, index: GroupIds) -> dict[str, Tensor]:
-    """Columns that an aggregation needs from the whole mini-batch; none except for ``prompt-mean``.
+def prepare_aggregation(
+    loss_agg_mode: str, response_mask: Tensor, index: GroupIds, trajectories: GroupIds | None = None
+) -> dict[str, Tensor]:
+    """Columns that an aggregation needs from the whole mini-batch; none in most cases.
 
     For ``prompt-mean`` that is ``row_weights``, (bsz,) float32: 1 / (G · N_g), with N_g the valid tokens of the row's
     group in this mini-batch and G the number of groups that have any. A group without a valid token is not counted in
-    G, so a prompt whose rewards all failed does not shrink the loss of the others. ``response_mask``, (bsz,
-    response_length), and the group ids ``index``, (bsz,), must cover all rows of the mini-batch, over all ranks.
+    G, so a prompt whose rewards all failed does not shrink the loss of the others.
+
+    If trajectories have several rows, it is ``trajectory_count``, (bsz,) int64: 1 on the first row of each trajectory
+    and 0 on its others, whose sum is the B of :func:`agg_loss`; and for ``seq-mean-token-mean`` the ``row_weights``
+    1 / (B · N_i), with N_i the valid tokens of the row's trajectory.
+
+    Args:
+        loss_agg_mode: see :func:`agg_loss`.
+        response_mask: (bsz, response_length) of all rows of the mini-batch, over all ranks.
+        index: (bsz,) group ids of these rows, for ``prompt-mean``.
+        trajectories: (bsz,) ids of their trajectories, if one may have several rows.
 
     Raises:
         ConfigError: the number of ids differs from that of the rows.
     """
-    if loss_agg_mode != "prompt-mean":
-        return {}
-    if len(index) != len(response_mask):
-        raise ConfigError(f"prompt-mean got {len(index)} group ids for {len(response_mask)} rows; pass one per row.")
+    made: dict[str, Tensor] = {}
+    if trajectories is not None:
+        number = group_numbers(trajectories)
+        is_first = torch.ones_like(number)
+        is_first[1:] = (number[1:] > number.cummax(0).values[:-1]).long()
+        made["trajectory_count"] = is_first.to(response_mask.device)
+    if loss_agg_mode == "prompt-mean":
+        if len(index) != len(response_mask):
+            raise ConfigError(
+                f"prompt-mean got {len(index)} group ids for {len(response_mask)} rows; pass one per row."
+            )
+        made["row_weights"] = _token_weights(response_mask, index, counts_empty=False)
+    elif loss_agg_mode == "seq-mean-token-mean" and trajectories is not None:
+        made["row_weights"] = _token_weights(response_mask, trajectories, counts_empty=True)
+    return made
+
+
+def _token_weights(response_mask: Tensor, index: GroupIds, counts_empty: bool) -> Tensor:
+    """Weights (bsz,) of a mean over groups of the means over their tokens; ``counts_empty``: of groups without one."""
     groups = group_numbers(index)
     lengths = response_mask.bool().sum(-1).cpu()
     tokens = torch.zeros(len(groups), dtype=torch.int64).index_add_(0, groups, lengths)  # by group
-    count = int((tokens > 0).sum())
+    count = len(groups.unique()) if counts_empty else int((tokens > 0).sum())
     weights = 1.0 / (count * tokens[groups].double()).clamp(min=1.0)
     weights[tokens[groups] == 0] = 0.0
-    return {"row_weights": weights.float().to(response_mask.device)}
+    return weights.float().to(response_mask.device)
 
 
 def _row_weights(loss_mask: Tensor, index: GroupIds | None) -> Tensor:

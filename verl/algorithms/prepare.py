@@ -40,12 +40,14 @@ def prepare_update(columns: Mapping[str, Any], config: Any, seed: int) -> dict[s
     depends on other rows of the mini-batch is therefore computed here and passed along as columns:
 
     - ``row_weights`` for ``loss_agg_mode=prompt-mean``;
+    - ``trajectory_count``, and ``row_weights`` for ``seq-mean-token-mean``, if trajectories have several rows;
     - ``top_entropy_mask`` for ``policy_loss.top_entropy_quantile`` below 1;
     - the columns of the loss's own ``prepare``, such as ``cov_selected``.
 
     Args:
         columns: of one whole mini-batch, all ranks' rows in batch order: response_mask, and as the settings require
-            old_log_probs, advantages, entropys; ``index``, an array of group ids.
+            old_log_probs, advantages, entropys; ``index``, an array of group ids; ``trajectory_id``, if trajectories
+            have several rows.
         config: the actor section.
         seed: of random draws; give each mini-batch its own.
 
@@ -58,7 +60,9 @@ def prepare_update(columns: Mapping[str, Any], config: Any, seed: int) -> dict[s
     if config.loss_agg_mode == "prompt-mean":
         # The group ids are called `index` here; the batch calls them `uid`.
         require(columns, ("response_mask", "index" if "index" in columns else "uid"), "loss_agg_mode=prompt-mean")
-        made |= prepare_aggregation("prompt-mean", columns["response_mask"], columns["index"])
+    if config.loss_agg_mode == "prompt-mean" or "trajectory_id" in columns:
+        index, trajectories = columns.get("index", ()), columns.get("trajectory_id")
+        made |= prepare_aggregation(config.loss_agg_mode, columns["response_mask"], index, trajectories)
     if settings.top_entropy_quantile < 1:
         require(columns, ("response_mask", "entropys"), "top_entropy_quantile")
         kept = top_entropy_mask(columns["entropys"], columns["response_mask"], settings.top_entropy_quantile)

@@ -64,6 +64,9 @@ class MultiTurnConfig(BaseConfig):
     """Format in which the model writes tool calls."""
     tokenization_sanity_check_mode: Literal["strict", "ignore_strippable", "disable"] = setting("strict")
     """How the tokens of a conversation are compared with its whole text, rendered at once; differences are counted."""
+    use_inference_chat_template: bool = setting(False)
+    """Let the chat template rewrite history between turns, as a server of the OpenAI protocol would; what is rewritten
+    begins another training sequence. If false, what the policy drew stays as it is."""
 
 
 @section

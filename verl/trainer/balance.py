@@ -3,45 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from verl.protocol import DataProto
+import torch
+
+from verl.protocol import DataProto, replace_columns
 from verl.utils.metric import Metrics
-from verl.utils.seqlen_balancing import get_reverse_idx, get_seqlen_balanced_partitions, log_seqlen_unbalance
+from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.engine.non_finite import NonFinite, in_batch_order
 
 
 def layout_for_ranks(
-    seqlens: Sequence[int], *, dp_size: int, num_mini_batches: int, balance: bool
+    seqlens: Sequence[int], *, dp_size: int, sizes: Sequence[int], balance: bool
 ) -> tuple[list[int], list[list[int]]]:
     """Order the samples so that a contiguous split over ranks divides every mini-batch evenly.
 
     Mini-batch ``k`` is the ``k``-th contiguous part of the batch for any number of ranks, so that an optimizer step
     uses the same samples on 1 rank and on 64. Inside a mini-batch, samples are assigned to ranks. ::
 
-        4 samples, 2 mini-batches, 2 ranks        rank 0: mb 0, mb 1 | rank 1: mb 0, mb 1
+        4 samples, mini-batches of 2, 2 ranks     rank 0: mb 0, mb 1 | rank 1: mb 0, mb 1
         order = [0, 2, 1, 3]                              0     2            1     3
 
     Args:
         seqlens: tokens of each sample, prompt and response.
         dp_size: number of data-parallel ranks.
-        num_mini_batches: optimizer steps of one pass over the batch.
+        sizes: samples of each mini-batch (optimizer step of one pass over the batch).
         balance: assign by length, so that ranks get about equal tokens; otherwise in order.
 
     Returns:
         the order (a permutation of the samples), and the samples of each rank.
 
     Raises:
-        ValueError: the batch does not divide into ``dp_size * num_mini_batches`` equal parts.
+        ValueError: the samples are not those of the mini-batches, or a mini-batch does not divide over the ranks.
     """
-    total, parts = len(seqlens), dp_size * num_mini_batches
-    if total % parts:
+    if sum(sizes) != len(seqlens) or any(size % dp_size for size in sizes):
         raise ValueError(
-            f"{total} samples do not divide into {num_mini_batches} mini-batches of {dp_size} equal rank parts."
+            f"{len(seqlens)} samples do not divide into mini-batches of {', '.join(map(str, sizes))} samples with "
+            f"{dp_size} equal rank parts."
         )
-    size = total // num_mini_batches
     ranks: list[list[int]] = [[] for _ in range(dp_size)]
-    for start in range(0, total, size):
+    start = 0
+    for size in sizes:
         members = range(start, start + size)
         if balance and dp_size > 1:
             shares = get_seqlen_balanced_partitions([seqlens[i] for i in members], dp_size, equal_size=True)
@@ -50,6 +52,7 @@ def layout_for_ranks(
             shares = [list(range(rank * share, (rank + 1) * share)) for rank in range(dp_size)]
         for rank, picked in zip(ranks, shares, strict=True):
             rank.extend(start + i for i in sorted(picked))
+        start += size
     return [i for rank in ranks for i in rank], ranks
 
 
@@ -59,14 +62,21 @@ class DealtBatch:
 
     rows: DataProto
     order: list[int]
-    """Index of each row in the original batch."""
+    """Index of each row in the original batch; of a padding row, that of the row which it repeats."""
     num_ranks: int
     metrics: Metrics
     """``global_seqlen/...``: how evenly tokens are spread over the ranks."""
+    sizes: list[int]
+    """Rows of each mini-batch on each rank."""
+    padding: frozenset[int] = field(default_factory=frozenset)
+    """Which of ``rows`` are padding."""
 
     def restore(self, made: DataProto) -> DataProto:
         """Put the ranks' results into the order of the original batch; a result without rows is returned as it is."""
-        return made.select_idxs(get_reverse_idx(self.order)) if len(made) else made
+        if not len(made):
+            return made
+        place = {row: n for n, row in enumerate(self.order) if n not in self.padding}
+        return made.select_idxs([place[row] for row in range(len(place))])
 
     def problems(self, found: Sequence[NonFinite]) -> list[NonFinite]:
         """Non-finite values, with each rank's row index replaced by the index in the original batch."""
@@ -79,8 +89,9 @@ def deal(
     *,
     balance: bool,
     columns: Sequence[str] | None = None,
-    num_mini_batches: int = 1,
+    sizes: Sequence[int] | None = None,
     rows_per_unit: int = 1,
+    pads: bool = False,
 ) -> DealtBatch:
     """Order a batch for its data-parallel ranks; see :func:`layout_for_ranks`.
 
@@ -89,13 +100,48 @@ def deal(
         num_ranks: number of data-parallel ranks.
         balance: assign by length.
         columns: tensors sent to the ranks; None sends all columns.
-        num_mini_batches: optimizer steps of one pass over the batch.
+        sizes: units of each mini-batch; None for one of all.
         rows_per_unit: adjacent rows that stay together: 1, or 2 for the sides of a pair.
+        pads: fill up mini-batches that do not divide over the ranks. A padding row repeats the shortest row of its
+            mini-batch, with ``response_mask`` and ``trajectory_count`` 0, so that it adds nothing to a loss.
     """
     unit = rows_per_unit
     lengths = batch.batch["attention_mask"].view(len(batch) // unit, -1).sum(-1).tolist()
-    order, ranks = layout_for_ranks(lengths, dp_size=num_ranks, num_mini_batches=num_mini_batches, balance=balance)
-    by_row = [unit * i + row for i in order for row in range(unit)]
+    taken, is_padding, padded_sizes = _padded(lengths, sizes or [len(lengths)], num_ranks if pads else 1)
+    lengths = [lengths[i] for i in taken]
+    order, ranks = layout_for_ranks(lengths, dp_size=num_ranks, sizes=padded_sizes, balance=balance)
+    by_row = [unit * taken[i] + row for i in order for row in range(unit)]
     sent = batch if columns is None else batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
+    rows = sent.select_idxs(by_row)
+    padding = frozenset(n for n, i in enumerate(order) if is_padding[i])
+    if padding:
+        rows = _without_weight(rows, sorted(padding))
     metrics = log_seqlen_unbalance(lengths, ranks, "global_seqlen")
-    return DealtBatch(sent.select_idxs(by_row), by_row, num_ranks, metrics)
+    per_rank = [size * unit // num_ranks for size in padded_sizes]
+    return DealtBatch(rows, by_row, num_ranks, metrics, per_rank, padding)
+
+
+def _padded(lengths: Sequence[int], sizes: Sequence[int], multiple: int) -> tuple[list[int], list[bool], list[int]]:
+    """The units of each mini-batch and then its padding, which of them is padding, and the padded sizes."""
+    taken: list[int] = []
+    is_padding: list[bool] = []
+    padded_sizes: list[int] = []
+    start = 0
+    for size in sizes:
+        members = list(range(start, start + size))
+        missing = -size % multiple
+        shortest = min(members, key=lambda i: lengths[i])
+        taken += members + [shortest] * missing
+        is_padding += [False] * size + [True] * missing
+        padded_sizes.append(size + missing)
+        start += size
+    return taken, is_padding, padded_sizes
+
+
+def _without_weight(rows: DataProto, padding: list[int]) -> DataProto:
+    changed: dict[str, torch.Tensor] = {}
+    for name in ("response_mask", "trajectory_count"):
+        if name in rows.batch.keys():
+            changed[name] = rows.batch[name].clone()
+            changed[name][padding] = 0
+    return replace_columns(rows, DataProto.from_dict(tensors=changed)) if changed else rows

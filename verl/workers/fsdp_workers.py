@@ -5,7 +5,7 @@ Workers configure engines and call them; the engines compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TypeVar
 
@@ -176,7 +176,13 @@ class ActorRolloutRefWorker(EngineWorker):
         return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
-    def update_actor(self, data: DataProto, entropy_coeff: float | None = None, own_forward: bool = False) -> DataProto:
+    def update_actor(
+        self,
+        data: DataProto,
+        entropy_coeff: float | None = None,
+        own_forward: bool = False,
+        mini_batch_sizes: Sequence[int] | None = None,
+    ) -> DataProto:
         """Update the policy on this batch.
 
         Args:
@@ -184,6 +190,8 @@ class ActorRolloutRefWorker(EngineWorker):
             entropy_coeff: weight of the entropy bonus in this step; None uses ``actor.entropy_coeff``.
             own_forward: take ``old_log_probs`` from the update's own forward pass, because the batch has none; only for
                 a batch that is one optimizer step.
+            mini_batch_sizes: rows of each optimizer step on this rank, where trajectories have several sequences;
+                None for ``ppo_mini_batch_size`` prompts each.
 
         Returns:
             ``meta_info["metrics"]`` and ``meta_info["non_finite"]``, the same on every rank; with ``own_forward`` also
@@ -195,17 +203,18 @@ class ActorRolloutRefWorker(EngineWorker):
         """
         engine, loss = self.trained, _present(self.policy_loss, "actor").with_entropy_coeff(entropy_coeff)
         plan = _plan("actor", self.config.actor, self.config.rollout.n, engine, self.temperature)
-        if own_forward and (len(data) != plan.mini_batch_size or plan.epochs != 1):
+        if own_forward and (len(mini_batch_sizes or plan.sizes(len(data))) != 1 or plan.epochs != 1):
             raise ConfigError(
-                f"{len(data)} sequences of this rank in mini-batches of {plan.mini_batch_size}, {plan.epochs} times "
-                "over, are more than one optimizer step: they need old_log_probs. Call compute_log_prob first."
+                f"{len(data)} sequences of this rank in mini-batches of {mini_batch_sizes or plan.mini_batch_size}, "
+                f"{plan.epochs} times over, are more than one optimizer step: they need old_log_probs. Call "
+                "compute_log_prob first."
             )
         if own_forward:
             loss = OwnForwardLoss(loss, len(data))
             data = loss.numbered(data)
         steps = OptimizerSteps()
         with engine.train_mode():
-            for rows in plan.mini_batches(len(data), engine.weight_version):
+            for rows in plan.mini_batches(len(data), engine.weight_version, mini_batch_sizes):
                 report = engine.train_batch(data.select_idxs(rows), loss, plan.micro, plan.temperature)
                 steps.add(report, engine.non_finite, rows)
             metrics = steps.metrics("actor", engine.lr_scheduler_step())
@@ -277,13 +286,16 @@ class CriticWorker(EngineWorker):
             return DataProto.from_dict(tensors=self.trained.infer_batch(data, {"values"}, micro))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
-    def update_critic(self, data: DataProto) -> DataProto:
-        """Fit the values to the returns of this batch; return metrics, the same on every rank, in ``meta_info``."""
+    def update_critic(self, data: DataProto, mini_batch_sizes: Sequence[int] | None = None) -> DataProto:
+        """Fit the values to the returns of this batch; return metrics, the same on every rank, in ``meta_info``.
+
+        ``mini_batch_sizes`` are those of :meth:`ActorRolloutRefWorker.update_actor`.
+        """
         engine = self.trained
         plan = _plan("critic", self.config, self.config.rollout_n, engine)
         steps = OptimizerSteps()
         with engine.train_mode():
-            for rows in plan.mini_batches(len(data), engine.weight_version):
+            for rows in plan.mini_batches(len(data), engine.weight_version, mini_batch_sizes):
                 report = engine.train_batch(data.select_idxs(rows), self.value_loss, plan.micro)
                 steps.add(report, engine.non_finite, rows)
             metrics = steps.metrics("critic", engine.lr_scheduler_step())

@@ -43,7 +43,9 @@ from verl.workers.engine import BatchTotals, LossMetrics, PartialSum
 def denominators(totals: BatchTotals, loss_agg_mode: str, columns: Mapping[str, Tensor]) -> LossTotals:
     """Convert totals to arguments of ``agg_loss``, with the ``row_weights`` of these rows if the mode needs them."""
     counts = cast(LossTotals, asdict(totals))
-    if loss_agg_mode == "prompt-mean":
+    if loss_agg_mode == "prompt-mean" or (
+        loss_agg_mode == "seq-mean-token-mean" and "trajectory_count" in columns.keys()
+    ):
         counts["row_weights"] = columns["row_weights"]
     return counts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ class UpdatePlan:
     """How one batch is divided into optimizer steps."""
 
     mini_batch_size: int
-    """Sequences per rank and optimizer step."""
+    """Sequences per rank and optimizer step, unless the batch names other sizes."""
     micro: MicroBatchConfig
     epochs: int = 1
     """Passes over the batch."""
@@ -27,12 +28,32 @@ class UpdatePlan:
     """Seed of a random order of the mini-batches, different in each step; None keeps their order."""
     temperature: float = 1.0
 
-    def mini_batches(self, size: int, step: int) -> Iterator[list[int]]:
+    def mini_batches(self, size: int, step: int, sizes: Sequence[int] | None = None) -> Iterator[list[int]]:
         """Iterate over the row numbers of each optimizer step, epoch after epoch.
 
         Args:
             size: rows of this rank; mini-batch k is the k-th contiguous part.
             step: of the training; the order of the mini-batches depends on it.
+            sizes: rows of each mini-batch on this rank; None for parts of ``mini_batch_size``.
+
+        Raises:
+            ConfigError: ``size`` is not that of the mini-batches.
+        """
+        ends = list(itertools.accumulate(self.sizes(size) if sizes is None else sizes))
+        if not ends or ends[-1] != size:
+            raise ConfigError(f"mini-batches of {sizes} sequences are not the {size} sequences of this rank.")
+        parts = [list(range(start, end)) for start, end in itertools.pairwise([0, *ends])]
+        # The same order on every rank: rank r holds its share of mini-batch k as its own k-th part.
+        # A large prime apart, so that neighbouring seeds do not give the same orders some steps later.
+        generator = torch.Generator().manual_seed((self.shuffle_seed or 0) * 1_000_003 + step)
+        for _ in range(self.epochs):
+            count = len(parts)
+            keeps_order = self.shuffle_seed is None
+            for k in range(count) if keeps_order else torch.randperm(count, generator=generator).tolist():
+                yield parts[k]
+
+    def sizes(self, size: int) -> list[int]:
+        """Return the rows of each mini-batch of equal parts.
 
         Raises:
             ConfigError: ``size`` is no multiple of the mini-batch size.
@@ -42,15 +63,7 @@ class UpdatePlan:
                 f"{size} sequences of this rank do not divide into mini-batches of {self.mini_batch_size}. Make "
                 "train_batch_size a multiple of ppo_mini_batch_size."
             )
-        parts = [list(range(k, k + self.mini_batch_size)) for k in range(0, size, self.mini_batch_size)]
-        # The same order on every rank: rank r holds its share of mini-batch k as its own k-th part.
-        # A large prime apart, so that neighbouring seeds do not give the same orders some steps later.
-        generator = torch.Generator().manual_seed((self.shuffle_seed or 0) * 1_000_003 + step)
-        for _ in range(self.epochs):
-            count = len(parts)
-            keeps_order = self.shuffle_seed is None
-            for k in range(count) if keeps_order else torch.randperm(count, generator=generator).tolist():
-                yield parts[k]
+        return [self.mini_batch_size] * (size // self.mini_batch_size)
 
 
 def mini_batch_size_per_rank(name: str, prompts: int, n: int, dp_size: int) -> int:

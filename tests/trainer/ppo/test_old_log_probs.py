@@ -158,7 +158,7 @@ def test_what_the_update_returns_is_in_the_order_of_the_batch():
     columns = DataProto.from_dict(tensors={"old_log_probs": dealt.rows.batch["attention_mask"].cumsum(-1)})
     assert dealt.restore(columns).batch["old_log_probs"][:, -1].tolist() == lengths
     assert dealt.metrics["global_seqlen/balanced_max"] == 12
-    order, _ = layout_for_ranks(lengths, dp_size=2, num_mini_batches=1, balance=True)
+    order, _ = layout_for_ranks(lengths, dp_size=2, sizes=[len(lengths)], balance=True)
     last = NonFinite(kind="output", name="log_probs", value="nan", rank=1, row=2)
     assert [one.row for one in dealt.problems([last])] == [order[5]]  # the third row of the second rank
 

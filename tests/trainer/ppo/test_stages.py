@@ -29,7 +29,7 @@ def test_sources_are_told_apart_where_there_are_several():
         tensors={"responses": mask, "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [1, 1, 1]])},
         non_tensors={"data_source": np.array(["a", "b", "a"], dtype=object)},
     )
-    scores = torch.tensor([[0.0, 1.0], [0.0, 0.5], [0.0, 0.0]])
+    scores = torch.tensor([1.0, 0.5, 0.0])
     metrics = stages.metrics_by_source(data, scores, ["ok", "ok", "timeout"])
     # Of source a one response failed: its 0 is no part of the mean. Lengths: 2, 1, 2 tokens.
     assert metrics == {
@@ -97,7 +97,7 @@ def driver_columns(batch: DataProto) -> tuple[dict[str, torch.Tensor], dict[str,
     metrics |= of_kl | compute_data_metrics(batch) | compute_rollout_gap_metrics(batch)
     metrics |= stages.mean_entropy(batch, "seq-mean-token-mean", None) | {"entropy": stages.entropy_per_token(batch)}
     chosen = stages.without_rejected(batch)
-    prepared = stages.prepare_mini_batches(chosen, actor, 1, seed=3)
+    prepared = stages.prepare_mini_batches(chosen, actor, [3], seed=3)
     names = ("token_level_rewards", "advantages", "returns", "rollout_is_weights", "accepted_mask")
     return {name: batch.batch[name] for name in names} | dict(prepared.batch.items()), metrics
 

@@ -275,14 +275,7 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect(_UNCOMPILED, {"use_torch_compile": True}),
     ),
     FSDPOptimizerConfig: (older_name("warmup_style", "lr_scheduler_type"),),
-    MultiTurnConfig: (
-        no_effect("a conversation is repeated as rollout.n says", {"num_repeat_rollouts": None}),
-        not_yet(
-            "a history that is written anew makes several sequences of one trajectory, which are not in this version; "
-            "leave it false, and what the policy drew stays as it is",
-            {"use_inference_chat_template": False},
-        ),
-    ),
+    MultiTurnConfig: (no_effect("a conversation is repeated as rollout.n says", {"num_repeat_rollouts": None}),),
     AgentLoopConfig: (
         not_yet(
             "servers of your own are not in this version; write an agent loop (agent.agent_loop_config_path) instead",

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from verl.config import FilterGroupsConfig
 from verl.errors import RewardError, RolloutError
 from verl.protocol import DataProto
+from verl.trainer.ppo.sequences import Trajectories, trajectory_scores
 from verl.utils.metric import Metrics
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ def fill_batch(
         n: responses per prompt.
 
     Returns:
-        the first ``num_prompts * n`` informative rows; and metrics ``training/filter_groups/...``:
+        the rows of the first ``num_prompts`` informative prompts; and metrics ``training/filter_groups/...``:
         ``num_gen_batches``, ``kept_ratio`` (share of informative prompts), ``surplus`` (informative prompts beyond
         the batch, which are dropped), ``{metric}/mean`` over all drawn responses that take part (the mean over the
         selected rows would be biased).
@@ -80,6 +82,7 @@ def fill_batch(
         RewardError: the reward function does not return the configured metric.
     """
     kept: list[DataProto] = []
+    prompts: list[Any] = []
     values: list[np.ndarray] = []
     drawn = found = 0
     while found < num_prompts:
@@ -87,10 +90,13 @@ def fill_batch(
             raise RolloutError(_too_few_message(config, found, drawn, num_prompts, np.concatenate(values)))
         one = next(draws)
         value = values_of(one.batch, str(config.metric))
-        rows = informative_rows(value, one.prompts, one.takes_part)
-        kept.append(one.batch.select_idxs(rows.tolist()))
-        values.append(value[one.takes_part])
-        drawn += len(one.batch) // n
+        scored = Trajectories.of(one.batch).scored_rows
+        rows = informative_rows(value[scored], one.prompts[scored], one.takes_part[scored])
+        informative = np.isin(one.prompts.astype(str), one.prompts[scored][rows].astype(str))
+        kept.append(one.batch.select_idxs(np.flatnonzero(informative).tolist()))
+        prompts += one.prompts[informative].tolist()
+        values.append(value[scored][one.takes_part[scored]])
+        drawn += len(scored) // n
         found += len(rows) // n
         level = logging.WARNING if len(values) % NOTABLE_BATCHES == 0 else logging.INFO
         logger.log(level, "dynamic sampling: %d of %d prompts after %d batches", found, num_prompts, len(values))
@@ -102,20 +108,22 @@ def fill_batch(
         f"{name}/{config.metric}/mean": float(np.concatenate(values).mean()),
     }
     batch = DataProto.concat(_with_equal_columns([part for part in kept if len(part)]))
-    return batch.select_idxs(list(range(num_prompts * n))), metrics
+    first = set(list(dict.fromkeys(prompts))[:num_prompts])
+    return batch.select_idxs([row for row, prompt in enumerate(prompts) if prompt in first]), metrics
 
 
 def values_of(batch: DataProto, metric: str) -> np.ndarray:
     """Read the value that must differ inside a group for each response, (bsz,) float64; NaN for None.
 
-    ``seq_reward`` and ``seq_final_reward`` are the sum of the token scores, including a length penalty;
+    ``seq_reward`` and ``seq_final_reward`` are the sum of a trajectory's token scores, including a length penalty;
     other names are values returned by the reward function (``score``, ``acc``, ...).
 
     Raises:
         RewardError: the reward function returned no such value, or one that is not a number.
     """
     if metric in ("seq_reward", "seq_final_reward"):
-        return batch.batch["token_level_scores"].sum(-1).double().numpy()
+        scores = trajectory_scores(batch, batch.batch["token_level_scores"]).double().numpy()
+        return scores[Trajectories.of(batch).number]
     if metric not in batch.non_tensor_batch:
         raise RewardError(
             f"algorithm.filter_groups.metric={metric}, but the reward function returned no '{metric}' "

@@ -237,7 +237,8 @@ class FitParts(TrainingLoop):
         samples belong to which mini-batch therefore does not depend on the number of ranks, as ``keep_minibatch``
         asks for.
         """
-        dealt = deal(batch, self.actor_rollout_wg.world_size, balance=self.typed_config.trainer.balance_batch)
+        balance = self.typed_config.trainer.balance_batch
+        dealt = deal(batch, self.actor_rollout_wg.world_size, balance=balance, pads=True)
         metrics |= {name.replace("global_seqlen", logging_prefix, 1): value for name, value in dealt.metrics.items()}
 
     # ---- log-probs, values, updates ---------------------------------------------------------------

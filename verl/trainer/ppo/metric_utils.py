@@ -11,6 +11,7 @@ from torch import Tensor
 from verl.errors import SchemaError
 from verl.protocol import DataProto, compute_response_mask
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
+from verl.trainer.ppo.sequences import Trajectories, trajectory_scores
 from verl.trainer.ppo.validation_metrics import bootstrap_metric, calc_maj_val, process_validation_metrics
 from verl.utils.metric import Metrics, distribution, reduce_metrics
 from verl.utils.torch_functional import masked_mean, masked_sum
@@ -72,7 +73,8 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> Metrics:
     """Statistics of scores, rewards, advantages, values and lengths of a step.
 
     Scores and rewards are over samples that take part in training, i.e. have a valid token (not those that were
-    aborted or could not be scored); advantages, returns and values are over valid tokens.
+    aborted or could not be scored); advantages, returns and values are over valid tokens. Where trajectories have
+    several sequences, scores are those of trajectories, and all else is over sequences.
 
     Args:
         batch: all rows of a step, with token_level_scores, token_level_rewards, advantages, returns.
@@ -89,8 +91,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> Metrics:
     mask = columns["response_mask"].bool()
     trained = mask.any(-1)  # (bsz,)
     metrics: Metrics = {}
-    for name, column in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
-        metrics |= distribution(columns[column].sum(-1)[trained], f"critic/{name}")
+    scores = trajectory_scores(batch, columns["token_level_scores"])
+    metrics |= distribution(scores[trained[Trajectories.of(batch).scored_rows]], "critic/score")
+    metrics |= distribution(columns["token_level_rewards"].sum(-1)[trained], "critic/rewards")
     for name in ("advantages", "returns", *(("values",) if use_critic else ())):
         metrics |= distribution(columns[name][mask], f"critic/{name}")
     teaches = (mask & (columns["advantages"] != 0)).any(-1)
@@ -128,7 +131,10 @@ def _length_metrics(batch: DataProto) -> Metrics:
 def _turn_metrics(batch: DataProto) -> Metrics:
     metrics: Metrics = {}
     for column, name in (("__num_turns__", "num_turns"), ("tool_call_counts", "tool_call_counts")):
-        known = [float(value) for value in batch.non_tensor_batch.get(column, ()) if value is not None]
+        if column not in batch.non_tensor_batch:
+            continue
+        values = batch.non_tensor_batch[column][Trajectories.of(batch).scored_rows]
+        known = [float(value) for value in values if value is not None]
         if known:  # agent loops without tools count no calls
             metrics |= distribution(known, name)
     return metrics

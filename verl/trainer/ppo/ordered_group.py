@@ -17,7 +17,8 @@ BY_ROW = frozenset({"compute_log_prob", "compute_ref_log_prob", "compute_values"
 class OrderedGroup:
     """A worker group whose calls take a batch in the order of the data and return new columns in that order.
 
-    Every call balances the rows over the ranks for itself. Methods that are not about a batch are the group's own.
+    Every call balances the rows over the ranks for itself, and fills up what does not divide. Methods that are not
+    about a batch are the group's own.
 
     Args:
         group: the worker group.
@@ -39,5 +40,5 @@ class OrderedGroup:
         return functools.partial(self._by_row, method) if name in BY_ROW else method
 
     def _by_row(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
-        dealt = deal(batch, self.group.world_size, balance=self._balance, columns=ACTOR_COLUMNS)
+        dealt = deal(batch, self.group.world_size, balance=self._balance, columns=ACTOR_COLUMNS, pads=True)
         return dealt.restore(method(dealt.rows))

@@ -77,7 +77,7 @@ from verl.trainer.ppo.reward import (
     start_reward,
 )
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
-from verl.trainer.ppo.sequences import with_prompts
+from verl.trainer.ppo.sequences import Trajectories, mini_batch_sizes, resampled, trajectory_scores, with_prompts
 from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.trajectories import (
     NO_SCORES,
@@ -405,8 +405,9 @@ class RayPPOTrainer(FitParts):
         greedy = stages.repeat_prompts(prompts, 1) | DataProto(meta_info={"do_sample": False})
         responses = with_prompts(greedy.select(batch_keys=[]), self.draw_responses(greedy))
         scores, extra = self._score(responses, self.reward_fn)
-        columns = {"reward_baselines": scores.sum(-1)}
-        statuses = {"baseline_status": np.array(extra["reward_status"], dtype=object)}
+        columns = {"reward_baselines": trajectory_scores(responses, scores)}
+        scored = Trajectories.of(responses).scored_rows
+        statuses = {"baseline_status": np.array(extra["reward_status"], dtype=object)[scored]}
         baselines = DataProto.from_dict(tensors=columns, non_tensors=statuses)
         return baselines.repeat(self.typed_config.actor_rollout_ref.rollout.n, interleave=True)
 
@@ -524,25 +525,26 @@ class RayPPOTrainer(FitParts):
             return batch.select(batch_keys=["token_level_rewards", "advantages", "returns"], non_tensor_batch_keys=[])
 
     def to_learn_from(self, batch: DataProto, context: PPOStepContext) -> DataProto:
-        """Select the rows and tokens of the update: resample rows with PF-PPO, then mask rejected tokens.
+        """Select the rows and tokens of the update: resample trajectories with PF-PPO, then mask rejected tokens.
 
         Called after the advantages and masking last, because scores of rejected tokens count for both.
         """
         algorithm = self.typed_config.algorithm
         if algorithm.use_pf_ppo:
             seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
-            batch = compute_pf_ppo_reweight_data(batch, **algorithm.pf_ppo.to_dict(), seed=seed)
+            settings = algorithm.pf_ppo.to_dict()
+            batch = resampled(batch, lambda rows: compute_pf_ppo_reweight_data(rows, **settings, seed=seed))
         return stages.without_rejected(batch)
 
     def update_critic(self, batch: DataProto, context: PPOStepContext) -> None:
         """Train the critic on the returns."""
         with context.stage("update_critic"):
             critic = self.typed_config.critic
-            count = self._num_mini_batches(batch, critic.ppo_mini_batch_size)
-            weights = stages.aggregation_columns(batch, critic.loss_agg_mode, count)
+            sizes = self._mini_batch_sizes(batch, critic.ppo_mini_batch_size)
+            weights = stages.aggregation_columns(batch, critic.loss_agg_mode, sizes)
             batch = batch | DataProto.from_dict(tensors=weights)
-            dealt = self._deal(batch, self.critic_wg, (*ACTOR_COLUMNS, "values", "returns", *weights), count)
-            updated = self.critic_wg.group.update_critic(dealt.rows)
+            dealt = self._deal(batch, self.critic_wg, (*ACTOR_COLUMNS, "values", "returns", *weights), sizes)
+            updated = self.critic_wg.group.update_critic(dealt.rows, **self._own_sizes(batch, dealt))
             self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context)
 
     def update_actor(self, batch: DataProto, context: PPOStepContext, own_forward: bool = False) -> DataProto:
@@ -553,22 +555,27 @@ class RayPPOTrainer(FitParts):
         """
         with context.stage("update_actor"):
             actor = self.typed_config.actor_rollout_ref.actor
-            count = self._num_mini_batches(batch, actor.ppo_mini_batch_size)
+            sizes = self._mini_batch_sizes(batch, actor.ppo_mini_batch_size)
             seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
-            batch = batch | stages.prepare_mini_batches(batch, actor, count, seed)
-            dealt = self._deal(batch, self.actor_rollout_wg, stages.policy_columns(batch, actor, own_forward), count)
-            arguments: dict[str, Any] = {"own_forward": True} if own_forward else {}
+            batch = batch | stages.prepare_mini_batches(batch, actor, sizes, seed)
+            dealt = self._deal(batch, self.actor_rollout_wg, stages.policy_columns(batch, actor, own_forward), sizes)
+            arguments = self._own_sizes(batch, dealt) | ({"own_forward": True} if own_forward else {})
             workers = self.actor_rollout_wg.group
             updated = workers.update_actor(dealt.rows, entropy_coeff=self.entropy_ctrl.value, **arguments)
             return self._take_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context)
 
-    def _num_mini_batches(self, batch: DataProto, prompts: int) -> int:
-        """How many mini-batches of ``prompts`` prompts ``batch`` has; at least 1."""
-        return max(1, len(batch) // (prompts * self.typed_config.actor_rollout_ref.rollout.n))
+    def _mini_batch_sizes(self, batch: DataProto, prompts: int) -> list[int]:
+        """Rows of each mini-batch of ``prompts`` prompts, all of whose trajectories it has; at least one mini-batch."""
+        count = len(Trajectories.of(batch)) // (prompts * self.typed_config.actor_rollout_ref.rollout.n)
+        return mini_batch_sizes(batch, max(1, count))
 
-    def _deal(self, batch: DataProto, workers: Any, columns: Sequence[str], num_mini_batches: int) -> DealtBatch:
-        balance = self.typed_config.trainer.balance_batch
-        return deal(batch, workers.world_size, balance=balance, columns=columns, num_mini_batches=num_mini_batches)
+    def _deal(self, batch: DataProto, workers: Any, columns: Sequence[str], sizes: Sequence[int]) -> DealtBatch:
+        balance, are_split = self.typed_config.trainer.balance_batch, Trajectories.of(batch).are_split
+        return deal(batch, workers.world_size, balance=balance, columns=columns, sizes=sizes, pads=are_split)
+
+    def _own_sizes(self, batch: DataProto, dealt: DealtBatch) -> dict[str, Any]:
+        """Arguments of an update whose mini-batches are not those of the configuration."""
+        return {"mini_batch_sizes": dealt.sizes} if Trajectories.of(batch).are_split else {}
 
     def _take_update(
         self, name: str, batch: DataProto, dealt: DealtBatch, updated: DataProto, epochs: int, context: PPOStepContext

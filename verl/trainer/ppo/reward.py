@@ -20,6 +20,7 @@ from verl.schema import COLUMNS, require
 from verl.supervision.killable_pool import STATUSES
 from verl.trainer.config.load import load_config
 from verl.trainer.ppo.metric_utils import response_lengths
+from verl.trainer.ppo.sequences import Trajectories, compared_groups, trajectory_scores
 from verl.trainer.ppo.stages import metrics_by_source
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.deferred import Deferred
@@ -264,14 +265,16 @@ def leave_out_failed(
     """Exclude samples that could not be scored from training, since a failure is not a score of zero.
 
     Their ``response_mask`` becomes zero, which removes them from the loss, and each gets a group (``uid``) of its
-    own, which removes them from the baselines. The same happens to samples whose greedy response was not scored.
+    own, which removes them from the baselines. The same happens to samples whose greedy response was not scored. All
+    sequences of a trajectory are one sample.
 
     Args:
         batch: with ``response_mask``, ``uid`` and, if there are greedy responses, their ``baseline_status``.
         statuses: ``reward_status`` of each sample.
         policy: ``mask`` excludes the failed samples, ``drop_group`` their whole groups, ``stop`` raises. Failed
             trajectories, which ``rollout.agent.on_failure`` leaves out, are excluded alone with any of them.
-        needs_siblings: also exclude samples that are then the only one of their group.
+        needs_siblings: also exclude what is then the only one of its group, and sequences of an agent that answered in
+            one of the trajectories alone.
 
     Returns:
         the new ``response_mask`` and ``uid``; :func:`status_metrics` with ``reward/left_out_rate``, the fraction of
@@ -281,31 +284,35 @@ def leave_out_failed(
         RewardError: a sample failed, and the policy is ``stop``.
     """
     require(batch, ("response_mask", "uid"), "leaving out samples without score")
-    metrics, uids = status_metrics(statuses), batch.non_tensor_batch["uid"].astype(str)
+    found, uids = Trajectories.of(batch), batch.non_tensor_batch["uid"].astype(str)
+    scored = found.scored_rows
+    metrics = status_metrics([statuses[row] for row in scored])
     reasons = np.array(statuses, dtype=object)
     if "baseline_status" in batch.non_tensor_batch:
         of_baseline = batch.non_tensor_batch["baseline_status"]
-        metrics["reward/baseline_error_rate"] = float((of_baseline != "ok").mean())
+        metrics["reward/baseline_error_rate"] = float((of_baseline[scored] != "ok").mean())
         reasons = np.where(reasons == "ok", of_baseline, reasons)
     is_lost = np.array([str(reason).startswith(OF_TRAJECTORY) for reason in reasons], dtype=bool)
     failed = (reasons != "ok") & ~is_lost
     if policy == "stop" and failed.any():
         row = int(failed.argmax())
         raise RewardError(
-            f"{failed.sum()} of {len(failed)} samples could not be scored; the first is sample {uids[row]} "
+            f"{failed[scored].sum()} of {len(scored)} samples could not be scored; the first is sample {uids[row]} "
             f"({reasons[row]}), and reward_model.on_failure=stop. The reason is logged above. Correct the reward "
             "function or the data, or set reward_model.on_failure=mask to go on without such samples."
         )
     out = is_lost | (np.isin(uids, uids[failed]) if policy == "drop_group" else failed)
-    if needs_siblings and out.any():
-        remaining = Counter(uids[~out])
-        out = out | np.array([remaining[uid] < 2 for uid in uids])
+    if needs_siblings and (out.any() or "agent" in batch.non_tensor_batch):
+        groups = compared_groups(batch)
+        kept = {unit: group for unit, group, is_out in zip(found.of_agents, groups, out, strict=True) if not is_out}
+        remaining = Counter(kept.values())
+        out = out | np.array([remaining[group] < 2 for group in groups])
     new_uids = batch.non_tensor_batch["uid"].copy()
     new_uids[out] = [f"{uids[row]}-left-out-{row}" for row in np.flatnonzero(out)]
     mask = batch.batch["response_mask"]
     keep = torch.from_numpy(~out).to(mask).unsqueeze(-1)
     columns = DataProto.from_dict(tensors={"response_mask": mask * keep}, non_tensors={"uid": new_uids})
-    return columns, metrics | {"reward/left_out_rate": float(out.mean())}
+    return columns, metrics | {"reward/left_out_rate": float(out[scored].mean())}
 
 
 class RewardRecord:
@@ -334,33 +341,39 @@ class RewardRecord:
 
     def metrics(self) -> Metrics:
         """Compute ``reward/...`` and ``train-source/...`` over all scored responses."""
-        sizes = [len(batch) for batch in self.batches]
+        scored_rows = [Trajectories.of(batch).scored_rows for batch in self.batches]
+        sizes = [len(rows) for rows in scored_rows]
         metrics = {
             name: float(np.average([rates[name] for rates in self._rates], weights=sizes)) for name in self._rates[0]
         }
         extra = {
-            name: [value for batch in self.batches for value in batch.non_tensor_batch.get(name, [None] * len(batch))]
+            name: [
+                value
+                for batch, rows in zip(self.batches, scored_rows, strict=True)
+                for value in batch.non_tensor_batch.get(name, np.full(len(batch), None))[rows]
+            ]
             for name in self._names
         }
         scored = DataProto.concat(
             [
                 batch.select(
-                    batch_keys=["responses", "attention_mask", "token_level_scores"],
+                    batch_keys=["responses", "attention_mask"],
                     non_tensor_batch_keys=[name for name in ("data_source",) if name in batch.non_tensor_batch],
-                )
-                for batch in self.batches
+                ).select_idxs(rows)
+                for batch, rows in zip(self.batches, scored_rows, strict=True)
             ]
         )
-        by_source = metrics_by_source(scored, scored.batch["token_level_scores"], extra["reward_status"])
+        scores = torch.cat([trajectory_scores(batch, batch.batch["token_level_scores"]) for batch in self.batches])
+        by_source = metrics_by_source(scored, scores, extra["reward_status"])
         return metrics | component_metrics(extra) | by_source | self._equal_groups()
 
     def scored(self) -> Iterator[tuple[DataProto, int, float]]:
-        """Yield batch, row and score of each response that could be scored."""
+        """Yield batch, scored row and score of each trajectory that could be scored."""
         for batch in self.batches:
-            sums = batch.batch["token_level_scores"].sum(-1).tolist()
-            for row, status in enumerate(batch.non_tensor_batch["reward_status"]):
-                if status == "ok":
-                    yield batch, row, sums[row]
+            scores = trajectory_scores(batch, batch.batch["token_level_scores"]).tolist()
+            for row, score in zip(Trajectories.of(batch).scored_rows, scores, strict=True):
+                if batch.non_tensor_batch["reward_status"][row] == "ok":
+                    yield batch, row, score
 
     def _equal_groups(self) -> Metrics:
         """``reward/equal_group_rate``: fraction of prompts with several scored responses of one and the same score."""

@@ -6,7 +6,7 @@ See the picture in ``ray_trainer.py`` for their place in a step.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,7 @@ from verl.protocol import DataProto, replace_columns, with_response_mask
 from verl.schema import require
 from verl.trainer.ppo.metric_utils import response_lengths, source_metrics
 from verl.trainer.ppo.rollout_corr_helper import corrected_columns
+from verl.trainer.ppo.sequences import Trajectories, compared_groups, joined_sequences, mini_batches
 from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean
 
@@ -87,12 +88,15 @@ def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataP
 
 
 def metrics_by_source(batch: DataProto, scores: torch.Tensor, statuses: Sequence[Any]) -> Metrics:
-    """Compute ``train-source/{data_source}/...`` if there are several sources; mean scores leave out failed samples."""
+    """Compute ``train-source/{data_source}/...`` if there are several sources; mean scores leave out failed samples.
+
+    ``scores`` are those of whole responses, (bsz,).
+    """
     sources = [str(source) for source in batch.non_tensor_batch.get("data_source", [])]
     if len(set(sources)) < 2:
         return {}
     is_scored = torch.tensor([status == "ok" for status in statuses])
-    values = torch.where(is_scored, scores.sum(-1), torch.nan)
+    values = torch.where(is_scored, scores, torch.nan)
     return source_metrics(sources, values.tolist(), response_lengths(batch).tolist())
 
 
@@ -148,6 +152,10 @@ def compute_advantage(
         norm_adv_by_std_in_grpo: divide by the group's standard deviation.
         config: the section ``algorithm``, for estimators that read more of it; the arguments above win.
 
+    An estimator that takes ``index`` compares trajectories: the sequences of each agent of a trajectory are one row for
+    it (:func:`verl.trainer.ppo.sequences.joined_sequences`), and its groups are those of one agent. For other
+    estimators each sequence is a row, with the score of its trajectory.
+
     Returns:
         the batch with ``advantages`` and ``returns``, both (bsz, response_length), added or replaced.
     """
@@ -155,21 +163,32 @@ def compute_advantage(
     data = with_response_mask(data)
     columns: dict[str, Any] = {**data.non_tensor_batch, **dict(data.batch.items())}
     if "uid" in columns:
-        columns["index"] = columns["uid"]
+        columns["index"] = compared_groups(data)
     given = {"gamma": gamma, "lam": lam, "norm_adv_by_std_in_grpo": norm_adv_by_std_in_grpo, "config": config}
-    advantages, returns = compute_advantages(adv_estimator, columns, {**(config or {}), **given})
+    settings, needs = {**(config or {}), **given}, adv_needs(adv_estimator)
+    compares = needs.wants_all or "index" in needs.columns | needs.optional_columns
+    if compares and Trajectories.of(data).are_split:
+        require(data, ("token_level_scores", "token_level_rewards"), "comparing trajectories of several sequences")
+        joined = joined_sequences(data, columns)
+        found = compute_advantages(adv_estimator, joined.columns, settings)
+        advantages, returns = map(joined.apart, found)
+    else:
+        advantages, returns = compute_advantages(adv_estimator, columns, settings)
     return replace_columns(data, DataProto.from_dict(tensors={"advantages": advantages, "returns": returns}))
 
 
 def mean_entropy(batch: DataProto, loss_agg_mode: str, loss_scale_factor: float | None) -> Metrics:
     """Compute ``actor/entropy``: the policy's entropy over the response tokens, aggregated like the loss."""
-    mask = batch.batch["response_mask"]
+    mask, trajectories = batch.batch["response_mask"], Trajectories.of(batch)
+    split = trajectories.number if trajectories.are_split else None
+    weights = prepare_aggregation(loss_agg_mode, mask, batch.non_tensor_batch["uid"], split)
     entropy = agg_loss(
         batch.batch["entropys"],
         mask,
         loss_agg_mode,
+        global_batch_size=len(trajectories),
         loss_scale_factor=loss_scale_factor,
-        index=batch.non_tensor_batch["uid"],
+        row_weights=weights.get("row_weights"),
     )
     return {"actor/entropy": entropy.item()}
 
@@ -202,27 +221,34 @@ def step_seed(seed: int, step: int) -> int:
     return seed * 1_000_003 + step
 
 
-def prepare_mini_batches(batch: DataProto, actor: ActorConfig, num_mini_batches: int, seed: int) -> DataProto:
+def prepare_mini_batches(batch: DataProto, actor: ActorConfig, sizes: Sequence[int], seed: int) -> DataProto:
     """Compute the columns of the policy update that depend on whole mini-batches, before rows are split over ranks.
 
-    Mini-batch k is the k-th contiguous part of the batch, as in :func:`verl.trainer.balance.layout_for_ranks`. The
-    columns are those of :func:`verl.algorithms.prepare_update`; most settings need none.
+    Mini-batch k is the k-th contiguous part of the batch, of ``sizes[k]`` rows. The columns are those of
+    :func:`verl.algorithms.prepare_update`; most settings need none.
     """
     made = []
-    for k, part in enumerate(batch.chunk(num_mini_batches)):
-        uids = {"index": part.non_tensor_batch["uid"]} if "uid" in part.non_tensor_batch else {}
-        columns = {**dict(part.batch.items()), **uids}
-        made.append(prepare_update(columns, actor, seed * num_mini_batches + k))
+    for k, (part, ids) in enumerate(_mini_batches(batch, sizes)):
+        columns = {**dict(part.batch.items()), **ids}
+        made.append(prepare_update(columns, actor, seed * len(sizes) + k))
     return DataProto.from_dict(tensors=_one_after_the_other(made))
 
 
-def aggregation_columns(batch: DataProto, loss_agg_mode: str, num_mini_batches: int) -> dict[str, torch.Tensor]:
+def aggregation_columns(batch: DataProto, loss_agg_mode: str, sizes: Sequence[int]) -> dict[str, torch.Tensor]:
     """Compute the columns of the critic's loss aggregation; see :func:`prepare_mini_batches`."""
     made = [
-        prepare_aggregation(loss_agg_mode, part.batch["response_mask"], part.non_tensor_batch.get("uid", ()))
-        for part in batch.chunk(num_mini_batches)
+        prepare_aggregation(loss_agg_mode, part.batch["response_mask"], ids.get("index", ()), ids.get("trajectory_id"))
+        for part, ids in _mini_batches(batch, sizes)
     ]
     return _one_after_the_other(made)
+
+
+def _mini_batches(batch: DataProto, sizes: Sequence[int]) -> Iterator[tuple[DataProto, dict[str, Any]]]:
+    """Yield each mini-batch with its group ids, ``index``, and ``trajectory_id`` if trajectories have several rows."""
+    names = {"index": "uid"} | ({"trajectory_id": "trajectory_id"} if Trajectories.of(batch).are_split else {})
+    for part in mini_batches(batch, sizes):
+        columns = part.non_tensor_batch
+        yield part, {name: columns[column] for name, column in names.items() if column in columns}
 
 
 def _one_after_the_other(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -242,7 +268,7 @@ def policy_columns(batch: DataProto, actor: ActorConfig, own_forward: bool = Fal
     needed |= set() if own_forward else {"old_log_probs"}
     needed |= {"ref_log_prob"} if actor.use_kl_loss else set()
     require(batch, sorted(needed), "the policy update")
-    optional = info.optional_columns | {"rollout_is_weights"}
+    optional = info.optional_columns | {"rollout_is_weights", "row_weights", "trajectory_count"}
     return tuple(sorted(needed | (optional & set(batch.batch.keys()))))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, get_args
 
 import torch
@@ -17,6 +18,7 @@ from verl.config.agent import SINGLE_TURN, TrajectoryStatus
 from verl.protocol import DataProto
 from verl.trainer.ppo.metric_utils import prompt_lengths, response_lengths
 from verl.trainer.ppo.reward import OF_TRAJECTORY, Scored
+from verl.trainer.ppo.sequences import Trajectories
 from verl.utils.dataset.rl_dataset import FOR_AGENTS, RLHFDataset
 from verl.utils.metric import Metrics, distribution
 from verl.workers.reward_manager.scores import Score, Scores, checked_score, placed
@@ -52,17 +54,20 @@ def unused_arguments(prompts: DataProto) -> list[str]:
 
 
 def rows_to_score(batch: DataProto, agent: AgentLoopConfig) -> list[int]:
-    """Return the rows that the reward function scores: trajectories to train on without a score of their own."""
-    own = _own_scores(batch)
+    """Return the rows that the reward function scores: one of each trajectory to train on that has no score yet."""
+    own, _ = _own_scores(batch)
     statuses = batch.non_tensor_batch["trajectory_status"]
-    return [row for row, score in enumerate(own) if score is None and agent.treatment_of(statuses[row]) == "train"]
+    rows = zip(Trajectories.of(batch).scored_rows, own, strict=True)
+    return [row for row, score in rows if score is None and agent.treatment_of(statuses[row]) == "train"]
 
 
 def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: AgentLoopConfig) -> Scored:
     """Complete the scores of some rows to those of the whole batch.
 
+    Each sequence of a trajectory gets its score, on the last token; sequences with ``turn_scores`` get those instead.
+
     Args:
-        batch: the trajectories.
+        batch: the sequences of the trajectories.
         scored: scores (len(rows), response_length) and further values of the rows that the reward function scored.
         rows: which rows these are.
         agent: says by status what becomes of a trajectory.
@@ -72,28 +77,35 @@ def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
         Trajectories whose score is to be 0 have 0 for every number that the reward function returns for the others.
     """
     scores, extra = scored
-    statuses = batch.non_tensor_batch["trajectory_status"]
+    found, statuses = Trajectories.of(batch), batch.non_tensor_batch["trajectory_status"]
     treatments = [agent.treatment_of(status) for status in statuses]
+    of_trajectories, of_turns = _own_scores(batch)
+    shared = [score or Score(0.0) for score in of_trajectories]
+    for row, value in zip(rows, map(float, scores.sum(-1) if rows else []), strict=True):
+        shared[found.number[row]] = Score(value)
     own = [
-        score if score is not None and treatment == "train" else Score(0.0)
-        for score, treatment in zip(_own_scores(batch), treatments, strict=True)
+        Score(0.0) if treatment != "train" else shared[number] if shared[number].error else turns or shared[number]
+        for number, treatment, turns in zip(found.number, treatments, of_turns, strict=True)
     ]
     known = placed(Scores(own), batch.batch["response_mask"])
     assert known.tokens is not None
     all_scores = known.tokens
     if rows:
         all_scores[rows] = scores.to(all_scores)
-    for message in dict.fromkeys(score.error for score in known.samples if score.error):
+    failed = {number: score for number, score in zip(found.number, known.samples, strict=True) if score.error}
+    for message in dict.fromkeys(score.error for score in failed.values()):
         logger.warning("the score of an agent loop cannot be used: %s", message)
+    all_scores[[row for row, number in enumerate(found.number) if number in failed]] = 0.0
     columns: dict[str, list[Any]] = {name: [None] * len(batch) for name in ("score", "reward_status", *extra)}
-    columns["score"] = [score.value for score in known.samples]
-    columns["reward_status"] = [
-        f"{OF_TRAJECTORY}{status}" if treatment in LEFT_OUT else score.status
-        for status, treatment, score in zip(statuses, treatments, known.samples, strict=True)
-    ]
+    for row, (number, treatment) in enumerate(zip(found.number, treatments, strict=True)):
+        score = failed.get(number) or (shared[number] if treatment == "train" else Score(0.0))
+        columns["score"][row] = score.value
+        columns["reward_status"][row] = f"{OF_TRAJECTORY}{statuses[row]}" if treatment in LEFT_OUT else score.status
+    members = found.members()
     for name, values in extra.items():
         for row, value in zip(rows, values, strict=True):
-            columns[name][row] = value
+            for sibling in members[found.number[row]]:
+                columns[name][sibling] = value
         if name not in ("score", "reward_status") and all(isinstance(value, int | float) for value in values):
             for row, treatment in enumerate(treatments):
                 if treatment == "zero":
@@ -105,7 +117,7 @@ def trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
     """Describe all trajectories of a step, those that dynamic sampling dropped among them.
 
     Returns:
-        ``agent/status/{status}``, shares; ``agent/tool_failures/{failure}``
+        ``agent/status/{status}``, shares; ``agent/num_sequences/...``; ``agent/tool_failures/{failure}``
         (:class:`verl.agents.tool_calls.CallFailure`) and ``agent/rendering_differences/{kind}``
         (:data:`verl.agents.rendering_check.KINDS`), numbers per trajectory; and ``timing_s/agent_loop/...``, seconds of
         ``generate_sequences``, ``tool_calls`` and ``compute_score``, and as ``slowest/...`` those of the trajectory
@@ -115,6 +127,7 @@ def trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
     if not trajectories:
         return {}
     metrics = _shares(trajectories)
+    metrics |= distribution([float(len(rows)) for _, rows in trajectories], "agent/num_sequences")
     counted = {"tool_failures": [failure.value for failure in CallFailure], "rendering_differences": list(KINDS)}
     for column, kinds in counted.items():
         if found := [value for trajectory in trajectories if (value := _summed(trajectory, column)) is not None]:
@@ -124,8 +137,9 @@ def trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
 
 def how_trajectories_ended(batch: DataProto) -> DataProto:
     """Select the columns that :func:`validation_trajectory_metrics` reads."""
-    names = [name for name in ("trajectory_id", "trajectory_status", "__num_turns__") if name in batch.non_tensor_batch]
-    return batch.select(batch_keys=[], non_tensor_batch_keys=names)
+    names = ("trajectory_id", "agent", "trajectory_status", "__num_turns__")
+    there = [name for name in names if name in batch.non_tensor_batch]
+    return batch.select(batch_keys=[], non_tensor_batch_keys=there)
 
 
 def validation_trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
@@ -133,7 +147,9 @@ def validation_trajectory_metrics(batches: Sequence[DataProto]) -> Metrics:
     trajectories = [trajectory for batch in batches for trajectory in _trajectories(batch)]
     if not trajectories:
         return {}
-    turns = [float(batch.non_tensor_batch["__num_turns__"][rows].sum()) for batch, rows in trajectories]
+    answered = [batch for batch in batches if "__num_turns__" in batch.non_tensor_batch]
+    scored = [(batch, row) for batch in answered for row in Trajectories.of(batch).scored_rows]
+    turns = [float(batch.non_tensor_batch["__num_turns__"][row]) for batch, row in scored]
     metrics = _shares(trajectories) | distribution(turns, "num_turns")
     return {f"val-aux/{name}": value for name, value in metrics.items()}
 
@@ -148,13 +164,9 @@ Trajectory = tuple[DataProto, list[int]]
 
 
 def _trajectories(batch: DataProto) -> list[Trajectory]:
-    columns = batch.non_tensor_batch
-    if "trajectory_status" not in columns:
+    if "trajectory_status" not in batch.non_tensor_batch:
         return []
-    rows: dict[str, list[int]] = {}
-    for row, name in enumerate(columns["trajectory_id"]):
-        rows.setdefault(name, []).append(row)
-    return [(batch, of_one) for of_one in rows.values()]
+    return [(batch, rows) for rows in Trajectories.of(batch).members()]
 
 
 def _summed(trajectory: Trajectory, column: str) -> Counter[str] | None:
@@ -185,13 +197,29 @@ def _timing(trajectories: Sequence[Trajectory]) -> Metrics:
     return metrics
 
 
-def _own_scores(batch: DataProto) -> list[Score | None]:
-    """Scores that agent loops gave: ``reward_score``, or ``turn_scores`` for each turn of the policy."""
+def _own_scores(batch: DataProto) -> tuple[list[Score | None], list[Score | None]]:
+    """Scores that agent loops gave: of each trajectory, and of each sequence of an agent with ``turn_scores``."""
     wholes, turns = (batch.non_tensor_batch.get(name, [None] * len(batch)) for name in ("reward_score", "turn_scores"))
-    return [_own_score(whole, by_turn) for whole, by_turn in zip(wholes, turns, strict=True)]
+    found = Trajectories.of(batch)
+    by_agent: dict[int, list[Any]] = {}
+    for unit, given in zip(found.of_agents, turns, strict=True):
+        by_agent.setdefault(unit, []).extend([] if given is None else [given])
+    of_turns = [
+        (Score(0.0) if given is None else _score_of_turns([given])) if by_agent[unit] else None
+        for unit, given in zip(found.of_agents, turns, strict=True)
+    ]
+    of_trajectories: list[Score | None] = []
+    for rows, scored in zip(found.members(), found.scored_rows, strict=True):
+        whole = next((wholes[row] for row in rows if wholes[row] is not None), None)
+        if given := by_agent[found.of_agents[scored]]:
+            of_trajectories.append(replace(_score_of_turns(given, whole), turn_scores=None))
+        else:
+            of_trajectories.append(None if whole is None else checked_score(whole))
+    return of_trajectories, of_turns
 
 
-def _own_score(whole: Any, by_turn: Any) -> Score | None:
-    if by_turn is None:
-        return None if whole is None else checked_score(whole)
-    return checked_score({"turn_scores": by_turn} | ({} if whole is None else {"score": whole}))
+def _score_of_turns(given: list[Any], whole: Any = None) -> Score:
+    """Score of the turns of some sequences, whose sum is ``whole`` if that is given."""
+    wrong = [turns for turns in given if not isinstance(turns, list)]
+    turns = wrong[0] if wrong else [turn for turns in given for turn in turns]
+    return checked_score({"turn_scores": turns} | ({} if whole is None else {"score": whole}))

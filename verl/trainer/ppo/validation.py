@@ -15,7 +15,7 @@ from verl.protocol import DataProto
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.records import RecordFolder, generation_records
-from verl.trainer.ppo.sequences import with_prompts
+from verl.trainer.ppo.sequences import Trajectories, trajectory_scores, with_prompts
 from verl.trainer.ppo.trajectories import how_trajectories_ended, validation_trajectory_metrics
 from verl.utils.dataset.loading import batches
 
@@ -56,12 +56,14 @@ class Validator:
         ends: list[DataProto] = []
         for number, rows in enumerate(batches(self.dataloader)):
             batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, number)
-            before = len(columns["uid"])
-            columns["uid"] += batch.non_tensor_batch["uid"].tolist()
-            columns["data_source"] += _data_sources(batch)
+            before, scored = len(columns["uid"]), Trajectories.of(batch).scored_rows
+            columns["uid"] += batch.non_tensor_batch["uid"][scored].tolist()
+            columns["data_source"] += _data_sources(batch.select_idxs(scored))
             # A value may be missing in some batches, which is filled with None. `reward` is always the sum of the token
             # scores, even if the reward function returns a value of that name.
-            for key, values in (extra | {"reward": scores.sum(-1).tolist()}).items():
+            of_trajectories = {name: [values[row] for row in scored] for name, values in extra.items()}
+            of_trajectories["reward"] = trajectory_scores(batch, scores).tolist()
+            for key, values in of_trajectories.items():
                 columns[key] += [None] * (before - len(columns[key])) + values
             for values in columns.values():
                 values += [None] * (len(columns["uid"]) - len(values))

@@ -25,12 +25,13 @@ class BatchTotals:
     batch_num_tokens: int
     """Tokens with ``response_mask`` 1, at least 1."""
     global_batch_size: int
-    """Sequences."""
+    """Sequences; if a trajectory may be several (``trajectory_count``), trajectories."""
 
     @classmethod
     def of(cls, batch: DataProto, dp_size: int, device: torch.device) -> BatchTotals:
         """Count the mini-batch of which ``batch`` is this rank's part. Collective."""
-        counts = torch.tensor([num_valid_tokens(batch), len(batch)], dtype=torch.int64, device=device)
+        rows = int(batch.batch["trajectory_count"].sum()) if "trajectory_count" in batch.batch.keys() else len(batch)
+        counts = torch.tensor([num_valid_tokens(batch), rows], dtype=torch.int64, device=device)
         dist.all_reduce(counts)
         tokens, sequences = counts.tolist()
         return cls(dp_size=dp_size, batch_num_tokens=max(tokens, 1), global_batch_size=sequences)

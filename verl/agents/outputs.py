@@ -1,0 +1,55 @@
+"""The training sequences of a conversation, as an agent loop returns them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from verl.agents.conversation import Conversation
+from verl.agents.loop import AgentLoopMetrics, AgentLoopOutput
+from verl.config.agent import TrajectoryStatus
+
+
+def conversation_outputs(
+    conversation: Conversation,
+    *,
+    status: TrajectoryStatus,
+    metrics: AgentLoopMetrics,
+    told: list[dict[str, Any]],
+    turn_scores: list[float] | None,
+    columns: dict[str, Any],
+) -> AgentLoopOutput | list[AgentLoopOutput]:
+    """Make an output of each sequence of a conversation: one, unless the template rewrote history.
+
+    Args:
+        conversation: at its end.
+        status: how it ended.
+        metrics: of the whole trajectory.
+        told: what was said, for the dumps.
+        turn_scores: a score for each turn of the policy; each sequence gets those of its own turns.
+        columns: further values of the whole trajectory. These, the metrics and ``told`` are the last sequence's.
+
+    Returns:
+        a list only if there are several, as subclasses of the loops expect.
+    """
+    outputs: list[AgentLoopOutput] = []
+    done = 0
+    for written in conversation.sequences:
+        drawn = sum(turn.role == "assistant" for turn in written.turns)
+        if not drawn and outputs:
+            continue  # history was rewritten, and then there was no room for a turn
+        scores = None if turn_scores is None else turn_scores[done : done + drawn]
+        done += drawn
+        outputs.append(
+            AgentLoopOutput(
+                prompt_ids=written.prompt_ids,
+                response_ids=written.response_ids,
+                response_mask=written.response_mask,
+                response_logprobs=written.response_logprobs,
+                num_turns=len(conversation.messages),
+                extra_fields={"turn_scores": scores},
+            )
+        )
+    last = outputs[-1]
+    more = {"status": status, "metrics": metrics, "conversation": told, "extra_fields": last.extra_fields | columns}
+    outputs[-1] = last.model_copy(update=more)
+    return outputs if len(outputs) > 1 else outputs[0]
