@@ -27,6 +27,8 @@ TARGET = 3.0
 RESPONSE, TOOL_ANSWER = 16, 16
 """Tokens of each turn's response, and of what the tool answers."""
 AGENT = "calls_each_turn"
+SMALL = Work(hidden=64, layers=2, heads=2, head_dim=32, key_value_heads=1, intermediate=192)
+"""A model that takes little of the time, which is the tool's in runs whose engine has a GPU."""
 
 
 class LockStep:
@@ -182,7 +184,7 @@ def main() -> None:
     parser.add_argument("--contestant", help=shape.argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=shape.argparse.SUPPRESS)
     arguments = parser.parse_args()
-    work = TINY if arguments.tiny else Work()
+    work = TINY if arguments.tiny else SMALL
     if arguments.trajectories % arguments.conversations:
         parser.error("--trajectories must be a multiple of --conversations")
     if arguments.contestant:
