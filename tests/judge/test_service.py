@@ -32,8 +32,17 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 PAGE = Path(__file__).parents[2] / "docs" / "llm_judge.md"
 REWARD = """
+import httpx2
+
 def compute_score(data_source, solution_str, ground_truth, extra_info, reward_router_address, reward_model_tokenizer):
-    return 0.0
+    messages = [{"role": "user", "content": solution_str}]
+    body = {"model": "judge", "messages": messages, "temperature": 0, "max_tokens": 6}
+    if solution_str == "bad":
+        body["logit_bias"] = {"5": 1}
+    reply = httpx2.post(f"http://{reward_router_address}/v1/chat/completions", json=body)
+    reply.raise_for_status()
+    words = reward_model_tokenizer(solution_str)["input_ids"]
+    return {"score": len(words), "reply": reply.json()["choices"][0]["message"]["content"]}
 """
 
 
@@ -224,6 +233,16 @@ def test_the_function_of_the_page(served: Served):
     assert found == {"score": int(re.findall(r"\d", reply)[-1]) / 10, "judge_reply": reply}
 
 
+def test_a_plain_function_asks_and_what_fails_costs_only_itself(served: Served):
+    manager = load_reward_manager(load_config(compose(served.overrides)), TOKENIZER, 0, **served.judge.arguments)
+    batch = batch_of(["four", "bad", "6"], ["4"] * 3)
+    scores, extra = served.judge.serve_while(served.group, 1, lambda: start_reward(batch, manager)).result()
+    assert extra["reward_status"] == ["ok", "error", "ok"]
+    assert scores.sum(-1).tolist() == [4.0, 0.0, 1.0]
+    alone = texts(served.asked(user("four", temperature=0), user("6", temperature=0)))
+    assert extra["reply"] == [alone[0], None, alone[1]]
+
+
 def test_the_scorer_llm_judge_asks_the_judge_of_the_run(served: Served):
     scorer = {"pattern": "'(\\d)'", "score_range": "[0,9]", "max_tokens": 256, "question_key": "raw_prompt"}
     changes = {f"+reward_model.scorer_kwargs.{name}": value for name, value in scorer.items()}
@@ -243,6 +262,19 @@ def test_a_page_in_a_browser_does_not_reach_it(served: Served):
     url = f"http://{served.judge.reward_router_address}/v1/models"
     asked = [httpx2.get(url, headers={"Host": host}).status_code for host in ("rebound.example", "localhost:1")]
     assert asked == [400, 200]
+
+
+def test_a_manager_of_ones_own_gets_the_judge_that_it_names(served: Served, tmp_path: Path):
+    (tmp_path / "managers.py").write_text(
+        "class Asking:\n"
+        "    def __init__(self, tokenizer, num_examine, compute_score, reward_fn_key, reward_router_address):\n"
+        "        self.address = reward_router_address\n"
+    )
+    own = {"source": "importlib", "name": "Asking", "module.path": tmp_path / "managers.py"}
+    settings = [*(f"reward_manager.{name}={value}" for name, value in own.items()), "custom_reward_function.path=null"]
+    config = load_config(compose([*served.overrides, *settings]))
+    manager: Any = load_reward_manager(config, TOKENIZER, 0, **served.judge.arguments)
+    assert manager.address == served.judge.reward_router_address
 
 
 def test_a_judge_that_nobody_asks_and_a_function_that_asks_nobody_are_refused(served: Served, tmp_path: Path):

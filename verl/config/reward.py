@@ -19,8 +19,6 @@ class ModuleConfig(BaseConfig):
 
     path: str | None = setting(None, path=True)
     """File that holds the class."""
-    name: str = setting("custom_reward_manager")
-    """Name of the class."""
 
 
 @section
@@ -32,7 +30,7 @@ class RewardManagerConfig(BaseConfig):
     source: Literal["register", "importlib"] = setting("register")
     """`register` takes the registered `name`, `importlib` the class in `module`."""
     name: str = setting("naive", interpolation="${oc.select:reward_model.reward_manager,naive}")
-    """Registered reward manager."""
+    """Registered reward manager, or the class with `source=importlib`."""
     module: ModuleConfig = subsection(ModuleConfig)
     """A reward manager class of your own, with `source=importlib`."""
 

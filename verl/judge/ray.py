@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
@@ -74,27 +75,28 @@ class RayEngines:
                 self._router = light_actor(RouterActor).remote(self._room)
             rollout: Any = ray.get(self._router.open.remote(len(group.mesh("rollout").collecting_ranks)))
             serving = group.serve(RayRequests(self._router, rollout))
+            began = time.monotonic()
             while not ray.get(self._router.engines_ask.remote()):
-                self._look_at_ranks(group, serving)
+                self._look_at_ranks(group, serving, time.monotonic() - began)
             outcome = waiting(start(), lambda: None)
         return Deferred([outcome], lambda: self._result(outcome, group, serving))
 
     def _result(self, outcome: Future[T], group: Any, serving: Any) -> T:
         with self._forgotten_on_failure():
             while not wait_for_futures([outcome], LOOK_S).done:
-                self._look_at_ranks(group, serving)
-                limit_s = group.hang_timeout_s
-                if limit_s is not None and ray.get(self._router.silent_s.remote()) > limit_s:
-                    raise group.end_hanging(serving)
+                self._look_at_ranks(group, serving, ray.get(self._router.silent_s.remote()))
             ray.get(self._router.close.remote())
             group.wait_for(serving)
         return outcome.result()
 
-    def _look_at_ranks(self, group: Any, serving: Any) -> None:
+    def _look_at_ranks(self, group: Any, serving: Any, silent_s: float) -> None:
+        """Raise if a rank has ended, or if one has been silent for too long."""
         if group.any_returned(serving):
             group.wait_for(serving)  # raises why the ranks ended before their time
             ray.get(self._router.silent_s.remote())  # raises if it was because the router died
             raise WorkerError("the judge's engines ended while rewards were still computed.")
+        if group.hang_timeout_s is not None and silent_s > group.hang_timeout_s:
+            raise group.end_hanging(serving)
 
     @contextmanager
     def _forgotten_on_failure(self) -> Iterator[None]:

@@ -28,6 +28,7 @@ from verl.config import (
     FSDPOptimizerConfig,
     HFModelConfig,
     JudgeRolloutConfig,
+    ModuleConfig,
     MultiTurnConfig,
     PPOConfig,
     RefConfig,
@@ -406,6 +407,7 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect("images and videos are not in this version", {"limit_images": None}),
         no_effect("the endpoint tokenizes, whatever the engine does", {"skip_tokenizer_init": False}),
     ),
+    ModuleConfig: (no_effect("reward_manager.name names the class", {"name": "custom_reward_manager"}),),
     RewardModelModelConfig: (
         no_effect(_NO_SHM, {"use_shm": False}),
         no_effect(_ALWAYS_FUSED, {"use_fused_kernels": "${actor_rollout_ref.model.use_fused_kernels}"}),

@@ -112,7 +112,7 @@ def own_code(config: PPOConfig | SupervisedConfig | EvalConfig) -> Problems:
         wanted.append(("data.datagen.path", datagen.path, "data.datagen.name", datagen.name))
         if manager.source == "importlib":
             module = manager.module
-            wanted.append(("reward_manager.module.path", module.path, "reward_manager.module.name", module.name))
+            wanted.append(("reward_manager.module.path", module.path, "reward_manager.name", manager.name))
             if module.path is None:
                 remedy = "set it to the file of your class, or set reward_manager.source=register"
                 yield Problem("reward_manager.module.path", None, "it must be set with source=importlib", remedy=remedy)
