@@ -42,15 +42,16 @@ class OrderingTrainer(RayPPOTrainer):
     folder: Path
     orders: dict[int, tuple[str, signal.Signals]]
 
-    def _start_reward_fn(self, batch: Any, reward_fn: Any) -> Any:
-        order = self.orders.pop(self.global_steps, None)  # the judge is awake
+    def rollout(self, *args: Any, **kwargs: Any) -> Any:
+        order = self.orders.pop(self.global_steps, None)
         if order is not None:
             assert self.judge is not None
+            # A rank that serves answers nothing else, so it is asked before.
             actor = self.rm_wg.workers[0] if order[0] == "rank" else self.judge._engines._router
             pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
             (self.folder / "new").write_text(f"{pid} {int(order[1])}")
             (self.folder / "new").rename(self.folder / "order")
-        return super()._start_reward_fn(batch, reward_fn)
+        return super().rollout(*args, **kwargs)
 
 
 class OrderingRunner(TaskRunner):
@@ -94,21 +95,37 @@ OWN_RANKS = {
 }
 
 
+def assert_same_numbers(found: dict[int, dict], expected: dict[int, dict]) -> None:
+    for step, numbers in expected.items():
+        names = {name for name in found[step].keys() | numbers.keys() if not name.startswith(NOT_COMPARED)}
+        assert [n for n in sorted(names) if not same(found[step].get(n), numbers.get(n))] == [], step
+
+
+@pytest.fixture(scope="module")
+def colocated(run: Callable[..., dict[int, dict]]) -> dict[int, dict]:
+    return run("colocated", {})
+
+
 @pytest.mark.slow
-def test_rewards_are_the_same_wherever_the_judge_runs_and_whatever_happens_to_it(run):
-    kill, stop = signal.SIGKILL, signal.SIGSTOP
-    colocated = run("colocated", {})
-    others = {
-        "own_ranks": run("own_ranks", {}, **OWN_RANKS),
-        "beside": run("beside", {}, **OWN_RANKS, reward_model__launch_reward_fn_async="true"),
-        "killed": run("killed", {1: ("rank", kill), 2: ("router", kill), 3: ("rank", kill)}, **OWN_RANKS),
-        "killed_colocated": run("killed_colocated", {2: ("rank", kill)}),
-        "hung": run("hung", {2: ("rank", stop)}, **OWN_RANKS, trainer__recovery__hang_timeout_s=15),
-    }
-    restarts = {name: found[3].get("recovery/restarts", 0) for name, found in others.items()}
-    assert restarts == {"own_ranks": 0, "beside": 0, "killed": 3, "killed_colocated": 1, "hung": 1}
+def test_rewards_are_the_same_wherever_the_judge_runs(run, colocated: dict[int, dict]):
     assert [colocated[step]["judge/calls"] for step in (1, 2, 3)] == [16, 16, 16]
-    for which, found in others.items():
-        for step, expected in colocated.items():
-            names = {name for name in found[step].keys() | expected.keys() if not name.startswith(NOT_COMPARED)}
-            assert [n for n in sorted(names) if not same(found[step].get(n), expected.get(n))] == [], (which, step)
+    assert_same_numbers(run("own_ranks", {}, **OWN_RANKS), colocated)
+    assert_same_numbers(run("beside", {}, **OWN_RANKS, reward_model__launch_reward_fn_async="true"), colocated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, orders, changes",
+    [
+        ("killed", {1: "rank", 2: "router", 3: "rank"}, OWN_RANKS),
+        ("killed_colocated", {2: "rank"}, {}),
+        ("hung", {2: "rank"}, OWN_RANKS | {"trainer__recovery__hang_timeout_s": 15}),
+    ],
+)
+def test_what_happens_to_the_judge_leaves_no_trace_in_the_run(
+    run, colocated: dict[int, dict], name: str, orders: dict[int, str], changes: dict[str, Any]
+):
+    number = signal.SIGSTOP if name == "hung" else signal.SIGKILL
+    found = run(name, {step: (who, number) for step, who in orders.items()}, **changes)
+    assert found[3]["recovery/restarts"] == len(orders)
+    assert_same_numbers(found, colocated)
