@@ -116,7 +116,7 @@ BAD_INPUTS = [
     BadInput(
         "missing column",
         _rows([_no_reward_column(row) for row in countdown_rows(8)]),
-        ("prompt", "question", "data.prompt_key"),
+        ("prompt", "question", "Set prompt_key"),
     ),
     BadInput("empty data set", _rows([]), ("bad.jsonl", "empty")),
     BadInput(
@@ -142,7 +142,7 @@ BAD_INPUTS = [
     BadInput("weights with NaN", _nan_weights, ("model.layers.1.mlp.up_proj.weight (1 of 8192 values)", "not finite")),
     BadInput("folder without tokenizer", _no_tokenizer, ("holds no tokenizer", "model.tokenizer_path")),
     BadInput("tokenizer without chat template", _tokenizer(chat_template=None), ("chat template",)),
-    BadInput("tokenizer of another model", _tokenizer_too_large, ("has id 383", "104 rows", "model.tokenizer_path")),
+    BadInput("tokenizer of another model", _tokenizer_too_large, ("has id 383", "104 rows", "own tokenizer (tokenizer_path)")),
     BadInput(
         "tokenizer without pad token and end token",
         _tokenizer(pad_token=None, eos_token=None),
@@ -157,7 +157,7 @@ BAD_INPUTS = [
             actor_rollout_ref__actor__ppo_mini_batch_size=16,
             actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=1,
         ),
-        ("64", "trainer.n_gpus_per_node"),
+        ("64", "Set n_gpus_per_node="),
     ),
     BadInput("unwritable folder", _unwritable, ("occupied", "trainer.default_local_dir")),
     BadInput(
