@@ -142,7 +142,7 @@ BAD_INPUTS = [
     BadInput("weights with NaN", _nan_weights, ("model.layers.1.mlp.up_proj.weight (1 of 8192 values)", "not finite")),
     BadInput("folder without tokenizer", _no_tokenizer, ("holds no tokenizer", "model.tokenizer_path")),
     BadInput("tokenizer without chat template", _tokenizer(chat_template=None), ("chat template",)),
-    BadInput("tokenizer of another model", _tokenizer_too_large, ("has id 383", "104 rows", "own tokenizer (tokenizer_path)")),
+    BadInput("tokenizer of another model", _tokenizer_too_large, ("has id 383", "104 rows", "(tokenizer_path)")),
     BadInput(
         "tokenizer without pad token and end token",
         _tokenizer(pad_token=None, eos_token=None),
