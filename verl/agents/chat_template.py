@@ -27,7 +27,7 @@ _TOOLS: Tools = [
         "function": {"name": "probe", "description": "-", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-_AUTHORS: Mapping[Any, Author] = {"assistant": "policy", "tool": "program"}
+_PROGRAM: Author = "program"
 
 
 @dataclass(frozen=True)
@@ -112,13 +112,14 @@ class ChatTemplate:
         """Tokens of a prompt, the header of the assistant's turn included."""
         return self.encoded([self.prepare(message, "prompt") for message in messages], self.guarded(tools), True)
 
-    def prepare(self, message: Message, author: Author) -> Message:
+    def prepare(self, message: Message, author: Author, assistant: Author = "policy") -> Message:
         """Check a message and mark its texts so that they cannot become control tokens.
 
-        In a prompt, earlier turns of the assistant are taken as the policy's, and results of tools as a program's.
+        In a prompt, results of tools are taken as a program's, and earlier turns of the assistant as written by
+        ``assistant``.
         """
         if author == "prompt" and isinstance(message, Mapping):
-            author = _AUTHORS.get(message.get("role"), "prompt")
+            author = {"assistant": assistant, "tool": _PROGRAM}.get(str(message.get("role")), author)
         [checked] = as_messages([self.control.guard(message, author)], PLACE)
         return checked
 

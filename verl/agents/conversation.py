@@ -27,7 +27,7 @@ from verl.agents.chat_template import ChatTemplate as ChatTemplate
 from verl.agents.chat_template import Tools
 from verl.agents.rendering_check import KINDS, REFUSED, Difference, differences
 from verl.errors import DataError
-from verl.utils.control_tokens import Side
+from verl.utils.control_tokens import Author, Side
 from verl.utils.dataset.chat import Message, Truncation, common_prefix_length, truncate
 
 
@@ -83,9 +83,16 @@ class Conversation:
         template: shared by all conversations of a process.
         messages: the prompt, as an OpenAI client would send it.
         tools: descriptions of the tools, as an OpenAI client would send them.
+        assistant: who wrote the assistant's turns of the prompt; only those of the ``policy`` hold control tokens.
     """
 
-    def __init__(self, template: ChatTemplate, messages: list[Message], tools: Tools | None = None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: list[Message],
+        tools: Tools | None = None,
+        assistant: Author = "policy",
+    ) -> None:
         self.template = template
         self.messages = copy.deepcopy(list(messages))
         """As an OpenAI client would hold them."""
@@ -93,7 +100,7 @@ class Conversation:
         self.problems: Counter[str] = Counter()
         """What :meth:`check` found, by kind."""
         self._guarded_tools = template.guarded(tools)
-        self._prepared = [template.prepare(message, "prompt") for message in self.messages]
+        self._prepared = [template.prepare(message, "prompt", assistant) for message in self.messages]
         self.prompt_length = len(self.messages)
         """How many of the messages are the prompt's."""
         self._drawn_last = False

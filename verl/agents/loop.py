@@ -148,6 +148,14 @@ class AgentLoopBase(ABC):
     def discard(cls, shared: Any) -> None:
         """Free what :meth:`prepare` has made, such as connections; no trajectory uses it any more."""
 
+    @classmethod  # noqa: B027 - most loops take none
+    def check_arguments(cls, arguments: Mapping[str, Any]) -> None:
+        """Check the further arguments of an entry in ``agent_loop_config_path``, before a model is loaded.
+
+        Raises:
+            ConfigError: they cannot be used.
+        """
+
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Answer one prompt.
@@ -232,7 +240,12 @@ class LoopEntry:
             return self.target
         module, _, name = self.target.rpartition(".")
         if not (self.file or module):
-            raise ConfigError(f"{LOOPS_KEY}: _target_={name} names no module. Write module.{name}, or give its `path`.")
+            if name in AGENT_LOOPS:
+                return AGENT_LOOPS.get(name).load()
+            raise ConfigError(
+                f"{LOOPS_KEY}: _target_={name} names no module. Write module.{name}, give its `path`, or name one of "
+                f"the registered loops: {', '.join(sorted(AGENT_LOOPS))}."
+            )
         found = getattr(load_module(self.file or module, LOOPS_KEY), name, None)
         if not (isinstance(found, type) and issubclass(found, AgentLoopBase)):
             raise ConfigError(f"{LOOPS_KEY}: {self.target} is no class that derives from AgentLoopBase.")
@@ -258,7 +271,7 @@ def register(agent_name: str) -> Callable[[Loop], Loop]:
 def read_agent_loops(path: str) -> dict[str, LoopEntry]:
     """Read ``rollout.agent.agent_loop_config_path``: a list of ``name``, ``_target_`` and further arguments.
 
-    ``_target_`` is the dotted path of a class, or its name in the Python file ``path``.
+    ``_target_`` is the dotted path of a class, or its name in the Python file ``path``, or a registered name.
 
     Raises:
         ConfigError: the file is no such list.

@@ -28,6 +28,7 @@ from verl.agents.loop import (
     TrajectoryError,
     read_agent_loops,
 )
+from verl.agents.program_agent import ProgramAgentLoop
 from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, DrawnTurn, SampleId
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
@@ -42,7 +43,7 @@ from verl.workers.rollout.request import SamplingParams
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-BUILT_IN = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop)
+BUILT_IN = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop, ProgramAgentLoop)
 """Agent loops of verl; their modules register them."""
 
 COLUMNS = (
@@ -117,14 +118,19 @@ def agent_loops(config: PPOConfig) -> dict[str, tuple[type[AgentLoopBase], Mappi
     """
     settings = config.actor_rollout_ref.rollout.agent
     path = settings.agent_loop_config_path
-    entries = {name: AGENT_LOOPS.get(name) for name in AGENT_LOOPS} | (read_agent_loops(path) if path else {})
+    own = read_agent_loops(path) if path else {}
+    entries = {name: AGENT_LOOPS.get(name) for name in AGENT_LOOPS} | own
     if settings.default_agent_loop not in entries:
         near = suggest(settings.default_agent_loop, list(entries))
         raise ConfigError(
             f"actor_rollout_ref.rollout.agent.default_agent_loop={settings.default_agent_loop}: there is no such agent "
             f"loop.{near} There are: {', '.join(sorted(entries))}; agent_loop_config_path adds your own."
         )
-    return {name: (entry.load(), entry.arguments) for name, entry in entries.items()}
+    loops = {name: (entry.load(), entry.arguments) for name, entry in entries.items()}
+    for name in {*own, settings.default_agent_loop}:
+        loop, arguments = loops[name]
+        loop.check_arguments(arguments)
+    return loops
 
 
 def check_agent_loops(config: PPOConfig, tokenizer: Any, names: Iterable[str]) -> None:

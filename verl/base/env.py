@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from verl.base.fs import below
@@ -139,6 +140,16 @@ def secret(name: str, setting: str) -> str:
     if not value:
         raise ConfigError(f"{setting}={name}: there is no environment variable {name}. Export it where the run starts.")
     return value
+
+
+def with_variables(further: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a program: that of this process, with further variables."""
+    return {**os.environ, **further}
+
+
+def hosts_without_proxy() -> str:
+    """Hosts that are reached without a proxy, from ``NO_PROXY``."""
+    return os.environ.get("NO_PROXY", os.environ.get("no_proxy", ""))
 
 
 def _flag(name: str) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 from pydantic import BaseModel
@@ -15,14 +16,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive
 
-from verl.agents.endpoint import chat
-from verl.agents.endpoint.calls import CallRefusedError, ModelBackend
+from verl.agents.endpoint import chat, completions, messages, responses
+from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, ModelBackend
 from verl.errors import VerlError
 
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 16 * 2**20
 """Longest body of a call."""
+TOO_LONG = 413
 CLIENT_LEFT = 499
 """Status of a call whose client has closed the connection; nobody reads it."""
 
@@ -48,7 +50,29 @@ class OpenAIForm:
         return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
 
 
-OPENAI = OpenAIForm()
+class AnthropicForm:
+    """Anthropic's way."""
+
+    kinds: Mapping[int, str] = MappingProxyType(
+        {
+            401: "authentication_error",
+            403: "permission_error",
+            404: "not_found_error",
+            413: "request_too_large",
+            500: "api_error",
+        }
+    )
+
+    def error(self, error: CallRefusedError) -> dict[str, Any]:
+        """See :class:`Vendor`."""
+        message = str(error)
+        if isinstance(error, ContextLengthError):
+            message = f"prompt is too long: {error.tokens} tokens > {error.most} maximum"
+        kind = self.kinds.get(error.status, "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+OPENAI, ANTHROPIC = OpenAIForm(), AnthropicForm()
 
 Serve = Callable[[ModelBackend, Mapping[str, Any]], Awaitable[Response]]
 
@@ -59,7 +83,12 @@ def endpoint_app(find: Find) -> Starlette:
     Args:
         find: see :data:`Find`.
     """
-    routes = [("chat/completions", _chat, OPENAI)]
+    routes = [
+        ("chat/completions", _chat, OPENAI),
+        ("completions", _completions, OPENAI),
+        ("responses", _responses, OPENAI),
+        ("messages", _messages, ANTHROPIC),
+    ]
     served = [
         Route(f"{prefix}/v1/{path}", _Call(find, serve, vendor).respond, methods=["POST"])
         for prefix in ("", "/{trajectory}")
@@ -79,6 +108,26 @@ async def _chat(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
     asked = chat.read(body)
     reply = chat.ChatReply(asked, await backend.answer(asked.call()), backend.tokenizer)
     return events(((None, piece) for piece in reply.pieces()), "[DONE]") if asked.stream else whole(reply.whole())
+
+
+async def _completions(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
+    asked = completions.read(body)
+    reply = completions.CompletionReply(asked, await backend.answer(asked.call()), backend.tokenizer)
+    return events(reply.pieces(), "[DONE]") if asked.stream else whole(reply.whole())
+
+
+async def _responses(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
+    asked = responses.read(body)
+    [answer] = await backend.answer(asked.call())
+    reply = responses.ResponsesReply(asked, answer, backend.tokenizer)
+    return events(reply.pieces()) if asked.stream else whole(reply.whole())
+
+
+async def _messages(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
+    asked = messages.read(body)
+    [answer] = await backend.answer(asked.call())
+    reply = messages.MessagesReply(asked, answer)
+    return events(reply.pieces()) if asked.stream else whole(reply.whole())
 
 
 class _Models:
@@ -148,7 +197,9 @@ async def _bytes(request: Request) -> bytes:
         pieces.append(piece)
         length += len(piece)
         if length > MOST_BYTES:
-            raise CallRefusedError(f"the body is longer than {MOST_BYTES} bytes.", status=413, code="request_too_large")
+            raise CallRefusedError(
+                f"the body is longer than {MOST_BYTES} bytes.", status=TOO_LONG, code="request_too_large"
+            )
     return b"".join(pieces)
 
 
@@ -174,7 +225,7 @@ def whole(reply: BaseModel) -> Response:
     return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
-def events(pieces: Iterable[tuple[str | None, BaseModel]], end: str | None = None) -> Response:
+def events(pieces: Iterable[tuple[str | None, BaseModel | Mapping[str, Any]]], end: str | None = None) -> Response:
     """A reply as server-sent events.
 
     It is drawn before it is sent: an error has its own status, and nothing is recorded that nobody waits for.
@@ -186,9 +237,12 @@ def events(pieces: Iterable[tuple[str | None, BaseModel]], end: str | None = Non
     lines = []
     for name, piece in pieces:
         lines.append(f"event: {name}\n" if name else "")
-        lines.append(f"data: {piece.model_dump_json(exclude_unset=True)}\n\n")
+        data = piece.model_dump_json(exclude_unset=True) if isinstance(piece, BaseModel) else json.dumps(piece)
+        lines.append(f"data: {data}\n\n")
     return Response("".join([*lines, f"data: {end}\n\n" if end else ""]), media_type="text/event-stream")
 
 
 def _json_response(value: Any, status: int = 200) -> Response:
-    return Response(json.dumps(value), status, media_type="application/json")
+    # The rest of a body that is too long is not read.
+    headers = {"connection": "close"} if status == TOO_LONG else None
+    return Response(json.dumps(value), status, headers, media_type="application/json")

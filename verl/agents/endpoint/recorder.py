@@ -33,6 +33,7 @@ from verl.agents.endpoint.calls import (
     ModelToolCall,
     refuse_unmet,
 )
+from verl.agents.endpoint.raw_text import RawText
 from verl.agents.loop import AgentLoopMetrics, AgentLoopOutput
 from verl.agents.parsers import FunctionCall, ToolParser
 from verl.agents.servers import AsyncLLMServerManager, ContextFullError, TokenOutput
@@ -71,7 +72,7 @@ class _Sequence:
     agent: str
     number: int
     """Of the conversation, for the engines: branches of it meet the engine that knows their beginning."""
-    conversation: Conversation
+    conversation: Conversation | RawText
     drawn: list[int] = field(default_factory=list)
     """Number of each drawn turn in the trajectory; branches share some."""
 
@@ -136,9 +137,9 @@ class TrajectoryRecorder:
         return [await self._recorded(call, place, output) for output in drawn]
 
     def outputs(self) -> list[AgentLoopOutput]:
-        """Return the training sequences, in an order that does not depend on when parallel calls were answered."""
-        written = [(sequence, *self._split(sequence.conversation)) for sequence in self._sequences]
-        written.sort(key=lambda item: (item[0].agent != MAIN, item[0].agent, item[1], item[2].ids))
+        """Return the training sequences, that with the newest answer last."""
+        ordered = sorted(self._sequences, key=lambda sequence: sequence.drawn[-1])
+        written = [(sequence, *self._split(sequence.conversation)) for sequence in ordered]
         seen: set[int] = set()
         found = []
         for sequence, prompt, rest in written:
@@ -195,18 +196,46 @@ class TrajectoryRecorder:
         before = _digest(begin, call.messages[:known])
         origin, turns = self._known.get(before, (None, 0))
         try:
+            if call.prompt is not None:
+                return self._continued(call.prompt, agent)
             if origin is None:
-                conversation = Conversation(self._settings.template, call.messages, call.tools)
+                conversation = Conversation(self._settings.template, call.messages, call.tools, "prompt")
                 sequence = _Sequence(agent, next(self._conversations), conversation)
             else:
                 conversation = origin.conversation.branch(turns)
+                assert isinstance(conversation, Conversation)  # digests of raw prompts are of other texts
                 conversation.add_messages(call.messages[known:])
                 sequence = _Sequence(agent, origin.number, conversation, origin.drawn[:turns])
         except DataError as error:
             raise CallRefusedError(str(error), param="messages", code="invalid_value") from error
-        prompt = min(len(conversation.prompt_ids), self._settings.prompt_length)
-        most = min(prompt + self._settings.response_length, self._policy.max_model_len)
-        return _Opening(sequence, origin, _digest(before, call.messages[known:]), conversation.ids, most)
+        return self._opening(sequence, origin, _digest(before, call.messages[known:]))
+
+    def _continued(self, prompt: str | list[int], agent: str) -> _Opening:
+        """Find the sequence that a raw prompt continues, or begin one."""
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        found = None
+        for sequence in self._sequences:
+            if sequence.agent == agent and isinstance(sequence.conversation, RawText):
+                for turns, beginning in enumerate(sequence.conversation.beginnings(prompt), 1):
+                    if beginning and (found is None or beginning > found[2]):
+                        found = sequence, turns, beginning
+        if found is None:
+            raw = RawText(self.tokenizer, prompt)
+            if not raw.prompt_ids:
+                raise CallRefusedError("prompt: it is empty.", param="prompt", code="invalid_value")
+            return self._opening(_Sequence(agent, next(self._conversations), raw), None, _digest_of([agent, text]))
+        origin, turns, beginning = found
+        raw = origin.conversation.branch(turns)
+        assert isinstance(raw, RawText)
+        raw.add_text(prompt[beginning:])
+        sequence = _Sequence(agent, origin.number, raw, origin.drawn[:turns])
+        return self._opening(sequence, origin, _digest_of([agent, text]))
+
+    def _opening(self, sequence: _Sequence, origin: _Sequence | None, digest: bytes) -> _Opening:
+        conversation, settings = sequence.conversation, self._settings
+        prompt = min(len(conversation.prompt_ids), settings.prompt_length)
+        most = min(prompt + settings.response_length, self._policy.max_model_len)
+        return _Opening(sequence, origin, digest, conversation.ids, most)
 
     async def _drawn(self, place: _Opening, params: Mapping[str, Any]) -> TokenOutput:
         try:
@@ -229,13 +258,13 @@ class TrajectoryRecorder:
     async def _recorded(self, call: ModelCall, place: _Opening, output: TokenOutput) -> ModelAnswer:
         """Write an answer to its sequence."""
         parser, tokens = self._settings.parser, output.token_ids
-        with user_code("the tool parser"):
-            turn = await parser.parse(tokens, call.tools, parser.is_thinking_after(place.context))
-        takes_calls = call.calls_tools and call.tools is not None
-        self.malformed_calls += len(turn.malformed)
-        content, calls = turn.content, _with_ids(turn.calls, place.context, tokens)
-        if calls and not takes_calls:
-            content, calls = self.tokenizer.decode(tokens, skip_special_tokens=True), []
+        content, calls = self.tokenizer.decode(tokens, skip_special_tokens=True), []
+        if call.prompt is None:
+            with user_code("the tool parser"):
+                turn = await parser.parse(tokens, call.tools, parser.is_thinking_after(place.context))
+            if not turn.calls or (call.calls_tools and call.tools is not None):
+                content, calls = turn.content, _with_ids(turn.calls, place.context, tokens)
+            self.malformed_calls += len(turn.malformed)
         shown, stop_text = cut(content, call.stop)
         self._write(place, output, {"role": "assistant", "content": content}, calls, {shown, shown + (stop_text or "")})
         return ModelAnswer(
@@ -273,7 +302,7 @@ class TrajectoryRecorder:
             digest = _digest(place.digest, [message | {"content": content}])
             self._known[digest] = sequence, turns + 1
 
-    def _split(self, conversation: Conversation) -> tuple[list[int], _Rest]:
+    def _split(self, conversation: Conversation | RawText) -> tuple[list[int], _Rest]:
         """The prompt and the response; what a prompt may not hold is the beginning of the response."""
         prompt, longest = conversation.prompt_ids, self._settings.prompt_length
         rest = prompt[longest:]

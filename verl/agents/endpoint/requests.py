@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
 
 from verl.agents.endpoint.calls import CallRefusedError
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
 
 Request = TypeVar("Request", bound="CallBody")
-Number = float | int
+Number = StrictFloat | StrictInt
 
 NO_EFFECT = frozenset(
     {

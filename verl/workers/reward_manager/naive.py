@@ -307,12 +307,14 @@ class GDPORewardManager(NaiveRewardManager):
 
 
 def decode_responses(data: DataProto, tokenizer: Any) -> list[str]:
-    """Decode the responses without padding and special tokens."""
+    """Return the answers of agent programs, and other responses decoded without padding and special tokens."""
     tensors = tensors_of(data)
     responses = tensors["responses"]
     valid = tensors["attention_mask"][:, -responses.size(1) :].bool()
     ids = [row[keep].tolist() for row, keep in zip(responses, valid, strict=True)]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    answers = data.non_tensor_batch.get("agent_answer", [None] * len(texts))
+    return [text if answer is None else answer for text, answer in zip(texts, answers, strict=True)]
 
 
 def _ground_truth(reward_model: Any) -> Any:

@@ -1,0 +1,98 @@
+"""OpenAI's ``/v1/completions``: raw prompts, with the control tokens that the program writes in them."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from openai.types import Completion, CompletionChoice
+from openai.types.completion_choice import Logprobs
+from pydantic import Field, StrictInt
+
+from verl.agents.endpoint.calls import ModelAnswer, ModelCall
+from verl.agents.endpoint.chat import stop_texts, token_texts, usage
+from verl.agents.endpoint.requests import CallBody, read_body
+
+DEFAULT_MAX_TOKENS = 16
+"""As OpenAI has it."""
+OTHER_TOKENS = "log-probs are there of the drawn tokens alone; ask for 0."
+
+
+class CompletionBody(CallBody):
+    """Body of a call."""
+
+    prompt: str | list[StrictInt]
+    n: StrictInt | None = Field(None, ge=1, le=128)
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    logprobs: StrictInt | None = Field(None, ge=0)
+
+    def unmet(self) -> dict[str, str]:
+        """See :meth:`CallBody.unmet`."""
+        return super().unmet() | ({"logprobs": OTHER_TOKENS} if self.logprobs else {})
+
+    def call(self) -> ModelCall:
+        """The call in no vendor's form."""
+        return ModelCall(
+            model=self.model,
+            prompt=self.prompt,
+            n=self.n or 1,
+            max_tokens=self.max_tokens or DEFAULT_MAX_TOKENS,
+            stop=stop_texts(self.stop),
+            sampling=self.sampling,
+            unmet=self.unmet(),
+        )
+
+
+class CompletionReply:
+    """Answers in the form of ``completions``.
+
+    Args:
+        body: what was asked.
+        answers: one for each choice.
+        tokenizer: gives the texts of tokens.
+    """
+
+    def __init__(self, body: CompletionBody, answers: Sequence[ModelAnswer], tokenizer: Any) -> None:
+        self._body, self._answers, self._tokenizer = body, answers, tokenizer
+        self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+
+    def whole(self) -> Completion:
+        """In one piece."""
+        choices = [
+            CompletionChoice(
+                index=index,
+                finish_reason=answer.finish,
+                text=answer.content,
+                logprobs=self._log_probs(answer) if self._body.logprobs is not None else None,
+            )
+            for index, answer in enumerate(self._answers)
+        ]
+        return self._piece(choices).model_copy(update={"usage": usage(self._answers)})
+
+    def pieces(self) -> Iterator[tuple[None, Completion]]:
+        """As the pieces of a stream."""
+        for choice in self.whole().choices:
+            yield None, self._piece([choice])
+
+    def _piece(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(
+            id=self._id, object="text_completion", created=self._created, model=self._body.model, choices=choices
+        )
+
+    def _log_probs(self, answer: ModelAnswer) -> Logprobs:
+        texts = token_texts(answer, self._tokenizer)
+        offsets = itertools.accumulate((len(text) for text in texts[:-1]), initial=0)
+        return Logprobs(tokens=texts, token_logprobs=list(answer.log_probs), text_offset=list(offsets))
+
+
+def read(body: Mapping[str, Any]) -> CompletionBody:
+    """Check the body of a call.
+
+    Raises:
+        CallRefusedError: it cannot be used.
+    """
+    return read_body(CompletionBody, body)

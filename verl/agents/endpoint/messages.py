@@ -1,0 +1,195 @@
+"""Anthropic's ``/v1/messages``."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from anthropic.types import Message as Reply
+from pydantic import BaseModel, Field, StrictInt
+
+from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
+from verl.agents.endpoint.chat import FORCED_CALL, NO_PARAMETERS
+from verl.agents.endpoint.requests import CallBody, checked_messages, read_body
+from verl.utils.dataset.chat import Message
+
+THOUGHTS = ("thinking", "redacted_thinking")
+
+
+class MessagesTool(BaseModel):
+    """Description of a tool."""
+
+    type: Literal["custom"] | None = None
+    name: str = Field(min_length=1)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+    def described(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        described = {"name": self.name, "description": self.description or ""}
+        return {"type": "function", "function": described | {"parameters": self.input_schema or dict(NO_PARAMETERS)}}
+
+
+class ToolChoice(BaseModel):
+    """Whether tools are to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    disable_parallel_tool_use: bool = False
+
+
+class MessagesBody(CallBody):
+    """Body of a call."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: ToolChoice | None = None
+    max_tokens: StrictInt = Field(ge=1)
+    stop_sequences: list[str] | None = None
+
+    def unmet(self) -> dict[str, str]:
+        """See :meth:`CallBody.unmet`."""
+        unmet, choice = super().unmet(), self.tool_choice
+        if choice is not None and choice.type in ("any", "tool"):
+            unmet["tool_choice"] = FORCED_CALL
+        elif choice is not None and choice.disable_parallel_tool_use:
+            unmet["tool_choice"] = "disable_parallel_tool_use=true is not kept: the policy calls as it will."
+        return unmet
+
+    def call(self) -> ModelCall:
+        """The call in no vendor's form."""
+        system = [{"role": "system", "content": text}] if (text := _text_of(self.system, "system")) else []
+        turns = [turn for number, message in enumerate(self.messages) for turn in _turns(message, number)]
+        return ModelCall(
+            model=self.model,
+            messages=checked_messages([*system, *turns], "messages"),
+            tools=[tool.described() for tool in self.tools or ()] or None,
+            calls_tools=self.tool_choice is None or self.tool_choice.type != "none",
+            max_tokens=self.max_tokens,
+            stop=tuple(filter(None, self.stop_sequences or ())),
+            sampling=self.sampling,
+            unmet=self.unmet(),
+        )
+
+
+def _turns(message: Mapping[str, Any], number: int) -> list[Message]:
+    """The messages that one of Anthropic's stands for: results of tools have messages of their own."""
+    place, role, content = f"messages[{number}]", message.get("role"), message.get("content")
+    if role not in ("user", "assistant"):
+        raise CallRefusedError(f"{place}.role is {role!r:.100}. Expected user or assistant.", param="messages")
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
+        raise CallRefusedError(f"{place}.content is {content!r:.100}. Expected a text or blocks.", param="messages")
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    results: list[Message] = []
+    for block in blocks:
+        kind = block.get("type")
+        if kind == "text":
+            texts.append(_text_of([block], place))
+        elif kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"), ensure_ascii=False)}
+            calls.append({"id": block.get("id"), "type": "function", "function": function})
+        elif kind == "tool_result" and role == "user":
+            said = _text_of(block.get("content"), place)
+            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
+        elif kind not in THOUGHTS:
+            raise CallRefusedError(
+                f"{place} has a block {kind!r:.100}. Expected text, tool_use or tool_result.", param="messages"
+            )
+    if role == "assistant":
+        return [{"role": role, "content": "".join(texts), "tool_calls": calls}]
+    return [*results, *([{"role": role, "content": "".join(texts)}] if texts or not results else [])]
+
+
+def _text_of(content: Any, place: str) -> str:
+    """The text of a text or of text blocks."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    blocks = content if isinstance(content, list) else [content]
+    for block in blocks:
+        if not (isinstance(block, Mapping) and block.get("type") == "text" and isinstance(block.get("text"), str)):
+            raise CallRefusedError(f"{place} has {block!r:.100}. Expected text blocks.", param=place.partition("[")[0])
+    return "".join(block["text"] for block in blocks)
+
+
+class MessagesReply:
+    """An answer in the form of ``messages``.
+
+    Args:
+        body: what was asked.
+        answer: the answer.
+    """
+
+    def __init__(self, body: MessagesBody, answer: ModelAnswer) -> None:
+        self._body, self._answer = body, answer
+        self._id = f"msg_{secrets.token_hex(12)}"
+
+    def whole(self) -> Reply:
+        """In one piece."""
+        return Reply.model_validate(self._message(self._blocks(), *self._end()))
+
+    def pieces(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """As the events of a stream, by name."""
+        for event in self._events():
+            yield event["type"], event
+
+    def _events(self) -> Iterator[dict[str, Any]]:
+        drawn = len(self._answer.token_ids)
+        yield {"type": "message_start", "message": self._message([], None, None)}
+        for index, block in enumerate(self._blocks()):
+            if block["type"] == "text":
+                empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            else:
+                empty = block | {"input": {}}
+                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+            yield {"type": "content_block_start", "index": index, "content_block": empty}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+            yield {"type": "content_block_stop", "index": index}
+        reason, text = self._end()
+        delta = {"stop_reason": reason, "stop_sequence": text}
+        yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": drawn}}
+        yield {"type": "message_stop"}
+
+    def _message(self, blocks: Sequence[Mapping[str, Any]], reason: str | None, stop: str | None) -> dict[str, Any]:
+        answer = self._answer
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._body.model,
+            "content": list(blocks),
+            "stop_reason": reason,
+            "stop_sequence": stop,
+            "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.token_ids) if reason else 0},
+        }
+
+    def _blocks(self) -> list[dict[str, Any]]:
+        answer = self._answer
+        texts = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
+        return [
+            *texts,
+            *(
+                {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+                for call in answer.calls
+            ),
+        ]
+
+    def _end(self) -> tuple[str, str | None]:
+        answer = self._answer
+        if answer.calls:
+            return "tool_use", None
+        if answer.stop_text is not None:
+            return "stop_sequence", answer.stop_text
+        return ("max_tokens" if answer.finish == "length" else "end_turn"), None
+
+
+def read(body: Mapping[str, Any]) -> MessagesBody:
+    """Check the body of a call.
+
+    Raises:
+        CallRefusedError: it cannot be used.
+    """
+    return read_body(MessagesBody, body)
