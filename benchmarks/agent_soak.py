@@ -14,6 +14,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -164,6 +165,7 @@ def main() -> None:
     arguments = parser.parse_args()
     began, known = time.monotonic(), {child.pid for child in psutil.Process().children(recursive=True)}
     with tempfile.TemporaryDirectory(prefix="agent_soak_") as folder:
+        os.environ["VERL_FILE_LOGGER_PATH"] = f"{folder}/metrics.jsonl"
         found = soak(Path(folder), arguments.trajectories, arguments.controller)
     said = f"{sum(SoakTrainer.trajectories)} trajectories in {len(found)} steps, {time.monotonic() - began:.0f} s"
     sys.stdout.write(f"{said}\n\n{table(found)}\n")

@@ -76,7 +76,7 @@ def test_calls_and_errors_of_a_server(stdio: list[BaseTool]):
     found = calls(
         stdio,
         ("add", {"a": 2, "b": 3}),
-        ("add", {"a": "2"}),
+        ("add", {"a": "two"}),
         ("fail", {}),
         ("sleep", {"seconds": 1.5}),
         ("add", {"a": 1}),

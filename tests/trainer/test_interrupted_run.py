@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from tests.forks import Program
 from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.testing.waiting import eventually
+from verl.testing.waiting import eventually, is_alive
 
 
 @pytest.mark.parametrize("mode", ["auto", "disable"])
@@ -40,6 +41,42 @@ def test_a_run_that_is_interrupted_says_how_it_goes_on(tmp_path, mode):
         rf"The last checkpoint is {newest}: the same command{option} goes on from there.\n"
     )
     assert re.search(sentences, said)
+
+
+BLOCKING_LOOP = """
+import asyncio, pathlib, time
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase
+
+class Blocks(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        pathlib.Path(__file__).with_name("began").touch()
+        await asyncio.to_thread(time.sleep, 600)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("controller", ["local", "ray"])
+def test_a_run_is_interrupted_while_agent_loops_block_their_threads(tmp_path, controller):
+    (tmp_path / "loops.py").write_text(BLOCKING_LOOP)
+    (tmp_path / "loops.yaml").write_text(f"- {{name: blocks, _target_: Blocks, path: {tmp_path}/loops.py}}\n")
+    arguments = overrides(
+        make_tiny_run(tmp_path),
+        tmp_path,
+        trainer__controller=controller,
+        actor_rollout_ref__rollout__agent__agent_loop_config_path=tmp_path / "loops.yaml",
+        actor_rollout_ref__rollout__agent__default_agent_loop="blocks",
+    )
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *arguments]
+    with (tmp_path / "out").open("w") as out:
+        run = subprocess.Popen(command, cwd=tmp_path, stdout=out, stderr=subprocess.STDOUT)
+    eventually((tmp_path / "began").exists, lambda: (tmp_path / "out").read_text()[-2000:], 300)
+    family = psutil.Process(run.pid).children(recursive=True)
+    os.kill(run.pid, signal.SIGINT)
+    assert run.wait(timeout=100) == 130
+    said = (tmp_path / "out").read_text()
+    assert "Traceback" not in said
+    assert "Interrupted. The run was at step 1 of 2." in said
+    eventually(lambda: not any(is_alive(process.pid) for process in family), "all processes of the run are gone")
 
 
 @pytest.mark.slow

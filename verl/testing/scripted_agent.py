@@ -162,7 +162,7 @@ def settings(folder: Path) -> dict[str, object]:
     server = {"command": sys.executable, "args": [str(folder / "server.py")]}
     (folder / "servers.json").write_text(json.dumps({"mcpServers": {"tests": server}}))
     (folder / "tools.yaml").write_text(
-        "tools:\n- class_name: verl.tools.mcp_base_tool.MCPBaseTool\n  config: {type: mcp}\n"
+        "tools:\n- class_name: verl.tools.mcp_base_tool.MCPBaseTool\n  config: {type: mcp, timeout: 60}\n"
         f"  mcp: {{mcp_servers_config_path: {folder}/servers.json}}\n"
     )
     (folder / "loops.yaml").write_text("- {name: scripted, _target_: verl.testing.scripted_agent.ScriptedAgent}\n")

@@ -66,7 +66,7 @@ class McpConnection:
         self._client: Client | None = None
         self._holder: asyncio.Task[None] | None = None
         self._leave = asyncio.Event()
-        self._lock = asyncio.Lock()
+        self._connecting: asyncio.Task[Client] | None = None
         """These belong to the loop of :func:`_thread`."""
 
     def list_tools(self) -> list[Tool]:
@@ -133,20 +133,25 @@ class McpConnection:
             raise
 
     async def _connected(self) -> Client:
-        async with self._lock:
-            if self._client is not None and self._holder and not self._holder.done() and not self._leave.is_set():
-                return self._client
-            self._leave = asyncio.Event()
-            ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-            holder = asyncio.create_task(self._hold(ready, self._leave))
-            await asyncio.wait([ready, holder], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():
-                holder.cancel()
-                [error] = await asyncio.gather(holder, return_exceptions=True)
-                why = f"no answer in {START_S:g} s" if isinstance(error, asyncio.CancelledError) else _innermost(error)
-                raise McpServerError(redacted(f"the MCP server '{self.name}' cannot be reached: {why}."))
-            self._holder, self._client = holder, ready.result()
+        if self._client is not None and self._holder and not self._holder.done() and not self._leave.is_set():
             return self._client
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._connect())
+        # A call whose time is over while the server starts leaves the start to later ones.
+        return await asyncio.shield(self._connecting)
+
+    async def _connect(self) -> Client:
+        self._client, self._leave = None, asyncio.Event()
+        ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+        self._holder = holder = asyncio.create_task(self._hold(ready, self._leave))
+        await asyncio.wait([ready, holder], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            holder.cancel()
+            [error] = await asyncio.gather(holder, return_exceptions=True)
+            why = f"no answer in {START_S:g} s" if isinstance(error, asyncio.CancelledError) else _innermost(error)
+            raise McpServerError(redacted(f"the MCP server '{self.name}' cannot be reached: {why}."))
+        self._client = ready.result()
+        return self._client
 
     async def _hold(self, ready: asyncio.Future[Client], leave: asyncio.Event) -> None:
         """Keep a connection until it is no longer wanted, or lost: one task must open and close it."""
@@ -182,6 +187,8 @@ class McpConnection:
             leave.set()
 
     async def _close(self) -> None:
+        if self._connecting is not None and not self._connecting.done():
+            await asyncio.wait([self._connecting])
         self._leave.set()
         if self._holder is not None:
             await asyncio.gather(self._holder, return_exceptions=True)
