@@ -102,5 +102,5 @@ def test_a_scorer_that_needs_no_truth_gets_none():
 
 
 def test_a_row_without_ground_truth_is_an_error_and_not_a_zero():
-    with pytest.raises(RewardError, match=r"no reward_model\.ground_truth"):
+    with pytest.raises(RewardError, match=r"ground_truth is None"):
         default_compute_score("openai/gsm8k", "#### 3", None)
