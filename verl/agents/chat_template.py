@@ -27,7 +27,6 @@ _TOOLS: Tools = [
         "function": {"name": "probe", "description": "-", "parameters": {"type": "object", "properties": {}}},
     }
 ]
-_PROGRAM: Author = "program"
 
 
 @dataclass(frozen=True)
@@ -118,9 +117,9 @@ class ChatTemplate:
         In a prompt, results of tools are taken as a program's, and earlier turns of the assistant as written by
         ``assistant``.
         """
-        if author == "prompt" and isinstance(message, Mapping):
-            author = {"assistant": assistant, "tool": _PROGRAM}.get(str(message.get("role")), author)
-        [checked] = as_messages([self.control.guard(message, author)], PLACE)
+        is_prompt = author == "prompt" and isinstance(message, Mapping)
+        guarded = self.control.guard_prompt(message, assistant) if is_prompt else self.control.guard(message, author)
+        [checked] = as_messages([guarded], PLACE)
         return checked
 
     def guarded(self, tools: Tools | None) -> Tools | None:

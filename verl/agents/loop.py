@@ -27,7 +27,9 @@ from verl.base.import_utils import load_module
 from verl.base.registry import Registry
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, RolloutError
-from verl.utils.dataset.chat import as_messages, encode, render
+from verl.utils.dataset.chat import as_messages, encode, render, render_prompt
+
+PLACE = "the conversation"
 
 
 class AgentLoopMetrics(BaseModel):
@@ -183,6 +185,8 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """Render messages and the header of the policy's turn, and tokenize them.
 
+        Texts of special tokens inside the messages stay texts, see :func:`verl.utils.dataset.chat.render_prompt`.
+
         Args:
             messages: the conversation, or its newest part.
             tools: schemas of the tools that the policy may call.
@@ -194,20 +198,15 @@ class AgentLoopBase(ABC):
         if images or videos:
             raise ConfigError("images and videos are not in this version; give text alone.")
         settings: dict[str, Any] = {**self.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
-        text = self._rendered(messages, add_generation_prompt=True, **settings)
+        text = render_prompt(as_messages(list(messages), PLACE), self.tokenizer, PLACE, **settings)
         if remove_system_prompt:
             text = text.removeprefix(self._system_prompt())
         return encode(text, self.tokenizer)
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> str:
-        return render(as_messages(list(messages), "the conversation"), self.tokenizer, "the conversation", **settings)
-
     def _system_prompt(self) -> str:
         """Text that the template writes in front of a conversation which has no system message."""
-        once, twice = (
-            self._rendered([{"role": "user", "content": ""}] * count, **self.apply_chat_template_kwargs)
-            for count in (1, 2)
-        )
+        empty, settings = {"role": "user", "content": ""}, self.apply_chat_template_kwargs
+        once, twice = (render([empty] * count, self.tokenizer, PLACE, **settings) for count in (1, 2))
         return once.removesuffix(twice.removeprefix(once))
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

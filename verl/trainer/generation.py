@@ -24,7 +24,7 @@ from verl.trainer.driver import load_controller
 from verl.trainer.ppo.stages import repeat_prompts
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.dataset import collate_fn
-from verl.utils.dataset.chat import as_messages, encode, render, truncate
+from verl.utils.dataset.chat import as_messages, encode, render_prompt, truncate
 from verl.utils.dataset.files import Row, open_files, require_columns
 from verl.utils.dataset.rl_dataset import left_pad
 
@@ -80,7 +80,7 @@ def read_prompts(config: GenerationConfig, tokenizer: Any) -> list[Prompt]:
         for number in range(len(file)):
             row, place = file.row(number), f"{file.path}, row {number}"
             messages = as_messages(row[data.prompt_key], place)
-            text = render(messages, tokenizer, place, add_generation_prompt=True, **data.apply_chat_template_kwargs)
+            text = render_prompt(messages, tokenizer, place, **data.apply_chat_template_kwargs)
             ids = encode(text, tokenizer)
             limit = config.rollout.prompt_length
             prompts.append(Prompt(row, truncate(ids, limit, "error", f"{place}: the prompt", "rollout.prompt_length")))

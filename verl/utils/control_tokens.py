@@ -12,8 +12,10 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Collection, Mapping
+import threading
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -95,9 +97,16 @@ class ControlTokens:
             return [self.guard(item, author) for item in value]
         return value
 
+    def guard_prompt(self, message: Any, assistant: Author = "policy") -> Any:
+        """Mark control tokens in a message of a prompt: in results of tools as a program's, in turns of the assistant as
+        those of ``assistant``.
+        """
+        authors: dict[Any, Author] = {"assistant": assistant, "tool": "program"}
+        return self.guard(message, authors.get(message.get("role"), "prompt"))
+
     def plain(self, guarded: str) -> str:
         """A guarded text without its marks."""
-        return guarded.replace(_BROKEN, "")
+        return plain(guarded)
 
     def encode(self, rendered: str, after_token: bool = False) -> list[int]:
         """Tokenize a rendered text without adding special tokens.
@@ -157,6 +166,55 @@ class ControlTokens:
         anchor = _OPEN + _CLOSE
         spans = self._core.encode(anchor + cleaned(text), add_special_tokens=False).offsets[1:]
         return [(first - len(anchor), last - len(anchor)) for first, last in spans]
+
+
+_made: WeakKeyDictionary[Any, tuple[object, ControlTokens]] = WeakKeyDictionary()
+_special: WeakKeyDictionary[Any, tuple[int, re.Pattern[str]]] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def control_tokens_of(tokenizer: Any) -> ControlTokens:
+    """Return the control tokens of a tokenizer with its chat template; made once, as that copies the vocabulary.
+
+    Raises:
+        ConfigError: the tokenizer is not one of the ``tokenizers`` library.
+    """
+    state = len(tokenizer), str(tokenizer.chat_template)  # what may have changed since
+    with _making:
+        known = _made.get(tokenizer)
+        if known is None or known[0] != state:
+            known = _made[tokenizer] = state, ControlTokens(tokenizer, state[1])
+    return known[1]
+
+
+def has_special(value: Any, tokenizer: Any) -> bool:
+    """Whether a text, or a text in a JSON value, has the text of a special token, or characters that are used here."""
+    known = _special.get(tokenizer)
+    if known is None or known[0] != len(tokenizer):
+        added = tokenizer.added_tokens_decoder.values()
+        special = _any_of([token.content for token in added if token.special and len(token.content) > 1])
+        known = _special[tokenizer] = len(tokenizer), special
+    return any(_UNUSABLE.search(text) or known[1].search(text) for text in _texts(value))
+
+
+def is_marked(rendered: str) -> bool:
+    """Whether a rendered text has marks of :meth:`ControlTokens.guard`."""
+    return _BROKEN in rendered
+
+
+def plain(guarded: str) -> str:
+    """A guarded text without its marks."""
+    return guarded.replace(_BROKEN, "")
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _texts([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
 
 
 def cleaned(text: str) -> str:

@@ -225,8 +225,9 @@ def test_probable_mistakes_are_warnings_with_count_and_places(tmp_path, caplog):
         ),
         "1 of 9 prompts have no message of the user": f"{path}, row 2",
         "1 of 9 prompts have a message of the user without text": f"{path}, row 3",
-        "4 of 9 prompts have the text of a special token inside a message, which the tokenizer takes for the token "
-        "itself": f"{path}, row 4 (<eos>); {path}, row 6 (<eos>); {path}, row 7 (<eos>), ...",
+        "4 of 9 prompts have the text of a special token inside a message, which stays text": (
+            f"{path}, row 4 (<eos>); {path}, row 6 (<eos>); {path}, row 7 (<eos>), ..."
+        ),
     }
     assert all("Take" in value or "Put" in value or "Give" in value or "rename" in value or "Leave" in value
                for value in said.values())  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 from jinja2.exceptions import TemplateError
 
 from verl.errors import ConfigError, DataError
+from verl.utils.control_tokens import control_tokens_of, has_special, is_marked
 
 Message = dict[str, Any]
 Truncation = Literal["error", "left", "right", "middle"]
@@ -123,8 +124,35 @@ def render(messages: list[Message], tokenizer: Any, place: str, **template_kwarg
         raise DataError(f"{place}: the chat template refuses the messages (roles {roles}): {error}.") from error
 
 
+def render_prompt(messages: list[Message], tokenizer: Any, place: str, **template_kwargs: Any) -> str:
+    """Render checked messages of a prompt, and the header of the turn that answers it.
+
+    The text of a special token inside a message, or a description of a tool, stays text: it is marked for
+    :func:`encode`. In results of tools this holds for all control tokens; in turns of the assistant, which hold
+    thoughts and calls, they are control tokens.
+
+    Raises:
+        DataError: the template refuses the messages, or they hold such a text and the tokenizer is not one of the
+            ``tokenizers`` library, which alone can keep it.
+    """
+    tools = template_kwargs.get("tools")
+    is_fast, needs_marks = getattr(tokenizer, "is_fast", False), has_special([messages, tools], tokenizer)
+    if needs_marks and not is_fast:
+        raise DataError(
+            f"{place} has the text of a special token, which this tokenizer ({type(tokenizer).__name__}) cannot keep "
+            "apart from the token. Take it out of the message, or use a model that ships tokenizer.json."
+        )
+    if needs_marks or (is_fast and any(message["role"] == "tool" for message in messages)):
+        control = control_tokens_of(tokenizer)
+        messages = [control.guard_prompt(message) for message in messages]
+        template_kwargs |= {"tools": control.guard(tools, "prompt")} if tools else {}
+    return render(messages, tokenizer, place, add_generation_prompt=True, **template_kwargs)
+
+
 def encode(text: str, tokenizer: Any) -> list[int]:
     """Tokenize a rendered text without adding special tokens, which the template has written already."""
+    if is_marked(text):
+        return control_tokens_of(tokenizer).encode(text)
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
@@ -144,7 +172,10 @@ def token_lengths(texts: Sequence[str], tokenizer: Any, workers: int = 1) -> lis
 
 
 def _lengths(texts: Sequence[str], tokenizer: Any) -> list[int]:
-    return [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]] if texts else []
+    if not texts:
+        return []
+    found = [len(ids) for ids in tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+    return [len(encode(text, tokenizer)) if is_marked(text) else n for text, n in zip(texts, found, strict=True)]
 
 
 def truncate(items: list[T], max_length: int, truncation: Truncation, place: str, setting: str) -> list[T]:
@@ -179,6 +210,4 @@ def rendered(
     prompts: Iterable[tuple[str, list[Message]]], tokenizer: Any, template_kwargs: Mapping[str, Any]
 ) -> list[str]:
     """Render prompts, given as (place, messages), up to the generation prompt."""
-    return [
-        render(messages, tokenizer, place, add_generation_prompt=True, **template_kwargs) for place, messages in prompts
-    ]
+    return [render_prompt(messages, tokenizer, place, **template_kwargs) for place, messages in prompts]

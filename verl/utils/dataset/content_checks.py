@@ -39,6 +39,10 @@ KINDS: Mapping[str, tuple[str, str]] = {
         "have the text of a special token inside a message, which the tokenizer takes for the token itself",
         "Take it out of the texts: the chat template writes the special tokens.",
     ),
+    "special text": (
+        "have the text of a special token inside a message, which stays text",
+        "Leave it where the message speaks of the token; it does not act as one, as the chat template writes those.",
+    ),
 }
 """What is said of each kind of row, and the remedy."""
 
@@ -67,14 +71,14 @@ class ContentChecks:
         roles = [message["role"] for message in messages]
         if roles[-1] == "assistant":
             self.add("answered", place)
-        self._messages(messages, place)
+        self._messages(messages, place, "special text")
 
     def conversation(self, messages: Sequence[Message], place: str) -> None:
         """Look at a conversation with its answers."""
         self._count += 1
         if any(_is_empty(message) for message in messages if message["role"] == "assistant"):
             self.add("empty answer", place)
-        self._messages(messages, place)
+        self._messages(messages, place, "special token")
 
     def add(self, kind: str, place: str, example: str = "") -> None:
         """Note a row of one of ``KINDS``."""
@@ -93,7 +97,7 @@ class ContentChecks:
                 "%d of %d %s %s: %s%s. %s", len(found), self._count, self.rows, what, "; ".join(shown), more, remedy
             )
 
-    def _messages(self, messages: Sequence[Message], place: str) -> None:
+    def _messages(self, messages: Sequence[Message], place: str, special: str) -> None:
         roles = {message["role"]: None for message in messages}
         if "user" not in roles:
             self.add("unasked", place)
@@ -104,7 +108,7 @@ class ContentChecks:
             self.add("empty question", place)
         for message in messages:
             if message["content"] and (match := self._special.search(message["content"])):
-                self.add("special token", place, match[0])
+                self.add("special token" if message["role"] == "assistant" else special, place, match[0])
                 break
 
 

@@ -27,11 +27,12 @@ from verl.base.doors import AbsentAttributes
 from verl.config import DataConfig
 from verl.errors import DataError
 from verl.schema import COLUMNS
+from verl.utils.control_tokens import plain
 from verl.utils.dataset.chat import (
     Message,
     as_messages,
     encode,
-    render,
+    render_prompt,
     rendered,
     require_usable,
     token_lengths,
@@ -128,15 +129,15 @@ class RLHFDataset(AbsentAttributes, Dataset):
         if self.config.return_raw_input_ids:
             row["raw_prompt_ids"] = ids
         if self.config.return_full_prompt:
-            row["full_prompts"] = text
+            row["full_prompts"] = plain(text)
         return row
 
     def _prompt(self, source: Row, place: str) -> tuple[list[Message], str]:
         messages = as_messages(source[self.config.prompt_key], place)
-        return messages, render(messages, self.tokenizer, place, add_generation_prompt=True, **self.template_kwargs)
+        return messages, render_prompt(messages, self.tokenizer, place, **self.template_kwargs)
 
     def texts(self, item: int) -> list[str]:
-        """The rendered prompt, in a list of one."""
+        """The rendered prompt, as :func:`verl.utils.dataset.chat.encode` takes it, in a list of one."""
         return [self._prompt(self.source_row(item), self.place(item))[1]]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
