@@ -98,8 +98,8 @@ class ControlTokens:
         return value
 
     def guard_prompt(self, message: Any, assistant: Author = "policy") -> Any:
-        """Mark control tokens in a message of a prompt: in results of tools as a program's, in turns of the assistant as
-        those of ``assistant``.
+        """Mark control tokens in a message of a prompt: in results of tools as a program's, in turns of the assistant
+        as those of ``assistant``.
         """
         authors: dict[Any, Author] = {"assistant": assistant, "tool": "program"}
         return self.guard(message, authors.get(message.get("role"), "prompt"))
