@@ -265,7 +265,7 @@ class RayAgents:
         while not running.look():
             if group.any_returned(serving):
                 group.wait_for(serving)  # raises why the ranks ended before their time
-                ray.get(self._router.silent_s.remote())  # raises if it was because the router died
+                router.result(router.actor.silent_s.remote())  # raises if it was because the router died
                 raise WorkerError("the rollout engines ended while trajectories still ran.")
             silent_s, limit_s = router.look(), group.hang_timeout_s
             if limit_s is not None and silent_s is not None and silent_s > limit_s:
