@@ -1,4 +1,4 @@
-"""The examples of docs/agents.md run as they are printed."""
+"""The examples of docs/agents.md and docs/interactions.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
-PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def block(language: str, having: str) -> str:
-    found = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL) if having in text]
+def block(page: str, language: str, having: str) -> str:
+    blocks = re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    found = [text for text in blocks if having in text]
     assert len(found) == 1
     return found[0]
 
 
 def test_the_loop_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     paths = make_tiny_run(tmp_path)
-    (tmp_path / "look_again.py").write_text(block("python", "class LookAgain"))
-    (tmp_path / "loops.yaml").write_text(block("yaml", "look_again"))
+    (tmp_path / "look_again.py").write_text(block("agents.md", "python", "class LookAgain"))
+    (tmp_path / "loops.yaml").write_text(block("agents.md", "yaml", "look_again"))
     monkeypatch.chdir(tmp_path)
     log = tmp_path / "metrics.jsonl"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
@@ -46,8 +47,8 @@ def test_the_loop_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_user_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / "shorter.py").write_text(block("python", "class Shorter"))
-    (tmp_path / "users.yaml").write_text(block("yaml", "interaction:"))
+    (tmp_path / "shorter.py").write_text(block("interactions.md", "python", "class Shorter"))
+    (tmp_path / "users.yaml").write_text(block("interactions.md", "yaml", "interaction:"))
     monkeypatch.chdir(tmp_path)
     users = initialize_interactions_from_config("users.yaml")
     assert sorted(users) == ["gsm8k", "shorter"]
