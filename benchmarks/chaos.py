@@ -2,7 +2,8 @@
 
 The work is that of the quickstart (Countdown, its tiny model with random weights) as PPO with a critic and a
 reference, on Ray with two ranks, so that every stage exists. Each round starts it anew and breaks one thing, at a
-stage and a moment that the seed draws; a run that ended by SIGTERM is started again as a scheduler would. Survived
+stage and a moment that the seed draws; a run that ended by SIGTERM is started again as a scheduler would. In rounds
+that break processes of agent loops, these answer the prompts, in two turns, on the native engine. Survived
 means: all steps done, and weights, optimizer, metrics and sampled responses the same to the last bit. ::
 
     python -m benchmarks.chaos [--rounds 6] [--seed 1] [--write]    the campaign (into docs/internals/lost_processes.md)
@@ -48,11 +49,18 @@ FAULTS = {
     "Ray's state server killed": ("gen", "update_actor"),
     "raylet frozen": ("gen", "update_actor"),
     "Ray's state server frozen": ("gen", "update_actor"),
+    "agent process killed": ("gen",),
+    "agent process frozen": ("gen",),
+    "agent router killed": ("gen",),
+    "agent router frozen": ("gen",),
+    "rank of agents killed": ("gen",),
 }
 """What breaks, and in which stages it makes a difference."""
 ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in name or "server" in name}
 """What the driver does not outlive: the next one redoes the steps since the newest whole checkpoint."""
 NOT_COMPARED = ("timing", "perf", "recovery")
+NOT_COMPARED_OF_AGENTS = ("training/rollout_", "rollout_corr/", "agent/")
+"""Rounding errors of the engine and waiting times, which depend on the order in which requests come."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,25 @@ def settings(task: Path, output: Path, changes: Settings) -> Settings:
     } | changes  # fmt: skip
 
 
+def has_agents(fault: str) -> bool:
+    """Whether a fault is one of a run with agent loops."""
+    return "agent" in fault
+
+
+def agent_settings(folder: Path) -> Settings:
+    """What makes the work one of agent loops."""
+    loops = folder / "loops.yaml"
+    loops.write_text("- {name: two_turns, _target_: benchmarks.chaos_agents.TwoTurns}\n")
+    rollout = "actor_rollout_ref.rollout"
+    return {
+        f"{rollout}.name": "native",
+        f"{rollout}.agent.agent_loop_config_path": loops,
+        f"{rollout}.agent.default_agent_loop": "two_turns",
+        f"{rollout}.agent.num_workers": 2,
+        f"{rollout}.agent.hang_timeout_s": HANG_S,
+    }
+
+
 def make_task(folder: Path) -> Path:
     """Data and model of the quickstart."""
     script = ROOT / "examples" / "quickstart" / "make_task.py"
@@ -137,17 +164,20 @@ def metrics_of(output: Path) -> dict[int, dict[str, Any]]:
     return found
 
 
-def differences(output: Path, undisturbed: Path) -> Iterator[str]:
-    """What is not the same in two runs."""
+def differences(output: Path, undisturbed: Path, agents: bool) -> Iterator[str]:
+    """What is not the same in two runs, of agent loops or without them."""
+    left_out = (*NOT_COMPARED, *NOT_COMPARED_OF_AGENTS) if agents else NOT_COMPARED
     ours, theirs = metrics_of(output), metrics_of(undisturbed)
     if ours.keys() != theirs.keys():
         yield f"steps {sorted(ours)} instead of {sorted(theirs)}"
     for step in ours.keys() & theirs.keys():
-        names = [n for n in ours[step].keys() | theirs[step].keys() if not n.startswith(NOT_COMPARED)]
+        names = [n for n in ours[step].keys() | theirs[step].keys() if not n.startswith(left_out)]
         changed = [name for name in sorted(names) if not same(ours[step].get(name), theirs[step].get(name))]
         if changed:
             yield f"step {step}: {', '.join(changed[:3])}"
     for kind in ("rollouts", "validation"):
+        if agents:
+            continue  # they hold times and log-probs of the engine; the weights depend on every token
         texts = [{path.name: path.read_text() for path in (run / kind).glob("*")} for run in (output, undisturbed)]
         if texts[0] != texts[1]:
             yield f"{kind} differ"
@@ -179,6 +209,8 @@ def draw_plans(seed: int, rounds: int, kinds: Sequence[str]) -> list[dict[str, A
         steps = [2, 4] if stage in ("testing", SAVING) else range(1, STEPS + 1)
         if "damaged" in fault:
             steps = [STEPS]  # two steps have been saved
+        if has_agents(fault):
+            steps = range(2, STEPS + 1)  # their processes start in the first
         after = draw.choice([0.0, 0.02, 0.1, 0.3])
         plans.append({"fault": fault, "step": draw.choice(list(steps)), "stage": stage, "after_s": after})
         plans[-1]["which"] = draw.randrange(2)
@@ -188,9 +220,10 @@ def draw_plans(seed: int, rounds: int, kinds: Sequence[str]) -> list[dict[str, A
 def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usual_s: float) -> Round:
     """One round."""
     starts, seconds, problems = 0, float("nan"), ()
+    agents = has_agents(plan["fault"])
     try:
-        starts, seconds = start(task, output, plan)
-        problems = tuple(differences(output, undisturbed))
+        starts, seconds = start(task, output, plan, agent_settings(task) if agents else None)
+        problems = tuple(differences(output, undisturbed, agents))
     except (RuntimeError, subprocess.TimeoutExpired, AssertionError, OSError) as error:
         problems = (str(error),)
     noted = output / "fault.json"
@@ -210,11 +243,14 @@ def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usua
 def campaign(folder: Path, rounds: int, seed: int, kinds: Sequence[str]) -> list[Round]:
     """All rounds, told as they end."""
     task = make_task(folder / "task")
-    _, usual_s = start(task, folder / "undisturbed", None)
-    print(f"undisturbed: {STEPS} steps in {usual_s:.0f} s")
-    played = []
+    played, usual_s = [], {}
     for number, plan in enumerate(draw_plans(seed, rounds, kinds), 1):
-        played.append(play(task, folder / f"round_{number}", plan, folder / "undisturbed", usual_s))
+        agents = has_agents(plan["fault"])
+        undisturbed = folder / ("undisturbed_agents" if agents else "undisturbed")
+        if undisturbed not in usual_s:
+            _, usual_s[undisturbed] = start(task, undisturbed, None, agent_settings(task) if agents else None)
+            print(f"{undisturbed.name}: {STEPS} steps in {usual_s[undisturbed]:.0f} s")
+        played.append(play(task, folder / f"round_{number}", plan, undisturbed, usual_s[undisturbed]))
         print(row(number, played[-1]), flush=True)
     return played
 

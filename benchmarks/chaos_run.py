@@ -35,6 +35,11 @@ def ranks() -> list[psutil.Process]:
     return sorted(found, key=lambda process: process.create_time())
 
 
+def agent_processes(title: str) -> list[psutil.Process]:
+    """The processes of agent loops (``WorkerActor``), or their router (``RouterActor``)."""
+    return [p for p in psutil.Process().children(recursive=True) if f"ray::{title}" in " ".join(p.cmdline())]
+
+
 def reward_processes() -> list[psutil.Process]:
     """Processes that score responses."""
     return [p for p in psutil.Process().children(recursive=True) if "killable_pool" in " ".join(p.cmdline())]
@@ -101,6 +106,11 @@ class Fault:
         return {
             "rank killed": lambda which: send(signal.SIGKILL, ranks(), which),
             "rank frozen": lambda which: send(signal.SIGSTOP, ranks(), which),
+            "agent process killed": lambda which: send(signal.SIGKILL, agent_processes("WorkerActor"), which),
+            "agent process frozen": lambda which: send(signal.SIGSTOP, agent_processes("WorkerActor"), which),
+            "agent router killed": lambda _: send(signal.SIGKILL, agent_processes("RouterActor")),
+            "agent router frozen": lambda _: send(signal.SIGSTOP, agent_processes("RouterActor")),
+            "rank of agents killed": lambda which: send(signal.SIGKILL, ranks(), which),
             "reward process killed": lambda which: send(signal.SIGKILL, reward_processes(), which),
             "raylet killed": lambda _: send(signal.SIGKILL, processes_of_ray("raylet")),
             "Ray's state server killed": lambda _: send(signal.SIGKILL, processes_of_ray("gcs_server")),
