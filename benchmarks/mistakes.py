@@ -109,7 +109,7 @@ MISTAKES = (
     Mistake("unknown scorer", ("reward_model.reward_format=gms8k",), says="gsm8k"),
     Mistake("Megatron", (f"{ACTOR}.strategy=megatron",), says="fsdp2"),
     Mistake("LoRA", (f"{MODEL}.lora_rank=16",), says="LoRA"),
-    Mistake("tools", (f"{ROLLOUT}.multi_turn.enable=true",), says="tools"),
+    Mistake("tools", (f"{ROLLOUT}.multi_turn.tool_config_path=nowhere.yaml",), says="nowhere.yaml"),
     # sizes
     Mistake("mini-batch that does not divide", (f"{ACTOR}.ppo_mini_batch_size=3",), says="ppo_mini_batch_size"),
     Mistake(
