@@ -47,16 +47,15 @@ def without_load_report() -> Iterator[None]:
         held.append(record)
         return False
 
+    has_loaded = False
     log.addFilter(hold)
     try:
         yield
-    except Exception:
-        log.removeFilter(hold)
-        for record in held:
-            log.handle(record)
-        raise
+        has_loaded = True
     finally:
         log.removeFilter(hold)
+        for record in () if has_loaded else held:
+            log.handle(record)
 
 
 def attention_of(config: PretrainedConfig) -> str | None:
