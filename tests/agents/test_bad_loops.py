@@ -10,15 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from verl.agents.manager import AgentLoopManager
+from tests.agents.one_engine import OneEngine
 from verl.errors import RolloutError
 from verl.protocol import DataProto
-from verl.single_controller.local import LocalWorkerGroup
-from verl.testing.tiny_run import make_tiny_run, overrides
-from verl.trainer.config.command_line import compose
-from verl.trainer.config.load import load_config
-from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 LOOPS = """
 import asyncio, os, sys, threading, time
@@ -199,31 +193,13 @@ SAYS = {
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """Answer prompts by loops that do what is asked of them, on one engine."""
-    folder = tmp_path_factory.mktemp("run")
-    paths = make_tiny_run(folder)
-    (folder / "loops.py").write_text(LOOPS)
-    (folder / "loops.yaml").write_text(f"- {{name: mine, _target_: Loop, path: {folder}/loops.py}}\n")
-    group: list[Any] = []
+    engine = OneEngine(tmp_path_factory.mktemp("run"))
+    code, loops = engine.folder / "loops.py", engine.folder / "loops.yaml"
+    code.write_text(LOOPS)
+    loops.write_text(f"- {{name: mine, _target_: Loop, path: {code}}}\n")
 
     def answer(does: list[str], **settings: Any) -> DataProto:
-        agent = {
-            "agent_loop_config_path": folder / "loops.yaml",
-            "default_agent_loop": "mine",
-            "max_failure_rate": 1,
-        } | settings
-        keys = {f"actor_rollout_ref__rollout__agent__{name}": value for name, value in agent.items()}
-        config = load_config(compose(overrides(paths, folder, **keys)))
-        if not group:
-            worker = LocalWorkerGroup.describe(
-                ActorRolloutRefWorker, config=config.actor_rollout_ref, role="rollout", device_name="cpu"
-            )
-            group.append(LocalWorkerGroup(ray_cls_with_init=worker))
-            group[0].init_model()
-        manager = AgentLoopManager(config, group[0], hf_tokenizer(paths["model"]))
-        try:
-            return manager.generate_sequences(prompts(does))
-        finally:
-            manager.shutdown()
+        return engine.answer(prompts(does), loops, **settings)
 
     return answer
 

@@ -12,17 +12,13 @@ import psutil
 import pytest
 import torch
 
+from tests.agents.one_engine import OneEngine
 from verl.agents.loop import read_agent_loops
-from verl.agents.manager import AgentLoopManager
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
-from verl.trainer.config.load import load_config
 from verl.trainer.main_ppo import run_ppo
-from verl.utils.tokenizer import hf_tokenizer
-from verl.workers.fsdp_workers import ActorRolloutRefWorker
 
 PROGRAMS = '''
 import asyncio, os, subprocess, sys, time
@@ -148,29 +144,10 @@ def test_a_run_with_sub_agents_trains_on_what_was_drawn(tmp_path: Path, monkeypa
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
     """Answer prompts by programs that do what is asked of them, on one engine."""
-    folder = tmp_path_factory.mktemp("run")
-    paths = make_tiny_run(folder)
-    group: list[Any] = []
+    engine = OneEngine(tmp_path_factory.mktemp("run"))
 
     def answer(entry: str, does: list[str], **settings: Any) -> DataProto:
-        agent = {
-            "agent_loop_config_path": loops(folder, entry),
-            "default_agent_loop": "mine",
-            "max_failure_rate": 1,
-        } | settings
-        keys = {f"actor_rollout_ref__rollout__agent__{name}": value for name, value in agent.items()}
-        config = load_config(compose(overrides(paths, folder, **keys)))
-        if not group:
-            worker = LocalWorkerGroup.describe(
-                ActorRolloutRefWorker, config=config.actor_rollout_ref, role="rollout", device_name="cpu"
-            )
-            group.append(LocalWorkerGroup(ray_cls_with_init=worker))
-            group[0].init_model()
-        manager = AgentLoopManager(config, group[0], hf_tokenizer(paths["model"]))
-        try:
-            return manager.generate_sequences(prompts(does))
-        finally:
-            manager.shutdown()
+        return engine.answer(prompts(does), loops(engine.folder, entry), **settings)
 
     return answer
 
