@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,13 +71,11 @@ def play_ours(arguments: Any, folder: Path) -> None:
     steps = grpo_step.steps_of(our_overrides(arguments, folder))
 
     def run() -> dict[str, Any]:
-        began = time.process_time()
         metrics = next(steps)
         assert metrics["agent/status/done"] > 0.5, metrics
         times = {name.removeprefix("timing_s/"): v for name, v in metrics.items() if name.startswith("timing_s/")}
         return {
             "stages": {name: seconds for name, seconds in times.items() if "/" not in name},
-            "cpu_s": time.process_time() - began,
             "score": metrics["critic/score/mean"],
             "messages": metrics["num_turns/mean"],
         }
@@ -114,65 +111,38 @@ class Table:
 
 
 def play_trl(arguments: Any, folder: Path) -> None:
-    """Be TRL: its own loop, held up at the beginning of each step until it is its turn."""
+    """Be TRL with the same task."""
     turns = Turns()
     import pyarrow.parquet as pq
-    import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from transformers import AutoTokenizer
 
     from examples.quickstart_agent.settings import MOST_TURNS, RESPONSE_LENGTH
 
-    warm_up = 1
+    def reply(metrics: Mapping[str, float]) -> dict[str, float]:
+        calls = metrics["tools/call_frequency"]
+        assert calls > 0.5, metrics
+        # Each call is a message of the model and one of the tool; the question and the answer are two more.
+        return {"score": metrics["reward"], "messages": 2 + 2 * calls}
 
-    class TakeTurns(TrainerCallback):
-        """A turn is a step."""
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == warm_up:
-                turns.ready(versions=shape.versions("torch", "transformers", "trl"))
-            if state.global_step >= warm_up and not turns.wait():
-                raise SystemExit
-            self.start, self.cpu_start = time.perf_counter(), time.process_time()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seconds, cpu_s = time.perf_counter() - self.start, time.process_time() - self.cpu_start
-            metrics = {name: values[-1] for name, values in trainer._metrics["train"].items()}
-            assert metrics["tools/call_frequency"] > 0.5, metrics
-            if state.global_step > warm_up:
-                # Each call is a message of the model and one of the tool; the question and the answer are two more.
-                messages = 2 + 2 * metrics["tools/call_frequency"]
-                turns.done(seconds, cpu_s=cpu_s, score=metrics["reward"], messages=messages)
-
-    config = GRPOConfig(
-        output_dir=str(folder / "trl"),
-        use_cpu=True,
-        bf16=False,
-        model_init_kwargs={"dtype": torch.float32},
-        per_device_train_batch_size=arguments.prompts * arguments.samples,
-        gradient_accumulation_steps=1,
-        num_generations=arguments.samples,
-        max_completion_length=RESPONSE_LENGTH,
-        max_tool_calling_iterations=MOST_TURNS - 1,
-        beta=0.0,
-        learning_rate=LEARNING_RATE,
-        gradient_checkpointing=False,
-        max_steps=10**6,
-        logging_steps=10**6,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        log_completions=False,
-        **arguments.trl,
-    )
+    settings = {
+        "per_device_train_batch_size": arguments.prompts * arguments.samples,
+        "gradient_accumulation_steps": 1,
+        "num_generations": arguments.samples,
+        "max_completion_length": RESPONSE_LENGTH,
+        "max_tool_calling_iterations": MOST_TURNS - 1,
+        "beta": 0.0,
+        "learning_rate": LEARNING_RATE,
+    }
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.response_template = RESPONSE_TEMPLATE
     rows = pq.read_table(folder / "task" / "rl_train.parquet").to_pylist()
-    trainer = GRPOTrainer(
-        model=str(folder / "model"),
+    grpo_step.serve_trl(
+        turns,
+        folder,
+        settings | arguments.trl,
+        reply,
         reward_funcs=right_answer,
-        args=config,
         train_dataset=Dataset.from_list(
             [
                 {
@@ -185,9 +155,7 @@ def play_trl(arguments: Any, folder: Path) -> None:
         ),
         processing_class=tokenizer,
         environment_factory=Table,
-        callbacks=[TakeTurns()],
     )
-    trainer.train()
 
 
 def prepare(folder: Path, model: Path | None) -> None:
@@ -232,28 +200,20 @@ def main() -> None:
             "TRL": ([*command, "--contestant", "TRL", f"--trl={json.dumps(arguments.trl)}"], env),
         }
         chosen = {name: command for name, command in commands.items() if arguments.only in (None, name)}
-        with shape.contestants(chosen) as players:
-            facts = {player.name: player.facts for player in players}
-            replies = shape.take_turns(players, arguments.rounds)
-    seconds = {name: shape.summary([reply["seconds"] for reply in found]) for name, found in replies.items()}
+        found = shape.compare(chosen, arguments.rounds)
     means = {
-        name: {key: statistics.fmean(reply[key] for reply in found) for key in ("cpu_s", "score", "messages")}
-        for name, found in replies.items()
+        name: {key: statistics.fmean(reply[key] for reply in replies) for key in ("cpu_s", "score", "messages")}
+        for name, replies in found.replies.items()
     }
-    for name, found in seconds.items():
-        told = ", ".join(f"{key} {value:.2f}" for key, value in means[name].items())
-        print(f"{name:8}{found['median']:8.3f} s (least {found['min']:.3f}); means: {told}")
-    what = "GRPO step over conversations with a tool (native)"
-    shape.write_result(
+    told = {name: ", ".join(f"{key} {value:.2f}" for key, value in of.items()) for name, of in means.items()}
+    found.print_times({name: f"; means: {text}" for name, text in told.items()})
+    found.write(
         arguments.json,
         part="agent_step",
         work=f"the quickstart for agents, {arguments.prompts} prompts x {arguments.samples} conversations",
-        machine=shape.machine(),
-        seconds=seconds,
-        stages=grpo_step.stages_of(replies.get("ours", [])),
-        facts=facts,
+        rows=grpo_step.rows_against_trl("GRPO step over conversations with a tool (native)", found, TARGET),
+        stages=grpo_step.stages_of(found.replies.get("ours", [])),
         means=means,
-        rows=[shape.speed_row(what, "TRL's GRPOTrainer", seconds, "ours", "TRL", TARGET)] if len(seconds) == 2 else [],
     )
 
 

@@ -287,17 +287,7 @@ def rollout(setting: Setting) -> dict[str, Any]:
 
     @torch.inference_mode()
     def generate() -> None:
-        found = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            num_return_sequences=work.samples,
-            max_new_tokens=work.response_length,
-            pad_token_id=0,
-        )
+        found = work.generate(model, ids)
         assert found.shape == (work.sequences, work.prompt_length + work.response_length)
 
     small = replace(setting, repeats=min(setting.repeats, 3))

@@ -18,12 +18,13 @@ import statistics
 import string
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import shape
-from benchmarks.shape import TINY, Turns, Work
+from benchmarks.shape import TINY, Row, Turns, Work
 
 TARGET = 2.0
 KL_COEFFICIENT = 0.04
@@ -149,13 +150,53 @@ def count_e(completions: Sequence[Sequence[Mapping[str, str]]], **_: Any) -> lis
 
 
 def play_trl(arguments: Any, folder: Path, work: Work) -> None:
-    """Be TRL: its own loop, held up at the beginning of each step until it is its turn."""
+    """Be TRL with the same work."""
     turns = Turns()
-    import time
-
-    import torch
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
+
+    def reply(metrics: Mapping[str, float]) -> dict[str, Any]:
+        assert metrics["completions/min_length"] == work.response_length
+        return {}
+
+    passes = max(1, work.sequences // arguments.trl_micro)
+    settings = {
+        "per_device_train_batch_size": work.sequences // passes,
+        "gradient_accumulation_steps": passes,
+        "num_generations": work.samples,
+        "max_completion_length": work.response_length,
+        # End tokens are not drawn: all responses are of one length.
+        "generation_kwargs": {"min_new_tokens": work.response_length},
+        "beta": KL_COEFFICIENT,
+        "learning_rate": LEARNING_RATE,
+    }
+    serve_trl(
+        turns,
+        folder,
+        settings | arguments.trl,
+        reply,
+        reward_funcs=count_e,
+        train_dataset=Dataset.from_dict({"prompt": conversations(work)}),
+        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+    )
+
+
+def serve_trl(
+    turns: Turns,
+    folder: Path,
+    settings: Mapping[str, Any],
+    reply: Callable[[Mapping[str, float]], dict[str, Any]],
+    **arguments: Any,
+) -> None:
+    """Run TRL's own loop on ``folder / "model"`` in fp32, held up at the beginning of each step until it is its turn.
+
+    Args:
+        settings: of ``GRPOConfig``, beside those that leave a CPU nothing to do but training.
+        reply: checks a step by its metrics; what it returns is told beside the seconds.
+        arguments: of ``GRPOTrainer``.
+    """
+    import torch
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     warm_up = 1
@@ -168,27 +209,19 @@ def play_trl(arguments: Any, folder: Path, work: Work) -> None:
                 turns.ready(versions=shape.versions("torch", "transformers", "trl"))
             if state.global_step >= warm_up and not turns.wait():
                 raise SystemExit
-            self.start = time.perf_counter()
+            self.start, self.cpu_start = time.perf_counter(), time.process_time()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seconds = time.perf_counter() - self.start
-            assert trainer._metrics["train"]["completions/min_length"][-1] == work.response_length
+            seconds, cpu_s = time.perf_counter() - self.start, time.process_time() - self.cpu_start
+            told = reply({name: values[-1] for name, values in trainer._metrics["train"].items()})
             if state.global_step > warm_up:
-                turns.done(seconds)
+                turns.done(seconds, cpu_s=cpu_s, **told)
 
-    passes = max(1, work.sequences // arguments.trl_micro)
     config = GRPOConfig(
         output_dir=str(folder / "trl"),
         use_cpu=True,
         bf16=False,
         model_init_kwargs={"dtype": torch.float32},
-        per_device_train_batch_size=work.sequences // passes,
-        gradient_accumulation_steps=passes,
-        num_generations=work.samples,
-        max_completion_length=work.response_length,
-        generation_kwargs={"min_new_tokens": work.response_length},  # end tokens are not drawn: all are of one length
-        beta=KL_COEFFICIENT,
-        learning_rate=LEARNING_RATE,
         gradient_checkpointing=False,
         max_steps=10**6,
         logging_steps=10**6,
@@ -196,16 +229,9 @@ def play_trl(arguments: Any, folder: Path, work: Work) -> None:
         report_to=[],
         disable_tqdm=True,
         log_completions=False,
-        **arguments.trl,
+        **settings,
     )
-    trainer = GRPOTrainer(
-        model=str(folder / "model"),
-        reward_funcs=count_e,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": conversations(work)}),
-        processing_class=AutoTokenizer.from_pretrained(folder / "model"),
-        callbacks=[TakeTurns()],
-    )
+    trainer = GRPOTrainer(model=str(folder / "model"), args=config, callbacks=[TakeTurns()], **arguments)
     trainer.train()
 
 
@@ -257,30 +283,19 @@ def main() -> None:
             "TRL": ([*common, "--contestant", "TRL", *theirs], env),
         }
         chosen = {name: command for name, command in commands.items() if arguments.only in (None, name)}
-        with shape.contestants(chosen) as players:
-            facts = {player.name: player.facts for player in players}
-            replies = shape.take_turns(players, arguments.rounds)
-    seconds = {name: shape.summary([reply["seconds"] for reply in found]) for name, found in replies.items()}
-    for name, found in seconds.items():
-        print(f"{name:8}{found['median']:8.3f} s (least {found['min']:.3f})")
-    stages = stages_of(replies.get("ours", []))
+        found = shape.compare(chosen, arguments.rounds)
+    found.print_times()
+    stages = stages_of(found.replies.get("ours", []))
     print(", ".join(f"{name} {value:.3f} s" for name, value in stages.items()))
-    shape.write_result(
-        arguments.json,
-        part="grpo_step",
-        work=work.describe(),
-        machine=shape.machine(),
-        seconds=seconds,
-        stages=stages,
-        facts=facts,
-        rows=[
-            shape.speed_row(
-                f"whole GRPO step ({arguments.rollout})", "TRL's GRPOTrainer", seconds, "ours", "TRL", TARGET
-            )
-        ]
-        if len(seconds) == 2
-        else [],
-    )
+    rows = rows_against_trl(f"whole GRPO step ({arguments.rollout})", found, TARGET)
+    found.write(arguments.json, part="grpo_step", work=work.describe(), rows=rows, stages=stages)
+
+
+def rows_against_trl(what: str, found: shape.Comparison, target: float) -> list[Row]:
+    """The one row of a comparison with TRL; none if one of the two ran alone."""
+    if len(found.replies) < 2:
+        return []
+    return [shape.speed_row(what, "TRL's GRPOTrainer", found.seconds, "ours", "TRL", target)]
 
 
 def stages_of(replies: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -109,25 +109,18 @@ def main() -> None:
         command: list[Any] = [sys.executable, "-m", "benchmarks.prefix_reuse", *options, "--model", folder]
         threads = {"OMP_NUM_THREADS": str(arguments.threads)}
         field = {title: ([*command, "--contestant", title], threads) for title in ("reuse", "without")}
-        with shape.contestants(field) as players:
-            facts = {player.name: player.facts for player in players}
-            replies = shape.take_turns(players, arguments.rounds)
-    seconds = {name: shape.summary([reply["seconds"] for reply in found]) for name, found in replies.items()}
-    for name, found in seconds.items():
-        print(f"{name:10}{found['median']:8.3f} s (least {found['min']:.3f})")
+        found = shape.compare(field, arguments.rounds)
+    found.print_times()
     what = f"{sizes[0]} conversations of {sizes[1]} turns, turns/s (native)"
-    row = shape.speed_row(what, "without reuse of prefixes", seconds, "reuse", "without", TARGET)
+    row = shape.speed_row(what, "without reuse of prefixes", found.seconds, "reuse", "without", TARGET)
     print(f"{what}: {row.ratio:.2f} times as many (target {TARGET:g})")
-    shape.write_result(
+    found.write(
         arguments.json,
         part="prefix_reuse",
         work=(
             f"{work.describe()}; {sizes[0]} conversations of {FIRST_PROMPT} tokens, then {sizes[1]} turns of "
             f"{RESPONSE} new tokens and {TOOL_ANSWER} of a tool"
         ),
-        machine=shape.machine(),
-        seconds=seconds,
-        facts=facts,
         rows=[row],
     )
 

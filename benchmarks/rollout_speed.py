@@ -76,19 +76,7 @@ def generate(folder: str, work: Work) -> Callable[[], None]:
 
     @torch.inference_mode()
     def run() -> None:
-        found = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            num_return_sequences=work.samples,
-            max_new_tokens=work.response_length,
-            output_logits=True,
-            return_dict_in_generate=True,
-            pad_token_id=0,
-        )
+        found = work.generate(model, ids, output_logits=True, return_dict_in_generate=True)
         tokens = found.sequences[:, work.prompt_length :]
         logits = torch.stack(found.logits, dim=1)  # (sequences, response_length, vocabulary)
         log_probs = logits.log_softmax(-1).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -220,22 +208,11 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = work.save_model(os.path.join(name, "model"))
-        with shape.contestants(field(arguments, folder)) as players:
-            facts = {player.name: player.facts for player in players}
-            replies = shape.take_turns(players, arguments.rounds)
-    seconds = {name: shape.summary([reply["seconds"] for reply in found]) for name, found in replies.items()}
-    for name, found in seconds.items():
-        rate = work.response_tokens / found["median"]
-        print(f"{name:20}{found['median']:8.3f} s (least {found['min']:.3f}) {rate:10,.0f} tokens/s")
-    shape.write_result(
-        arguments.json,
-        part="rollout_speed",
-        work=work.describe(),
-        machine=shape.machine(),
-        seconds=seconds,
-        facts=facts,
-        rows=rows_of(arguments.rollout, seconds),
-    )
+        found = shape.compare(field(arguments, folder), arguments.rounds)
+    rates = {name: work.response_tokens / times["median"] for name, times in found.seconds.items()}
+    found.print_times({name: f" {rate:10,.0f} tokens/s" for name, rate in rates.items()})
+    rows = rows_of(arguments.rollout, found.seconds)
+    found.write(arguments.json, part="rollout_speed", work=work.describe(), rows=rows)
 
 
 if __name__ == "__main__":

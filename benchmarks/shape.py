@@ -64,6 +64,21 @@ class Work:
         layer = attention + 3 * self.hidden * self.intermediate + 2 * self.hidden
         return self.vocabulary * self.hidden + self.layers * layer + self.hidden
 
+    def generate(self, model: Any, ids: Any, **options: Any) -> Any:
+        """All samples of the prompts ``ids`` by Transformers' ``generate``, drawn from the whole distribution."""
+        return model.generate(
+            input_ids=ids,
+            attention_mask=ids.new_ones(ids.shape),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            num_return_sequences=self.samples,
+            max_new_tokens=self.response_length,
+            pad_token_id=0,
+            **options,
+        )
+
     def describe(self) -> str:
         """In a sentence."""
         return (
@@ -144,9 +159,9 @@ class Turns:
             run()
         self.ready(**facts)
         while self.wait():
-            start = time.perf_counter()
+            start, cpu_start = time.perf_counter(), time.process_time()
             found = run() or {}
-            self.done(time.perf_counter() - start, **found)
+            self.done(time.perf_counter() - start, cpu_s=time.process_time() - cpu_start, **found)
 
 
 class Contestant:
@@ -223,6 +238,38 @@ def take_turns(players: Sequence[Contestant], rounds: int) -> dict[str, list[dic
         for player in players if number % 2 == 0 else reversed(players):
             replies[player.name].append(player.run())
     return {name: found[1:] for name, found in replies.items()}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What contestants told, by name, when they had taken their turns."""
+
+    facts: dict[str, dict[str, Any]]
+    replies: dict[str, list[dict[str, Any]]]
+
+    @property
+    def seconds(self) -> dict[str, dict[str, Any]]:
+        """The summary of each contestant's times."""
+        return {name: summary([reply["seconds"] for reply in found]) for name, found in self.replies.items()}
+
+    def print_times(self, more: Mapping[str, str] | None = None) -> None:
+        """One line for each contestant; ``more`` is what stands at its end."""
+        for name, found in self.seconds.items():
+            print(f"{name:20}{found['median']:8.3f} s (least {found['min']:.3f}){(more or {}).get(name, '')}")
+
+    def write(self, path: str | None, *, part: str, work: str, rows: Sequence[Row], **more: Any) -> None:
+        """The result of a part, with the machine and the times."""
+        common = {"machine": machine(), "seconds": self.seconds, "facts": self.facts, "rows": rows}
+        write_result(path, part=part, work=work, **common, **more)
+
+
+def compare(
+    commands: Mapping[str, tuple[Sequence[str | Path], Mapping[str, str]]],
+    rounds: int,
+) -> Comparison:
+    """Start the contestants, let them take turns, and end them."""
+    with contestants(commands) as players:
+        return Comparison({player.name: player.facts for player in players}, take_turns(players, rounds))
 
 
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: int, warm_up: int = 2) -> dict[str, list[float]]:

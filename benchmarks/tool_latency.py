@@ -204,25 +204,18 @@ def main() -> None:
         command = [sys.executable, "-m", "benchmarks.tool_latency", *options, "--folder", name]
         threads = {"OMP_NUM_THREADS": str(arguments.threads)}
         field = {title: ([*command, "--contestant", title], threads) for title in ("own pace", "lock-step")}
-        with shape.contestants(field) as players:
-            facts = {player.name: player.facts for player in players}
-            replies = shape.take_turns(players, arguments.rounds)
-    seconds = {name: shape.summary([reply["seconds"] for reply in found]) for name, found in replies.items()}
-    for name, found in seconds.items():
-        print(f"{name:10}{found['median']:8.3f} s (least {found['min']:.3f})")
+        found = shape.compare(field, arguments.rounds)
+    found.print_times()
     what = f"trajectories/s, {arguments.conversations} conversations at once, slow tools"
-    row = shape.speed_row(what, "turns in lock-step", seconds, "own pace", "lock-step", TARGET)
+    row = shape.speed_row(what, "turns in lock-step", found.seconds, "own pace", "lock-step", TARGET)
     print(f"{what}: {row.ratio:.2f} times as many (target {TARGET:g})")
-    shape.write_result(
+    found.write(
         arguments.json,
         part="tool_latency",
         work=(
             f"{work.describe()}; {arguments.trajectories} trajectories of {arguments.turns} turns, each of {RESPONSE} "
             f"new tokens and a call of log-normal time (median {arguments.median_s:g} s, sigma {arguments.sigma:g})"
         ),
-        machine=shape.machine(),
-        seconds=seconds,
-        facts=facts,
         rows=[row],
     )
 
