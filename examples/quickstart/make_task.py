@@ -141,7 +141,6 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     args = parser.parse_args()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     sizes = (args.test_size, args.sft_size, args.train_size)
     problems = make_problems(sum(sizes), args.seed, args.num_count, args.max_number, LARGEST_NUMBER, "+-")
     # The generator finds common problems first; shuffled, the three parts are alike.
@@ -153,15 +152,22 @@ def main() -> None:
         "rl_train": rl_rows(train, "train"),
         "rl_test": rl_rows(test, "test"),
     }
-    for name, rows in tables.items():
-        pq.write_table(pa.Table.from_pylist(rows), args.output_dir / f"{name}.parquet")
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args.seed, args.hidden_size, args.layers)
+    write_task(args.output_dir, tables, make_model(tokenizer, args.seed, args.hidden_size, args.layers), tokenizer)
+
+
+def write_task(
+    folder: Path, tables: dict[str, list[dict]], model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Write a parquet file for each table, and ``model/``; print their sizes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, rows in tables.items():
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{name}.parquet")
     for part in (model, tokenizer):
-        part.save_pretrained(args.output_dir / "model")
+        part.save_pretrained(folder / "model")
     parameters = sum(p.numel() for p in model.parameters())
-    sizes_text = ", ".join(f"{name} {len(rows)}" for name, rows in tables.items())
-    print(f"{parameters / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}; rows: {sizes_text}")
+    sizes = ", ".join(f"{name} {len(rows)}" for name, rows in tables.items())
+    print(f"{parameters / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}; rows: {sizes}")
 
 
 if __name__ == "__main__":

@@ -14,15 +14,16 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # the clone's root
 
 from examples.quickstart.curves import draw_curves
-from examples.quickstart.settings import command, rl_settings, sft_settings
+from examples.quickstart.settings import Settings, command, rl_settings, sft_settings
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -161,42 +162,77 @@ def report_accuracy(outcome: Outcome) -> None:
     )
 
 
-def report(outcome: Outcome, pairs: list[tuple[dict, dict]], picture: Path, checkpoint: Path) -> None:
-    """What the run changed."""
-    report_accuracy(outcome)
+def report_samples(pairs: list[tuple[dict, dict]]) -> None:
+    """Some responses before and after."""
     print("\n== Sample responses")
     for before, after in pairs[:SAMPLES]:
         verdicts = ["right" if record["score"] == 1.0 else "wrong" for record in (before, after)]
         print(f"   {after['input']}")
         print(f"      before  {before['output']}  {verdicts[0]}")
         print(f"      after   {after['output']}  {verdicts[1]}")
-    print(f"\npicture     {picture}\ncheckpoint  {checkpoint}\ntime        {outcome.seconds:.0f} s in all")
+
+
+def report_files(output: Path, outcome: Outcome) -> None:
+    """Where the picture and the trained model are."""
+    run = output / outcome.algorithm
+    last_step = max(step for step, _ in read_metrics(run / "metrics.jsonl"))
+    checkpoint = exported_model(run / "checkpoints" / f"global_step_{last_step}" / "actor")
+    print(f"\npicture     {output / 'curves.png'}\ncheckpoint  {checkpoint}")
+    print(f"time        {outcome.seconds:.0f} s in all")
 
 
 def run_quickstart(algorithm: str, seed: int, output: Path) -> Outcome:
     """All stages, and their outcome, which is also in ``outcome.json``."""
+    outcome, pairs = run_stages(
+        algorithm,
+        seed,
+        output,
+        HERE / "make_task.py",
+        sft_settings,
+        partial(rl_settings, algorithm),
+        (f"Countdown, {algorithm.upper()}", ACCURACY),
+    )
+    report_accuracy(outcome)
+    report_samples(pairs)
+    report_files(output, outcome)
+    return outcome
+
+
+def run_stages(
+    algorithm: str,
+    seed: int,
+    output: Path,
+    make_task: Path,
+    sft_settings: Callable[[Path, Path, int], Settings],
+    rl_settings: Callable[[Path, Path, Path, int], Settings],
+    curves: tuple[str, str],
+) -> tuple[Outcome, list[tuple[dict, dict]]]:
+    """Make the task, warm up, train and draw the curves, each stage in a folder of its own below ``output``.
+
+    Args:
+        make_task: the script that writes the model and the data.
+        sft_settings: of (task, output, seed).
+        rl_settings: of (task, model, output, seed).
+        curves: title of the picture, and the metric that it shows beside the reward.
+
+    Returns:
+        the outcome, which is also in ``outcome.json``, and the first and last validation, prompt by prompt.
+    """
     started = time.monotonic()
     task, sft, rl = output / "task", output / "sft", output / algorithm
     for folder in (sft, rl):
         folder.mkdir(parents=True)
-    make_task = [sys.executable, str(HERE / "make_task.py"), f"--output_dir={task}", f"--seed={seed}"]
-    run_stage("Tokenizer, tiny model, data", make_task, output / "task.log")
+    make = [sys.executable, str(make_task), f"--output_dir={task}", f"--seed={seed}"]
+    run_stage("Tokenizer, tiny model, data", make, output / "task.log")
     warm_up = command("verl.trainer.sft_trainer", sft_settings(task, sft, seed))
     run_stage("Supervised warm-up", warm_up, sft / "log.txt", sft / "metrics.jsonl")
-    model = exported_model(sft / "checkpoints")
-    train = command("verl.trainer.main_ppo", rl_settings(algorithm, task, model, rl, seed))
+    train = command("verl.trainer.main_ppo", rl_settings(task, exported_model(sft / "checkpoints"), rl, seed))
     run_stage(f"Reinforcement learning: {algorithm.upper()}", train, rl / "log.txt", rl / "metrics.jsonl")
-    picture = output / "curves.png"
-    draw_curves(list(read_metrics(rl / "metrics.jsonl")), ACCURACY, f"Countdown, {algorithm.upper()}", picture)
+    title, accuracy = curves
+    draw_curves(list(read_metrics(rl / "metrics.jsonl")), accuracy, title, output / "curves.png")
     outcome, pairs = compare(rl / "validation", algorithm, seed, time.monotonic() - started)
     (output / "outcome.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
-    report(outcome, pairs, picture, exported_model(rl / "checkpoints" / f"global_step_{last_step(rl)}" / "actor"))
-    return outcome
-
-
-def last_step(run: Path) -> int:
-    """The last step of a run."""
-    return max(step for step, _ in read_metrics(run / "metrics.jsonl"))
+    return outcome, pairs
 
 
 def fresh_folder(path: Path) -> Path:

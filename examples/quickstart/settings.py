@@ -18,10 +18,15 @@ PROMPT_LENGTH, RESPONSE_LENGTH = 12, 12
 
 def sft_settings(task: Path, output: Path, seed: int) -> Settings:
     """The supervised warm-up: short on purpose, so that RL has something left to teach."""
+    return warm_up_settings(task, output, seed, 128, PROMPT_LENGTH + RESPONSE_LENGTH, SFT_STEPS)
+
+
+def warm_up_settings(task: Path, output: Path, seed: int, batch_size: int, max_length: int, steps: int) -> Settings:
+    """Supervised training of the random model, whose last step is exported."""
     return {
         "data.train_files": task / "sft_train.parquet",
-        "data.train_batch_size": 128,
-        "data.max_length": PROMPT_LENGTH + RESPONSE_LENGTH,
+        "data.train_batch_size": batch_size,
+        "data.max_length": max_length,
         "data.num_workers": 0,
         "model.path": task / "model",
         "model.enable_gradient_checkpointing": False,
@@ -30,8 +35,8 @@ def sft_settings(task: Path, output: Path, seed: int) -> Settings:
         "optim.lr_scheduler_type": "cosine",
         "optim.lr_warmup_steps": 20,
         "checkpoint.save_contents": "[model,hf_model]",
-        "trainer.total_training_steps": SFT_STEPS,
-        "trainer.save_freq": SFT_STEPS,
+        "trainer.total_training_steps": steps,
+        "trainer.save_freq": steps,
         **run_settings(output, seed),
     }
 
@@ -41,10 +46,21 @@ def rl_settings(algorithm: str, task: Path, model: Path, output: Path, seed: int
     steps = RL_STEPS[algorithm]
     estimator = {"grpo": _grpo_settings, "ppo": _ppo_settings}[algorithm]
     return {
-        "data.train_files": task / "rl_train.parquet",
-        "data.val_files": task / "rl_test.parquet",
+        **policy_settings(task, model, output, seed, steps),
         "data.max_prompt_length": PROMPT_LENGTH,
         "data.max_response_length": RESPONSE_LENGTH,
+        "actor_rollout_ref.actor.optim.lr": 2e-4,
+        "actor_rollout_ref.rollout.max_num_seqs": 1024,
+        **estimator(model),
+        "trainer.test_freq": 15,
+    }
+
+
+def policy_settings(task: Path, model: Path, output: Path, seed: int, steps: int) -> Settings:
+    """Reinforcement learning on one CPU, from the model of the warm-up: what every quickstart sets."""
+    return {
+        "data.train_files": task / "rl_train.parquet",
+        "data.val_files": task / "rl_test.parquet",
         "data.dataloader_num_workers": 0,
         "data.seed": seed,
         "actor_rollout_ref.model.path": model,
@@ -52,15 +68,11 @@ def rl_settings(algorithm: str, task: Path, model: Path, output: Path, seed: int
         "actor_rollout_ref.actor.fsdp_config.dtype": "float32",
         "actor_rollout_ref.actor.use_dynamic_bsz": True,
         "actor_rollout_ref.actor.clip_ratio_high": 0.28,
-        "actor_rollout_ref.actor.optim.lr": 2e-4,
         "actor_rollout_ref.actor.checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
         "actor_rollout_ref.rollout.dtype": "float32",
-        "actor_rollout_ref.rollout.max_num_seqs": 1024,
         "actor_rollout_ref.rollout.free_cache_engine": False,
-        **estimator(model),
         "trainer.total_training_steps": steps,
         "trainer.val_before_train": True,
-        "trainer.test_freq": 15,
         "trainer.save_freq": steps,
         "trainer.validation_data_dir": output / "validation",
         **run_settings(output, seed),

@@ -17,13 +17,11 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # the clone's root
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from examples.data_preprocess._common import rl_row
-from examples.quickstart.make_task import make_model
+from examples.quickstart.make_task import make_model, write_task
 from examples.quickstart_agent import task
 from examples.quickstart_agent.task import Question
 
@@ -137,7 +135,6 @@ def main() -> None:
     parser.add_argument("--hidden_size", type=int, default=128)
     parser.add_argument("--layers", type=int, default=2)
     args = parser.parse_args()
-    args.output_dir.mkdir(parents=True, exist_ok=True)
     chance = random.Random(args.seed)
     questions = task.all_questions()
     chance.shuffle(questions)
@@ -148,16 +145,9 @@ def main() -> None:
         "rl_train": rl_rows(chance.choices(train, k=args.train_size), chance, "train"),
         "rl_test": rl_rows(test, chance, "test"),
     }
-    for name, rows in tables.items():
-        pq.write_table(pa.Table.from_pylist(rows), args.output_dir / f"{name}.parquet")
-    (args.output_dir / "tools.yaml").write_text("tools:\n  - class_name: examples.quickstart_agent.look_up.LookUp\n")
     tokenizer = make_tokenizer()
-    model = make_model(tokenizer, args.seed, args.hidden_size, args.layers)
-    for part in (model, tokenizer):
-        part.save_pretrained(args.output_dir / "model")
-    parameters = sum(p.numel() for p in model.parameters())
-    sizes = ", ".join(f"{name} {len(rows)}" for name, rows in tables.items())
-    print(f"{parameters / 1e6:.2f} M parameters, vocabulary {len(tokenizer)}; rows: {sizes}")
+    write_task(args.output_dir, tables, make_model(tokenizer, args.seed, args.hidden_size, args.layers), tokenizer)
+    (args.output_dir / "tools.yaml").write_text("tools:\n  - class_name: examples.quickstart_agent.look_up.LookUp\n")
 
 
 if __name__ == "__main__":
