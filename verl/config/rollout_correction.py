@@ -36,6 +36,25 @@ class RolloutCorrectionConfig(BaseConfig):
         """Whether the driver computes weights or rejection, from the trainer's own old log-probs."""
         return not self.bypass_mode and (self.rollout_is is not None or self.rollout_rs is not None)
 
+    @classmethod
+    def _weighted(
+        cls,
+        rollout_is: Literal["token", "sequence"],
+        is_threshold: float,
+        rollout_rs: str,
+        rs_threshold: str | float,
+        loss_type: Literal["ppo_clip", "reinforce"] | None = None,
+    ) -> RolloutCorrectionConfig:
+        """Make a preset of weights and rejection, in bypass mode if a loss is given."""
+        return cls(
+            rollout_is=rollout_is,
+            rollout_is_threshold=is_threshold,
+            rollout_rs=rollout_rs,
+            rollout_rs_threshold=rs_threshold,
+            bypass_mode=loss_type is not None,
+            loss_type=loss_type or "ppo_clip",
+        )
+
     # ---- presets, decoupled -------------------------------------------------------------------
 
     @classmethod
@@ -63,12 +82,7 @@ class RolloutCorrectionConfig(BaseConfig):
         cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.5_2.0"
     ) -> RolloutCorrectionConfig:
         """Truncated weights per response; responses rejected by their ratio."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_sum_k1",
-            rollout_rs_threshold=rs_threshold,
-        )
+        return cls._weighted("sequence", is_threshold, "seq_sum_k1", rs_threshold)
 
     @classmethod
     def decoupled_geo_rs(cls, rs_threshold: str | float = "0.999_1.001") -> RolloutCorrectionConfig:
@@ -80,24 +94,14 @@ class RolloutCorrectionConfig(BaseConfig):
         cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
     ) -> RolloutCorrectionConfig:
         """Truncated weights per response; responses rejected by the geometric mean of their token ratios."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-        )
+        return cls._weighted("sequence", is_threshold, "seq_mean_k1", rs_threshold)
 
     @classmethod
     def decoupled_geo_rs_token_tis(
         cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
     ) -> RolloutCorrectionConfig:
         """Truncated weights per token; responses rejected by the geometric mean of their token ratios."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-        )
+        return cls._weighted("token", is_threshold, "seq_mean_k1", rs_threshold)
 
     @classmethod
     def decoupled_k3_rs(cls, rs_threshold: float = 0.01) -> RolloutCorrectionConfig:
@@ -107,24 +111,14 @@ class RolloutCorrectionConfig(BaseConfig):
     @classmethod
     def decoupled_k3_rs_seq_tis(cls, is_threshold: float = 2.0, rs_threshold: float = 0.01) -> RolloutCorrectionConfig:
         """Truncated weights per response; responses rejected by their mean k3 divergence."""
-        return cls(
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k3",
-            rollout_rs_threshold=rs_threshold,
-        )
+        return cls._weighted("sequence", is_threshold, "seq_mean_k3", rs_threshold)
 
     @classmethod
     def decoupled_k3_rs_token_tis(
         cls, is_threshold: float = 2.0, rs_threshold: float = 0.01
     ) -> RolloutCorrectionConfig:
         """Truncated weights per token; responses rejected by their mean k3 divergence."""
-        return cls(
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k3",
-            rollout_rs_threshold=rs_threshold,
-        )
+        return cls._weighted("token", is_threshold, "seq_mean_k3", rs_threshold)
 
     # ---- presets, bypass ----------------------------------------------------------------------
 
@@ -163,25 +157,11 @@ class RolloutCorrectionConfig(BaseConfig):
         cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
     ) -> RolloutCorrectionConfig:
         """Policy gradient, truncated weights per response; responses rejected by the geometric mean of token ratios."""
-        return cls(
-            bypass_mode=True,
-            loss_type="reinforce",
-            rollout_is="sequence",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-        )
+        return cls._weighted("sequence", is_threshold, "seq_mean_k1", rs_threshold, "reinforce")
 
     @classmethod
     def bypass_pg_geo_rs_token_tis(
         cls, is_threshold: float = 2.0, rs_threshold: str | float = "0.999_1.001"
     ) -> RolloutCorrectionConfig:
         """Policy gradient, truncated weights per token; responses rejected by the geometric mean of token ratios."""
-        return cls(
-            bypass_mode=True,
-            loss_type="reinforce",
-            rollout_is="token",
-            rollout_is_threshold=is_threshold,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=rs_threshold,
-        )
+        return cls._weighted("token", is_threshold, "seq_mean_k1", rs_threshold, "reinforce")
