@@ -5,8 +5,8 @@
     python -m docs.generate.algorithms --collect      # only look which proofs there are; --write then goes by the marks
     python -m docs.generate.algorithms --check        # as --collect, and fail if a page says anything else
 
-The pages: docs/algorithms.md (names, each with a sentence), docs/algorithm_reference.md (formulas, papers, settings),
-docs/internals/algorithm_proofs.md (which proofs there are of each name).
+The pages: docs/algorithms.md (names, each with a sentence); in docs/internals, algorithm_reference.md (formulas,
+papers, settings) and algorithm_proofs.md (which proofs there are of each name).
 
 A test says what it proves by a mark: ``@pytest.mark.proof("by hand", "grpo", "rloo")``, or, if it is
 parametrised over names, ``@pytest.mark.proof("masks", param="name")``. Where an estimator and a loss have one name
@@ -335,9 +335,9 @@ MADE = "Made by `make proofs` (`python -m docs.generate.algorithms --write`) fro
 HEAD = """# Algorithms
 
 What the configuration can choose, in a sentence each. Formulas, papers and published settings:
-[algorithm reference](algorithm_reference.md). Which tests prove what: [proofs](internals/algorithm_proofs.md).
-Estimators and losses of your own: [extending](extending.md). Where other releases of verl compute something else:
-[differences](differences.md).
+[algorithm reference](internals/algorithm_reference.md). Which tests prove what:
+[proofs](internals/algorithm_proofs.md). Estimators and losses of your own: [extending](extending.md). Where other
+releases of verl compute something else: [differences](differences.md).
 
 """
 
@@ -354,7 +354,7 @@ TAIL = """
 
 REFERENCE_HEAD = f"""# Algorithm reference
 
-Formulas, papers and published settings of what [algorithms](algorithms.md) lists. {MADE}
+Formulas, papers and published settings of what [algorithms](../algorithms.md) lists. {MADE}
 
 """
 
@@ -384,7 +384,7 @@ def names_table(names: Sequence[str], of: Callable[[str], Callable], taken: Sequ
         docstring = inspect.getdoc(of(name)) or ""
         said = linked(docstring.partition("\n")[0]) if known_as == name else f"Another name of `{known_as}`."
         anchor = f"{name}_1" if name in taken else name
-        lines.append(f"| [`{name}`](algorithm_reference.md#{anchor}) | {said} |")
+        lines.append(f"| [`{name}`](internals/algorithm_reference.md#{anchor}) | {said} |")
     return lines
 
 
@@ -399,23 +399,24 @@ def users_page() -> str:
         names = ", ".join(f"`{name}`" for name in section.names)
         anchor = section.title.lower().replace(" ", "-")
         lines += [f"## {section.title}", "", f"{chosen_by(section)} Names: {names}."]
-        lines += [f"[What they compute](algorithm_reference.md#{anchor}).", ""]
+        lines += [f"[What they compute](internals/algorithm_reference.md#{anchor}).", ""]
     lines += ["## Beside them", ""]
     for title, (_, setting) in OTHERS.items():
         anchor = title.lower().replace(" ", "-")
-        lines += [f"- [{title}](algorithm_reference.md#{anchor}): {setting}"]
+        lines += [f"- [{title}](internals/algorithm_reference.md#{anchor}): {setting}"]
     return _tidy([*lines, TAIL])
 
 
 def reference_page() -> str:
-    """docs/algorithm_reference.md."""
+    """docs/internals/algorithm_reference.md."""
     lines = [REFERENCE_HEAD]
     for section in sections():
         lines += [f"## {section.title}", "", chosen_by(section), "", *BODIES[section.title](), ""]
     lines += ["## Beside them", ""]
     for title, (function, setting) in OTHERS.items():
         lines += [f"### {title}", "", *described(function), f"Set by {setting}", ""]
-    return _tidy(lines)
+    # Links are written as of docs/, where the other page stands that shares them.
+    return re.sub(r"\]\((?!https?:|#|\.\./)", "](../", _tidy(lines)).replace("](../internals/", "](")
 
 
 def proofs_page(marked: Mapping[Claim, int]) -> str:
@@ -431,7 +432,7 @@ def pages(marked: Mapping[Claim, int]) -> dict[Path, str]:
     docs = ROOT / "docs"
     return {
         docs / "algorithms.md": users_page(),
-        docs / "algorithm_reference.md": reference_page(),
+        docs / "internals" / "algorithm_reference.md": reference_page(),
         docs / "internals" / "algorithm_proofs.md": proofs_page(marked),
     }
 

@@ -1,4 +1,4 @@
-"""Write docs/columns.md from verl/schema.py; takes seconds.
+"""Write docs/internals/columns.md from verl/schema.py; takes seconds.
 
 python -m docs.generate.columns
 """
@@ -10,10 +10,10 @@ from pathlib import Path
 
 from verl.schema import COLUMNS
 
-PAGE = Path(__file__).resolve().parents[1] / "columns.md"
+PAGE = Path(__file__).resolve().parents[1] / "internals" / "columns.md"
 HEAD = """# Table of columns
 
-Made by `python -m docs.generate.columns` from `verl/schema.py`. What a batch is: [batches](data_protocol.md).
+Made by `python -m docs.generate.columns` from `verl/schema.py`. What a batch is: [batches](../data_protocol.md).
 
 `sequence_length` is `prompt_length + response_length`; while there are only prompts, it is `prompt_length`. Columns of
 dtype `object` are in `non_tensor_batch`, all others in `batch`.
