@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md run as they are printed."""
+"""The examples of docs/environments.md and docs/environment_adapters.md run as they are printed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def block(language: str, having: str) -> str:
-    found = [text for text in re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL) if having in text]
+def block(language: str, having: str, page: str = "environments.md") -> str:
+    blocks = re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    found = [text for text in blocks if having in text]
     assert len(found) == 1
     return found[0]
 
@@ -52,7 +53,7 @@ def test_the_environments_of_the_page(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_gymnasium_of_the_page(tmp_path: Path):
-    (tmp_path / "environments.yaml").write_text(block("yaml", "FrozenLake-v1"))
+    (tmp_path / "environments.yaml").write_text(block("yaml", "FrozenLake-v1", "environment_adapters.md"))
     [lake] = read_environments(str(tmp_path / "environments.yaml")).values()
     environment = lake.cls(lake.config)
     # The map of FrozenLake-v1: SFFF FHFH FFFH HFFG; the colours of the terminal mark where the player stands.

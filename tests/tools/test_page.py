@@ -1,4 +1,4 @@
-"""The examples of docs/tools.md work as they stand there."""
+"""The examples of docs/tools.md work as they stand there, and it and docs/tool_calls.md leave nothing out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from verl.agents.tool_calls import CallFailure, ToolRunner
 from verl.tools.base_tool import BaseTool
 from verl.tools.utils.tool_registry import initialize_tools
 
-PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "tools.md").read_text()
 NOTES = """
   - class_name: {}:Notes
     tool_schema: {{type: function, function: {{name: notes, description: d, parameters: {{type: object}}}}}}
@@ -36,8 +37,9 @@ def test_the_examples_of_the_page(tmp_path: Path):
     assert rewards == {"distance": 0.0, "notes": 2.0}
 
 
-def test_the_page_names_every_failure_and_every_tool_in_the_box():
-    formats, failures = PAGE.split("## How a model writes its calls")[1].split("## What a bad call costs")
+def test_the_pages_name_every_failure_and_every_tool_in_the_box():
+    calls = (DOCS / "tool_calls.md").read_text()
+    formats, failures = calls.split("## How a model writes its calls")[1].split("## What a bad call costs")
     assert set(re.findall(r"^\| `([\w-]+)` \| ", failures, re.MULTILINE)) == set(CallFailure)
     assert sorted(re.findall(r"^\| `([\w-]+)` \| ", formats, re.MULTILINE)) == _parsers.names()
     for path in re.findall(r"^\| `(\w+\.\w+)` \|", PAGE, re.MULTILINE):
