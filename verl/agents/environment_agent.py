@@ -28,7 +28,7 @@ CONVERSATION = "policy"
 
 @dataclass(frozen=True)
 class EnvironmentAgentParts:
-    """What the trajectories of one process share."""
+    """Objects that the trajectories of one process share."""
 
     template: ChatTemplate
     parser: ToolParser
@@ -63,18 +63,18 @@ class EnvironmentAgentLoop(AgentLoopBase):
         async with Episode(entry, shorten, self.rollout_config.agent.tool_timeout_s) as episode:
             began = time.monotonic()
             messages, tools = await episode.reset(prompt, self._seed(entry), arguments)
-            play = _Play(episode, entry, bool(tools), seconds=time.monotonic() - began)
+            played = _PlayedEpisode(episode, entry, bool(tools), seconds=time.monotonic() - began)
             conversation = Conversation(self.shared.template, messages, tools or None)
             conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
-            status = await self._played(conversation, play, sampling_params)
+            status = await self._play(conversation, played, sampling_params)
             rest = await episode.score()
         return conversation_outputs(
             conversation,
             status=status,
-            metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=play.seconds),
-            told=self._told(conversation, play),
-            turn_scores=turn_scores(play.rewards, rest),
-            columns={"environment_info": play.info, "rendering_differences": dict(conversation.check())},
+            metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=played.seconds),
+            told=self._told(conversation, played),
+            turn_scores=turn_scores(played.rewards, rest),
+            columns={"environment_info": played.info, "rendering_differences": dict(conversation.check())},
         )
 
     def _seed(self, entry: EnvironmentEntry) -> int:
@@ -83,31 +83,31 @@ class EnvironmentAgentLoop(AgentLoopBase):
         number = sample.sample_index if entry.seed_per == "sample" else -1
         return sample_seed(self.rollout_config.seed, 0, sample.uid, number) % 2**31
 
-    async def _played(
-        self, conversation: Conversation, play: _Play, sampling_params: Mapping[str, Any]
+    async def _play(
+        self, conversation: Conversation, played: _PlayedEpisode, sampling_params: Mapping[str, Any]
     ) -> TrajectoryStatus:
         turns, most_tokens = self.rollout_config.multi_turn, self.rollout_config.response_length
         most_turns = [turns.max_assistant_turns, turns.max_user_turns and turns.max_user_turns + 1]
         while left := conversation.tokens_left(most_tokens):
-            limits = [left, sampling_params.get("max_tokens"), play.entry.max_action_tokens]
+            limits = [left, sampling_params.get("max_tokens"), played.entry.max_action_tokens]
             params = {**sampling_params, "max_tokens": min(limit for limit in limits if limit)}
             context = conversation.ids
             drawn = await self.server_manager.generate(CONVERSATION, prompt_ids=context, sampling_params=params)
             turn = await self._read(context, drawn.token_ids, conversation)
             conversation.add_drawn(drawn.token_ids, drawn.log_probs or [], turn.message())
-            end = await play.step(conversation)
+            end = await played.step(conversation)
             if end is not None:
                 return end
-            if len(play.rewards) in most_turns:
+            if len(played.rewards) in most_turns:
                 return "turns_used_up"
             # The next turn needs room for a token.
-            if not conversation.add_messages(play.answer, conversation.tokens_left(most_tokens) - 1):
+            if not conversation.add_messages(played.answer, conversation.tokens_left(most_tokens) - 1):
                 break
         return "context_full"
 
-    def _told(self, conversation: Conversation, play: _Play) -> list[dict[str, Any]]:
+    def _told(self, conversation: Conversation, played: _PlayedEpisode) -> list[dict[str, Any]]:
         """The messages; those of the policy with the seconds of its turn and the environment's, and the reward."""
-        turns = zip(self.server_manager.turns, play.step_seconds, play.rewards, strict=True)
+        turns = zip(self.server_manager.turns, played.step_seconds, played.rewards, strict=True)
         told = []
         for number, message in enumerate(conversation.messages):
             more: dict[str, Any] = {}
@@ -126,8 +126,8 @@ class EnvironmentAgentLoop(AgentLoopBase):
 
 
 @dataclass
-class _Play:
-    """An episode as far as it was played."""
+class _PlayedEpisode:
+    """An episode in progress, with the times and rewards of its turns."""
 
     episode: Episode
     entry: EnvironmentEntry

@@ -36,7 +36,7 @@ MOST_OF_A_VALUE = 1000
 
 @dataclass(frozen=True)
 class StepAnswer:
-    """What an environment answers to a turn of the policy."""
+    """An environment's answer to a turn of the policy."""
 
     messages: list[Message]
     reward: float | None

@@ -91,7 +91,7 @@ class AgentLoopManager:
             ]
             for row, result in zip(again, self._agents.run(redrawn, self.worker_group), strict=True):
                 results[row] = result
-        self._look_at_failures(results)
+        self._report_failures(results)
         columns = self._columns(trajectories, results)
         if "agent_name" in prompts.non_tensor_batch:
             return columns
@@ -122,8 +122,8 @@ class AgentLoopManager:
             trajectories.append(Trajectory(agent_name=name, sample=sample, sampling=request.sampling, row=row))
         return trajectories
 
-    def _look_at_failures(self, results: Sequence[TrajectoryResult]) -> None:
-        """Say once for each kind of failure how often it happened.
+    def _report_failures(self, results: Sequence[TrajectoryResult]) -> None:
+        """Log each kind of failure once, with its number.
 
         Raises:
             RolloutError: too many trajectories failed.

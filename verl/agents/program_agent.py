@@ -32,7 +32,7 @@ REMEDY = f"Leave it out of the request, or add its name to `ignore` in {ENTRY}; 
 
 @dataclass(frozen=True)
 class ProgramAgentParts:
-    """What the trajectories of one process share."""
+    """Objects that the trajectories of one process share."""
 
     endpoint: TrajectoryEndpoint
     settings: RecorderSettings

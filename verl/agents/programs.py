@@ -36,7 +36,7 @@ SHOWN = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramTask:
-    """What an agent program is given."""
+    """Input of an agent program."""
 
     messages: list[Message]
     """The prompt."""

@@ -43,8 +43,8 @@ class EngineLink(Protocol):
 
 
 @dataclass
-class _Asked:
-    """A request that somebody waits for."""
+class _PendingRequest:
+    """A request without an answer yet."""
 
     conversation: str
     request: RolloutRequest
@@ -78,7 +78,7 @@ class Router:
         self._engines = [_RoutedEngine(link) for link in links]
         self._room = room
         self._numbers = itertools.count()
-        self._asked: dict[int, _Asked] = {}
+        self._asked: dict[int, _PendingRequest] = {}
         self._home: OrderedDict[str, int] = OrderedDict()
         self._over: RolloutError | None = None
 
@@ -95,7 +95,9 @@ class Router:
         if self._over is not None:
             raise self._over
         number = next(self._numbers)
-        asked = _Asked(conversation, request, asyncio.get_running_loop().create_future(), self._engine_of(conversation))
+        asked = _PendingRequest(
+            conversation, request, asyncio.get_running_loop().create_future(), self._engine_of(conversation)
+        )
         self._asked[number] = asked
         self._engines[asked.engine].waiting.append(number)
         self._send(asked.engine)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class UserAnswer:
-    """What the user says to a turn of the policy."""
+    """The user's answer to a turn of the policy."""
 
     is_end: bool
     text: str

@@ -63,7 +63,7 @@ class ProcessSlots:
 
 @asynccontextmanager
 async def no_limit() -> AsyncIterator[None]:
-    """Hold nothing."""
+    """Enter without a limit."""
     yield
 
 

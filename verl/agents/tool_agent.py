@@ -42,7 +42,7 @@ CONVERSATION = "policy"
 
 @dataclass(frozen=True)
 class ToolAgentParts:
-    """What the trajectories of one process share."""
+    """Objects that the trajectories of one process share."""
 
     template: ChatTemplate
     tools: ToolRunner
@@ -132,7 +132,7 @@ class ToolAgentLoop(AgentLoopBase):
             session = await stack.enter_async_context(parts.tools.session(kwargs.get("tools_kwargs")))
             if user is not None:
                 await stack.enter_async_context(user)
-            others = _Others(session, calls, user)
+            others = _Counterparts(session, calls, user)
             status = await self._converse(conversation, others, sampling_params)
             final_rewards = await session.rewards()
         return conversation_outputs(
@@ -152,7 +152,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
 
     async def _converse(
-        self, conversation: Conversation, others: _Others, sampling_params: Mapping[str, Any]
+        self, conversation: Conversation, others: _Counterparts, sampling_params: Mapping[str, Any]
     ) -> TrajectoryStatus:
         turns, most_tokens = self.rollout_config.multi_turn, self.rollout_config.response_length
         number = 0
@@ -180,7 +180,7 @@ class ToolAgentLoop(AgentLoopBase):
             if not conversation.add_messages(answers, room, turns.tool_response_truncate_side):
                 return "context_full"
 
-    def _told(self, conversation: Conversation, others: _Others) -> list[dict[str, Any]]:
+    def _told(self, conversation: Conversation, others: _Counterparts) -> list[dict[str, Any]]:
         """The messages with the seconds that each took; at the end the results that had no room in the response."""
         turns, results, said = iter(self.server_manager.turns), iter(others.calls.results), iter(others.seconds)
         told = []
@@ -191,19 +191,19 @@ class ToolAgentLoop(AgentLoopBase):
                     case "assistant":
                         more = {"seconds": next(turns).seconds}
                     case "tool":
-                        more = _of_call(next(results))
+                        more = _call_columns(next(results))
                     case _:
                         more = {"seconds": next(said)}
             told.append({**message, **more})
         for result in results:
             unseen = {"role": "tool", "name": result.name, "content": result.response.text or ""}
-            told.append({**unseen, **_of_call(result), "is_left_out": True})
+            told.append({**unseen, **_call_columns(result), "is_left_out": True})
         return told
 
 
 @dataclass
-class _Others:
-    """Those whom the policy talks to in one trajectory: its tools, and its user if there is one."""
+class _Counterparts:
+    """The tools, and the simulated user if there is one, that answer the policy in one trajectory."""
 
     tools: ToolSession
     calls: _Calls
@@ -270,7 +270,7 @@ class _Calls:
         return results
 
 
-def _of_call(result: ToolCallResult) -> dict[str, Any]:
-    """What a dump says of a call, beside its message."""
+def _call_columns(result: ToolCallResult) -> dict[str, Any]:
+    """Return what a dump says of a call beside its message."""
     known = {"seconds": result.seconds, "waited_s": result.waited_s, "reward": result.reward}
     return known | ({"failure": result.failure.value} if result.failure else {})

@@ -79,7 +79,7 @@ class ToolLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCallResult:
-    """What came of one call."""
+    """Result of one call: an answer, or the failure."""
 
     name: str
     arguments: str
@@ -293,7 +293,7 @@ class ToolSession:
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         kwargs = {**self._of_row(tool.name, "execute_kwargs"), **kwargs}
         try:
-            result = await self._run(tool, self._created_and_executed(tool, arguments, kwargs))
+            result = await self._run(tool, self._create_and_execute(tool, arguments, kwargs))
         except _CallError as error:
             making = self._instances.get(tool.name)
             if making is None or not making.done() or _has_failed(making):
@@ -302,8 +302,8 @@ class ToolSession:
             raise
         return _checked(tool.name, result)
 
-    async def _created_and_executed(self, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
-        """In the thread of the tools: create the state of this trajectory at the first call, then execute."""
+    async def _create_and_execute(self, tool: BaseTool, arguments: dict[str, Any], kwargs: dict[str, Any]) -> Any:
+        """Create the trajectory's state at the first call, then execute; runs in the thread of the tools."""
         making = self._instances.get(tool.name)
         if making is None:
             kwargs_of_row = self._of_row(tool.name, "create_kwargs")

@@ -71,7 +71,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrajectoryResult:
-    """What became of a trajectory."""
+    """Result of a trajectory: its sequences, or why it failed."""
 
     outputs: tuple[AgentLoopOutput, ...]
     """The training sequences, at least one; after a failure, the tokens up to the last turn of the policy."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Absence:
-    """Why names are absent."""
+    """Reason for which names are absent, and what to use in their place."""
 
     kind: Literal["not yet", "other design", "no use"]
     sentence: str

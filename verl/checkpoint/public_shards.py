@@ -25,12 +25,12 @@ _LAYER = re.compile(r"(.*?\.\d+)\.")
 _ONCE = "Set load_contents=[model,extra] to begin with new moments."
 
 
-class _Kept:
+class _UnloadedObject:
     """An object of a class that is not loaded; only its state is kept."""
 
     state: Any = None
 
-    def __new__(cls, *_: object) -> _Kept:
+    def __new__(cls, *_: object) -> _UnloadedObject:
         return super().__new__(cls)
 
     def __init__(self, *_: object) -> None: ...
@@ -55,8 +55,8 @@ class _Sharded(Tensor):
 
 def _attribute(owner: Any, name: Any) -> Any:
     """The only use of ``getattr`` in these files: inner classes and members of classes that are not loaded."""
-    if owner in (_Sharded, _Kept) and isinstance(name, str):
-        return _Kept
+    if owner in (_Sharded, _UnloadedObject) and isinstance(name, str):
+        return _UnloadedObject
     raise pickle.UnpicklingError(f"getattr({owner!r:.80}, {name!r:.80}) is none of a sharded tensor")
 
 
@@ -65,7 +65,7 @@ _NAMES: list[Any] = [
     (_Sharded, f"{_SHARD}.sharded_tensor.api.ShardedTensor"),
     (_attribute, "builtins.getattr"),
     *(
-        (_Kept, name)
+        (_UnloadedObject, name)
         for name in (
             f"{_SHARD}.sharded_tensor.shard.Shard",
             f"{_SHARD}.metadata.ShardMetadata",

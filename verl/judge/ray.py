@@ -77,19 +77,19 @@ class RayEngines:
             serving = group.serve(RayRequests(self._router, rollout))
             began = time.monotonic()
             while not ray.get(self._router.engines_ask.remote()):
-                self._look_at_ranks(group, serving, time.monotonic() - began)
+                self._check_ranks(group, serving, time.monotonic() - began)
             outcome = waiting(start(), lambda: None)
         return Deferred([outcome], lambda: self._result(outcome, group, serving))
 
     def _result(self, outcome: Future[T], group: Any, serving: Any) -> T:
         with self._forgotten_on_failure():
             while not wait_for_futures([outcome], LOOK_S).done:
-                self._look_at_ranks(group, serving, ray.get(self._router.silent_s.remote()))
+                self._check_ranks(group, serving, ray.get(self._router.silent_s.remote()))
             ray.get(self._router.close.remote())
             group.wait_for(serving)
         return outcome.result()
 
-    def _look_at_ranks(self, group: Any, serving: Any, silent_s: float) -> None:
+    def _check_ranks(self, group: Any, serving: Any, silent_s: float) -> None:
         """Raise if a rank has ended, or if one has been silent for too long."""
         if group.any_returned(serving):
             group.wait_for(serving)  # raises why the ranks ended before their time

@@ -97,7 +97,7 @@ class JudgeService:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What reward functions and reward managers get that name it."""
+        """Arguments for reward functions and reward managers whose signature names them."""
         return {"reward_router_address": self.reward_router_address, "reward_model_tokenizer": self.tokenizer}
 
     @property

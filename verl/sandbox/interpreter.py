@@ -139,7 +139,7 @@ class _InterpreterProcess(StartedSandbox):
             mine.callback(self.end_processes)
             self._requests = request_end
             os.set_blocking(request_end, False)
-            self._output = _BothEnds(limits.max_output_bytes)
+            self._output = _HeadAndTail(limits.max_output_bytes)
             ended = self._follow(b"", START_S)
             if ended is not None or self.read["answers"] != b".":
                 raise SandboxError(f"the interpreter cannot be started ({ended}): {self._output.text()[-1000:]}")
@@ -148,7 +148,7 @@ class _InterpreterProcess(StartedSandbox):
     def run(self, code: bytes) -> ProgramResult:
         """Run a piece of code."""
         start = time.monotonic()
-        self._output = _BothEnds(self.limits.max_output_bytes)
+        self._output = _HeadAndTail(self.limits.max_output_bytes)
         with contextlib.suppress(BlockingIOError):
             while os.read(self.streams["answers"], 1):
                 pass  # only the answers to this piece count
@@ -236,8 +236,8 @@ class _InterpreterProcess(StartedSandbox):
         return 137 if code is None else code  # bubblewrap itself was killed
 
 
-class _BothEnds:
-    """Beginning and end of a stream, ``most`` bytes together."""
+class _HeadAndTail:
+    """Buffer that keeps the beginning and the end of a stream, ``most`` bytes together."""
 
     def __init__(self, most: int) -> None:
         self._half = most // 2
@@ -253,7 +253,7 @@ class _BothEnds:
             del self._tail[: -self._half]
 
     def text(self) -> str:
-        """All of it, or both ends with what is missing between them."""
+        """Return the stream, or its beginning and end with the number of bytes left out between them."""
         tail = self._tail[-self._half :]
         left_out = self.size - len(self._head) - len(tail)
         gap = f"\n[... {left_out} bytes left out ...]\n".encode() if left_out else b""

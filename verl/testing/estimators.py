@@ -67,8 +67,8 @@ def whiten(values: Rows, mask: Rows) -> Rows:
     ]
 
 
-class Slow:
-    """A batch as lists."""
+class ListBatch:
+    """A batch as lists of numbers."""
 
     def __init__(self, batch: dict) -> None:
         self.m: Rows = batch["response_mask"].tolist()
@@ -127,7 +127,7 @@ def normalised(own: float, siblings: list[float], by_std: bool = True) -> float:
     return (own - mean(siblings)) / (std(siblings) + 1e-6 if by_std else 1.0)
 
 
-def gae(b: Slow) -> Rows:
+def gae(b: ListBatch) -> Rows:
     v, rows = b.column("values"), []
     for i in range(b.n):
         row, after, next_value = [0.0] * b.width, 0.0, 0.0
@@ -139,7 +139,7 @@ def gae(b: Slow) -> Rows:
     return whiten(rows, b.m)
 
 
-def bi_level_gae(b: Slow) -> Rows:
+def bi_level_gae(b: ListBatch) -> Rows:
     v, gamma, high, lam = b.column("values"), SETTINGS["gamma"], SETTINGS["high_level_gamma"], SETTINGS["lam"]
     rows = []
     for i in range(b.n):
@@ -156,7 +156,7 @@ def bi_level_gae(b: Slow) -> Rows:
     return whiten(rows, b.m)
 
 
-def rloo(b: Slow) -> Rows:
+def rloo(b: ListBatch) -> Rows:
     def score(i: int, siblings: list[float]) -> float:
         others = [b.total[j] for j in b.siblings[i] if j != i]
         return b.total[i] - (mean(others) if others else 0.0)
@@ -164,7 +164,7 @@ def rloo(b: Slow) -> Rows:
     return b.per_row(score)
 
 
-def passk(b: Slow) -> Rows:
+def passk(b: ListBatch) -> Rows:
     def score(i: int, siblings: list[float]) -> float:
         if len(siblings) == 1:
             return b.total[i] / (1 + 1e-6)
@@ -174,7 +174,7 @@ def passk(b: Slow) -> Rows:
     return b.per_row(score)
 
 
-def gdpo(b: Slow) -> Rows:
+def gdpo(b: ListBatch) -> Rows:
     scores = [0.0] * b.n
     for key, weight in zip(SETTINGS["gdpo_reward_keys"], SETTINGS["gdpo_reward_weights"], strict=True):
         values = b.column(key)
@@ -184,7 +184,7 @@ def gdpo(b: Slow) -> Rows:
     return whiten(b.spread(scores), b.m)
 
 
-def opo(b: Slow) -> Rows:
+def opo(b: ListBatch) -> Rows:
     def score(i: int, siblings: list[float]) -> float:
         if len(siblings) == 1:
             return b.total[i]
@@ -194,13 +194,13 @@ def opo(b: Slow) -> Rows:
     return b.per_row(score)
 
 
-def gpg(b: Slow) -> Rows:
+def gpg(b: ListBatch) -> Rows:
     rows = sum(1 for valid in b.valid if valid)
     alpha = rows / max(sum(1 for x in b.total if x != 0), 1)
     return b.per_row(lambda i, siblings: alpha * normalised(b.total[i], siblings, by_std=False))
 
 
-def maxrl(b: Slow) -> Rows:
+def maxrl(b: ListBatch) -> Rows:
     def score(i: int, siblings: list[float]) -> float:
         if len(siblings) == 1:
             return b.total[i]
@@ -209,7 +209,7 @@ def maxrl(b: Slow) -> Rows:
     return b.per_row(score)
 
 
-def token_baseline(b: Slow, squeeze: bool) -> Rows:
+def token_baseline(b: ListBatch, squeeze: bool) -> Rows:
     """Tokens by place: their position, or their number among the policy's tokens."""
     pi, squares, rho = b.column("old_log_probs"), b.column("sum_pi_squared"), b.column("rollout_is_weights")
     place = [{(k if squeeze else t): t for k, t in enumerate(valid)} for valid in b.valid]
@@ -240,7 +240,7 @@ def turns_of(row: list[float]) -> list[list[int]]:
     return found
 
 
-def per_turn(b: Slow) -> Rows:
+def per_turn(b: ListBatch) -> Rows:
     turns = [turns_of(row) for row in b.m]
     returns: list[list[float]] = []
     for i in range(b.n):
@@ -259,12 +259,12 @@ def per_turn(b: Slow) -> Rows:
     return rows
 
 
-def remax(b: Slow) -> Rows:
+def remax(b: ListBatch) -> Rows:
     baseline = b.column("reward_baselines")
     return [[b.to_go(i)[t] - baseline[i] if b.m[i][t] else 0.0 for t in range(b.width)] for i in range(b.n)]
 
 
-ORACLES: dict[str, Callable[[Slow], Rows]] = {
+ORACLES: dict[str, Callable[[ListBatch], Rows]] = {
     "gae": gae,
     "bi_level_gae": bi_level_gae,
     "grpo": lambda b: b.per_row(lambda i, siblings: normalised(b.total[i], siblings)),
@@ -288,4 +288,4 @@ ORACLES["grpo_vectorized"], ORACLES["rloo_vectorized"] = ORACLES["grpo"], ORACLE
 
 def oracle(name: str, batch: dict) -> torch.Tensor:
     """The advantages of the estimator ``name``, (bsz, response_length) float64."""
-    return torch.tensor(ORACLES[name](Slow(batch)), dtype=torch.float64)
+    return torch.tensor(ORACLES[name](ListBatch(batch)), dtype=torch.float64)

@@ -38,7 +38,7 @@ def report(*attempts):
 
 
 @dataclass(frozen=True)
-class Hostile:
+class HostileProgram:
     """A program, and the statuses that describe it truly."""
 
     name: str
@@ -52,13 +52,13 @@ def _printed_safe(outcome: ProgramResult) -> bool:
     return outcome.stdout.strip().splitlines()[-1:] == [SAFE]
 
 
-def _trying(name: str, *attempts: str, before: str = "") -> Hostile:
+def _trying(name: str, *attempts: str, before: str = "") -> HostileProgram:
     """A program that makes attempts, every one of which must be refused."""
     calls = ", ".join(f"lambda: {attempt}" for attempt in attempts)
-    return Hostile(name, f"{TRY}\n{before}\nreport({calls})", ("ok",), stdin="input", is_harmless=_printed_safe)
+    return HostileProgram(name, f"{TRY}\n{before}\nreport({calls})", ("ok",), stdin="input", is_harmless=_printed_safe)
 
 
-def programs(port: int, secret: Path) -> list[Hostile]:
+def programs(port: int, secret: Path) -> list[HostileProgram]:
     """The suite.
 
     Args:
@@ -71,73 +71,73 @@ def programs(port: int, secret: Path) -> list[Hostile]:
         "        while True: time.sleep(1)\n    os._exit(0)\nprint('done')"
     )
     return [
-        Hostile("fork bomb", spread, ("too_many_processes",)),
-        Hostile("fork until refused", "import os\nwhile True: os.fork()", ("too_many_processes",)),
-        Hostile(
+        HostileProgram("fork bomb", spread, ("too_many_processes",)),
+        HostileProgram("fork until refused", "import os\nwhile True: os.fork()", ("too_many_processes",)),
+        HostileProgram(
             "thread bomb",
             "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(9,)).start()",
             ("too_many_processes",),
         ),
-        Hostile("endless stdout", "while True: print('x' * 1000)", ("output_limit",)),
-        Hostile("endless stderr", "import sys\nwhile True: sys.stderr.write('x' * 1000)", ("output_limit",)),
-        Hostile("busy loop", "while True: pass", ("cpu_limit",)),
-        Hostile(
+        HostileProgram("endless stdout", "while True: print('x' * 1000)", ("output_limit",)),
+        HostileProgram("endless stderr", "import sys\nwhile True: sys.stderr.write('x' * 1000)", ("output_limit",)),
+        HostileProgram("busy loop", "while True: pass", ("cpu_limit",)),
+        HostileProgram(
             "busy loop that ignores signals",
             "import signal\nfor s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n"
             "    except (OSError, ValueError): pass\nwhile True: pass",
             ("cpu_limit",),
         ),
-        Hostile("sleep for ever", "import time\nwhile True: time.sleep(1)", ("timeout",)),
-        Hostile(
+        HostileProgram("sleep for ever", "import time\nwhile True: time.sleep(1)", ("timeout",)),
+        HostileProgram(
             "sleep, ignoring SIGTERM",
             "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: time.sleep(1)",
             ("timeout",),
         ),
-        Hostile("memory hog", "x = []\nwhile True: x.append(bytearray(1 << 20))", ("out_of_memory",)),
-        Hostile(
+        HostileProgram("memory hog", "x = []\nwhile True: x.append(bytearray(1 << 20))", ("out_of_memory",)),
+        HostileProgram(
             "memory hog in many processes",
             "import os, time\nfor _ in range(5): os.fork() if os.getpid() == 2 else None\n"
             "x = os.urandom(1 << 20) * 120\ntime.sleep(9)",
             ("out_of_memory",),
         ),
-        Hostile("huge integer", "print(9 ** 9 ** 9)", ("cpu_limit", "out_of_memory")),
-        Hostile("huge integer as text", "print(10 ** 5000)", ("exit_error",)),
-        Hostile("huge string", "print(len('x' * 10 ** 12))", ("out_of_memory",)),
-        Hostile("endless recursion", "def f(): return f()\nf()", ("exit_error",)),
-        Hostile(
+        HostileProgram("huge integer", "print(9 ** 9 ** 9)", ("cpu_limit", "out_of_memory")),
+        HostileProgram("huge integer as text", "print(10 ** 5000)", ("exit_error",)),
+        HostileProgram("huge string", "print(len('x' * 10 ** 12))", ("out_of_memory",)),
+        HostileProgram("endless recursion", "def f(): return f()\nf()", ("exit_error",)),
+        HostileProgram(
             "endless recursion without Python's limit",
             "import sys\nsys.setrecursionlimit(10 ** 9)\ndef f(x): return [f(x)]\nf(1)",
             ("out_of_memory", "crashed", "cpu_limit"),
         ),
-        Hostile(
+        HostileProgram(
             "endless recursion on the C stack",
             "import sys\nsys.setrecursionlimit(10 ** 9)\n"
             "class A:\n    def __repr__(self): return repr(self)\nrepr(A())",
             ("crashed", "out_of_memory"),
         ),
-        Hostile("segmentation fault", "import ctypes\nctypes.string_at(0)", ("crashed",)),
-        Hostile("abort", "import os\nos.abort()", ("crashed",)),
-        Hostile("kill every process", "import os\nos.kill(-1, 9)", ("exit_error",)),
-        Hostile(
+        HostileProgram("segmentation fault", "import ctypes\nctypes.string_at(0)", ("crashed",)),
+        HostileProgram("abort", "import os\nos.abort()", ("crashed",)),
+        HostileProgram("kill every process", "import os\nos.kill(-1, 9)", ("exit_error",)),
+        HostileProgram(
             "kill the parent",
             "import os, time\nfor pid in (os.getppid(), 1):\n    for number in (9, 15, 19):\n"
             "        try: os.kill(pid, number)\n        except PermissionError: pass\n"
             f"time.sleep(0.2)\nprint({SAFE!r})",
             ("ok",), is_harmless=_printed_safe,
         ),
-        Hostile(
+        HostileProgram(
             "stop itself and its parent",
             "import os, signal\ntry: os.kill(os.getppid(), signal.SIGSTOP)\nexcept OSError: pass\n"
             "os.kill(os.getpid(), signal.SIGSTOP)",
             ("timeout",),
         ),
-        Hostile(
+        HostileProgram(
             "many zombies",
             "import os, time\nfor _ in range(200):\n    try:\n        if os.fork() == 0: os._exit(0)\n"
             "    except OSError: time.sleep(0.01)\ntime.sleep(9)",
             ("too_many_processes", "timeout"),
         ),
-        Hostile("grandchild that outlives", orphan, ("ok",)),
+        HostileProgram("grandchild that outlives", orphan, ("ok",)),
         _trying(
             "read other files",
             "open('/etc/passwd')", "open('/etc/hostname')", "os.listdir('/home')", "os.listdir('/work')",
@@ -145,7 +145,7 @@ def programs(port: int, secret: Path) -> list[Hostile]:
             f"open({str(Path(__file__).resolve())!r})", f"os.listdir({str(Path(__file__).resolve().parents[2])!r})",
             "os.listdir('/root') and -1 if set(os.listdir('/root')) <= {'.pyenv'} else 0",
         ),
-        Hostile(
+        HostileProgram(
             "read the environment",
             f"import os\nprint({SAFE!r} if not any('SECRET' in k for k in os.environ) else os.environ)\n",
             ("ok",), is_harmless=_printed_safe,
@@ -173,8 +173,8 @@ def programs(port: int, secret: Path) -> list[Hostile]:
             f"os.unlink({PROGRAM!r})", "os.mkdir('/home')", "os.truncate('/dev/fd/0', 9)",
             "open('/proc/self/fd/0', 'rb+', 0).write(b'x')", "os.write(0, b'x')", "os.ftruncate(0, 1 << 30)",
         ),
-        Hostile("fill one file", "open('/tmp/x', 'wb').write(bytes(1 << 27))", ("exit_error",)),
-        Hostile(
+        HostileProgram("fill one file", "open('/tmp/x', 'wb').write(bytes(1 << 27))", ("exit_error",)),
+        HostileProgram(
             "fill /tmp and /dev/shm",
             "i = 0\nwhile True:\n    for d in ('/tmp', '/dev/shm'):\n"
             "        open(f'{d}/{i}', 'wb').write(bytes(1 << 20))\n    i += 1",
@@ -187,12 +187,12 @@ def programs(port: int, secret: Path) -> list[Hostile]:
             "pair[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 26)",
             before="import socket; pair = socket.socketpair()",
         ),
-        Hostile(
+        HostileProgram(
             "many empty files",
             "import os\nn = 0\nwhile True:\n    os.mkdir(f'/tmp/{n}'); n += 1",
             ("out_of_memory", "cpu_limit", "timeout"),
         ),
-        Hostile(
+        HostileProgram(
             "open many files",
             "x = [open('/dev/null') for _ in range(100000)]",
             ("exit_error",),
@@ -239,25 +239,25 @@ def programs(port: int, secret: Path) -> list[Hostile]:
             ),
         ),
         _trying("take terminals", "os.openpty()", "open('/dev/ptmx')", "open('/dev/tty')", "open('/dev/console')"),
-        Hostile(
+        HostileProgram(
             "type into the terminal",
             f"import fcntl, os, termios\ntry:\n    t = os.open('/dev/tty', os.O_RDWR)\n"
             f"    fcntl.ioctl(t, termios.TIOCSTI, b'x')\n    print('typed')\nexcept OSError: print({SAFE!r})",
             ("ok",), is_harmless=_printed_safe,
         ),
-        Hostile("close stdout", "import os\nos.close(1)\nos.close(2)\nimport time\ntime.sleep(9)", ("timeout",)),
-        Hostile("leave before the answer", "import os\nos._exit(0)\nprint(1)", ("ok",)),
-        Hostile("bytes that are no text", "import os\nos.write(1, bytes(range(256)))", ("ok",)),
-        Hostile("input that is not read", "print('done')", ("ok",), stdin="x" * (1 << 24)),
-        Hostile("source that is no program", "def (", ("exit_error",)),
-        Hostile("replace builtins", "import builtins\nbuiltins.print = None\nprint(1)", ("exit_error",)),
-        Hostile("truncate its own source", "open(__file__, 'w')", ("exit_error",)),
+        HostileProgram("close stdout", "import os\nos.close(1)\nos.close(2)\nimport time\ntime.sleep(9)", ("timeout",)),
+        HostileProgram("leave before the answer", "import os\nos._exit(0)\nprint(1)", ("ok",)),
+        HostileProgram("bytes that are no text", "import os\nos.write(1, bytes(range(256)))", ("ok",)),
+        HostileProgram("input that is not read", "print('done')", ("ok",), stdin="x" * (1 << 24)),
+        HostileProgram("source that is no program", "def (", ("exit_error",)),
+        HostileProgram("replace builtins", "import builtins\nbuiltins.print = None\nprint(1)", ("exit_error",)),
+        HostileProgram("truncate its own source", "open(__file__, 'w')", ("exit_error",)),
     ]  # fmt: skip
 
 
 @dataclass
-class Machine:
-    """What is looked at before and after."""
+class MachineState:
+    """Parts of this machine that a program could harm, as they were before it ran."""
 
     port: int
     secret: Path
@@ -266,7 +266,7 @@ class Machine:
     processes: set[int]
 
     def harm(self) -> list[str]:
-        """What happened to this machine that should not have: an empty list is no harm."""
+        """Return what the program changed on this machine; an empty list is no harm."""
         found = [f"connection from {peer}" for peer in self.connections]
         found += [f"process {pid} is left" for pid in living_descendants() - self.processes]
         if self.secret.read_text() != self.marker or len(list(self.secret.parent.iterdir())) != 1:
@@ -283,7 +283,7 @@ def living_descendants() -> set[int]:
 
 
 @contextmanager
-def machine(folder: Path) -> Iterator[Machine]:
+def machine(folder: Path) -> Iterator[MachineState]:
     """A listening server, a secret file and a secret variable, to be left alone by every program."""
     secret = folder / "private" / "secret.txt"
     secret.parent.mkdir()
@@ -298,7 +298,7 @@ def machine(folder: Path) -> Iterator[Machine]:
         port = server.getsockname()[1]
         abstract.bind(f"\0verl-hostile-{port}")
         abstract.listen()
-        state = Machine(port, secret, [], marker, living_descendants())
+        state = MachineState(port, secret, [], marker, living_descendants())
         for listener in (server, abstract):
             threading.Thread(target=_accept, args=(listener, state.connections), daemon=True).start()
         try:
@@ -317,7 +317,7 @@ def _accept(server: socket.socket, connections: list[str]) -> None:
         connection.close()
 
 
-def judge(sandbox: Sandbox, hostile: Hostile, state: Machine) -> tuple[ProgramResult, list[str]]:
+def judge(sandbox: Sandbox, hostile: HostileProgram, state: MachineState) -> tuple[ProgramResult, list[str]]:
     """Run one program; return its outcome and the harm it did."""
     waits = {"timeout", "too_many_processes"} & set(hostile.statuses)
     outcome = sandbox.run(hostile.program, hostile.stdin, LIMITS if waits else PATIENT)

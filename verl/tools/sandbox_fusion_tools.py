@@ -24,7 +24,7 @@ class ExecutionPool:
 
     @property
     def execute(self) -> ExecutionPool:
-        """What ``remote`` is called on, as with an actor of Ray."""
+        """Return itself, so that ``.execute.remote(...)`` works as with an actor of Ray."""
         return self
 
     def remote(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, T]:
@@ -113,7 +113,7 @@ class SandboxFusionTool(BaseTool):
 
 
 def printed(result: ProgramResult) -> str:
-    """What a program has printed, and how it ended if not well."""
+    """Return the output of a program, and how it ended unless it succeeded."""
     text = result.stdout + result.stderr
     # A traceback says it all; a limit that ended the program is seen nowhere else.
     return text if result.ok or result.stderr.strip() else f"{text}[{result.reason}]"

@@ -73,7 +73,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers: text, images, videos."""
+    """Answer of a tool: text, images, videos."""
 
     text: str | None = None
     image: list[Any] | None = None

@@ -34,15 +34,15 @@ Find = Callable[[str, str], ModelBackend]
 
 
 class Vendor(Protocol):
-    """How a vendor writes what is not an answer."""
+    """Format of errors in the API of one vendor."""
 
     def error(self, error: CallRefusedError) -> dict[str, Any]:
-        """Body of an error."""
+        """Return the body of an error."""
         ...
 
 
 class OpenAIForm:
-    """OpenAI's way."""
+    """Errors as OpenAI writes them."""
 
     def error(self, error: CallRefusedError) -> dict[str, Any]:
         """See :class:`Vendor`."""
@@ -51,7 +51,7 @@ class OpenAIForm:
 
 
 class AnthropicForm:
-    """Anthropic's way."""
+    """Errors as Anthropic writes them."""
 
     kinds: Mapping[int, str] = MappingProxyType(
         {
@@ -95,11 +95,11 @@ def endpoint_app(find: Find) -> Starlette:
         for path, serve, vendor in routes
     ]
     listed = [Route(f"{prefix}/v1/models", _Models(find).respond, methods=["GET"]) for prefix in ("", "/{trajectory}")]
-    return Starlette(routes=[*served, *listed], exception_handlers={500: _mistake})
+    return Starlette(routes=[*served, *listed], exception_handlers={500: _internal_error})
 
 
-async def _mistake(request: Request, error: Exception) -> Response:
-    """Answer a call that met a mistake in verl; the server logs it."""
+async def _internal_error(request: Request, error: Exception) -> Response:
+    """Answer a call in which verl itself failed; the server logs the error."""
     said = f"the endpoint failed: {type(error).__name__}; its log says more."
     return _json_response(OPENAI.error(CallRefusedError(said, status=500)), 500)
 
@@ -144,7 +144,7 @@ class _Models:
 
 
 class _Call:
-    """One kind of call."""
+    """Handler of one route: find the backend, read the body, answer or refuse."""
 
     def __init__(self, find: Find, serve: Serve, vendor: Vendor) -> None:
         self._find, self._serve, self._vendor = find, serve, vendor
@@ -221,12 +221,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def whole(reply: BaseModel) -> Response:
-    """A reply in one piece."""
+    """Return a reply that is not streamed."""
     return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
 
 
 def events(pieces: Iterable[tuple[str | None, BaseModel | Mapping[str, Any]]], end: str | None = None) -> Response:
-    """A reply as server-sent events.
+    """Return a reply as server-sent events.
 
     It is drawn before it is sent: an error has its own status, and nothing is recorded that nobody waits for.
 

@@ -59,7 +59,7 @@ class ModelToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCall:
-    """What a client asks for."""
+    """A request of a client, in terms that all vendors share."""
 
     model: str
     messages: list[Message] = field(default_factory=list)
@@ -101,7 +101,7 @@ class ModelAnswer:
 
 
 class ModelBackend(Protocol):
-    """What answers the calls of a client."""
+    """Interface of the object that answers the calls of one client."""
 
     @property
     def models(self) -> Sequence[str]:
@@ -110,7 +110,7 @@ class ModelBackend(Protocol):
 
     @property
     def tokenizer(self) -> Any:
-        """That of the model, for the texts of tokens."""
+        """The model's tokenizer, which gives the texts of tokens."""
         ...
 
     async def answer(self, call: ModelCall) -> list[ModelAnswer]:

@@ -46,7 +46,7 @@ class ChatTool(BaseModel):
     function: ToolFunction
 
     def described(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the description in the form that chat templates read."""
         function = self.function
         described = {"name": function.name, "description": function.description or ""}
         return {"type": "function", "function": described | {"parameters": function.parameters or NO_PARAMETERS}}
@@ -56,7 +56,7 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
 
 
 class ChatBody(CallBody):
-    """Body of a call."""
+    """Body of a request."""
 
     messages: list[Any] = Field(min_length=1)
     tools: list[ChatTool] | None = None
@@ -107,7 +107,7 @@ class ChatReply:
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
 
     def whole(self) -> ChatCompletion:
-        """In one piece."""
+        """Return the answer that is not streamed."""
         return ChatCompletion(
             id=self._id,
             object="chat.completion",
@@ -126,7 +126,7 @@ class ChatReply:
         )
 
     def pieces(self) -> Iterator[ChatCompletionChunk]:
-        """As the pieces of a stream."""
+        """Yield the chunks of a stream."""
         for index, answer in enumerate(self._answers):
             log_probs = ChunkLogprobs(content=self._log_probs(answer)) if self._body.logprobs else None
             yield self._piece(index, ChoiceDelta(role="assistant", content=""))
@@ -198,7 +198,7 @@ def usage(answers: Sequence[ModelAnswer]) -> CompletionUsage:
 
 
 def read(body: Mapping[str, Any]) -> ChatBody:
-    """Check the body of a call.
+    """Check the body of a request.
 
     Raises:
         CallRefusedError: it cannot be used.

@@ -22,7 +22,7 @@ OTHER_TOKENS = "log-probs are there of the drawn tokens alone; ask for 0."
 
 
 class CompletionBody(CallBody):
-    """Body of a call."""
+    """Body of a request."""
 
     prompt: str | list[StrictInt]
     n: StrictInt | None = Field(None, ge=1, le=128)
@@ -61,7 +61,7 @@ class CompletionReply:
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
 
     def whole(self) -> Completion:
-        """In one piece."""
+        """Return the answer that is not streamed."""
         choices = [
             CompletionChoice(
                 index=index,
@@ -74,7 +74,7 @@ class CompletionReply:
         return self._piece(choices).model_copy(update={"usage": usage(self._answers)})
 
     def pieces(self) -> Iterator[tuple[None, Completion]]:
-        """As the pieces of a stream."""
+        """Yield the chunks of a stream."""
         for choice in self.whole().choices:
             yield None, self._piece([choice])
 
@@ -90,7 +90,7 @@ class CompletionReply:
 
 
 def read(body: Mapping[str, Any]) -> CompletionBody:
-    """Check the body of a call.
+    """Check the body of a request.
 
     Raises:
         CallRefusedError: it cannot be used.

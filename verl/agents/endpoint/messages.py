@@ -27,7 +27,7 @@ class MessagesTool(BaseModel):
     input_schema: dict[str, Any] | None = None
 
     def described(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the description in the form that chat templates read."""
         described = {"name": self.name, "description": self.description or ""}
         return {"type": "function", "function": described | {"parameters": self.input_schema or dict(NO_PARAMETERS)}}
 
@@ -40,7 +40,7 @@ class ToolChoice(BaseModel):
 
 
 class MessagesBody(CallBody):
-    """Body of a call."""
+    """Body of a request."""
 
     messages: list[dict[str, Any]] = Field(min_length=1)
     system: str | list[dict[str, Any]] | None = None
@@ -128,11 +128,11 @@ class MessagesReply:
         self._id = f"msg_{secrets.token_hex(12)}"
 
     def whole(self) -> Reply:
-        """In one piece."""
+        """Return the answer that is not streamed."""
         return Reply.model_validate(self._message(self._blocks(), *self._end()))
 
     def pieces(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """As the events of a stream, by name."""
+        """Yield the events of a stream, by name."""
         for event in self._events():
             yield event["type"], event
 
@@ -187,7 +187,7 @@ class MessagesReply:
 
 
 def read(body: Mapping[str, Any]) -> MessagesBody:
-    """Check the body of a call.
+    """Check the body of a request.
 
     Raises:
         CallRefusedError: it cannot be used.

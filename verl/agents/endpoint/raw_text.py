@@ -30,7 +30,7 @@ class RawText:
 
     @property
     def response_ids(self) -> list[int]:
-        """All tokens after it."""
+        """All tokens after the first prompt."""
         return self._written.response_ids
 
     @property
@@ -45,7 +45,7 @@ class RawText:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens."""
+        """The first prompt and all tokens after it."""
         return self._written.ids
 
     def beginnings(self, prompt: str | list[int]) -> Iterator[int]:

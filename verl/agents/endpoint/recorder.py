@@ -50,7 +50,7 @@ MAIN = "main"
 
 @dataclass(frozen=True, kw_only=True)
 class RecorderSettings:
-    """What the recorders of one agent loop share."""
+    """Settings that all recorders of an agent loop share."""
 
     template: ChatTemplate
     parser: ToolParser
@@ -78,8 +78,8 @@ class _Sequence:
 
 
 @dataclass(frozen=True)
-class _Opening:
-    """Where an answer is written: a copy of a sequence, with the messages of the call."""
+class _AnswerPlace:
+    """Place of the next answer: a copy of a sequence with the messages of the call."""
 
     sequence: _Sequence
     origin: _Sequence | None
@@ -108,8 +108,6 @@ class TrajectoryRecorder:
         """How many answers were drawn."""
         self.ignored: Counter[str] = Counter()
         """In how many calls a parameter was disregarded."""
-        self.malformed_calls = 0
-        """Tool calls of the policy that could not be read; the client got them as text."""
         self._policy, self._settings = policy, settings
         self._sequences: list[_Sequence] = []
         self._known: dict[bytes, tuple[_Sequence, int]] = {}
@@ -187,7 +185,7 @@ class TrajectoryRecorder:
         refuse_unmet(call, settings.ignored, settings.remedy)
         self.ignored.update(call.unmet.keys())
 
-    def _placed(self, call: ModelCall) -> _Opening:
+    def _placed(self, call: ModelCall) -> _AnswerPlace:
         """Find the sequence that a call continues, or begin one, and write the call's messages."""
         agent = agent_of(call.model)
         replies = [number for number, message in enumerate(call.messages, 1) if message["role"] == "assistant"]
@@ -208,9 +206,9 @@ class TrajectoryRecorder:
                 sequence = _Sequence(agent, origin.number, conversation, origin.drawn[:turns])
         except DataError as error:
             raise CallRefusedError(str(error), param="messages", code="invalid_value") from error
-        return self._opening(sequence, origin, _digest(before, call.messages[known:]))
+        return self._place_in(sequence, origin, _digest(before, call.messages[known:]))
 
-    def _continued(self, prompt: str | list[int], agent: str) -> _Opening:
+    def _continued(self, prompt: str | list[int], agent: str) -> _AnswerPlace:
         """Find the sequence that a raw prompt continues, or begin one."""
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         found = None
@@ -223,21 +221,21 @@ class TrajectoryRecorder:
             raw = RawText(self.tokenizer, prompt)
             if not raw.prompt_ids:
                 raise CallRefusedError("prompt: it is empty.", param="prompt", code="invalid_value")
-            return self._opening(_Sequence(agent, next(self._conversations), raw), None, _digest_of([agent, text]))
+            return self._place_in(_Sequence(agent, next(self._conversations), raw), None, _digest_of([agent, text]))
         origin, turns, beginning = found
         raw = origin.conversation.branch(turns)
         assert isinstance(raw, RawText)
         raw.add_text(prompt[beginning:])
         sequence = _Sequence(agent, origin.number, raw, origin.drawn[:turns])
-        return self._opening(sequence, origin, _digest_of([agent, text]))
+        return self._place_in(sequence, origin, _digest_of([agent, text]))
 
-    def _opening(self, sequence: _Sequence, origin: _Sequence | None, digest: bytes) -> _Opening:
+    def _place_in(self, sequence: _Sequence, origin: _Sequence | None, digest: bytes) -> _AnswerPlace:
         conversation, settings = sequence.conversation, self._settings
         prompt = min(len(conversation.prompt_ids), settings.prompt_length)
         most = min(prompt + settings.response_length, self._policy.max_model_len)
-        return _Opening(sequence, origin, digest, conversation.ids, most)
+        return _AnswerPlace(sequence, origin, digest, conversation.ids, most)
 
-    async def _drawn(self, place: _Opening, params: Mapping[str, Any]) -> TokenOutput:
+    async def _drawn(self, place: _AnswerPlace, params: Mapping[str, Any]) -> TokenOutput:
         try:
             return await self._policy.generate(
                 str(place.sequence.number), prompt_ids=place.context, sampling_params=params
@@ -255,7 +253,7 @@ class TrajectoryRecorder:
                 raise CallRefusedError(ENDED, status=410) from None
             raise
 
-    async def _recorded(self, call: ModelCall, place: _Opening, output: TokenOutput) -> ModelAnswer:
+    async def _recorded(self, call: ModelCall, place: _AnswerPlace, output: TokenOutput) -> ModelAnswer:
         """Write an answer to its sequence."""
         parser, tokens = self._settings.parser, output.token_ids
         content, calls = self.tokenizer.decode(tokens, skip_special_tokens=True), []
@@ -264,7 +262,6 @@ class TrajectoryRecorder:
                 turn = await parser.parse(tokens, call.tools, parser.is_thinking_after(place.context))
             if not turn.calls or (call.calls_tools and call.tools is not None):
                 content, calls = turn.content, _with_ids(turn.calls, place.context, tokens)
-            self.malformed_calls += len(turn.malformed)
         shown, stop_text = cut(content, call.stop)
         self._write(place, output, {"role": "assistant", "content": content}, calls, {shown, shown + (stop_text or "")})
         return ModelAnswer(
@@ -279,7 +276,7 @@ class TrajectoryRecorder:
 
     def _write(
         self,
-        place: _Opening,
+        place: _AnswerPlace,
         output: TokenOutput,
         message: Message,
         calls: Sequence[ModelToolCall],
@@ -302,15 +299,17 @@ class TrajectoryRecorder:
             digest = _digest(place.digest, [message | {"content": content}])
             self._known[digest] = sequence, turns + 1
 
-    def _split(self, conversation: Conversation | RawText) -> tuple[list[int], _Rest]:
+    def _split(self, conversation: Conversation | RawText) -> tuple[list[int], _ResponsePart]:
         """The prompt and the response; what a prompt may not hold is the beginning of the response."""
         prompt, longest = conversation.prompt_ids, self._settings.prompt_length
         rest = prompt[longest:]
-        return prompt[:longest], _Rest(rest + conversation.response_ids, [0] * len(rest) + conversation.response_mask)
+        return prompt[:longest], _ResponsePart(
+            rest + conversation.response_ids, [0] * len(rest) + conversation.response_mask
+        )
 
 
 @dataclass(frozen=True)
-class _Rest:
+class _ResponsePart:
     ids: list[int]
     mask: list[int]
 
@@ -363,7 +362,7 @@ def _digest_of(value: Any) -> bytes:
 
 
 def _compared(message: Message) -> list[Any]:
-    """What must be equal for two messages to be the same.
+    """Return the parts of a message by which it is recognised.
 
     Clients trim what the model said, and write its arguments as JSON of their own.
     """

@@ -46,7 +46,7 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 
 
 class CallBody(BaseModel):
-    """What the bodies of all calls have in common."""
+    """Fields that the bodies of all requests share."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -73,7 +73,7 @@ class CallBody(BaseModel):
 
 
 def read_body(form: type[Request], body: Mapping[str, Any]) -> Request:
-    """Check a body.
+    """Check the body of a request.
 
     Raises:
         CallRefusedError: a parameter is missing or has a wrong value.

@@ -31,13 +31,13 @@ class ResponsesTool(BaseModel):
     parameters: dict[str, Any] | None = None
 
     def described(self) -> dict[str, Any]:
-        """As chat templates take it."""
+        """Return the description in the form that chat templates read."""
         described = {"name": self.name, "description": self.description or ""}
         return {"type": "function", "function": described | {"parameters": self.parameters or dict(NO_PARAMETERS)}}
 
 
 class ResponsesBody(CallBody):
-    """Body of a call."""
+    """Body of a request."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
@@ -125,11 +125,11 @@ class ResponsesReply:
         self._status = "incomplete" if answer.finish == "length" and not answer.calls else "completed"
 
     def whole(self) -> Reply:
-        """In one piece."""
+        """Return the answer that is not streamed."""
         return Reply.model_validate(self._response(self._status, self._items()))
 
     def pieces(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """As the events of a stream, by name."""
+        """Yield the events of a stream, by name."""
         numbers = itertools.count()
         for event in self._events():
             yield event["type"], event | {"sequence_number": next(numbers)}
@@ -208,7 +208,7 @@ class ResponsesReply:
 
 
 def read(body: Mapping[str, Any]) -> ResponsesBody:
-    """Check the body of a call.
+    """Check the body of a request.
 
     Raises:
         CallRefusedError: it cannot be used.

@@ -53,7 +53,7 @@ class LoopbackServer:
 
 @dataclass(frozen=True)
 class Access:
-    """Where and how a client reaches the model."""
+    """Address and key by which a client reaches the model."""
 
     root: str
     """URL without ``/v1``, as Anthropic's client takes it."""
@@ -66,7 +66,9 @@ class Access:
 
 
 @dataclass(frozen=True)
-class _Guest:
+class _ServedTrajectory:
+    """Digest of the key of a running trajectory, and its backend."""
+
     digest: bytes
     backend: ModelBackend
 
@@ -78,7 +80,7 @@ class TrajectoryEndpoint:
     """
 
     def __init__(self) -> None:
-        self._guests: dict[str, _Guest] = {}
+        self._served: dict[str, _ServedTrajectory] = {}
         self._ended: OrderedDict[str, bytes] = OrderedDict()
         """Digest of the key of each ended trajectory."""
         self.server = LoopbackServer(endpoint_app(self._find))
@@ -87,12 +89,12 @@ class TrajectoryEndpoint:
     def access(self, backend: ModelBackend) -> Iterator[Access]:
         """Serve a backend under a new URL and key, as long as the context is open."""
         name, key = secrets.token_hex(8), f"sk-verl-{secrets.token_urlsafe(24)}"
-        guest = self._guests[name] = _Guest(_digest(key), backend)
+        served = self._served[name] = _ServedTrajectory(_digest(key), backend)
         try:
             yield Access(f"{self.server.url}/{name}", key)
         finally:
-            self._ended[name] = guest.digest
-            del self._guests[name]
+            self._ended[name] = served.digest
+            del self._served[name]
             if len(self._ended) > REMEMBERED:
                 self._ended.popitem(last=False)
 
@@ -101,9 +103,9 @@ class TrajectoryEndpoint:
         self.server.close()
 
     def _find(self, name: str, key: str) -> ModelBackend:
-        guest, given = self._guests.get(name), _digest(key)
-        if guest is not None and hmac.compare_digest(guest.digest, given):
-            return guest.backend
+        served, given = self._served.get(name), _digest(key)
+        if served is not None and hmac.compare_digest(served.digest, given):
+            return served.backend
         if hmac.compare_digest(self._ended.get(name, b""), given):
             raise CallRefusedError("this trajectory has ended, and its calls are answered no more.", status=410)
         raise CallRefusedError("this URL and this key do not belong together.", status=401, code="invalid_api_key")

@@ -283,7 +283,7 @@ class ServerClient(EngineClient):
             token=token,
             environment=variables,
             start_timeout_s=launch.start_timeout_s,
-            patience=launch.patience,
+            hang_limits=launch.hang_limits,
         )
         self.server.start()
 

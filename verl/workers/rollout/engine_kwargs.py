@@ -11,7 +11,7 @@ from typing import Any
 from verl.base.redact import is_secret
 from verl.config import RolloutConfig
 from verl.errors import ConfigError
-from verl.workers.rollout.server import Patience
+from verl.workers.rollout.server import HangLimits
 
 PYTHON = "python"
 """Key: Python interpreter of the environment that has the engine installed."""
@@ -32,7 +32,7 @@ class Launch:
     """Interpreter of the environment that has the engine installed."""
     start_timeout_s: float = 600.0
     """Longest start, including the loading of the model."""
-    patience: Patience = field(default_factory=Patience)
+    hang_limits: HangLimits = field(default_factory=HangLimits)
 
 
 def extra_arguments(config: RolloutConfig, decided: Iterable[str]) -> dict[str, Any]:
@@ -66,11 +66,11 @@ def launch_settings(config: RolloutConfig, start_timeout_s: float, in_process: b
     Raises:
         ConfigError: ``python`` is not a file, or a time is not a positive number.
     """
-    default = Patience()
+    default = HangLimits()
     return Launch(
         sys.executable if in_process else _python(config),
         _seconds(config, START_TIMEOUT_S, start_timeout_s),
-        Patience(
+        HangLimits(
             _seconds(config, HANG_TIMEOUT_S, default.hang_s), _seconds(config, ANSWER_TIMEOUT_S, default.answer_s)
         ),
     )

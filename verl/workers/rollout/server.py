@@ -10,7 +10,7 @@
 The server never outlives this process, even if this process is killed: a guard process
 (:mod:`verl.supervision.server_guard`) leads the server's process group and then kills all of it.
 
-While requests are running the server is checked: see :class:`Patience`. A server that died or hangs raises
+While requests are running the server is checked: see :class:`HangLimits`. A server that died or hangs raises
 EngineLostError with the end of its log; after :meth:`EngineServer.stop` or ``kill`` it can be started again.
 """
 
@@ -69,7 +69,7 @@ _ERROR_LINE = re.compile(r"\b\w*(Error|Exception)\b: ")
 
 
 @dataclass(frozen=True)
-class Patience:
+class HangLimits:
     """Time limits, in seconds, after which an engine with running requests counts as hung."""
 
     hang_s: float = 120.0
@@ -81,8 +81,8 @@ class Patience:
 class HangTimer:
     """Decide whether an engine with running requests hangs. Create one when the requests are sent."""
 
-    def __init__(self, patience: Patience) -> None:
-        self._patience = patience
+    def __init__(self, hang_limits: HangLimits) -> None:
+        self._hang_limits = hang_limits
         self._began = self._well_at = time.monotonic()
 
     def check(self, problem: str | None, heard_at: float = 0.0) -> str | None:
@@ -95,10 +95,10 @@ class HangTimer:
         now = time.monotonic()
         if problem is None:
             self._well_at = now
-        elif now - self._well_at > self._patience.hang_s:
-            return f"{problem}, for {self._patience.hang_s:g} s"
-        if now - max(self._began, heard_at) > self._patience.answer_s:
-            return f"gave no answer to any request for {self._patience.answer_s:g} s"
+        elif now - self._well_at > self._hang_limits.hang_s:
+            return f"{problem}, for {self._hang_limits.hang_s:g} s"
+        if now - max(self._began, heard_at) > self._hang_limits.answer_s:
+            return f"gave no answer to any request for {self._hang_limits.answer_s:g} s"
         return None
 
 
@@ -119,7 +119,7 @@ class EngineServer:
         health_path: path that answers 200 when the server is ready.
         start_timeout_s: longest start, including the loading of the model.
         request_timeout_s: longest wait for one answer; None waits until the server counts as hung.
-        patience: limits after which the server counts as hung.
+        hang_limits: limits after which the server counts as hung.
         max_connections: limit of concurrent requests of ``post_many`` and ``stream_many``; further ones are queued.
     """
 
@@ -133,7 +133,7 @@ class EngineServer:
         health_path: str = "/health",
         start_timeout_s: float = 600.0,
         request_timeout_s: float | None = None,
-        patience: Patience | None = None,
+        hang_limits: HangLimits | None = None,
         max_connections: int = 512,
     ) -> None:
         self.name = name
@@ -149,7 +149,7 @@ class EngineServer:
         self._health_path = health_path
         self._start_timeout_s = start_timeout_s
         self._request_timeout_s = request_timeout_s
-        self._patience = patience or Patience()
+        self._hang_limits = hang_limits or HangLimits()
         self._max_connections = max_connections
         self._guard: subprocess.Popen[bytes] | None = None
         self._http: HttpClient | None = None
@@ -361,7 +361,7 @@ class EngineServer:
 
     async def _unless_lost(self, http: HttpClient, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of the work; raise _LostError if the server dies or hangs before it is done."""
-        task, timer = asyncio.ensure_future(work), HangTimer(self._patience)
+        task, timer = asyncio.ensure_future(work), HangTimer(self._hang_limits)
         try:
             while True:
                 ended, _ = await asyncio.wait({task}, timeout=_CHECK_S)

@@ -46,7 +46,7 @@ class SGLangRollout(RemoteRollout):
 
     def _start(self) -> EngineClient:
         if self._in_process:
-            return SGLangInProcess(self._arguments, self._environment(), self._launch.patience)
+            return SGLangInProcess(self._arguments, self._environment(), self._launch.hang_limits)
         return SGLangServer(self._arguments, self._environment(), self._launch, self._devices)
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:

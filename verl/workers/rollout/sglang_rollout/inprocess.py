@@ -23,7 +23,7 @@ from torch import Tensor
 from verl.errors import ConfigError, EngineLostError, RolloutError
 from verl.supervision.processes import MARK_VARIABLE, is_alive, is_stopped, kill_marked, new_mark
 from verl.workers.rollout.client import ENGINE_SIDE, PartialResponse, ServedRequests, serve_each
-from verl.workers.rollout.server import KILLED_CHILD, HangTimer, Patience
+from verl.workers.rollout.server import KILLED_CHILD, HangLimits, HangTimer
 from verl.workers.rollout.sglang_rollout import private
 from verl.workers.rollout.sglang_rollout.served import (
     LOADER,
@@ -45,18 +45,18 @@ class SGLangInProcess(SGLangClient):
     """``sglang.Engine``, whose scheduler is a child of this process and gets tensors through shared memory.
 
     An error inside SGLang's scheduler ends this process too (SGLang sends it SIGQUIT), unlike an error in a server. A
-    child that is killed, or hangs for longer than ``patience`` allows, raises EngineLostError in the running call.
+    child that is killed, or hangs for longer than ``hang_limits`` allows, raises EngineLostError in the running call.
 
     Args:
         arguments: fields of SGLang's ``ServerArgs``.
         environment: variables that SGLang needs; they remain in this process's environment.
-        patience: limits after which SGLang counts as hung.
+        hang_limits: limits after which SGLang counts as hung.
 
     Raises:
         ConfigError: SGLang is not installed here, or has no argument of a given name.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], patience: Patience) -> None:
+    def __init__(self, arguments: Mapping[str, Any], environment: Mapping[str, str], hang_limits: HangLimits) -> None:
         super().__init__(arguments)
         for name, value in environment.items():
             os.environ.setdefault(name, value)
@@ -77,7 +77,7 @@ class SGLangInProcess(SGLangClient):
                 f"this SGLang does not take verl's arguments: {error}. Install the version of requirements/sglang.txt."
             ) from error
 
-        self._patience = patience
+        self._hang_limits = hang_limits
         self._reports = Path(tempfile.mkdtemp(prefix="verl-sglang-"))
         with _marked_children() as mark:
             self._engine = engine_class(**arguments)
@@ -89,7 +89,7 @@ class SGLangInProcess(SGLangClient):
         if not responses:
             return
         try:
-            with _Watch(self._engine, self._patience, aborted):
+            with _WatchedCall(self._engine, self._hang_limits, aborted):
                 answers = self._engine.generate(**request_of(responses))
         except ValueError as error:
             raise RolloutError(f"SGLang refused a request: {error}") from error
@@ -98,7 +98,7 @@ class SGLangInProcess(SGLangClient):
     def serve(self, requests: ServedRequests, aborted: Event) -> None:
         """See :meth:`EngineClient.serve`."""
         names: dict[int, str] = {}
-        with _Watch(self._engine, self._patience, aborted) as watch:
+        with _WatchedCall(self._engine, self._hang_limits, aborted) as watch:
 
             async def ask(number: int, response: PartialResponse) -> None:
                 names[number] = uuid.uuid4().hex
@@ -122,7 +122,7 @@ class SGLangInProcess(SGLangClient):
         self._end()
 
     def _call(self, action: str, **arguments: Any) -> None:
-        with _Watch(self._engine, self._patience):
+        with _WatchedCall(self._engine, self._hang_limits):
             answer = getattr(self._engine, action)(**arguments)
         if isinstance(answer, tuple):
             check_success(action, *answer)
@@ -144,15 +144,15 @@ class SGLangInProcess(SGLangClient):
             yield report, part
 
 
-class _Watch:
+class _WatchedCall:
     """Context manager around one call of SGLang: cancel the call if a child died or hangs, abort it on request.
 
     Without it a call would never return after a child's death, because the queue of its answers stays open. A cancelled
     call raises EngineLostError.
     """
 
-    def __init__(self, engine: Any, patience: Patience, aborted: Event | None = None) -> None:
-        self._engine, self._timer, self._aborted = engine, HangTimer(patience), aborted
+    def __init__(self, engine: Any, hang_limits: HangLimits, aborted: Event | None = None) -> None:
+        self._engine, self._timer, self._aborted = engine, HangTimer(hang_limits), aborted
         self._problem: str | None = None
         self.heard_at = 0.0
         """``time.monotonic()`` of the newest answer, if the call gives several."""
