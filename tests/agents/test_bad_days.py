@@ -166,12 +166,9 @@ def test_processes_that_end_or_stop_in_a_call_cost_their_own_conversations(play,
     assert found[5]["trajectory_status"] == "done"
 
     def forked() -> list[int]:
-        mine = os.getuid()
-        new = [psutil.Process(pid) for pid in set(psutil.pids()) - before if psutil.pid_exists(pid)]
-        return [
-            one.pid
-            for one in new
-            if one.uids().real == mine and "WorkerActor" in " ".join(one.cmdline()) and one.status() != "zombie"
-        ]
+        # A zombie has no command line.
+        running = psutil.process_iter(["uids", "cmdline"])
+        mine = [one for one in running if one.pid not in before and one.info["uids"].real == os.getuid()]
+        return [one.pid for one in mine if "WorkerActor" in " ".join(one.info["cmdline"] or ())]
 
     eventually(lambda: not forked(), lambda: str(forked()), 30)

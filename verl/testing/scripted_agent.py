@@ -24,7 +24,7 @@ from verl.tools.function_tool import function_tool
 
 Script = list[list[list[str]]]
 """Of each turn, name and arguments (a text) of each call."""
-TOOL_TIMEOUT_S = 2
+TOOL_TIMEOUT_S = 10
 MCP_SERVER = """
 import os, sys, time
 from mcp.server.mcpserver import MCPServer
