@@ -225,3 +225,39 @@ def test_ray_with_two_ranks_gives_the_numbers_of_one_local_rank(train, ray_clust
     ray = train(trainer__controller="ray", trainer__n_gpus_per_node=2, **common)
     assert_same_steps(local, ray, rel=1e-5)
     assert torch.isfinite(torch.tensor(local[2]["actor/grad_norm"]))
+
+
+SHARED_SEQUENCES = {
+    "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,  # the reference follows
+    "critic__ulysses_sequence_parallel_size": 2,
+    "reward_model__ulysses_sequence_parallel_size": 2,
+}
+ALL_MODELS = {
+    "algorithm__adv_estimator": "gae",
+    "actor_rollout_ref__actor__use_kl_loss": "true",
+    "reward_model__enable": "true",
+    "actor_rollout_ref__actor__entropy_coeff": 0.01,
+}
+
+
+def test_ranks_that_share_sequences_give_the_numbers_of_one(train, ray_cluster):
+    local = train(**ALL_MODELS)
+    shared = train(trainer__controller="ray", trainer__n_gpus_per_node=2, **ALL_MODELS, **SHARED_SEQUENCES)
+    assert_same_steps(local, shared, rel=1e-5)
+    assert local[2]["critic/vf_loss"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [ALL_MODELS, {"algorithm__adv_estimator": "grpo"}], ids=["gae", "grpo"])
+@pytest.mark.parametrize("packed", ["true", "false"])
+def test_four_ranks_in_two_groups_give_the_numbers_of_one(train, ray_cluster, settings, packed):
+    common = settings | {
+        "trainer__total_training_steps": 3,
+        "actor_rollout_ref__model__use_remove_padding": packed,
+        "critic__model__use_remove_padding": packed,
+        "actor_rollout_ref__actor__optim__lr": 1e-4,  # larger steps amplify rounding
+        "critic__optim__lr": 1e-4,
+    }
+    local = train(**common)
+    ray = train(trainer__controller="ray", trainer__n_gpus_per_node=4, **common, **SHARED_SEQUENCES)
+    assert_same_steps(local, ray, rel=1e-5)

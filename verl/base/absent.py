@@ -40,11 +40,6 @@ _ASYNCHRONOUS = Absence(
     "between updates (verl.workers.rollout.base.BaseRollout) and takes new weights by load_weights.",
 )
 _MEGATRON = Absence("not yet", "The training engine here is FSDP2: verl.workers.fsdp_workers, actor.strategy=fsdp2.")
-_SEQUENCE_PARALLEL = Absence(
-    "not yet",
-    "Sequence parallelism is missing. Sequences are packed without padding (model.use_remove_padding); for long ones "
-    "lower ppo_max_token_len_per_gpu and set model.enable_gradient_checkpointing.",
-)
 _VISION = Absence("not yet", "Prompts with images and videos are missing.")
 _LORA = Absence("not yet", "LoRA is missing: all parameters are trained (actor_rollout_ref.model.lora_rank=0).")
 _DISTILLATION = Absence("not yet", "Distillation from a teacher is missing.")
@@ -201,7 +196,6 @@ ABSENT: dict[str, Absence] = {
     "verl.utils.rollout_trace.RolloutTraceConfig": _TRACE,
     "verl.utils.rollout_trace.rollout_trace_attr": _TRACE,
     "verl.utils.transferqueue_utils": _QUEUE,
-    "verl.utils.ulysses": _SEQUENCE_PARALLEL,
     "verl.utils.vllm.patch": Absence(
         "no use", "verl.workers.rollout.vllm_rollout loads weights by vLLM's own loader, without a patch."
     ),
@@ -247,7 +241,6 @@ ABSENT: dict[str, Absence] = {
     "verl.workers.rollout.vllm_rollout.vllm_async_server": _ASYNCHRONOUS,
     "verl.workers.rollout.vllm_rollout.vllm_rollout.ServerAdapter": _OTHER_ENGINE_CLASSES,
     "verl.workers.sharding_manager": _RESHARDING,
-    "verl.workers.sharding_manager.fsdp_ulysses": _SEQUENCE_PARALLEL,
     "verl.workers.utils.losses": _ACTOR,
 }
 """Old address to the reason: of a module with all below it, of one name, or of an attribute of a class.

@@ -155,6 +155,8 @@ class FSDPActorConfig(ActorConfig):
     """Pack sequences, by default as the model section says."""
     calculate_sum_pi_squared: bool = setting(False)
     """Compute Σπ² of every token with the old log-probs; set automatically for estimators that read it."""
+    ulysses_sequence_parallel_size: int = setting(1, ge=1)
+    """Ranks that share each sequence; the same setting as that of `fsdp_config`."""
 
 
 def _forward_only() -> FSDPEngineConfig:
@@ -181,3 +183,7 @@ class RefConfig(BaseConfig):
     """Tokens per pass on one rank, with `log_prob_use_dynamic_bsz`."""
     fsdp_config: FSDPEngineConfig = subsection(_forward_only)
     """Sharding, precision, offload."""
+    ulysses_sequence_parallel_size: int = setting(
+        1, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}"
+    )
+    """Ranks that share each sequence, by default as for the actor; the same setting as that of `fsdp_config`."""

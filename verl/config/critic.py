@@ -95,3 +95,5 @@ class FSDPCriticConfig(CriticConfig):
     """Sequences per pass on one rank where values are computed without an update."""
     grad_clip: float = setting(1.0, gt=0)
     """Largest norm of the gradient of one step."""
+    ulysses_sequence_parallel_size: int = setting(1, ge=1)
+    """Ranks that share each sequence; the same setting as that of `model.fsdp_config`."""

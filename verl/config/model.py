@@ -97,6 +97,8 @@ class FSDPEngineConfig(BaseConfig):
     """Sharding back end; `fsdp` and `fsdp2` are both served by FSDP2."""
     dtype: DType = setting("bfloat16")
     """Format of the computation (parameters are cast to it inside the passes)."""
+    ulysses_sequence_parallel_size: int = setting(1, ge=1)
+    """Ranks that share each sequence (docs/long_sequences.md); it divides the ranks and the model's attention heads."""
 
 
 @section

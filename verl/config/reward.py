@@ -161,6 +161,8 @@ class RewardModelConfig(BaseConfig):
     """Fill passes by tokens instead of by sequences."""
     forward_max_token_len_per_gpu: int = setting(32768, ge=1, interpolation="${critic.forward_max_token_len_per_gpu}")
     """Tokens per pass on one rank, with `use_dynamic_bsz`."""
+    ulysses_sequence_parallel_size: int = setting(1, ge=1)
+    """Ranks that share each sequence; the same setting as that of `model.fsdp_config`."""
     reward_manager: str = setting("naive")
     """Registered reward manager: how responses become calls of a scorer."""
     reward_kwargs: dict[str, Any] = setting(factory=dict)

@@ -98,7 +98,8 @@ class SupervisedTrainer(TrainingLoop):
         """Take one optimizer step on the batch; ``rows_per_unit`` adjacent rows go to the same rank."""
         with context.stage("update"):
             balance = self.typed_config.data.balance_dp_token
-            dealt = deal(batch, self.workers.world_size, balance=balance, rows_per_unit=self.rows_per_unit)
+            parts = self.workers.num_parts("train_batch")
+            dealt = deal(batch, parts, balance=balance, rows_per_unit=self.rows_per_unit)
             report = self.train_on(dealt.rows).meta_info
             self.pass_limits.take_splits("update", report["metrics"])
             metrics = {f"train/{name.removeprefix('perf/')}": value for name, value in report["metrics"].items()}

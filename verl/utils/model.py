@@ -274,9 +274,18 @@ def causal_lm_without_weights(
 
 def longrope_threshold(config: PretrainedConfig) -> int | None:
     """Length beyond which one sequence makes Transformers use LongRoPE's long factors for its whole pass, or None."""
+    rules = [rule for rule in _rope_rules(config) if rule.get("rope_type") == "longrope"]
+    return min((rule["original_max_position_embeddings"] for rule in rules), default=None)
+
+
+def rope_types(config: PretrainedConfig) -> set[str]:
+    """Return the types of the model's rotary embeddings, such as ``default`` or ``yarn``."""
+    return {rule["rope_type"] for rule in _rope_rules(config) if "rope_type" in rule}
+
+
+def _rope_rules(config: PretrainedConfig) -> list[dict[str, Any]]:
     parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    rules = [parameters, *(rule for rule in parameters.values() if isinstance(rule, dict))]  # maybe one per layer type
-    return min((r["original_max_position_embeddings"] for r in rules if r.get("rope_type") == "longrope"), default=None)
+    return [parameters, *(rule for rule in parameters.values() if isinstance(rule, dict))]  # maybe one per layer type
 
 
 def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:

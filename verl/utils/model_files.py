@@ -31,6 +31,14 @@ def file_problem(folder: Path) -> str | None:
     return next(_problems(folder), None)
 
 
+def attention_heads(folder: Path) -> int | None:
+    """The number of query heads in ``config.json`` of a model folder; None if there is none to be read."""
+    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    text = content.get("text_config")
+    heads = (text if isinstance(text, dict) else content).get("num_attention_heads")
+    return heads if isinstance(heads, int) and heads > 0 else None
+
+
 def weights_problem(folder: Path) -> str | None:
     """Why ``folder`` has no weights; None if a file of them is there, damaged or not."""
     if any((folder / f"{name}{end}").exists() for name in WEIGHT_FILES for end in ("", ".index.json")):

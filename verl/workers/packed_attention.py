@@ -6,7 +6,7 @@ sequence, so there is no padding and no mask of (tokens x tokens).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -14,6 +14,7 @@ from itertools import accumulate
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,6 +22,7 @@ from verl.backends.cpu.kernels import cpu_kernels
 from verl.backends.cpu.layer_functions import packed_attention
 from verl.errors import ConfigError
 from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS
+from verl.utils.ulysses import gather_heads_scatter_seq, heads_for_sequence
 
 PACKED_ATTENTION = "verl_packed"
 
@@ -38,6 +40,8 @@ class Packing:
     keys: Packing | None = None
     """Bounds of keys and values, where sequences have some from before their first query; None: those of the queries.
     Only without gradients."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that each hold an equal part of the row (:mod:`verl.utils.ulysses`); None: this rank holds all of it."""
 
     @classmethod
     def of(cls, lengths: list[int], device: torch.device, keys: Packing | None = None) -> Packing:
@@ -86,7 +90,7 @@ def packed_attention_forward(
         key: (1, kv_heads, keys, head_dim).
         value: (1, kv_heads, keys, head_dim).
         attention_mask: must be None; ``packing`` takes its place.
-        packing: the sequences of the row.
+        packing: the sequences of the row. If several ranks share it, tensors have this rank's part of the tokens.
         scaling: factor of the scores, by default 1 / sqrt(head_dim).
         dropout: dropout probability of the attention weights.
         sliding_window: number of tokens that a token attends to, itself included; None is all.
@@ -100,40 +104,58 @@ def packed_attention_forward(
         ConfigError: the layer needs something that packed attention lacks: attention sinks, a position bias, a mask,
             attention to later tokens.
     """
-    wanted = [name for name in ("s_aux", "position_bias") if extras.get(name) is not None]
-    wanted += ["attention_mask"] if attention_mask is not None else []
-    if packing is None or wanted or not getattr(module, "is_causal", True):
-        raise ConfigError(
-            f"{type(module).__name__} cannot run packed (it needs {', '.join(wanted) or 'padded input'})."
-        )
+    if packing is None:
+        raise ConfigError(f"{type(module).__name__} cannot run packed (it needs padded input).")
+    refuse_unsupported(module, "packed", attention_mask, extras)
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
     rule = AttentionRule(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, window, softcap)
+    if packing.group is None:
+        return _attend_packed(query, key, value, packing, rule), None
+    q, k, v = heads_for_sequence((query, key, value), packing.group)
+    return gather_heads_scatter_seq(_attend_packed(q, k, v, packing, rule), 2, 1, packing.group), None
+
+
+def refuse_unsupported(module: nn.Module, how: str, attention_mask: Tensor | None, extras: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a layer needs what our attention lacks: sinks, a position bias, a mask, later tokens."""
+    wanted = [name for name in ("s_aux", "position_bias") if extras.get(name) is not None]
+    wanted += ["attention_mask"] if attention_mask is not None else []
+    wanted += [] if getattr(module, "is_causal", True) else ["attention to later tokens"]
+    if wanted:
+        raise ConfigError(f"{type(module).__name__} cannot run {how} (it needs {', '.join(wanted)}).")
+
+
+def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+    """Attend over a whole packed row; (1, heads, tokens, head_dim) to (1, tokens, heads, head_dim)."""
     kernel = _varlen_kernel(query, value.shape[-1], rule)
     if kernel is not None and (packing.keys is None or kernel is _compiled):
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, head_dim)
-        return kernel(q, k, v, packing, rule).unsqueeze(0), None
+        return kernel(q, k, v, packing, rule).unsqueeze(0)
     if packing.keys is None and len(set(packing.lengths)) == 1:
         # (sequences, heads, length, head_dim), one call for all
         q, k, v = (x.squeeze(0).unflatten(1, (-1, packing.longest)).transpose(0, 1) for x in (query, key, value))
-        return _attend(q, k, v, rule).transpose(1, 2).flatten(0, 1).unsqueeze(0), None
+        return attend(q, k, v, rule).transpose(1, 2).flatten(0, 1).unsqueeze(0)
     key_lengths = (packing.keys or packing).lengths
     parts = zip((query, key, value), (packing.lengths, key_lengths, key_lengths), strict=True)
     pieces = zip(*(x.split(lengths, dim=2) for x, lengths in parts), strict=True)
-    return torch.cat([_attend(q, k, v, rule).transpose(1, 2) for q, k, v in pieces], dim=1), None
+    return torch.cat([attend(q, k, v, rule).transpose(1, 2) for q, k, v in pieces], dim=1)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, real: Tensor | None = None) -> Tensor:
     """Compute causal attention for sequences of equal length, (sequences, heads, length, head_dim).
 
-    If there are fewer queries than keys, they are of the last tokens.
+    If there are fewer queries than keys, they are of the last tokens. ``real``, (sequences, keys), is False for
+    padding, whose outputs are any finite numbers.
     """
     grouped = q.shape[1] != k.shape[1]
     before = k.shape[2] - q.shape[2]
     window = rule.window if rule.window is not None and rule.window < k.shape[2] else None
     visible = None
-    if before or window is not None or rule.softcap is not None:
+    if before or window is not None or rule.softcap is not None or real is not None:
         visible = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(before)
         visible = visible if window is None else visible.triu(before + 1 - window)
+    if real is not None and visible is not None:
+        # A token always sees itself: a row that saw nothing would be NaN.
+        visible = (visible & real[:, None, None, :]) | torch.eye(len(visible), dtype=torch.bool, device=q.device)
     if rule.softcap is None or visible is None:
         return functional.scaled_dot_product_attention(
             q, k, v, visible, rule.dropout, is_causal=visible is None, scale=rule.scale, enable_gqa=grouped

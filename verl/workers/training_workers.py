@@ -90,7 +90,8 @@ class EngineWorker(Worker):
 
     def join_mesh(self, name: str, engine: BaseEngine) -> None:
         """Register the part of a batch that this rank receives on mesh ``name``: that of its data-parallel rank."""
-        self._register_dispatch_collect_info(name, dp_rank=engine.get_data_parallel_rank(), is_collect=True)
+        collects = engine.is_mp_src_rank_with_outputs()
+        self._register_dispatch_collect_info(name, dp_rank=engine.get_data_parallel_rank(), is_collect=collects)
 
     @property
     def trained(self) -> BaseEngine:

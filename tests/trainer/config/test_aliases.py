@@ -113,17 +113,10 @@ def test_spellings_of_the_supervised_trainer(run: Run, spelling: str, value: Any
     assert read(run.load({spelling: value}, SFTConfig), key) == there
 
 
-def test_spellings_of_inactive_keys(run: Run):
-    run.load({"ulysses_sequence_parallel_size": 1}, SFTConfig)
-    message = only(run.refusal({"ulysses_sequence_parallel_size": 2}, SFTConfig))
-    assert "engine.ulysses_sequence_parallel_size=2: sequence parallelism is not in this version" in message
-
-
 def test_every_alias_leads_to_a_key_and_is_tried_here():
     roots = (PPOConfig, SFTConfig, GenerationConfig)
     known = {path for root in roots for path in [*(key.path for key in iter_keys(root)), *all_inactive(root)]}
     tried = {case[0] for case in PPO_CASES + SFT_CASES}
-    tried |= {"ulysses_sequence_parallel_size"}
     for alias in ALIASES:
         target = alias.new.partition("[")[0]
         assert any(target == key or target.startswith(key + ".") for key in known), alias

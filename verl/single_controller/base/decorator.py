@@ -206,6 +206,13 @@ def get_dispatch_pair(dispatch_mode: Dispatch | Mapping[str, Any]) -> DispatchPa
     return _PAIRS[dispatch_mode]
 
 
+def mesh_of(dispatch_mode: Dispatch | Mapping[str, Any]) -> str | None:
+    """Return the name of the mesh of :func:`make_nd_compute_dataproto_dispatch_fn`; None for other modes."""
+    dispatch = get_dispatch_pair(dispatch_mode)["dispatch_fn"]
+    is_nd = isinstance(dispatch, functools.partial) and dispatch.func is modes.dispatch_nd_compute_data_proto
+    return dispatch.args[0] if is_nd else None
+
+
 @dataclass(frozen=True)
 class Registration:
     """Arguments that ``@register`` stores on a method."""

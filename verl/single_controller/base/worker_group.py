@@ -11,7 +11,13 @@ from typing import Any, ClassVar, Self
 
 from verl.base.registry import suggest
 from verl.errors import ConfigError, SchemaError, WorkerError
-from verl.single_controller.base.decorator import MAGIC_ATTR, Execute, Registration, get_dispatch_pair
+from verl.single_controller.base.decorator import (
+    MAGIC_ATTR,
+    Execute,
+    Registration,
+    get_dispatch_pair,
+    mesh_of,
+)
 from verl.single_controller.base.dispatch import CallOutputs, Mesh, PendingOutputs
 from verl.single_controller.base.resource_pool import ResourcePool
 from verl.single_controller.base.worker import ClassWithInitArgs, WorkerHost, host_arguments
@@ -234,6 +240,16 @@ class WorkerGroup(ABC):
             Call(rank, [value[rank] for value in args], {name: value[rank] for name, value in kwargs.items()})
             for rank in range(self.world_size)
         ]
+
+    def num_parts(self, method: str) -> int:
+        """Number of parts into which a call of ``method`` divides a batch: the data-parallel size of its mesh.
+
+        For a method that is dispatched without a mesh it is the number of ranks.
+        """
+        rpc = self._rpcs[method]
+        name = mesh_of(rpc.registration.dispatch_mode)
+        group = self if rpc.member in (None, self._member) else self._view(rpc.member)
+        return self.world_size if name is None else max(group.mesh(name).dp_ranks) + 1
 
     def mesh(self, mesh_name: str) -> Mesh:
         """Assignment of batch parts to ranks in a mesh; queried from the workers once, then cached."""

@@ -20,6 +20,7 @@ from verl.trainer.config.keys import InactiveKey, Key, Tree, drop, get, put, sam
 _ACTOR = "actor_rollout_ref.actor"
 _REF = "actor_rollout_ref.ref"
 _ROLLOUT = "actor_rollout_ref.rollout"
+_SHARED = "ulysses_sequence_parallel_size"
 
 PAIRS: tuple[tuple[str, str], ...] = (
     (f"{_ACTOR}.grad_clip", f"{_ACTOR}.optim.clip_grad"),
@@ -28,6 +29,10 @@ PAIRS: tuple[tuple[str, str], ...] = (
     (f"{_REF}.strategy", f"{_REF}.fsdp_config.strategy"),
     ("critic.strategy", "critic.model.fsdp_config.strategy"),
     ("reward_model.strategy", "reward_model.model.fsdp_config.strategy"),
+    (f"{_ACTOR}.{_SHARED}", f"{_ACTOR}.fsdp_config.{_SHARED}"),
+    (f"{_REF}.{_SHARED}", f"{_REF}.fsdp_config.{_SHARED}"),
+    (f"critic.{_SHARED}", f"critic.model.fsdp_config.{_SHARED}"),
+    (f"reward_model.{_SHARED}", f"reward_model.model.fsdp_config.{_SHARED}"),
 )
 """Pairs of keys for one setting; after loading, both hold the same value."""
 
@@ -130,13 +135,21 @@ def _per_rank(tree: Tree, raw: Tree, per_rank: Key, older: InactiveKey, problems
             wrong = f"this counts sequences over all ranks, and {per_rank.path}={now} counts them per rank"
             problems.append(Problem(older.path, size, wrong, remedy=f"set only {per_rank.path}"))
         return
-    ranks = _ranks(tree)
+    shared_by = get(tree, _sharing(per_rank.path), 1)
+    ranks = max(1, _ranks(tree) // shared_by) if isinstance(shared_by, int) and shared_by > 0 else 1
     if size % ranks:
         wrong = f"it counts sequences over all ranks, and {ranks} ranks do not divide it"
+        wrong += "" if shared_by == 1 else f" (groups of {shared_by} that share sequences)"
         remedy = f"set {per_rank.path} instead, which counts them per rank"
         problems.append(Problem(older.path, size, wrong, f"multiples of {ranks}", remedy))
         return
     put(tree, per_rank.path, size // ranks)
+
+
+def _sharing(size: str) -> str:
+    """Return the key of the number of ranks that share the sequences of passes whose size is in the key ``size``."""
+    section = size.rpartition(".")[0].replace(_ROLLOUT, _ACTOR)
+    return f"engine.{_SHARED}" if section == "data" else f"{section}.{_SHARED}"
 
 
 def _rows_in_driver(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:

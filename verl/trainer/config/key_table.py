@@ -96,7 +96,6 @@ _NO_LORA = "LoRA is not in this version; leave it at its default and train all p
 _PART_OF_LORA = "part of LoRA, which is not in this version"
 _NO_TILED_MLP = "the tiled MLP is not in this version; use gradient checkpointing and smaller token budgets"
 _PART_OF_TILED_MLP = "part of the tiled MLP, which is not in this version"
-_NO_ULYSSES = "sequence parallelism is not in this version; set it to 1 and use dynamic batches for long sequences"
 _NO_PROFILER = "profilers are not in this version; leave it at its default (timing_s/* is always logged)"
 _PART_OF_PROFILING = "part of profiling, which is not in this version"
 
@@ -240,7 +239,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         *_ROUTER_REPLAY,
     ),
     FSDPActorConfig: (
-        not_yet(_NO_ULYSSES, {"ulysses_sequence_parallel_size": 1}),
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
         no_effect(
             "Σπ² is computed in slices and without a gradient, so that there is nothing to keep or to compute again",
@@ -259,19 +257,10 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         ),
         *_PROFILED,
         *_ROUTER_REPLAY,
-        not_yet(
-            _NO_ULYSSES,
-            {
-                "ulysses_sequence_parallel_size": (
-                    "${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}"
-                ),
-            },
-        ),
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
     ),
     FSDPEngineConfig: (
         no_effect("FSDP1 only; FSDP2 always keeps the original parameters", {"use_orig_params": False}),
-        not_yet(_NO_ULYSSES, {"ulysses_sequence_parallel_size": 1}),
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
         no_effect(_UNCOMPILED, {"use_torch_compile": True}),
     ),
@@ -379,10 +368,7 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect(_NO_SHM, {"use_shm": False}),
     ),
     CriticConfig: (older_form("ppo_micro_batch_size"), *_PROFILED),
-    FSDPCriticConfig: (
-        older_form("forward_micro_batch_size", "${oc.select:.ppo_micro_batch_size,null}"),
-        not_yet(_NO_ULYSSES, {"ulysses_sequence_parallel_size": 1}),
-    ),
+    FSDPCriticConfig: (older_form("forward_micro_batch_size", "${oc.select:.ppo_micro_batch_size,null}"),),
     FSDPCriticModelCfg: (
         no_effect(_NO_SHM, {"use_shm": False}),
         not_yet(_NO_OFFLOAD, {"enable_activation_offload": False}),
@@ -393,7 +379,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     ),
     RewardModelConfig: (
         older_form("micro_batch_size"),
-        not_yet(_NO_ULYSSES, {"ulysses_sequence_parallel_size": 1}),
         no_effect("reward managers are called by the driver in this version", {"use_reward_loop": True}),
         not_yet(
             "reward loops are not in this version; use reward_model.reward_manager",

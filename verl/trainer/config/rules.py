@@ -7,7 +7,9 @@ files on disk are in :mod:`verl.trainer.config.rules_files`.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from verl import algorithms
@@ -35,6 +37,7 @@ from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils import model_files
 from verl.utils.dataset.build import SAMPLERS
 from verl.utils.reward_score import FORMATS, SCORERS
 from verl.workers.reward_manager import get_reward_manager_cls
@@ -342,27 +345,44 @@ def critic_warmup(config: PPOConfig) -> Problems:
 
 
 def engines(config: PPOConfig | SupervisedConfig) -> Problems:
-    """The size of a sharding group divides the ranks, and trained models do not use fp16."""
-    sections: dict[str, FSDPEngineConfig] = {}
+    """Groups of ranks divide the ranks, their sequences the heads of the model, and trained models do not use fp16."""
+    policy = config.actor_rollout_ref.model if isinstance(config, PPOConfig) else config.model
+    of_policy = policy.path, config.trainer.ranks
+    sections: dict[str, tuple[FSDPEngineConfig, str, int]] = {}
     if isinstance(config, PPOConfig):
-        roles = config.actor_rollout_ref
-        sections["actor_rollout_ref.actor.fsdp_config"] = roles.actor.fsdp_config
+        roles, model = config.actor_rollout_ref, config.reward_model
+        sections["actor_rollout_ref.actor.fsdp_config"] = (roles.actor.fsdp_config, *of_policy)
         if need_reference_policy(config):
-            sections["actor_rollout_ref.ref.fsdp_config"] = roles.ref.fsdp_config
+            sections["actor_rollout_ref.ref.fsdp_config"] = (roles.ref.fsdp_config, *of_policy)
         if needs_critic(config):
-            sections["critic.model.fsdp_config"] = config.critic.model.fsdp_config
+            critic = config.critic.model
+            sections["critic.model.fsdp_config"] = (critic.fsdp_config, critic.path, config.trainer.ranks)
+        if model.enable and config.judge is None:
+            ranks = model.nnodes * model.n_gpus_per_node if model.enable_resource_pool else config.trainer.ranks
+            sections["reward_model.model.fsdp_config"] = (model.model.fsdp_config, model.model.path, ranks)
     else:
-        sections["engine"] = config.engine
-    ranks = config.trainer.ranks
-    for name, engine in sections.items():
-        size = engine.fsdp_size
-        if size == 0 or (0 < size < ranks and ranks % size):
-            yield Problem(f"{name}.fsdp_size", size, f"it does not divide {ranks} ranks", f"divisors of {ranks}, or -1")
-        if not engine.forward_only:
+        sections["engine"] = (config.engine, *of_policy)
+    for name, (engine, path, ranks) in sections.items():
+        yield from _groups_of_ranks(name, engine, path, ranks)
+        if not engine.forward_only and not name.startswith("reward_model"):
             for key in ("dtype", "model_dtype"):
                 if engine[key] in ("fp16", "float16"):
                     wrong = "gradients underflow in fp16"
                     yield Problem(f"{name}.{key}", engine[key], wrong, "bfloat16, fp32")
+
+
+def _groups_of_ranks(name: str, engine: FSDPEngineConfig, path: str, ranks: int) -> Problems:
+    """Check the groups of ranks that share weights, or sequences, of the model in ``path``."""
+    size, shared_by = engine.fsdp_size, engine.ulysses_sequence_parallel_size
+    if size == 0 or (0 < size < ranks and ranks % size):
+        yield Problem(f"{name}.fsdp_size", size, f"it does not divide {ranks} ranks", f"divisors of {ranks}, or -1")
+    key, heads = f"{name}.ulysses_sequence_parallel_size", model_files.attention_heads(Path(path).expanduser())
+    if ranks % shared_by:
+        wrong = f"so many ranks share each sequence, and it does not divide {ranks} ranks"
+        yield Problem(key, shared_by, wrong, f"divisors of {ranks}")
+    elif heads is not None and heads % shared_by:
+        wrong = f"each rank computes equally many of the model's {heads} attention heads"
+        yield Problem(key, shared_by, wrong, f"divisors of {math.gcd(heads, ranks)}")
 
 
 def order_of_rows(config: PPOConfig) -> Problems:

@@ -20,15 +20,31 @@ def needs_critic(config: PPOConfig) -> bool:
         return False
 
 
+def data_parallel_size(ranks: int, shared_by: int) -> int:
+    """Number of equal shares of a batch, where so many ranks get the same rows (``ulysses_sequence_parallel_size``)."""
+    return max(1, ranks // shared_by)
+
+
+def _sharers(ranks: int, shared_by: int) -> str:
+    """Describe who shares a batch."""
+    if shared_by == 1:
+        return f"{ranks} ranks"
+    return f"{data_parallel_size(ranks, shared_by)} groups of {shared_by} ranks (ulysses_sequence_parallel_size)"
+
+
 def mini_batches(config: PPOConfig) -> Problems:
     """A step splits into equal mini-batches, and a mini-batch into equal shares for the ranks."""
-    ranks, n = config.trainer.ranks, config.actor_rollout_ref.rollout.n
+    n = config.actor_rollout_ref.rollout.n
     prompts = config.data.train_batch_size
-    sections: list[tuple[str, Any]] = [("actor_rollout_ref.actor", config.actor_rollout_ref.actor)]
-    if needs_critic(config) and config.critic.ppo_mini_batch_size != config.actor_rollout_ref.actor.ppo_mini_batch_size:
-        sections.append(("critic", config.critic))
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    sections: list[tuple[str, Any]] = [("actor_rollout_ref.actor", actor)]
+    cut = ("ppo_mini_batch_size", "ulysses_sequence_parallel_size")
+    if needs_critic(config) and any(critic[key] != actor[key] for key in cut):
+        sections.append(("critic", critic))
     for name, section in sections:
         key, size = f"{name}.ppo_mini_batch_size", section.ppo_mini_batch_size
+        ranks, shared_by = config.trainer.ranks, section.ulysses_sequence_parallel_size
+        parts = data_parallel_size(ranks, shared_by)
         if prompts % size:
             yield Problem(
                 key,
@@ -37,12 +53,13 @@ def mini_batches(config: PPOConfig) -> Problems:
                 "of prompts",
                 f"divisors of {prompts}, nearest {_near(size, prompts)}",
             )
-        elif (size * n) % ranks:
+        elif (size * n) % parts:
+            who = _sharers(ranks, shared_by)
             yield Problem(
                 key,
                 size,
-                f"with rollout.n={n} a mini-batch has {size * n} responses, which {ranks} ranks cannot share equally",
-                _shareable(size, prompts, n, ranks),
+                f"with rollout.n={n} a mini-batch has {size * n} responses, which {who} cannot share equally",
+                _shareable(size, prompts, n, parts),
                 "change the mini-batch, rollout.n or the number of ranks",
             )
 
@@ -56,17 +73,18 @@ def actor_passes(config: PPOConfig) -> Problems:
     for name, section in sections:
         keys = (f"{name}.ppo_micro_batch_size_per_gpu", f"{name}.use_dynamic_bsz", f"{name}.ppo_max_token_len_per_gpu")
         values = (section.ppo_micro_batch_size_per_gpu, section.use_dynamic_bsz, section.ppo_max_token_len_per_gpu)
-        yield from _passes(keys, values, _longest(config))
-        responses, micro = section.ppo_mini_batch_size * n, values[0]
-        if micro is None or section.use_dynamic_bsz or responses % ranks:
+        shared_by = section.ulysses_sequence_parallel_size
+        yield from _passes(keys, values, _longest(config), shared_by)
+        responses, micro, parts = section.ppo_mini_batch_size * n, values[0], data_parallel_size(ranks, shared_by)
+        if micro is None or section.use_dynamic_bsz or responses % parts:
             continue
-        share = responses // ranks
+        share = responses // parts
         if share % micro:
             yield Problem(
                 keys[0],
                 micro,
                 f"it does not divide the {share} responses of a mini-batch on one rank "
-                f"({section.ppo_mini_batch_size} prompts × {n} responses ÷ {ranks} ranks)",
+                f"({section.ppo_mini_batch_size} prompts × {n} responses ÷ {_sharers(ranks, shared_by)})",
                 f"divisors of {share}, nearest {_near(micro, share)}",
                 f"or set {name}.use_dynamic_bsz=true, which fills passes by tokens",
             )
@@ -76,19 +94,23 @@ def other_passes(config: PPOConfig) -> Problems:
     """The micro-batches of passes for log-probs, values and scores are set and hold the longest sequence."""
     longest = _longest(config)
     roles = config.actor_rollout_ref
-    sections: list[tuple[str, Any]] = [("actor_rollout_ref.rollout", roles.rollout)]
+    policy: Any = roles.actor
+    sections: list[tuple[str, Any, Any]] = [("actor_rollout_ref.rollout", roles.rollout, policy)]
     if need_reference_policy(config):
-        sections.append(("actor_rollout_ref.ref", roles.ref))
-    for name, section in sections:
+        sections.append(("actor_rollout_ref.ref", roles.ref, roles.ref))
+    for name, section, model in sections:
         names = ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu")
-        yield from _passes([f"{name}.{key}" for key in names], [getattr(section, key) for key in names], longest)
+        values = [getattr(section, key) for key in names]
+        yield from _passes([f"{name}.{key}" for key in names], values, longest, model.ulysses_sequence_parallel_size)
     if config.reward_model.enable:
         names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "forward_max_token_len_per_gpu")
         values = [getattr(config.reward_model, key) for key in names]
-        yield from _passes([f"reward_model.{key}" for key in names], values, longest)
-    critic = config.critic
-    if needs_critic(config) and critic.use_dynamic_bsz and critic.forward_max_token_len_per_gpu < longest:
-        yield _too_few_tokens("critic.forward_max_token_len_per_gpu", critic.forward_max_token_len_per_gpu, longest)
+        shared_by = config.reward_model.ulysses_sequence_parallel_size
+        yield from _passes([f"reward_model.{key}" for key in names], values, longest, shared_by)
+    critic: Any = config.critic
+    budget, shared_by = critic.forward_max_token_len_per_gpu, critic.ulysses_sequence_parallel_size
+    if needs_critic(config) and critic.use_dynamic_bsz and budget * shared_by < longest:
+        yield _too_few_tokens("critic.forward_max_token_len_per_gpu", budget, longest, shared_by)
 
 
 def lengths(config: PPOConfig) -> Problems:
@@ -114,14 +136,15 @@ def lengths(config: PPOConfig) -> Problems:
 
 def sft_batches(config: SFTConfig) -> Problems:
     """The ranks share a batch equally, and micro-batches divide a rank's share and hold the longest sequence."""
-    data, ranks = config.data, config.trainer.ranks
-    if data.train_batch_size % ranks:
-        wrong = f"{ranks} ranks cannot share it equally"
-        yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {ranks}")
+    data, ranks, shared_by = config.data, config.trainer.ranks, config.engine.ulysses_sequence_parallel_size
+    parts = data_parallel_size(ranks, shared_by)
+    if data.train_batch_size % parts:
+        wrong = f"{_sharers(ranks, shared_by)} cannot share it equally"
+        yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {parts}")
         return
     keys = ("data.micro_batch_size_per_gpu", "data.use_dynamic_bsz", "data.max_token_len_per_gpu")
-    yield from _passes(keys, [getattr(data, key.removeprefix("data.")) for key in keys], data.max_length)
-    share, micro = data.train_batch_size // ranks, data.micro_batch_size_per_gpu
+    yield from _passes(keys, [getattr(data, key.removeprefix("data.")) for key in keys], data.max_length, shared_by)
+    share, micro = data.train_batch_size // parts, data.micro_batch_size_per_gpu
     if not data.use_dynamic_bsz and micro is not None and share % micro:
         yield Problem(
             keys[0],
@@ -134,28 +157,34 @@ def sft_batches(config: SFTConfig) -> Problems:
 
 def preference_batches(config: PreferenceConfig) -> Problems:
     """The ranks share a batch of pairs equally, and a pass holds the longest pair."""
-    data, ranks = config.data, config.trainer.ranks
-    if data.train_batch_size % ranks:
-        wrong = f"{ranks} ranks cannot share these pairs equally"
-        yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {ranks}")
+    data, ranks, shared_by = config.data, config.trainer.ranks, config.engine.ulysses_sequence_parallel_size
+    parts = data_parallel_size(ranks, shared_by)
+    if data.train_batch_size % parts:
+        wrong = f"{_sharers(ranks, shared_by)} cannot share these pairs equally"
+        yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {parts}")
     names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
     # Both sides of a pair are in one pass.
-    yield from _passes([f"data.{name}" for name in names], [data[name] for name in names], 2 * data.max_length)
+    values = [data[name] for name in names]
+    yield from _passes([f"data.{name}" for name in names], values, 2 * data.max_length, shared_by)
 
 
-def _passes(keys: Any, values: Any, longest: int) -> Problems:
-    """Check one kind of pass; ``keys`` and ``values`` are micro-batch size, ``use_dynamic_bsz``, token budget."""
+def _passes(keys: Any, values: Any, longest: int, shared_by: int) -> Problems:
+    """Check one kind of pass; ``keys`` and ``values`` are micro-batch size, ``use_dynamic_bsz``, token budget.
+
+    ``shared_by`` ranks share the tokens of a pass.
+    """
     micro, dynamic, budget = values
-    if dynamic and budget < longest:
-        yield _too_few_tokens(keys[2], budget, longest)
+    if dynamic and budget * shared_by < longest:
+        yield _too_few_tokens(keys[2], budget, longest, shared_by)
     if not dynamic and micro is None:
         remedy = f"set it to the sequences of one pass on one rank, or set {keys[1]}=true to fill passes by tokens"
         yield Problem(keys[0], None, f"it must be set while {keys[1]}=false", "an integer >= 1", remedy)
 
 
-def _too_few_tokens(key: str, budget: int, longest: int) -> Problem:
-    wrong = f"the longest sequence has {longest} tokens and must fit"
-    return Problem(key, budget, wrong, f"at least {longest}", f"set {key}={longest} or more, or shorten the sequences")
+def _too_few_tokens(key: str, budget: int, longest: int, shared_by: int = 1) -> Problem:
+    wrong, least = f"the longest sequence has {longest} tokens and must fit", -(-longest // shared_by)
+    wrong += "" if shared_by == 1 else f" into the budgets of the {shared_by} ranks that share it"
+    return Problem(key, budget, wrong, f"at least {least}", f"set {key}={least} or more, or shorten the sequences")
 
 
 def _longest(config: PPOConfig) -> int:

@@ -81,7 +81,12 @@ def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
     ranks, n = trainer.ranks, config.actor_rollout_ref.rollout.n
     steps_per_epoch = None if dataset_len is None else dataset_len // (data.gen_batch_size or data.train_batch_size)
     total = trainer.total_training_steps or (steps_per_epoch or 0) * trainer.total_epochs
-    by_tokens = f"up to {actor.ppo_max_token_len_per_gpu:,} tokens"
+    shared_by = actor.ulysses_sequence_parallel_size
+    micro_batch = f"{actor.ppo_micro_batch_size_per_gpu} responses"
+    if actor.use_dynamic_bsz:
+        micro_batch = f"up to {actor.ppo_max_token_len_per_gpu * shared_by:,} tokens"
+    if shared_by > 1:
+        micro_batch += f", shared by {shared_by} ranks"
     return Sizes(
         ranks=ranks,
         device=described_device(config),
@@ -89,8 +94,8 @@ def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
         responses_per_prompt=n,
         mini_batches_per_step=data.train_batch_size // actor.ppo_mini_batch_size,
         passes_per_step=actor.ppo_epochs,
-        mini_batch_per_rank=actor.ppo_mini_batch_size * n // ranks,
-        micro_batch=by_tokens if actor.use_dynamic_bsz else f"{actor.ppo_micro_batch_size_per_gpu} responses",
+        mini_batch_per_rank=actor.ppo_mini_batch_size * n // max(1, ranks // shared_by),
+        micro_batch=micro_batch,
         max_tokens_per_step=data.train_batch_size * n * (data.max_prompt_length + data.max_response_length),
         steps_per_epoch=steps_per_epoch,
         total_steps=total,

@@ -238,7 +238,7 @@ class FitParts(TrainingLoop):
         asks for.
         """
         balance = self.typed_config.trainer.balance_batch
-        dealt = deal(batch, self.actor_rollout_wg.world_size, balance=balance, pads=True)
+        dealt = deal(batch, self.actor_rollout_wg.num_parts("update_actor"), balance=balance, pads=True)
         metrics |= {name.replace("global_seqlen", logging_prefix, 1): value for name, value in dealt.metrics.items()}
 
     # ---- log-probs, values, updates ---------------------------------------------------------------

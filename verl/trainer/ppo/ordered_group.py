@@ -37,8 +37,8 @@ class OrderedGroup:
         if name in self._calls:
             return self._calls[name]
         method = getattr(self.group, name)
-        return functools.partial(self._by_row, method) if name in BY_ROW else method
+        return functools.partial(self._by_row, name, method) if name in BY_ROW else method
 
-    def _by_row(self, method: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
-        dealt = deal(batch, self.group.world_size, balance=self._balance, columns=ACTOR_COLUMNS, pads=True)
+    def _by_row(self, name: str, method: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
+        dealt = deal(batch, self.group.num_parts(name), balance=self._balance, columns=ACTOR_COLUMNS, pads=True)
         return dealt.restore(method(dealt.rows))

@@ -543,7 +543,8 @@ class RayPPOTrainer(FitParts):
             sizes = self._mini_batch_sizes(batch, critic.ppo_mini_batch_size)
             weights = stages.aggregation_columns(batch, critic.loss_agg_mode, sizes)
             batch = batch | DataProto.from_dict(tensors=weights)
-            dealt = self._deal(batch, self.critic_wg, (*ACTOR_COLUMNS, "values", "returns", *weights), sizes)
+            columns = (*ACTOR_COLUMNS, "values", "returns", *weights)
+            dealt = self._deal(batch, self.critic_wg.num_parts("update_critic"), columns, sizes)
             updated = self.critic_wg.group.update_critic(dealt.rows, **self._own_sizes(batch, dealt))
             self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context)
 
@@ -558,7 +559,8 @@ class RayPPOTrainer(FitParts):
             sizes = self._mini_batch_sizes(batch, actor.ppo_mini_batch_size)
             seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
             batch = batch | stages.prepare_mini_batches(batch, actor, sizes, seed)
-            dealt = self._deal(batch, self.actor_rollout_wg, stages.policy_columns(batch, actor, own_forward), sizes)
+            columns = stages.policy_columns(batch, actor, own_forward)
+            dealt = self._deal(batch, self.actor_rollout_wg.num_parts("update_actor"), columns, sizes)
             arguments = self._own_sizes(batch, dealt) | ({"own_forward": True} if own_forward else {})
             workers = self.actor_rollout_wg.group
             updated = workers.update_actor(dealt.rows, entropy_coeff=self.entropy_ctrl.value, **arguments)
@@ -569,9 +571,9 @@ class RayPPOTrainer(FitParts):
         count = len(Trajectories.of(batch)) // (prompts * self.typed_config.actor_rollout_ref.rollout.n)
         return mini_batch_sizes(batch, max(1, count))
 
-    def _deal(self, batch: DataProto, workers: Any, columns: Sequence[str], sizes: Sequence[int]) -> DealtBatch:
+    def _deal(self, batch: DataProto, num_parts: int, columns: Sequence[str], sizes: Sequence[int]) -> DealtBatch:
         balance, are_split = self.typed_config.trainer.balance_batch, Trajectories.of(batch).are_split
-        return deal(batch, workers.world_size, balance=balance, columns=columns, sizes=sizes, pads=are_split)
+        return deal(batch, num_parts, balance=balance, columns=columns, sizes=sizes, pads=are_split)
 
     def _own_sizes(self, batch: DataProto, dealt: DealtBatch) -> dict[str, Any]:
         """Arguments of an update whose mini-batches are not those of the configuration."""

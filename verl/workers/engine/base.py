@@ -7,8 +7,8 @@
     with engine.train_mode():
         metrics = engine.train_batch(mini_batch, loss_fn, micro, temperature=1.0)   # one optimizer step
 
-Every method is called by all data-parallel ranks together, each with its own part of the batch. Batches have the
-layout of ``verl.schema``; outputs have one value per response token.
+Every method is called by all ranks together, each with its own part of the batch; ranks that share sequences have the
+same part. Batches have the layout of ``verl.schema``; outputs have one value per response token.
 """
 
 from __future__ import annotations
@@ -128,6 +128,10 @@ class BaseEngine(ABC):
     @abstractmethod
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
         """Process group of the data-parallel ranks."""
+
+    @abstractmethod
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Whether the outputs of this rank are used, among the ranks that hold the same rows."""
 
     @abstractmethod
     def arithmetic(self) -> Arithmetic:

@@ -21,18 +21,20 @@ class BatchTotals:
     """Denominators of a mini-batch over all ranks and micro-batches."""
 
     dp_size: int
-    """Data-parallel ranks. A rank's loss is multiplied by it because gradients are averaged over ranks."""
+    """Data-parallel ranks. A rank's loss is multiplied by it because gradients are averaged over them."""
     batch_num_tokens: int
     """Tokens with ``response_mask`` 1, at least 1."""
     global_batch_size: int
     """Sequences; if a trajectory may be several (``trajectory_count``), trajectories."""
 
     @classmethod
-    def of(cls, batch: DataProto, dp_size: int, device: torch.device) -> BatchTotals:
-        """Count the mini-batch of which ``batch`` is this rank's part. Collective."""
+    def of(
+        cls, batch: DataProto, dp_size: int, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> BatchTotals:
+        """Count the mini-batch of which ``batch`` is this rank's part. Collective over the data-parallel ``group``."""
         rows = int(batch.batch["trajectory_count"].sum()) if "trajectory_count" in batch.batch.keys() else len(batch)
         counts = torch.tensor([num_valid_tokens(batch), rows], dtype=torch.int64, device=device)
-        dist.all_reduce(counts)
+        dist.all_reduce(counts, group=group)
         tokens, sequences = counts.tolist()
         return cls(dp_size=dp_size, batch_num_tokens=max(tokens, 1), global_batch_size=sequences)
 
@@ -117,10 +119,10 @@ def num_valid_tokens(batch: DataProto) -> int:
     return int(batch.batch["response_mask"].sum())
 
 
-def gathered(mine: list[T]) -> list[T]:
-    """Concatenate the lists of all ranks, in rank order; the same on every rank. Collective."""
-    ranks: list[list[T] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, mine)
+def gathered(mine: list[T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """Concatenate the lists of the ranks of ``group``, in rank order; the same on every rank. Collective."""
+    ranks: list[list[T] | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, mine, group=group)
     return [value for rank in ranks if rank is not None for value in rank]
 
 
@@ -147,11 +149,14 @@ class MetricSum:
             tensor = torch.as_tensor(value).detach()
             self._values.setdefault(name, []).append((weight, tensor))
 
-    def reduce(self, problems: list[T]) -> tuple[dict[str, float], list[T]]:
-        """Return the metrics of the mini-batch and all ranks' ``problems``, the same on every rank. Collective."""
+    def reduce(self, problems: list[T], group: dist.ProcessGroup | None = None) -> tuple[dict[str, float], list[T]]:
+        """Return the metrics of the mini-batch and all ranks' ``problems``, the same on every rank.
+
+        Collective over the data-parallel ``group``, of which each rank has other rows.
+        """
         mine = {name: _combine(name, [w * float(v) for w, v in parts]) for name, parts in self._values.items()}
         # One collective for both: each costs a round trip per mini-batch.
-        both = gathered([(mine, problems)])
+        both = gathered([(mine, problems)], group)
         names = sorted({name for rank, _ in both for name in rank})
         metrics = {name: _combine(name, [rank[name] for rank, _ in both if name in rank]) for name in names}
         return metrics, [problem for _, problems in both for problem in problems]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 
 import torch
@@ -40,6 +40,11 @@ class MicroBatchConfig:
     def __post_init__(self) -> None:
         if self.use_dynamic_bsz and self.max_token_len_per_gpu is None:
             raise ConfigError("use_dynamic_bsz=true needs a token budget: set max_token_len_per_gpu.")
+
+    def shared_by(self, ranks: int) -> MicroBatchConfig:
+        """Return the size of a pass whose tokens ``ranks`` ranks share: the budget is that of all of them."""
+        budget = self.max_token_len_per_gpu
+        return replace(self, max_token_len_per_gpu=None if budget is None else budget * ranks)
 
 
 @dataclass(frozen=True)

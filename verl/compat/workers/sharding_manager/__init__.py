@@ -1,4 +1,4 @@
-"""Public path of code for sharding managers, none of which is here; see :mod:`verl.base.absent`."""
+"""Public path of code for sharding managers, of which one is here; see :mod:`verl.base.absent`."""
 
 from verl.base.doors import absent_names
 

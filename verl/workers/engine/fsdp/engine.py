@@ -24,8 +24,9 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
-from verl.utils.model import longrope_threshold, torch_dtype
+from verl.utils.model import hf_config_of, longrope_threshold, torch_dtype
 from verl.utils.sharded_tensor import local_rows
+from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
@@ -33,12 +34,19 @@ from verl.workers.engine.fsdp.model import (
     HeadedModel,
     ModelType,
     build_model,
+    check_sequence_sharing,
     enable_gradient_checkpointing,
     own_state,
 )
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler, clip_gradients
 from verl.workers.engine.fsdp.packing_check import PackingCheck
-from verl.workers.engine.fsdp.sharding import make_mesh, mixed_precision, needs_sharding, shard_model
+from verl.workers.engine.fsdp.sharding import (
+    make_mesh,
+    make_sequence_mesh,
+    mixed_precision,
+    needs_sharding,
+    shard_model,
+)
 from verl.workers.engine.loss import (
     BatchTotals,
     LossCallable,
@@ -83,6 +91,7 @@ class FSDPEngine(BaseEngine):
         self.backend = backend_for(self.device)
         ensure_process_group(self.device, timeout_s)
         self.mesh = make_mesh(self.device, engine_config.fsdp_size)
+        self.sequence_mesh = make_sequence_mesh(self.device, engine_config.ulysses_sequence_parallel_size)
         self.model: HeadedModel
         self.optimizer: Optimizer | None = None
         self.scheduler: LambdaLR | None = None
@@ -100,6 +109,8 @@ class FSDPEngine(BaseEngine):
         seed_everything(config.seed + dist.get_rank())
         dtype = torch_dtype(config.model_dtype)
         is_first = dist.get_rank() == 0
+        if self.sequence_ranks > 1:
+            check_sequence_sharing(hf_config_of(self.model_config), self.sequence_ranks)
         model = build_model(self.model_type, self.model_config, dtype, is_first, is_trained=not config.forward_only)
         model.requires_grad_(not config.forward_only)
         if self.model_config.enable_gradient_checkpointing and not config.forward_only:
@@ -111,8 +122,10 @@ class FSDPEngine(BaseEngine):
         self.model = model.eval()
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.compute_dtype = mixed_precision(config).param_dtype or dtype
-        check = PackingCheck(model, self.device, self.compute_dtype)
+        check = PackingCheck(model, self.device, self.compute_dtype, self.sequence_group)
         self.is_packed = self.model_config.use_remove_padding and check.use_packed()
+        if self.sequence_group is not None and not self.is_packed:
+            check.use_shared_padding()
         self._reshard()
         self.backend.install(
             model,
@@ -152,9 +165,12 @@ class FSDPEngine(BaseEngine):
     def _awake(self, optimizer: bool) -> Iterator[None]:
         self.to(self.device.type, model=True, optimizer=optimizer)
         self._contexts += 1
+        outer = get_ulysses_sequence_parallel_group()
+        set_ulysses_sequence_parallel_group(self.sequence_group)
         try:
             yield
         finally:
+            set_ulysses_sequence_parallel_group(outer)
             self._contexts -= 1
             self._reshard()
             if self._contexts == 0:
@@ -191,7 +207,8 @@ class FSDPEngine(BaseEngine):
     def _inputs(self, data: DataProto) -> ModelInputs:
         check_token_ids(data, self.model.hf.config.get_text_config().vocab_size)
         check_one_rotation(data, longrope_threshold(self.model.hf.config))
-        return prepare_inputs(data, self.is_packed, self.device, at_token=self.model_type == "reward_model")
+        at_token = self.model_type == "reward_model"
+        return prepare_inputs(data, self.is_packed, self.device, at_token, self.sequence_group)
 
     @torch.no_grad()
     def infer_batch(
@@ -201,6 +218,7 @@ class FSDPEngine(BaseEngine):
         self._check_outputs(outputs)
         _check_temperature(temperature)
         shape = batch.batch["response_mask"].shape
+        micro = micro.shared_by(self.sequence_ranks)
 
         columns: dict[str, Tensor] = {}
         with self.backend.frozen_weights():
@@ -231,20 +249,21 @@ class FSDPEngine(BaseEngine):
         loss_fn = as_loss_function(loss_fn)
         self._check_outputs(loss_fn.outputs)
         _check_temperature(temperature)
-        totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device)
+        group, micro = self.get_data_parallel_group(), micro.shared_by(self.sequence_ranks)
+        totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
 
-        metrics, watch = MetricSum(totals), LossWatch(dist.get_rank())
+        metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
         with self.backend.frozen_weights():
             for attempt in self._attempts("train"):
                 with attempt as limit:
-                    metrics, watch = MetricSum(totals), LossWatch(dist.get_rank())
+                    metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
                     parts = split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit)
                     for part in self.pass_sizes.watched(parts):
                         columns, loss, found = self._forward_backward(part.data, loss_fn, totals, temperature)
                         watch.add(part.rows, part.data, columns, loss, found)
                         if not part.is_filler:
                             metrics.add(found, part.num_tokens)
-        reduced, self.non_finite = metrics.reduce(watch.found())
+        reduced, self.non_finite = metrics.reduce(watch.found(), group)
         return reduced
 
     def _attempts(self, kind: str) -> Iterator[PassAttempt]:
@@ -324,17 +343,31 @@ class FSDPEngine(BaseEngine):
         self._reshard()
         return self.backend.whole_weights()
 
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """Ranks that share the sequences of this one; None if it has whole sequences."""
+        return None if self.sequence_mesh is None else self.sequence_mesh.get_group("sp")
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self.engine_config.ulysses_sequence_parallel_size
+
     def get_data_parallel_size(self) -> int:
-        """Return the number of ranks: all of them hold different rows."""
-        return dist.get_world_size()
+        """Return the number of groups of ranks that share sequences; without such groups the number of ranks."""
+        return dist.get_world_size() // self.sequence_ranks
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank."""
-        return dist.get_rank()
+        """Return the index of this rank's group."""
+        return dist.get_rank() // self.sequence_ranks
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the default group."""
-        return dist.group.WORLD
+        """Return the ranks with the same place in their group, which together have all rows once."""
+        return dist.group.WORLD if self.sequence_mesh is None else self.sequence_mesh.get_group("dp")
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Return whether this rank is the first of those that share its sequences."""
+        return dist.get_rank() % self.sequence_ranks == 0
 
     def arithmetic(self) -> Arithmetic:
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""

@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
+from verl.utils.ulysses import place_outputs
 from verl.workers.packed_attention import Packing
+from verl.workers.padded_attention import Padding
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceShare:
+    """Which of the N response tokens this rank computes, where several ranks share the sequences."""
+
+    places: Tensor
+    """(n,) indices among the N tokens."""
+    count: int
+    """N."""
+    group: dist.ProcessGroup
+    """The ranks that share the sequences."""
+
+    def collect(self, values: Tensor) -> Tensor:
+        """Return the outputs of all N tokens from those of this rank's tokens. Differentiable, collective."""
+        return place_outputs(values, self.places, self.count, self.group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInputs:
-    """Inputs of one micro-batch on the device; N is the number of its response tokens."""
+    """Inputs of one micro-batch on the device; N is the number of its response tokens.
+
+    Where several ranks share the sequences (:func:`divide`), tokens, ``take`` and ``targets`` are those of this rank.
+    """
 
     input_ids: Tensor
     """(1, tokens) if packed, (bsz, length) if padded."""
     position_ids: Tensor
     """Same shape as ``input_ids``."""
     attention_mask: Tensor | None
-    """(bsz, length) if padded, None if packed."""
+    """(bsz, length) if padded, None if packed or shared."""
     packing: Packing | None
     """Bounds of the sequences in a packed row, None if padded."""
     take: Tensor
@@ -35,18 +59,42 @@ class ModelInputs:
     """(N,) column of each response token in the response."""
     shape: tuple[int, int]
     """(bsz, response_length)."""
+    padding: Padding | None = None
+    """What is padding, if rows are padded and shared."""
+    share: SequenceShare | None = None
+    """Which tokens this rank computes; None: all."""
 
     def scatter(self, flat: Tensor) -> Tensor:
         """Place (N,) values at their tokens in (bsz, response_length), 0 elsewhere."""
         return flat.new_zeros(self.shape).index_put((self.rows, self.columns), flat)
 
+    def to(self, device: torch.device) -> ModelInputs:
+        """Move all tensors to ``device``."""
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        if self.packing is not None:
+            sums = self.packing.cu_seqlens.to(device, non_blocking=True)
+            moved["packing"] = replace(self.packing, cu_seqlens=sums)
+        if self.padding is not None:
+            moved["padding"] = replace(self.padding, real=self.padding.real.to(device))
+        if self.share is not None:
+            moved["share"] = replace(self.share, places=self.share.places.to(device))
+        return replace(self, **moved)
 
-def prepare_inputs(batch: DataProto, packed: bool, device: torch.device, at_token: bool = False) -> ModelInputs:
+
+def prepare_inputs(
+    batch: DataProto,
+    packed: bool,
+    device: torch.device,
+    at_token: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> ModelInputs:
     """Remove the padding of a micro-batch: all of it if ``packed``, else the columns that are padding in every row.
 
     The batch needs input_ids, attention_mask and position_ids, (bsz, prompt_length + response_length), and responses
     and response_mask, (bsz, response_length). With ``at_token`` the model is read at each response token itself
-    instead of at the token before it.
+    instead of at the token before it. With ``group`` its ranks share the sequences; see :func:`divide`.
 
     Raises:
         SchemaError: a response token has no token before it (allowed with ``at_token``) or is masked out, padding lies
@@ -66,25 +114,59 @@ def prepare_inputs(batch: DataProto, packed: bool, device: torch.device, at_toke
         lengths = [n for n in mask.sum(-1).tolist() if n]
         take = place_of[rows, where]
         attention_mask = None
-        packing = Packing.of(lengths, device)
+        packing = Packing.of(lengths, mask.device)
     else:
         used = mask.any(0).nonzero().flatten()
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
         input_ids = columns["input_ids"][:, first:last]
         position_ids = columns["position_ids"][:, first:last]
-        attention_mask = mask[:, first:last].to(device)
+        attention_mask = mask[:, first:last]
         take = rows * (last - first) + where - first
         packing = None
-    return ModelInputs(
-        input_ids=input_ids.to(device),
-        position_ids=position_ids.to(device),
+    inputs = ModelInputs(
+        input_ids=input_ids,
+        position_ids=position_ids,
         attention_mask=attention_mask,
         packing=packing,
-        take=take.to(device),
-        targets=columns["responses"][rows, places].to(device),
-        rows=rows.to(device),
-        columns=places.to(device),
+        take=take,
+        targets=columns["responses"][rows, places],
+        rows=rows,
+        columns=places,
         shape=(mask.shape[0], response_length),
+    )
+    return (inputs if group is None else divide(inputs, group)).to(device)
+
+
+def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
+    """Take this rank's part of every row: the r-th of equal contiguous parts, after padding at the end.
+
+    The padding of a packed row becomes one more sequence, which no other attends to.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    bsz, length = inputs.input_ids.shape
+    extra = -length % ranks
+    part = (length + extra) // ranks
+    first = rank * part
+    own = slice(first, first + part)
+    positions = torch.arange(extra, device=inputs.position_ids.device).expand(bsz, extra)
+    packing, padding = inputs.packing, None
+    if packing is not None:
+        lengths = [*packing.lengths, extra] if extra else [*packing.lengths]
+        packing = replace(Packing.of(lengths, inputs.input_ids.device), group=group)
+    elif inputs.attention_mask is not None:
+        padding = Padding(functional.pad(inputs.attention_mask, (0, extra)), group)
+    row, place = inputs.take // length, inputs.take % length
+    mine = ((place >= first) & (place < first + part)).nonzero().flatten()
+    return replace(
+        inputs,
+        input_ids=functional.pad(inputs.input_ids, (0, extra))[:, own],
+        position_ids=torch.cat([inputs.position_ids, positions], dim=1)[:, own],
+        attention_mask=None,
+        packing=packing,
+        padding=padding,
+        take=row[mine] * part + place[mine] - first,
+        targets=inputs.targets[mine],
+        share=SequenceShare(places=mine, count=len(inputs.take), group=group),
     )
 
 

@@ -27,6 +27,7 @@ from verl.utils.model import (
     load_causal_lm,
     load_hf_config,
     load_pretrained,
+    rope_types,
 )
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import (
@@ -36,9 +37,9 @@ from verl.utils.transformers_private import (
     sequence_classifier_of,
     takes_any_attention,
 )
+from verl.utils.ulysses import validate_ulysses_config
 from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
 from verl.workers.engine.fsdp.inputs import ModelInputs
-from verl.workers.packed_attention import PACKED_ATTENTION
 
 logger = logging.getLogger(__name__)
 
@@ -92,11 +93,18 @@ class HeadedModel(nn.Module):
         }
         if inputs.packing is not None:
             arguments["packing"] = inputs.packing
+        if inputs.padding is not None:
+            arguments["padding"] = inputs.padding
         if "reference" in outputs:
             logits = self.hf(**arguments).logits.flatten(0, 1).index_select(0, inputs.take).float()
             return {"reference": logits.log_softmax(-1).gather(-1, inputs.targets.unsqueeze(-1)).squeeze(-1)}
         hidden = self.get_submodule(self.backbone_name)(**arguments).last_hidden_state
-        chosen = hidden.flatten(0, 1).index_select(0, inputs.take)  # (N, hidden)
+        chosen = hidden.flatten(0, 1).index_select(0, inputs.take)  # (N, hidden), or this rank's of them
+        found = self._at(chosen, inputs.targets, outputs, temperature)
+        return found if inputs.share is None else {name: inputs.share.collect(x) for name, x in found.items()}
+
+    def _at(self, chosen: Tensor, targets: Tensor, outputs: frozenset[str], temperature: float) -> dict[str, Tensor]:
+        """Compute ``outputs`` from the hidden states of the chosen tokens, (n, hidden)."""
         if "hidden" in outputs:
             return {"hidden": chosen}
         if self.head.out_features == 1:
@@ -106,13 +114,31 @@ class HeadedModel(nn.Module):
             chosen,
             self.head.weight,
             self.head.bias,
-            inputs.targets,
+            targets,
             temperature,
             with_entropy="entropy" in outputs,
             with_sum_pi_squared="sum_pi_squared" in outputs,
             rule=self.rule,
         )
         return {name: values for name, values in found._asdict().items() if values is not None}
+
+
+def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:
+    """Refuse a model whose sequences so many ranks cannot share, from its config alone.
+
+    Raises:
+        ConfigError: ``ranks`` does not divide its query heads, or its rotary embedding depends on the longest sequence
+            of a pass, of which each rank sees only a part.
+    """
+    text = config.get_text_config()
+    validate_ulysses_config(text.num_attention_heads, ranks)
+    kinds = rope_types(config) & {"dynamic", "longrope"}
+    if kinds:
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={ranks}: the model's rotary embedding ({', '.join(sorted(kinds))}) "
+            "changes with the longest sequence of a pass, of which each rank would see only a part. Use 1 for this "
+            "model."
+        )
 
 
 def build_model(
@@ -250,11 +276,11 @@ def _require_parts(hf: PreTrainedModel, head_name: str, path: str) -> None:
         )
 
 
-def use_packed_attention(model: HeadedModel) -> bool:
-    """Switch the model to packed attention; return False, changing nothing, if its attention cannot be replaced."""
+def use_attention(model: HeadedModel, name: str) -> bool:
+    """Switch the model to a registered attention; return False, changing nothing, if its own cannot be replaced."""
     if not takes_any_attention(model.hf):
         return False
-    model.hf.set_attn_implementation(PACKED_ATTENTION)
+    model.hf.set_attn_implementation(name)
     return True
 
 

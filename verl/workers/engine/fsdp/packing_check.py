@@ -1,4 +1,4 @@
-"""A check that a model gives correct log-probs, padded and packed, on two short sequences.
+"""A check that a model gives correct log-probs, padded, packed and with shared sequences, on two short sequences.
 
 Layers that look beyond attention masks would mix packed sequences without an error, and a head that transforms its
 logits in a way that ``LogitRule`` does not cover would give wrong log-probs. So both are compared with the model's own
@@ -15,10 +15,11 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.utils.transformers_private import attention_of
-from verl.workers.engine.fsdp.inputs import ModelInputs
-from verl.workers.engine.fsdp.model import HeadedModel, use_packed_attention
+from verl.workers.engine.fsdp.inputs import ModelInputs, divide
+from verl.workers.engine.fsdp.model import HeadedModel, use_attention
 from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences, short_windows
-from verl.workers.packed_attention import Packing
+from verl.workers.packed_attention import PACKED_ATTENTION, Packing
+from verl.workers.padded_attention import PADDED_ATTENTION
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +31,16 @@ class PackingCheck:
     """Comparison of log-probs of a few tokens with the model's own forward pass. Collective.
 
     For a model with a scalar head hidden states are compared. The model must be placed on its ranks already; the
-    tolerance follows from ``dtype``, the format in which it computes.
+    tolerance follows from ``dtype``, the format in which it computes. With ``group`` its ranks will share sequences.
 
     Raises:
         ConfigError: log-probs differ even with padded inputs, so this engine cannot run the model.
     """
 
-    def __init__(self, model: HeadedModel, device: torch.device, dtype: torch.dtype) -> None:
-        self._model, self._dtype = model, dtype
+    def __init__(
+        self, model: HeadedModel, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._model, self._dtype, self._group = model, dtype, group
         self._sequences = probe_sequences(model.hf.config, _LENGTHS, device)
         self._expected = self._run(packed=False, reference=True)
         if not bool(self._expected.isfinite().all()):
@@ -56,7 +59,7 @@ class PackingCheck:
         """Switch the model to packed attention; if its results would differ, undo it, warn and return False."""
         hf = self._model.hf
         before = attention_of(hf.config)
-        reason = self._why_not_packed()
+        reason = self._why_not(PACKED_ATTENTION, packed=True)
         if reason is None:
             return True
         hf.set_attn_implementation(before)  # pyright: ignore[reportArgumentType]
@@ -68,18 +71,32 @@ class PackingCheck:
         )
         return False
 
-    def _why_not_packed(self) -> str | None:
-        if not use_packed_attention(self._model):
+    def use_shared_padding(self) -> None:
+        """Switch the model to attention over padded rows that the ranks of ``group`` share.
+
+        Raises:
+            ConfigError: its results would differ.
+        """
+        reason = self._why_not(PADDED_ATTENTION, packed=False)
+        if reason is not None:
+            raise ConfigError(
+                f"the ranks cannot share the sequences of {type(self._model.hf).__name__}: {reason}. Set "
+                "ulysses_sequence_parallel_size=1."
+            )
+
+    def _why_not(self, attention: str, packed: bool) -> str | None:
+        """Switch to ``attention``; return why the model cannot run with it, or None."""
+        if not use_attention(self._model, attention):
             return "its code has no exchangeable attention"
         try:
-            difference = self.difference(packed=True)
+            difference = self.difference(packed)
         except (ConfigError, TypeError) as error:
             return str(error).rstrip(".")
         if difference is None:
             return None
         return (
-            "packed sequences see each other, or past a window that attention is not told of (log-probs differ by "
-            f"{difference:.2g})"
+            "tokens see other sequences, or past a window that attention is not told of, or each other outside of "
+            f"attention (log-probs differ by {difference:.2g})"
         )
 
     def difference(self, packed: bool) -> float | None:
@@ -101,7 +118,7 @@ class PackingCheck:
         ids = torch.cat(sequences)
         positions = torch.cat([torch.arange(len(part), device=ids.device) for part in sequences])
         everything = torch.arange(len(ids), device=ids.device)
-        inputs = ModelInputs(
+        whole = ModelInputs(
             input_ids=ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
             attention_mask=None if packed else torch.ones_like(ids, dtype=torch.bool).unsqueeze(0),
@@ -112,6 +129,8 @@ class PackingCheck:
             columns=everything,
             shape=(1, len(ids)),
         )
+        is_shared = attention_of(self._model.hf.config) in (PACKED_ATTENTION, PADDED_ATTENTION)
+        inputs = whole if self._group is None or not is_shared else divide(whole, self._group)
         language = "reference" if reference else "log_probs"
         name = "hidden" if self._model.head.out_features == 1 else language
         return self._model(inputs, frozenset({name}), 1.0)[name].float()

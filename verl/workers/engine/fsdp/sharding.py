@@ -46,6 +46,25 @@ def make_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 
+def make_sequence_mesh(device: torch.device, ranks: int) -> DeviceMesh | None:
+    """Make the mesh ``(dp, sp)`` of groups of ``ranks`` consecutive ranks that share sequences; None for 1.
+
+    Models are sharded over all ranks, whatever this mesh says; it decides which rows and tokens a rank gets.
+
+    Raises:
+        ConfigError: ``ranks`` does not divide the number of ranks.
+    """
+    world_size = dist.get_world_size()
+    if ranks == 1:
+        return None
+    if world_size % ranks:
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={ranks} does not divide the {world_size} ranks, which are to share "
+            "sequences in groups of that size. Use a divisor, or 1."
+        )
+    return init_device_mesh(device.type, (world_size // ranks, ranks), mesh_dim_names=("dp", "sp"))
+
+
 def mixed_precision(config: FSDPEngineConfig) -> MixedPrecisionPolicy:
     """Return FSDP's precision policy: compute in ``dtype`` and reduce gradients in fp32, unless configured otherwise.
 

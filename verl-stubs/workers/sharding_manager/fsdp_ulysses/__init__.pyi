@@ -1,0 +1,1 @@
+from verl.toolkit.ulysses import FSDPUlyssesShardingManager as FSDPUlyssesShardingManager
