@@ -287,7 +287,7 @@ def gather_outputs_and_unpad(
     return found.narrow(unpad_dim, 0, found.shape[unpad_dim] - padding_size)
 
 
-class _Place(torch.autograd.Function):
+class _PlacedOutputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, places: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(places)
@@ -316,4 +316,4 @@ def place_outputs(values: Tensor, places: Tensor, count: int, group: dist.Proces
     Returns:
         (N, ...), the same on every rank.
     """
-    return _Place.apply(values, places, count, group)  # pyright: ignore[reportReturnType]
+    return _PlacedOutputs.apply(values, places, count, group)  # pyright: ignore[reportReturnType]

@@ -113,10 +113,15 @@ def test_spellings_of_the_supervised_trainer(run: Run, spelling: str, value: Any
     assert read(run.load({spelling: value}, SFTConfig), key) == there
 
 
+def test_ranks_that_share_sequences_in_the_supervised_trainer(run: Run):
+    settings = {"ulysses_sequence_parallel_size": 2, "trainer.n_gpus_per_node": 2}
+    assert run.load(settings, SFTConfig).engine.ulysses_sequence_parallel_size == 2
+
+
 def test_every_alias_leads_to_a_key_and_is_tried_here():
     roots = (PPOConfig, SFTConfig, GenerationConfig)
     known = {path for root in roots for path in [*(key.path for key in iter_keys(root)), *all_inactive(root)]}
-    tried = {case[0] for case in PPO_CASES + SFT_CASES}
+    tried = {case[0] for case in PPO_CASES + SFT_CASES} | {"ulysses_sequence_parallel_size"}
     for alias in ALIASES:
         target = alias.new.partition("[")[0]
         assert any(target == key or target.startswith(key + ".") for key in known), alias
