@@ -172,6 +172,8 @@ def attended(
 
 
 def check(kernels: CPUKernels, case: Case, atol: float = 2e-6) -> None:
+    # A score is a sum of head_dim products: its rounding, which depends on the CPU's vectors, grows with them.
+    atol *= max(1.0, case.head_dim / 64)
     arguments = case.arguments()
     before = [memory.clone() for memory in (*arguments["own"], *arguments["shared"])]
     expected = attended(**arguments)

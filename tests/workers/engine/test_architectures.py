@@ -29,7 +29,7 @@ PACKED = {
     "Phi3": {},
 }
 PADDED = {
-    "Lfm2": ({"layer_types": ["conv", "full_attention"], "block_ff_dim": 128}, "packed sequences see each other"),
+    "Lfm2": ({"layer_types": ["conv", "full_attention"], "block_ff_dim": 128}, "tokens see other sequences"),
     "GptOss": ({"num_local_experts": 2, "head_dim": 16, "num_experts_per_tok": 1}, "it needs s_aux"),
     "Qwen2Moe": (
         MOE
