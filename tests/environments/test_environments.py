@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from verl.environments.base import last_word
 from verl.environments.grid_world import GridWorldEnvironment
 from verl.environments.guess_number import GuessNumberEnvironment
 from verl.environments.registry import read_environments
-from verl.environments.words import last_word
 from verl.errors import ConfigError
 
 

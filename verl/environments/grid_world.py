@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from verl.environments.base import Environment
-from verl.environments.words import last_word
+from verl.environments.base import Environment, last_word
 from verl.errors import ConfigError
 
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}

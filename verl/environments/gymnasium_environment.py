@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl.environments.base import Environment
-from verl.environments.words import last_word
+from verl.environments.base import Environment, last_word
 from verl.errors import ConfigError
 
 INSTALL = "pip install 'verl[gymnasium]'"
