@@ -1,0 +1,75 @@
+"""What ``verl explain`` and ``verl diff`` find."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+
+from verl.cli.differences import ABSENT, differences, read_settings
+from verl.cli.explain import all_settings, explanation, follows_from, matching, named_in, other_keys
+from verl.errors import ConfigError
+
+
+def paths(word: str) -> list[str]:
+    return [setting.path for setting in matching(word, all_settings())]
+
+
+def test_a_word_is_a_whole_key_then_an_ending_then_a_part_then_a_meaning():
+    assert paths("trainer.seed") == ["trainer.seed"] * len(paths("trainer.seed"))
+    assert set(paths("clip_ratio_low")) == {"actor_rollout_ref.actor.clip_ratio_low"}
+    assert "algorithm.filter_groups.max_num_gen_batches" in paths("num_gen")
+    assert all("checkpoint" not in path for path in paths("hung")), "found by meaning only"
+    assert "trainer.recovery.hang_timeout_s" in paths("hung")
+
+
+def test_what_takes_its_value_from_a_key():
+    settings = all_settings()
+    actor = "actor_rollout_ref.actor"
+    assert f"{actor}.clip_ratio_low" not in follows_from(f"{actor}.optim.lr", settings)
+    assert "trainer.default_local_dir" not in follows_from("trainer.seed", settings)
+    assert f"{actor}.optim.clip_grad" in follows_from(f"{actor}.grad_clip", settings)
+    assert "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu" in follows_from(
+        f"{actor}.ppo_micro_batch_size_per_gpu", settings
+    )
+
+
+def test_lines_of_code_name_the_key():
+    places = named_in("trainer.max_rollout_actor_probs_diff")
+    assert any(place.startswith("verl/trainer/ppo/ray_trainer.py:") for place in places)
+
+
+def test_a_misspelt_key_is_unknown_and_the_right_one_is_told():
+    page, is_known = explanation("actor_rollout_ref.actor.clip_ration")
+    assert not is_known
+    assert "actor_rollout_ref.actor.clip_ratio," in str(page)
+
+
+def test_keys_of_other_versions_are_explained():
+    assert any(
+        line.endswith("is another spelling of actor_rollout_ref.actor.optim.betas[0]") for line in other_keys("beta1")
+    )
+
+
+def test_differences_of_a_yaml_file_and_a_log(tmp_path):
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"data": {"seed": 1, "train_files": ["x"]}, "only": 3}))
+    start = {"event": "start", "config": {"data": {"seed": 2, "train_files": ["x"]}}}
+    lines = [{"event": "start", "config": {"data": {"seed": 9}}}, start, {"event": "end"}]
+    (tmp_path / "b.run.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "b.jsonl").write_text("")
+    found = differences(read_settings(str(tmp_path / "a.yaml")), read_settings(str(tmp_path / "b.jsonl")))
+    assert found == {"data.seed": (1, 2), "only": (3, ABSENT)}
+
+
+def test_settings_of_a_checkpoint_are_those_of_its_state(tmp_path):
+    folder = tmp_path / "global_step_3"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"controllers": {"settings": {"data.seed": 5}}}))
+    assert read_settings(str(folder)) == read_settings(str(tmp_path)) == {"data.seed": 5}
+
+
+def test_a_file_that_is_no_yaml_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("a: [1")
+    with pytest.raises(ConfigError, match="cannot be read as settings"):
+        read_settings(str(tmp_path / "a.yaml"))

@@ -1,0 +1,77 @@
+"""The command ``verl`` in processes of its own: what it runs, what it loads, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl.cli.commands import INSPECTIONS, MODULES
+from verl.cli.main import complete_keys
+
+ROOT = Path(__file__).parents[2]
+HEAVY = ("torch", "transformers", "ray", "numpy", "pandas", "hydra", "starlette", "uvicorn")
+
+
+def verl(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "verl", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
+
+
+def loaded(*arguments: str) -> set[str]:
+    """The heavy libraries that a command has imported when it ends."""
+    code = (
+        "import sys; from verl.cli.main import cli\n"
+        f"try: cli({list(arguments)!r}, prog_name='verl')\n"
+        "except SystemExit as end: assert end.code in (0, None), end.code\n"
+        f"print('loaded:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(json.loads(done.stdout.rpartition("loaded: ")[2].replace("'", '"')))
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("explain", "clip_ratio_low"), ("--version",), ("inspect", "-h")])
+def test_answers_load_nothing_heavy(arguments):
+    assert loaded(*arguments) == set()
+
+
+@pytest.mark.parametrize("name", [*MODULES, *(f"inspect {name}" for name in INSPECTIONS)])
+def test_each_command_answers_help_by_its_module_without_torch(name):
+    arguments = [*name.split(), "--help"]
+    code = f"import sys; sys.modules.update(torch=None, ray=None); from verl.cli.main import cli; cli({arguments!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "KEY=VALUE" in done.stdout or "usage:" in done.stdout or "data.train_files" in done.stdout
+
+
+def test_arguments_and_exit_status_are_those_of_the_module():
+    composed = verl("train", "data.train_batch_size=48", "--cfg", "job")
+    assert composed.returncode == 0
+    assert "train_batch_size: 48" in composed.stdout
+    wrong = verl("train", "data.train_batch_sise=48")
+    assert wrong.returncode == 2
+    assert "data.train_batch_size" in wrong.stderr
+
+
+def test_merge_takes_the_arguments_of_the_merger_with_or_without_its_own_word():
+    for words in (["merge"], ["merge", "merge"]):
+        done = verl(*words, "--backend", "megatron", "--local_dir", "nowhere")
+        assert done.returncode == 2
+        assert "Megatron is not in this version" in done.stderr
+
+
+def test_keys_are_completed():
+    assert complete_keys("ppo_trainer", "data.train_b") == ["data.train_batch_size="]
+    done = verl(_VERL_COMPLETE="bash_complete", COMP_WORDS="verl sft optim.lr_sch", COMP_CWORD="2")
+    assert done.stdout == "plain,optim.lr_scheduler_type=\n"
+
+
+def test_errors_of_verl_are_one_sentence():
+    done = verl("diff", "nowhere.yaml", "elsewhere.yaml")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ConfigError: there are no settings in nowhere.yaml.")

@@ -1,0 +1,75 @@
+"""The settings of runs, from the files that they leave, and how two of them differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+from rich.text import Text
+
+from verl.config.problems import shown
+from verl.errors import ConfigError
+from verl.trainer.config.keys import flat
+
+ABSENT = "(not set)"
+
+
+def read_settings(name: str) -> dict[str, Any]:
+    """Read the settings of a run, by dotted key.
+
+    Raises:
+        ConfigError: there is no such file, or no settings in it.
+    """
+    path = Path(name).expanduser()
+    for file in _candidates(path):
+        if not file.is_file():
+            continue
+        try:
+            found = _settings_of(file)
+        except (ValueError, yaml.YAMLError) as error:
+            raise ConfigError(f"{file} cannot be read as settings: {error}") from error
+        if found:
+            return dict(flat(found))
+    raise ConfigError(
+        f"there are no settings in {name}. Name a YAML file, a folder of Hydra (it has .hydra/config.yaml), a folder "
+        "global_step_N of a run, its log of the tracker `file`, or a folder with one of these."
+    )
+
+
+def _candidates(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    usual = [path / ".hydra/config.yaml", path / "config.yaml", path / "trainer_state.json"]
+    return [*usual, *sorted(path.glob("*.run.jsonl")), *sorted(path.glob("global_step_*/trainer_state.json"))]
+
+
+def _settings_of(file: Path) -> Mapping[str, Any]:
+    if file.suffix == ".jsonl":
+        beside = file if file.name.endswith(".run.jsonl") else file.with_suffix(".run.jsonl")
+        lines = beside.read_text().splitlines() if beside.is_file() else []
+        starts = [record for record in map(json.loads, lines) if record.get("event") == "start"]
+        return starts[-1]["config"] if starts else {}
+    if file.suffix == ".json":
+        return json.loads(file.read_text()).get("controllers", {}).get("settings", {})
+    found = yaml.safe_load(file.read_text())
+    return found if isinstance(found, Mapping) else {}
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return key → the two values of settings that differ; a key that one lacks has ``(not set)`` there."""
+    pairs = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in sorted(one.keys() | other.keys())}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def differences_table(found: Mapping[str, tuple[Any, Any]], one: str, other: str) -> Table | Text:
+    """Make a table of differences."""
+    if not found:
+        return Text("The settings are the same.")
+    table = Table("key", one, other, box=None)
+    for key, (left, right) in found.items():
+        table.add_row(Text(key, style="bold"), Text(shown(left)), Text(shown(right)))
+    return table

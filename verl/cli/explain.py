@@ -1,0 +1,168 @@
+"""What a setting means, in which commands it is, what follows from it, and where the code names it."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+import verl
+from verl.cli.commands import MODULES
+from verl.config.problems import shown
+from verl.trainer.config.generate import ENTRIES, status
+from verl.trainer.config.key_table import ALIASES, RETIRED
+from verl.trainer.config.keys import Key, all_inactive, allowed_values, iter_keys
+from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
+
+MOST_KEYS = 60
+MOST_PLACES = 8
+MOST_GUESSES = 6
+_COMMANDS = {command.configuration: f"verl {name}" for name, command in MODULES.items()}
+
+
+@dataclass
+class Setting:
+    """A key or section, with the commands that have it in this meaning."""
+
+    path: str
+    meaning: str
+    allowed: str
+    default: str
+    is_section: bool
+    commands: list[str] = field(default_factory=list)
+
+
+def all_settings() -> list[Setting]:
+    """Return the settings of all commands; one that commands define alike comes once."""
+    found: dict[tuple[str, str, str, str], Setting] = {}
+    for entry in ENTRIES:
+        command = _COMMANDS[entry.name]
+        for key in iter_keys(entry.root):
+            setting = _setting(key)
+            same = (setting.path, setting.meaning, setting.allowed, setting.default)
+            found.setdefault(same, setting).commands.append(command)
+    return list(found.values())
+
+
+def _setting(key: Key) -> Setting:
+    if key.section is not None:
+        return Setting(key.path, key.sentence, "a section", "", True)
+    return Setting(key.path, key.sentence, allowed_values(key.field), shown(key.yaml_default), False)
+
+
+def matching(word: str, settings: list[Setting]) -> list[Setting]:
+    """Return the settings that a word names: a whole key or section, the end of a key, a part of one, or its meaning.
+
+    The first of these that is true of any setting decides.
+    """
+    tests = (
+        lambda setting: setting.path == word and not setting.is_section,
+        lambda setting: f"{setting.path}.".startswith(f"{word}."),
+        lambda setting: f".{setting.path}".endswith(f".{word}"),
+        lambda setting: word in setting.path,
+        lambda setting: re.search(rf"\b{re.escape(word)}", setting.meaning, re.IGNORECASE),
+    )
+    for test in tests:
+        if found := [setting for setting in settings if test(setting)]:
+            return found
+    return []
+
+
+def explanation(word: str) -> tuple[RenderableType, bool]:
+    """Describe what a word names; without anything, the nearest keys and False."""
+    word = word.partition("=")[0].lstrip("+~")
+    settings = all_settings()
+    parts: list[RenderableType] = [Text(line) for line in other_keys(word)]
+    found = matching(word, settings)
+    if not found and not parts:
+        return Text(f"No setting is called '{word}'. {_guesses(word, settings)}"), False
+    if len({setting.path for setting in found}) == 1:
+        parts += [_page(setting, settings) for setting in found]
+    elif found:
+        parts.append(_list(found))
+    return Group(*parts), True
+
+
+def other_keys(word: str) -> Iterator[str]:
+    """Yield what is said of a key that is another spelling, or that nothing reads here."""
+    for alias in ALIASES:
+        if f".{alias.old}".endswith(f".{word}"):
+            yield f"{alias.old} is another spelling of {alias.new}"
+    inactive = {key.path: key for entry in ENTRIES for key in all_inactive(entry.root).values()}
+    for key in inactive.values():
+        if f".{key.path}".endswith(f".{word}"):
+            yield f"{key.path}: {status(key)}"
+    for retired in RETIRED:
+        if fnmatch.fnmatchcase(word, retired.pattern) or fnmatch.fnmatchcase(word, f"{retired.pattern}.*"):
+            yield f"{word} is gone: {retired.reason}"
+
+
+def follows_from(path: str, settings: list[Setting]) -> list[str]:
+    """Return the settings whose default or value is taken from the one at ``path``."""
+    found = [setting.path for setting in settings if f"${{{path}}}" in setting.default]
+    found += [derived for derived, source in FORWARD_PASSES if source == path]
+    found += [two if one == path else one for one, two in PAIRS if path in (one, two)]
+    return list(dict.fromkeys(found))
+
+
+def named_in(path: str) -> list[str]:
+    """Return lines of this package that name a key after its section, as ``actor.clip_ratio``; else after any object.
+
+    A text search: a section that the code calls otherwise is found by the second form only.
+    """
+    *_, section, name = ["", *path.split(".")]
+    root = Path(verl.__file__).parent
+    files = {file: file.read_text() for file in sorted(root.rglob("*.py")) if not {"config", "testing"} & {*file.parts}}
+    for pattern in (rf"\b{section}\.{name}\b", rf"(\.{name}\b|\[\"{name}\"\])"):
+        places = [
+            f"{file.relative_to(root.parent)}:{number}"
+            for file, text in files.items()
+            if name in text
+            for number, line in enumerate(text.splitlines(), 1)
+            if re.search(pattern, line)
+        ]
+        if places:
+            return places
+    return []
+
+
+def _guesses(word: str, settings: list[Setting]) -> str:
+    names: dict[str, list[str]] = {}
+    for setting in settings:
+        names.setdefault(setting.path.rpartition(".")[2], []).append(setting.path)
+        names.setdefault(setting.path, []).append(setting.path)
+    close = difflib.get_close_matches(word, names, n=MOST_GUESSES, cutoff=0.6)
+    guesses = list(dict.fromkeys(path for name in close for path in names[name]))[:MOST_GUESSES]
+    return f"Near it: {', '.join(guesses)}." if guesses else "Try a part of its name, or a word of its meaning."
+
+
+def _page(setting: Setting, settings: list[Setting]) -> RenderableType:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_row("  meaning", Text(setting.meaning))
+    if not setting.is_section:
+        rows.add_row("  takes", Text(setting.allowed))
+        rows.add_row("  default", Text(setting.default))
+    rows.add_row("  commands", Text(", ".join(setting.commands)))
+    if followers := follows_from(setting.path, settings):
+        rows.add_row("  followed by", Text("\n".join(followers)))
+    if places := [] if setting.is_section else named_in(setting.path):
+        rest = f"\n… and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
+        rows.add_row("  named in", Text("\n".join(places[:MOST_PLACES]) + rest))
+    return Group(Text(setting.path, style="bold"), rows)
+
+
+def _list(found: list[Setting]) -> RenderableType:
+    rows = Table.grid(padding=(0, 2))
+    by_path = {setting.path: setting for setting in found}
+    for setting in list(by_path.values())[:MOST_KEYS]:
+        default = "" if setting.is_section else f" [{setting.default}]"
+        rows.add_row(Text(setting.path, style="bold"), Text(setting.meaning + default, style="dim"))
+    rest = len(by_path) - MOST_KEYS
+    return Group(rows, Text(f"… and {rest} more: name a longer part of the key")) if rest > 0 else rows

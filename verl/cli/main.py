@@ -1,0 +1,145 @@
+"""The command line ``verl``: runs the commands of other modules with the same arguments, and explains settings.
+
+Click parses the arguments and completes them in bash, zsh and fish; see docs/cli.md.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+import verl
+from verl.cli.commands import INSPECTIONS, MODULES, ModuleCommand
+from verl.errors import VerlError
+from verl.supervision.interruption import interruptible
+
+MOST_COMPLETIONS = 200
+"""Completions offered for the beginning of a key."""
+
+
+def run_module(command: ModuleCommand, name: str, arguments: tuple[str, ...]) -> None:
+    """Run the ``main`` of a module as if its own command line had been typed, and end with its exit status.
+
+    The command of the shards' merger is ``verl merge``, so the word ``merge`` may be left out after it.
+    """
+    words = list(arguments)
+    if name == "merge" and words[:1] not in (["merge"], ["test"], ["--help"], ["-h"]):
+        words.insert(0, "merge")
+    sys.argv = [f"verl {name}", *words]
+    with interruptible():
+        sys.exit(importlib.import_module(command.module).main())
+
+
+def complete_keys(configuration: str, beginning: str) -> list[str]:
+    """Return the keys of a command that begin so, each with the ``=`` that follows."""
+    from verl.trainer.config.generate import ENTRIES
+    from verl.trainer.config.keys import leaves
+
+    roots = {entry.name: entry.root for entry in ENTRIES}
+    keys = leaves(roots[configuration]) if configuration in roots else {}
+    return [f"{path}=" for path in keys if path.startswith(beginning)][:MOST_COMPLETIONS]
+
+
+def _delegating(name: str, command: ModuleCommand) -> click.Command:
+    def run(arguments: tuple[str, ...]) -> None:
+        run_module(command, name, arguments)
+
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[Any]:
+        return list(complete_keys(command.configuration, incomplete))
+
+    given = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED, shell_complete=complete)
+    settings = {"ignore_unknown_options": True, "help_option_names": []}
+    return click.Command(
+        name, callback=run, params=[given], help=command.summary, add_help_option=False, context_settings=settings
+    )
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(verl.__version__, prog_name="verl")
+def cli() -> None:
+    """Reinforcement-learning post-training of large language models.
+
+    Every command answers --help. The commands that train take KEY=VALUE; `verl explain KEY` says what a key means.
+    """
+
+
+@cli.group("inspect")
+def inspect_group() -> None:
+    """Look at data before a run, or at the samples of one."""
+
+
+for _name, _command in MODULES.items():
+    cli.add_command(_delegating(_name, _command))
+for _name, _command in INSPECTIONS.items():
+    inspect_group.add_command(_delegating(_name, _command))
+
+
+@cli.command()
+@click.argument("words", nargs=-1, required=True, metavar="KEY...")
+def explain(words: tuple[str, ...]) -> None:
+    """Say what settings mean: type, default, commands, what follows from them, where the code names them.
+
+    KEY is a whole key, the end of one, a part of one, or a word of its meaning.
+    """
+    from verl.cli.explain import explanation
+    from verl.utils.console import console
+
+    found = True
+    for word in words:
+        page, is_known = explanation(word)
+        console().print(page)
+        found = found and is_known
+    sys.exit(0 if found else 1)
+
+
+@cli.command("diff")
+@click.argument("one")
+@click.argument("other")
+@click.option("--json", "as_json", is_flag=True, help="write {key: [value in A, value in B]}")
+def diff_command(one: str, other: str, as_json: bool) -> None:
+    """Compare the settings of two runs or files.
+
+    ONE and OTHER are YAML files, folders that Hydra wrote, checkpoints (global_step_N), logs of the tracker `file` or
+    folders with one of these. Exit status 1 says that they differ.
+    """
+    from verl.cli.differences import differences, differences_table, read_settings
+    from verl.utils.console import console
+
+    found = differences(read_settings(one), read_settings(other))
+    if as_json:
+        click.echo(json.dumps(found, indent=2, default=str))
+    else:
+        console().print(differences_table(found, one, other))
+    sys.exit(1 if found else 0)
+
+
+@cli.command()
+@click.option("--json", "as_json", is_flag=True, help="write a list of {name, verdict, found, remedy}")
+def doctor(as_json: bool) -> None:
+    """Check this machine: what is installed, what is missing, what to do about it.
+
+    Exit status 1 says that something fails that every run needs.
+    """
+    from verl.cli.doctor import examine, findings_table
+    from verl.utils.console import console
+
+    findings = examine()
+    if as_json:
+        click.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        console().print(findings_table(findings))
+    sys.exit(1 if any(finding.verdict == "fail" for finding in findings) else 0)
+
+
+def main() -> None:
+    """Run the command line; errors of verl are told in one sentence, with exit status 2."""
+    try:
+        cli(prog_name="verl")
+    except VerlError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.exit(2)
