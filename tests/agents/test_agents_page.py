@@ -12,6 +12,7 @@ import pytest
 from verl.agents.simulated_user import SimulatedUser, UserAnswer
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.tools.threads import LoopThreads
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
@@ -54,7 +55,7 @@ def test_the_user_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert sorted(users) == ["gsm8k", "shorter"]
 
     async def said() -> list[UserAnswer]:
-        user = SimulatedUser.of_row(users, {"name": "shorter", "words": 2}, timeout_s=5)
+        user = SimulatedUser.of_row(users, {"name": "shorter", "words": 2}, 5, LoopThreads())
         assert user is not None
         async with user:
             return [await user.answer([{"role": "assistant", "content": text}]) for text in ("one two three", "one")]

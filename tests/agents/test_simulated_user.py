@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from verl.agents.loop import TrajectoryError
 from verl.agents.simulated_user import SimulatedUser, UserAnswer
 from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
+from verl.tools.threads import LoopThreads
 
+THREADS = LoopThreads()
 MESSAGES = [{"role": "assistant", "content": "4"}]
 
 
@@ -32,10 +35,18 @@ class Given(BaseInteraction):
         self.closed.append(instance_id)
 
 
-def answered(answer: Any, interaction: BaseInteraction | None = None) -> UserAnswer:
+class Scored(Given):
+    """Calls the row's ``answer``, and always ends."""
+
+    async def generate_response(self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any) -> Any:
+        kwargs["answer"]()
+        return True, "", 0.0, {}
+
+
+def answered(answer: Any, interaction: BaseInteraction | None = None, threads: LoopThreads = THREADS) -> UserAnswer:
     async def talk() -> UserAnswer:
         row = {"name": "given", "answer": answer}
-        user = SimulatedUser.of_row({"given": interaction or Given()}, row, timeout_s=0.2)
+        user = SimulatedUser.of_row({"given": interaction or Given()}, row, 0.2, threads)
         assert user is not None
         async with user:
             return await user.answer(MESSAGES)
@@ -81,12 +92,22 @@ def test_a_user_that_fails_ends_the_trajectory_and_is_finalized(answer: Any, pro
     assert len(interaction.closed) == 1
 
 
-def test_threads_of_users_end():
-    name = "the interaction 'given' of a trajectory"
-    before = [thread for thread in threading.enumerate() if thread.name == name]
-    answered((True, "", 0.0, {}))
+def test_threads_of_users_are_used_again_and_end():
+    threads, used = LoopThreads(), set()
+    for _ in range(5):
+        answered(lambda: used.add(threading.current_thread()), Scored(), threads)
+        wait_until(lambda: all(thread.name == "idle" for thread in used))
+    assert len(used) == 1
+    with pytest.raises(TrajectoryError):  # its code blocks the thread, which is free again afterwards
+        answered(lambda: used.add(threading.current_thread()) or sleeping(), Scored(), threads)
+    wait_until(lambda: all(thread.name == "idle" for thread in used))
+    threads.close()
+    wait_until(lambda: not any(thread.is_alive() for thread in used))
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 10
-    while [t for t in threading.enumerate() if t.name == name and t not in before]:
+    while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -94,10 +115,10 @@ def test_threads_of_users_end():
 def test_which_user_a_row_wants():
     users = {"given": Given(), "gsm8k": BaseInteraction({})}
     for nothing in (None, {}, {"name": None, "answer": None}):  # files in columns fill rows with null
-        assert SimulatedUser.of_row(users, nothing, 1.0) is None
+        assert SimulatedUser.of_row(users, nothing, 1.0, THREADS) is None
     with pytest.raises(
         ConfigError, match=r"name='gsm8': there is no such .* Did you mean 'gsm8k'\? There are: given, "
     ):
-        SimulatedUser.of_row(users, {"name": "gsm8"}, 1.0)
+        SimulatedUser.of_row(users, {"name": "gsm8"}, 1.0, THREADS)
     with pytest.raises(ConfigError, match=r"There are none\. The file of .*interaction_config_path lists them"):
-        SimulatedUser.of_row({}, {"name": "gsm8k"}, 1.0)
+        SimulatedUser.of_row({}, {"name": "gsm8k"}, 1.0, THREADS)

@@ -20,6 +20,7 @@ from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
 from verl.config import PPOConfig
 from verl.config.agent import TrajectoryStatus
 from verl.environments.registry import EnvironmentEntry, environment_of_row, read_environments
+from verl.tools.threads import LoopThreads
 from verl.utils.dataset.chat import Message, as_messages
 from verl.workers.rollout.request import sample_seed
 
@@ -33,6 +34,7 @@ class EnvironmentAgentParts:
     template: ChatTemplate
     parser: ToolParser
     environments: Mapping[str, EnvironmentEntry]
+    threads: LoopThreads = field(default_factory=LoopThreads)
 
 
 @register("environment_agent")
@@ -55,12 +57,17 @@ class EnvironmentAgentLoop(AgentLoopBase):
             read_environments(path) if (path := turns.environment_config_path) else {},
         )
 
+    @classmethod
+    def discard(cls, shared: EnvironmentAgentParts) -> None:
+        """See :meth:`AgentLoopBase.discard`."""
+        shared.threads.close()
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         entry, arguments = environment_of_row(self.shared.environments, kwargs.get("environment_kwargs"))
         prompt = as_messages(list(kwargs["raw_prompt"]), "the prompt")
-        shorten = self.shared.template.control.shorten
-        async with Episode(entry, shorten, self.rollout_config.agent.tool_timeout_s) as episode:
+        shorten, limit_s = self.shared.template.control.shorten, self.rollout_config.agent.tool_timeout_s
+        async with Episode(entry, shorten, limit_s, self.shared.threads) as episode:
             began = time.monotonic()
             messages, tools = await episode.reset(prompt, self._seed(entry), arguments)
             played = _PlayedEpisode(episode, entry, bool(tools), seconds=time.monotonic() - began)

@@ -1,6 +1,6 @@
 """The environment of one trajectory: its code runs in a thread of its own and under a limit of time.
 
-async with Episode(entry, template.control.shorten, timeout_s=60) as episode:
+async with Episode(entry, template.control.shorten, 60, LoopThreads()) as episode:
     messages, tools = await episode.reset(prompt, seed, arguments)
     answer = await episode.step("left")
     rest = await episode.score()
@@ -23,6 +23,7 @@ from verl.agents.user_thread import UserThread
 from verl.environments.base import Environment
 from verl.environments.registry import EnvironmentEntry
 from verl.errors import DataError
+from verl.tools.threads import LoopThreads
 from verl.utils.dataset.chat import Message, as_messages
 from verl.workers.reward_manager.scores import UNUSABLE, usable
 
@@ -53,12 +54,15 @@ class Episode:
         entry: which environment.
         shorten: cuts a text to a number of tokens. It must cope with any length.
         timeout_s: longest time of one call.
+        threads: lend the thread.
     """
 
-    def __init__(self, entry: EnvironmentEntry, shorten: Callable[[str, int], str], timeout_s: float) -> None:
+    def __init__(
+        self, entry: EnvironmentEntry, shorten: Callable[[str, int], str], timeout_s: float, threads: LoopThreads
+    ) -> None:
         self._entry = entry
         self._shorten = shorten
-        self._thread = UserThread(f"the environment '{entry.name}'", timeout_s)
+        self._thread = UserThread(f"the environment '{entry.name}'", timeout_s, threads)
         self._environment: Environment | None = None
 
     async def __aenter__(self) -> Self:
@@ -92,7 +96,7 @@ class Episode:
         self._environment = await self._thread.call(self._entry.cls, copy.deepcopy(self._entry.config))
         given = {"seed": seed, "messages": copy.deepcopy(prompt), **arguments}
         found = await self._thread.call(self._environment.reset, **given)
-        tools = [dict(tool) for tool in self._environment.tools]
+        tools = await self._thread.call(_tools, self._environment)
         if isinstance(found, str):
             return _joined(prompt, self._short(found)), tools
         messages = self._messages(found, "reset")
@@ -172,6 +176,11 @@ class Episode:
             return bool(value)
         except UNUSABLE as error:  # an array of several values, for example
             raise self._thread.error(f"step returned {name}={_shown(value)}, neither true nor false") from error
+
+
+def _tools(environment: Environment) -> list[dict[str, Any]]:
+    """Return the descriptions of an environment's tools."""
+    return [dict(tool) for tool in environment.tools]
 
 
 def _joined(prompt: list[Message], observation: str) -> list[Message]:

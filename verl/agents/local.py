@@ -35,10 +35,10 @@ class LocalRequests:
 class LocalCall:
     """A request under way; see :class:`verl.agents.servers.GenerationCall`."""
 
-    def __init__(self, future: Future[RolloutOutput]) -> None:
+    def __init__(self, future: Future[RolloutOutput] | asyncio.Future[RolloutOutput]) -> None:
         self._future = future
 
-    def future(self) -> Future[RolloutOutput]:
+    def future(self) -> Future[RolloutOutput] | asyncio.Future[RolloutOutput]:
         """Return what becomes of it."""
         return self._future
 
@@ -61,14 +61,18 @@ class LocalAgents:
         self._router: Router | None = None
         self._worker = AgentLoopWorker(config, tokenizer, processor, self)
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run_loop, name="agent loops", daemon=True).start()
+        self._thread = threading.Thread(target=self._run_loop, name="agent loops", daemon=True)
+        self._thread.start()
 
     def send(self, conversation: str, request: RolloutRequest) -> LocalCall:
         """Send a request to the engine, from any thread."""
         router = self._router
         if router is None:
             raise RolloutError("no rollout is running, so no engine answers.")
-        return LocalCall(asyncio.run_coroutine_threadsafe(router.generate(conversation, request), self._loop))
+        generating = router.generate(conversation, request)
+        if threading.current_thread() is self._thread:
+            return LocalCall(self._loop.create_task(generating))
+        return LocalCall(asyncio.run_coroutine_threadsafe(generating, self._loop))
 
     def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
         """Run all trajectories to their end, in the order of the results; ``group`` is that of the engine."""

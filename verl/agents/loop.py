@@ -103,7 +103,7 @@ class DictConfigWrap:
 
 
 class AgentLoopBase(ABC):
-    """An agent loop. One object answers one prompt, in a thread with an event loop of its own.
+    """An agent loop. One object answers one prompt; those of users in a thread with an event loop of their own.
 
     Args:
         trainer_config: the whole configuration, as ``trainer_config.config``.

@@ -50,7 +50,7 @@ class TokenOutput(BaseModel):
 class GenerationCall(Protocol):
     """A request under way."""
 
-    def future(self) -> Future[RolloutOutput]:
+    def future(self) -> Future[RolloutOutput] | asyncio.Future[RolloutOutput]:
         """Return what becomes of it."""
         ...
 

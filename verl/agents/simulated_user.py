@@ -1,6 +1,6 @@
 """The simulated user of one trajectory: code of an interaction, in a thread of its own and under a limit of time.
 
-user = SimulatedUser.of_row(interactions, row["interaction_kwargs"], timeout_s=60)     # None where the row names none
+user = SimulatedUser.of_row(interactions, row["interaction_kwargs"], 60, LoopThreads())   # None: the row names none
 async with user:
     answer = await user.answer(conversation.messages)
 
@@ -22,6 +22,7 @@ from verl.agents.user_thread import UserThread
 from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
+from verl.tools.threads import LoopThreads
 from verl.workers.reward_manager.scores import UNUSABLE, usable
 
 logger = logging.getLogger(__name__)
@@ -43,16 +44,21 @@ class SimulatedUser:
         interaction: shared by all trajectories of a process.
         kwargs: the row's ``interaction_kwargs``.
         timeout_s: longest time of one call.
+        threads: lend the thread.
     """
 
-    def __init__(self, interaction: BaseInteraction, kwargs: Mapping[str, Any], timeout_s: float) -> None:
+    def __init__(
+        self, interaction: BaseInteraction, kwargs: Mapping[str, Any], timeout_s: float, threads: LoopThreads
+    ) -> None:
         self._interaction = interaction
         self._kwargs = dict(kwargs)
-        self._thread = UserThread(f"the interaction '{kwargs['name']}'", timeout_s)
+        self._thread = UserThread(f"the interaction '{kwargs['name']}'", timeout_s, threads)
         self._instance: str | None = None
 
     @classmethod
-    def of_row(cls, interactions: Mapping[str, BaseInteraction], kwargs: Any, timeout_s: float) -> Self | None:
+    def of_row(
+        cls, interactions: Mapping[str, BaseInteraction], kwargs: Any, timeout_s: float, threads: LoopThreads
+    ) -> Self | None:
         """Return the user that a row wants; None if it wants none.
 
         Raises:
@@ -70,7 +76,7 @@ class SimulatedUser:
                 f"interaction_kwargs.name='{name}': there is no such interaction.{suggest(name, list(interactions))} "
                 f"{there} The file of actor_rollout_ref.rollout.multi_turn.interaction_config_path lists them."
             )
-        return cls(interactions[name], given, timeout_s)
+        return cls(interactions[name], given, timeout_s, threads)
 
     async def __aenter__(self) -> Self:
         with ExitStack() as on_failure:

@@ -126,7 +126,10 @@ class ToolAgentLoop(AgentLoopBase):
         conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
         calls = _Calls()
         user = SimulatedUser.of_row(
-            parts.interactions, kwargs.get("interaction_kwargs"), self.rollout_config.agent.tool_timeout_s
+            parts.interactions,
+            kwargs.get("interaction_kwargs"),
+            self.rollout_config.agent.tool_timeout_s,
+            parts.tools.threads,
         )
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(parts.tools.session(kwargs.get("tools_kwargs")))

@@ -15,12 +15,12 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from numbers import Real
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from jsonschema import Draft202012Validator
 
@@ -32,10 +32,9 @@ from verl.base.redact import redacted
 from verl.base.registry import suggest
 from verl.tools.base_tool import BaseTool, ToolTimeoutError
 from verl.tools.schemas import ToolResponse
-from verl.tools.threads import LoopThread
+from verl.tools.threads import LoopThread, LoopThreads, called
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
 Side = Literal["left", "middle", "right"]
 UNBLOCK_S = 0.5
@@ -136,6 +135,8 @@ class ToolRunner:
         self._slots: dict[str, Slots] = {
             name: slots(self.tools[name], int(number)) if number else no_limit for name, number in numbers.items()
         }
+        self.threads = LoopThreads()
+        """Lend the threads of trajectories."""
         self._told: set[tuple[str, str]] = set()
         self._telling = threading.Lock()
 
@@ -160,6 +161,7 @@ class ToolRunner:
                 tool.close()
             except Exception as error:  # noqa: BLE001 - users' code raises anything, and the run is over
                 self.tell(tool.name, error)
+        self.threads.close()
 
     def read_arguments(self, call: FunctionCall) -> dict[str, Any]:
         """Arguments of a call that fit the description of its tool.
@@ -206,7 +208,7 @@ class ToolRunner:
 
 
 class ToolSession:
-    """The tools of one trajectory. Their code runs in a thread of its own, so that code that blocks can be left."""
+    """The tools of one trajectory. Their code runs in a thread lent to it alone, so that it may block."""
 
     def __init__(self, runner: ToolRunner, tools_kwargs: Mapping[str, Any]) -> None:
         self.runner = runner
@@ -269,8 +271,11 @@ class ToolSession:
         found: dict[str, float | None] = {}
         for name, instance in self._created().items():
             tool, kwargs = self.runner.tools[name], self._of_row(name, "calc_reward_kwargs")
+            if type(tool).calc_reward is BaseTool.calc_reward:  # a way to another thread and back for nothing
+                found[name] = 0.0
+                continue
             try:
-                found[name] = _number(await self._run(tool, tool.calc_reward(instance, **kwargs)))
+                found[name] = _number(await self._run(tool, tool.calc_reward, instance, **kwargs))
             except _CallError as error:
                 raise TrajectoryError(f"calc_reward: {error}", "tool_error") from error
         return found
@@ -279,13 +284,15 @@ class ToolSession:
         """Release everything; errors are logged, for the trajectory is over."""
         for name, instance in self._created().items():
             tool, kwargs = self.runner.tools[name], self._of_row(name, "release_kwargs")
+            if type(tool).release is BaseTool.release:
+                continue
             try:
-                await self._run(tool, tool.release(instance, **kwargs))
+                await self._run(tool, tool.release, instance, **kwargs)
             except _CallError as error:
                 logger.debug("release of the tool %s: %s", name, error)
         self._instances.clear()
         if self._thread is not None:
-            self._thread.stop()
+            self.runner.threads.take_back(self._thread)
             self._thread = None
 
     async def _execute(
@@ -293,7 +300,7 @@ class ToolSession:
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
         kwargs = {**self._of_row(tool.name, "execute_kwargs"), **kwargs}
         try:
-            result = await self._run(tool, self._create_and_execute(tool, arguments, kwargs))
+            result = await self._run(tool, self._create_and_execute, tool, arguments, kwargs)
         except _CallError as error:
             making = self._instances.get(tool.name)
             if making is None or not making.done() or _has_failed(making):
@@ -307,7 +314,7 @@ class ToolSession:
         making = self._instances.get(tool.name)
         if making is None:
             kwargs_of_row = self._of_row(tool.name, "create_kwargs")
-            making = asyncio.ensure_future(_without_exit(tool.create(create_kwargs=kwargs_of_row)))
+            making = asyncio.ensure_future(called(tool.create, create_kwargs=kwargs_of_row))
             self._instances[tool.name] = making
         # Calls of one turn share it, and one that times out must not cancel it for the others.
         instance, _ = await asyncio.shield(making)
@@ -318,11 +325,11 @@ class ToolSession:
         made = [(name, making) for name, making in self._instances.items() if making.done()]
         return {name: making.result()[0] for name, making in made if not _has_failed(making)}
 
-    async def _run(self, tool: BaseTool, coroutine: Any) -> Any:
+    async def _run(self, tool: BaseTool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run code of a tool in the thread of the tools, for at most the tool's time."""
-        thread = self._thread = self._thread or LoopThread("tools of a trajectory")
+        thread = self._thread = self._thread or self.runner.threads.lend("tools of a trajectory")
         timeout_s = float(tool.config.get("timeout_s") or self.runner.limits.timeout_s)
-        future = thread.submit(_without_exit(coroutine))
+        future = thread.submit(called(function, *args, **kwargs))
         try:
             async with asyncio.timeout(timeout_s) as limit:
                 return await asyncio.wrap_future(future)
@@ -333,7 +340,7 @@ class ToolSession:
                 raise self._raised(tool, error) from error
             if not await thread.responds(UNBLOCK_S) and self._thread is thread:
                 # The tool's code blocks its loop and cannot be interrupted. It ends when that returns.
-                thread.stop()
+                self.runner.threads.take_back(thread)
                 self._thread = None
                 self._instances = {name: making for name, making in self._instances.items() if making.done()}
             raise _CallError(CallFailure.TIMEOUT, f"the tool {tool.name} took longer than {timeout_s:g} s.") from None
@@ -370,14 +377,6 @@ class ToolSession:
 
 def _has_failed(making: asyncio.Task[Any]) -> bool:
     return making.done() and (making.cancelled() or making.exception() is not None)
-
-
-async def _without_exit(coroutine: Awaitable[T]) -> T:
-    """Await code of a tool; turn ``sys.exit`` into an error, which would end the event loop otherwise."""
-    try:
-        return await coroutine
-    except SystemExit as error:
-        raise RuntimeError(f"sys.exit({error.code!r})") from error
 
 
 def descriptions(tools: Sequence[BaseTool]) -> list[dict[str, Any]]:

@@ -1,15 +1,14 @@
-"""Code of users in one trajectory: in a thread of its own, and under a limit of time."""
+"""Code of users in one trajectory: in a thread that no other trajectory uses meanwhile, under a limit of time."""
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from verl.agents.loop import TrajectoryError
 from verl.base.redact import redacted
-from verl.tools.threads import LoopThread
+from verl.tools.threads import LoopThread, LoopThreads, called
 
 T = TypeVar("T")
 
@@ -25,11 +24,13 @@ class UserThread:
     Args:
         who: whose code it is, for messages: ``the interaction 'gsm8k'``.
         timeout_s: longest time of one call.
+        threads: lend the thread.
     """
 
-    def __init__(self, who: str, timeout_s: float) -> None:
+    def __init__(self, who: str, timeout_s: float, threads: LoopThreads) -> None:
         self._who = who
         self._timeout_s = timeout_s
+        self._threads = threads
         self._thread: LoopThread | None = None
 
     async def call(self, function: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
@@ -38,8 +39,8 @@ class UserThread:
         Raises:
             TrajectoryError: it raised, or took too long.
         """
-        self._thread = self._thread or LoopThread(f"{self._who} of a trajectory")
-        future = self._thread.submit(_called(function, *args, **kwargs))
+        self._thread = self._thread or self._threads.lend(f"{self._who} of a trajectory")
+        future = self._thread.submit(called(function, *args, **kwargs))
         name = getattr(function, "__name__", "a call")
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
@@ -57,20 +58,11 @@ class UserThread:
             raise self.error(f"{name} failed: {type(error).__name__}: {error}") from error
 
     def leave(self) -> None:
-        """End the thread; if code blocks it, it ends when that returns. A later call gets another."""
+        """Give the thread back; if code blocks it, it is free when that returns. A later call gets another."""
         if self._thread is not None:
-            self._thread.stop()
+            self._threads.take_back(self._thread)
             self._thread = None
 
     def error(self, message: str) -> TrajectoryError:
         """Make the error that ends the trajectory."""
         return TrajectoryError(f"{self._who}: {redacted(message)[:MOST_CHARACTERS]}.", "environment_error")
-
-
-async def _called(function: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-    """Call a function; turn ``sys.exit`` into an error, which would end the event loop."""
-    try:
-        result = function(*args, **kwargs)
-        return await result if inspect.isawaitable(result) else result  # pyright: ignore[reportReturnType]
-    except SystemExit as error:
-        raise RuntimeError(f"sys.exit({error.code!r})") from error

@@ -1,8 +1,9 @@
-"""Runs trajectories in one process, each in a thread with an event loop of its own.
+"""Runs trajectories in one process: verl's own agent loops in the caller's event loop, each of users in a thread.
 
-So user code that blocks stops only its own conversation, and an error costs only its own trajectory. A trajectory that
-does not end in its time is cancelled; if its thread does not end even then, it is left behind and can do no more harm:
-the policy refuses it, and on Ray its process is replaced after the rollout.
+Code of users that blocks stops only its own conversation, and an error costs only its own trajectory: verl's loops run
+tools, simulated users and environments in other threads, and users' loops get a thread with an event loop of their own.
+A trajectory that does not end in its time is cancelled; if it does not end even then, it is left behind and can do no
+more harm: the policy refuses it, and on Ray a process with such a thread is replaced after the rollout.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from verl.agents.loop import (
     TrajectoryError,
     read_agent_loops,
 )
+from verl.agents.parsers import is_built_in_parser
 from verl.agents.program_agent import ProgramAgentLoop
 from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, DrawnTurn, SampleId
 from verl.agents.single_turn import SingleTurnAgentLoop
@@ -37,7 +39,7 @@ from verl.base.registry import suggest
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, VerlError
-from verl.tools.threads import DaemonThreads
+from verl.tools.threads import DaemonThreads, in_thread
 from verl.workers.rollout.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,8 @@ T = TypeVar("T")
 
 BUILT_IN = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop, ProgramAgentLoop)
 """Agent loops of verl; their modules register them."""
+NEVER_BLOCKING = (SingleTurnAgentLoop, ToolAgentLoop, EnvironmentAgentLoop)
+"""Those that run no code of users in their own thread, unless the parser of tool calls is a user's."""
 
 COLUMNS = (
     *("prompts", "responses", "response_mask", "rollout_log_probs", "input_ids", "attention_mask", "position_ids"),
@@ -55,7 +59,7 @@ COLUMNS = (
 """Columns of the batch that an agent loop cannot set."""
 
 END_GRACE_S = 5.0
-"""How long a cancelled trajectory may take to end before its thread is left behind."""
+"""How long a cancelled trajectory may take to end before it is left behind."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,36 +184,65 @@ class AgentLoopWorker:
         self._preparing = threading.Lock()
         default = self._rollout.default_agent_loop
         self._shared_by(self._loops[default][0])  # here, so that what is wrong with it ends the run
+        parser_is_ours = is_built_in_parser(self._rollout.multi_turn.format)
+        self._never_blocking = NEVER_BLOCKING if parser_is_ours else (SingleTurnAgentLoop,)
         self._places = asyncio.Semaphore(self._rollout.agent.max_concurrent)
         self.abandoned = 0
         """Number of threads that were left behind."""
+        self._ending: set[asyncio.Task[TrajectoryResult]] = set()
+        """Cancelled trajectories that wait for tools which they called; an event loop alone would forget them."""
 
     async def run(self, trajectory: Trajectory) -> TrajectoryResult:
         """Run a trajectory to its end. Cancelling the call cancels the trajectory."""
-        limit_s = self._rollout.agent.trajectory_timeout_s
         policy = AsyncLLMServerManager(self._rollout, self._connection, trajectory.sample, trajectory.sampling)
         async with self._places:
-            attempt = _RunningTrajectory()
-            name = f"trajectory {trajectory.sample.name}"
-            threading.Thread(target=self._in_thread, args=(attempt, trajectory, policy), name=name, daemon=True).start()
-            result, thread_end = asyncio.wrap_future(attempt.result), asyncio.wrap_future(attempt.thread_end)
-            try:
-                await asyncio.wait({result}, timeout=limit_s)
-                if not result.done():
-                    attempt.cancel("timeout")
-                policy.close()
-                # What the user's code started beside its coroutine is cancelled, too.
-                await asyncio.wait({thread_end}, timeout=END_GRACE_S)
-            except asyncio.CancelledError:
-                attempt.cancel("cancelled")
-                policy.close()
-                raise
-            if not thread_end.done():
-                self.abandoned += 1
-            if result.done():
-                return result.result()
-            message = f"{_too_long(limit_s)}, and did not end when it was cancelled"
-            return self._failed(trajectory, policy, "timeout", message)
+            if self._loops.get(trajectory.agent_name, (None,))[0] in self._never_blocking:
+                return await self._run_here(trajectory, policy)
+            return await self._run_in_thread(trajectory, policy)
+
+    async def _run_here(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> TrajectoryResult:
+        running = asyncio.create_task(self._answered(trajectory, policy))
+        limit_s = self._rollout.agent.trajectory_timeout_s
+        try:
+            await asyncio.wait({running}, timeout=limit_s)
+            if running.done():
+                return running.result()
+        finally:
+            policy.close()
+            if running.cancel():
+                self._ending.add(running)
+                running.add_done_callback(self._end)
+        await asyncio.wait({running}, timeout=END_GRACE_S)
+        return self._failed(trajectory, policy, "timeout", _too_long(limit_s))
+
+    def _end(self, cancelled: asyncio.Task[TrajectoryResult]) -> None:
+        self._ending.discard(cancelled)
+        if not cancelled.cancelled() and (error := cancelled.exception()) is not None:
+            logger.debug("a cancelled trajectory ended with an error: %s", error)
+
+    async def _run_in_thread(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> TrajectoryResult:
+        limit_s = self._rollout.agent.trajectory_timeout_s
+        attempt = _RunningTrajectory()
+        name = f"trajectory {trajectory.sample.name}"
+        threading.Thread(target=self._in_thread, args=(attempt, trajectory, policy), name=name, daemon=True).start()
+        result, thread_end = asyncio.wrap_future(attempt.result), asyncio.wrap_future(attempt.thread_end)
+        try:
+            await asyncio.wait({result}, timeout=limit_s)
+            if not result.done():
+                attempt.cancel("timeout")
+            policy.close()
+            # What the user's code started beside its coroutine is cancelled, too.
+            await asyncio.wait({thread_end}, timeout=END_GRACE_S)
+        except asyncio.CancelledError:
+            attempt.cancel("cancelled")
+            policy.close()
+            raise
+        if not thread_end.done():
+            self.abandoned += 1
+        if result.done():
+            return result.result()
+        message = f"{_too_long(limit_s)}, and did not end when it was cancelled"
+        return self._failed(trajectory, policy, "timeout", message)
 
     def _in_thread(self, attempt: _RunningTrajectory, trajectory: Trajectory, policy: AsyncLLMServerManager) -> None:
         try:
@@ -242,7 +275,8 @@ class AgentLoopWorker:
     async def _answered(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> TrajectoryResult:
         try:
             with user_code(f"agent loop '{trajectory.agent_name}'"):
-                returned = await self._loop(trajectory, policy).run(_named(trajectory.sampling), **trajectory.row)
+                loop = await self._loop(trajectory, policy)
+                returned = await loop.run(_named(trajectory.sampling), **trajectory.row)
             outputs = self._checked(returned, policy.turns, trajectory.row)
             return TrajectoryResult(outputs, "", policy.turns[-1].weight_version if policy.turns else -1)
         except ContextFullError as error:
@@ -252,8 +286,10 @@ class AgentLoopWorker:
         except VerlError as error:
             return self._failed(trajectory, policy, "agent_error", str(error))
 
-    def _loop(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> Any:
+    async def _loop(self, trajectory: Trajectory, policy: AsyncLLMServerManager) -> AgentLoopBase:
         loop, arguments = _named_loop(self._loops, trajectory.agent_name)
+        if loop not in self._shared:
+            await in_thread(self._shared_by, loop)  # it loads tools, which is code of users
         made = loop(
             DictConfigWrap(self._config),
             policy,
@@ -262,7 +298,7 @@ class AgentLoopWorker:
             dataset_config=DictConfigWrap(self._config.data),
             **arguments,
         )
-        made.shared = self._shared_by(loop)
+        made.shared = self._shared[loop]
         return made
 
     def close(self) -> None:

@@ -17,8 +17,8 @@ class BaseTool:
     """A tool. One object serves all trajectories of a process, whose state it keeps by ``instance_id``.
 
     A trajectory calls ``create`` before its first call, ``execute`` for every call, and at its end ``calc_reward`` and
-    ``release``. All of them run in a thread of this trajectory: blocking code delays no other. Keep no object of
-    asyncio (a lock, a session) in the tool itself, for each thread has an event loop of its own.
+    ``release``. All of them run in a thread that is this trajectory's until its end: blocking code delays no other.
+    Keep no object of asyncio (a lock, a session) in the tool itself, for each thread has an event loop of its own.
 
     Args:
         config: the tool's ``config`` in the YAML file.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import inspect
 import os
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -92,6 +94,15 @@ class DaemonThreads(ThreadPoolExecutor):
             del outcome, function  # a thread that waits for the lock keeps no result
 
 
+async def called(function: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
+    """Call a function of users, ``async`` or not; turn ``sys.exit`` into an error, which would end the event loop."""
+    try:
+        result = function(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result  # pyright: ignore[reportReturnType]
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r})") from error
+
+
 class LoopThread:
     """An event loop in a daemon thread of its own.
 
@@ -121,6 +132,27 @@ class LoopThread:
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self.loop.stop)
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still runs coroutines."""
+        return self._thread.is_alive() and not self.loop.is_closed()
+
+    def rename(self, name: str) -> None:
+        """Change the name of the thread."""
+        self._thread.name = name
+
+    def clear(self, on_clear: Callable[[LoopThread], object]) -> None:
+        """Cancel what runs and then call ``on_clear`` in the thread, at once or as soon as code that blocks it returns.
+
+        Code that does not end when it is cancelled keeps the thread.
+        """
+        if self.is_alive:
+            self.loop.call_soon_threadsafe(lambda: self.loop.create_task(self._clear(on_clear)))
+
+    async def _clear(self, on_clear: Callable[[LoopThread], object]) -> None:
+        await self._cancel_rest()
+        on_clear(self)
+
     def _run(self) -> None:
         try:
             self.loop.run_forever()
@@ -134,3 +166,49 @@ class LoopThread:
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
+
+
+class LoopThreads:
+    """Event loops in threads, each lent to one borrower at a time and then used again: a new one costs a millisecond.
+
+    There are as many as were lent at once. Any thread may call the methods.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[LoopThread] = []
+        self._is_closed = False
+        weakref.finalize(self, _stop_all, self._idle)
+
+    def lend(self, name: str) -> LoopThread:
+        """Return a thread in which nothing runs, under a new name."""
+        with self._lock:
+            while self._idle:
+                thread = self._idle.pop()
+                if thread.is_alive:  # a borrower's code may have ended it
+                    thread.rename(name)
+                    return thread
+        return LoopThread(name)
+
+    def take_back(self, thread: LoopThread) -> None:
+        """Cancel what a borrower left running, and lend the thread again as soon as nothing runs in it."""
+        thread.clear(self._keep)
+
+    def close(self) -> None:
+        """End the threads: those that are lent, when they are given back."""
+        with self._lock:
+            self._is_closed = True
+            _stop_all(self._idle)
+
+    def _keep(self, thread: LoopThread) -> None:
+        thread.rename("idle")
+        with self._lock:
+            if not self._is_closed:
+                self._idle.append(thread)
+                return
+        thread.stop()
+
+
+def _stop_all(threads: list[LoopThread]) -> None:
+    while threads:
+        threads.pop().stop()

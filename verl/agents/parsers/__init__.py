@@ -6,7 +6,14 @@ so that the model can be told.
 
 from __future__ import annotations
 
-from verl.agents.parsers.base import FunctionCall, MalformedCall, ParsedTurn, ToolParser, get_tool_parser
+from verl.agents.parsers.base import (
+    FunctionCall,
+    MalformedCall,
+    ParsedTurn,
+    ToolParser,
+    get_tool_parser,
+    is_built_in_parser,
+)
 from verl.agents.parsers.deepseek import DeepSeekToolParser
 from verl.agents.parsers.harmony import GptOssToolParser
 from verl.agents.parsers.json_calls import HermesToolParser, Llama3JsonToolParser, MistralToolParser
@@ -27,4 +34,5 @@ __all__ = [
     "Qwen3CoderToolParser",
     "ToolParser",
     "get_tool_parser",
+    "is_built_in_parser",
 ]

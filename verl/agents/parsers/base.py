@@ -127,6 +127,11 @@ def get_tool_parser(name: str, tokenizer: Any) -> ToolParser:
     return _parsers.get(name)(tokenizer)
 
 
+def is_built_in_parser(name: str) -> bool:
+    """Whether verl's own parser has this name."""
+    return name in _parsers and _parsers.get(name).__module__.startswith(f"{__package__}.")
+
+
 class TextToolParser(ToolParser):
     """Parser of a format that is read from the text of a response, with its special tokens."""
 

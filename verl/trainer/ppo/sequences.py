@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,12 @@ class Trajectories:
             return cls(list(range(len(batch))), [MAIN] * len(batch))
         return cls(group_numbers(columns["trajectory_id"]).tolist(), columns["agent"].tolist())
 
-    def __len__(self) -> int:
+    @cached_property
+    def _count(self) -> int:
         return len(set(self.number))
+
+    def __len__(self) -> int:
+        return self._count
 
     @property
     def are_split(self) -> bool:
@@ -78,7 +83,7 @@ class Trajectories:
                 rows[number] = row
         return [rows[number] for number in range(len(rows))]
 
-    @property
+    @cached_property
     def of_agents(self) -> list[int]:
         """The number of each row's trajectory and agent, from 0 in order of appearance."""
         return group_numbers(list(zip(self.number, self.agents, strict=True))).tolist()
