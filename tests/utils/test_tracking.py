@@ -208,7 +208,7 @@ def test_a_full_disk_costs_lines_and_no_run(caplog: pytest.LogCaptureFixture, mo
     assert isinstance(kept, cls)
     assert [step for step, _ in kept.calls] == [1, 2]
     assert "No space left on device" in caplog.text
-    assert "tracker 'file' failed in 3 of 3 calls" in caplog.text
+    assert "tracker 'file' failed in 3 of 4 calls" in caplog.text
 
 
 def test_finish_is_called_once_and_at_the_end_of_a_with_block():
@@ -330,6 +330,21 @@ def test_file_tracker_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv("VERL_FILE_LOGGER_ROOT", str(tmp_path / "logs"))
     Tracking("proj", "exp", "file", {}).log({"a": 1}, step=1)
     assert (tmp_path / "logs" / "proj" / "exp.jsonl").exists()
+
+
+def test_settings_checkpoints_and_the_end_stand_beside_the_metrics():
+    config = {"model": {"api_key": "sk-0123456789abcdef", "path": "tiny"}}
+    with Tracking("p", "e", ["file", "console"], config) as tracking:
+        tracking.log({"x": 1}, step=1)
+        tracking.log_event("checkpoint", step=1, folder="here")
+    with pytest.raises(ValueError, match="broken"), Tracking("p", "e", "file", config, 1):
+        raise ValueError("broken\nby intent")
+    events = lines(Path("p/e.run.jsonl"))
+    assert [event["event"] for event in events] == ["start", "checkpoint", "end", "start", "resume", "end"]
+    assert events[0]["config"] == {"model": {"api_key": "***", "path": "tiny"}}
+    assert events[0]["pid"] == os.getpid()
+    assert (events[1]["step"], events[1]["folder"], events[4]["step"]) == (1, "here", 1)
+    assert [(events[i]["status"], events[i]["why"]) for i in (2, 5)] == [("done", ""), ("failed", "ValueError: broken")]
 
 
 def test_an_unwritable_file_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

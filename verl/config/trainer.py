@@ -178,6 +178,8 @@ class TrainerConfig(BaseTrainerConfig):
     """Folder for all training responses, one jsonl per step."""
     validation_data_dir: str | None = setting(None, path=True)
     """Folder for all validation responses, one jsonl per validation."""
+    rollout_token_dump_freq: int = setting(0, ge=0)
+    """Steps between files of tokens with their numbers in `rollout_data_dir`; 0 writes those of validation alone."""
     max_actor_ckpt_to_keep: int | None = setting(None, ge=1)
     """Actor checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: int | None = setting(None, ge=1)
@@ -193,8 +195,12 @@ class TrainerConfig(BaseTrainerConfig):
         return super().saves and not self.val_only
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """`val_only` has a validation to run."""
+        """`val_only` has a validation to run, and files of tokens a folder."""
         yield from super().problems(path)
+        if self.rollout_token_dump_freq > 0 and self.rollout_data_dir is None:
+            wrong = f"the files have no folder: {path}.rollout_data_dir=null"
+            remedy = f"set {path}.rollout_data_dir"
+            yield Problem(f"{path}.rollout_token_dump_freq", self.rollout_token_dump_freq, wrong, remedy=remedy)
         if self.val_only and not self.val_before_train:
             wrong = f"the run would do nothing: {path}.val_before_train=false"
             yield Problem(f"{path}.val_only", True, wrong, remedy=f"set {path}.val_before_train=true")

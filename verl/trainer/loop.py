@@ -270,7 +270,7 @@ class TrainingLoop:
                             status(f"training from step {first + 1} to {self.total_training_steps}")
                     if self._is_over():
                         self.checkpoint.finish()
-                        self._show_saved()
+                        self._show_saved(tracking)
                         self._show_end(first)
                         return
                     batch, context = self._next_step()
@@ -279,7 +279,7 @@ class TrainingLoop:
                         self._validate_and_save(context)
                     self._report(self._all_metrics(batch, context), tracking, progress)
                     self.checkpoint.poll()
-                    self._show_saved()
+                    self._show_saved(tracking)
                     self.bad_steps.stop_if_too_many(context.number)
 
     def shutdown(self) -> None:
@@ -330,11 +330,12 @@ class TrainingLoop:
                 self.checkpoint.rescue()
                 raise
 
-    def _show_saved(self) -> None:
-        """Say which step was saved since the last call, if any."""
+    def _show_saved(self, tracking: Tracking) -> None:
+        """Say, and record, which step was saved since the last call, if any."""
         step = self.checkpoint.last_saved
         if step is not None and step != self._shown_save:
             status(f"saved step {step} to {self.checkpoint.root}")
+            tracking.log_event("checkpoint", step=step, folder=str(self.checkpoint.root))
         self._shown_save = step
 
     def _show_end(self, first: int) -> None:

@@ -79,6 +79,7 @@ from verl.trainer.ppo.reward import (
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.sequences import Trajectories, mini_batch_sizes, resampled, trajectory_scores, with_prompts
 from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
+from verl.trainer.ppo.token_dump import TokenDump
 from verl.trainer.ppo.trajectories import (
     NO_SCORES,
     rows_to_score,
@@ -202,6 +203,8 @@ class RayPPOTrainer(FitParts):
         if self.kl_ctrl_in_reward is not None:
             self.controllers["kl_ctrl"] = self.kl_ctrl_in_reward
         self.dump = RecordFolder(config.trainer.rollout_data_dir, secrets_in(config.to_dict()))
+        trainer = config.trainer
+        self.token_dump = TokenDump(trainer.rollout_data_dir, tokenizer, trainer.rollout_token_dump_freq)
         self.equal_scores = EqualScores(tokenizer)
         self.agent_loops: AgentLoopManager | None = None
         self.judge = judge
@@ -339,6 +342,7 @@ class RayPPOTrainer(FitParts):
         if own_forward:
             self.policy_metrics(batch, context)
         self._notify_dataset(batch, context)
+        self.dump_tokens(batch, context)
         return batch
 
     def collect(self, prompts: DataProto, context: PPOStepContext) -> tuple[DataProto, Deferred[DataProto]]:
@@ -592,6 +596,12 @@ class RayPPOTrainer(FitParts):
         self.bad_steps.record(context.number, name, metrics, batch, problems)
         return dealt.restore(updated.select(meta_info_keys=[]))
 
+    def dump_tokens(self, batch: DataProto, context: PPOStepContext) -> None:
+        """Write the tokens of the step with their numbers, every ``trainer.rollout_token_dump_freq`` steps."""
+        if self.token_dump.is_due(context.number):
+            with context.stage("dump_tokens"):
+                self.token_dump.write(context.number, batch)
+
     def _notify_dataset(self, batch: DataProto, context: PPOStepContext) -> None:
         """Pass all scored responses to a curriculum sampler, and the batch to a data set's ``on_batch_end``."""
         if isinstance(self.train_sampler, AbstractCurriculumSampler):
@@ -618,7 +628,8 @@ class RayPPOTrainer(FitParts):
             **self.bad_steps.metrics(),
             **(self.judge.metrics() if self.judge else {}),
         }
-        failed_dumps = self.dump.failed + (self.validator.dump.failed if self.validator else 0)
+        failed_dumps = self.dump.failed + self.token_dump.failed
+        failed_dumps += self.validator.dump.failed + self.validator.token_dump.failed if self.validator else 0
         return metrics | ({"recovery/failed_dumps": float(failed_dumps)} if failed_dumps else {})
 
     @property

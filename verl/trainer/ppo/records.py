@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 LONGEST_TEXT = 20_000
 """Characters of a text of a conversation that are kept."""
+NAMES = ("uid", "sample_index", "data_source", "finish_reason")
+"""Columns of any batch that a record has under the same name, unless the reward function gives that name."""
 FURTHER = ("tool_rewards", "tool_call_counts", "tool_failures", "rendering_differences")
 """Columns of agent loops that a record has under the same name, where there are any."""
 
@@ -92,12 +94,16 @@ def generation_records(
     responses = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], present, strict=True)]
     outputs = tokenizer.batch_decode(responses, skip_special_tokens=True)
     truths = [_ground_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
+    lengths = present.sum(-1).tolist()
+    named = {name: batch.non_tensor_batch[name].tolist() for name in NAMES if name in batch.non_tensor_batch}
     records = []
     for row, (text, output, truth, score) in enumerate(
         zip(inputs, outputs, truths, scores.sum(-1).tolist(), strict=True)
     ):
         own = {"input": text, "output": output, "gts": truth, "score": score, "step": step}
-        records.append(own | {name: values[row] for name, values in extra.items() if name not in own})
+        more = {"response_length": lengths[row]} | {name: values[row] for name, values in named.items()}
+        given = {name: values[row] for name, values in extra.items() if name not in own}
+        records.append(own | more | given)
     if "trajectory_status" in batch.non_tensor_batch:
         for row, record in enumerate(records):
             record["trajectory"] = _trajectory(tokenizer, batch, scores, row)

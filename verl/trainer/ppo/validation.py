@@ -16,6 +16,7 @@ from verl.trainer.ppo import stages
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.trainer.ppo.sequences import Trajectories, trajectory_scores, with_prompts
+from verl.trainer.ppo.token_dump import TokenDump
 from verl.trainer.ppo.trajectories import how_trajectories_ended, validation_trajectory_metrics
 from verl.utils.dataset.loading import batches
 
@@ -46,6 +47,7 @@ class Validator:
         self.reward_fn = reward_fn
         self.dataloader = dataloader
         self.dump = RecordFolder(config.trainer.validation_data_dir, secrets_in(config.to_dict()))
+        self.token_dump = TokenDump(config.trainer.validation_data_dir, tokenizer, frequency=1)
         self.samples: list[dict[str, Any]] = []
         """Samples of the last validation: input, output, gts, score."""
 
@@ -54,6 +56,7 @@ class Validator:
         columns: dict[str, list] = defaultdict(list)
         samples: list[dict[str, Any]] = []
         ends: list[DataProto] = []
+        dumped: list[DataProto] = []
         for number, rows in enumerate(batches(self.dataloader)):
             batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, number)
             before, scored = len(columns["uid"]), Trajectories.of(batch).scored_rows
@@ -69,8 +72,11 @@ class Validator:
                 values += [None] * (len(columns["uid"]) - len(values))
             samples += generation_records(step, self.tokenizer, batch, scores, extra)
             ends.append(how_trajectories_ended(batch))
+            if self.token_dump.is_due(step):
+                dumped.append(batch)
         self.samples = samples
         self.dump.write(step, samples)
+        self.token_dump.write(step, *dumped)
         sources, uids = columns.pop("data_source"), columns.pop("uid")
         return validation_metrics(sources, uids, columns) | validation_trajectory_metrics(ends)
 

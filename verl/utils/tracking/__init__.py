@@ -136,6 +136,13 @@ class Tracking:
         for chosen in self._chosen(backend):
             self._call(chosen, lambda tracker: tracker.log_table(name, columns, rows, step))
 
+    def log_event(self, event: str, **details: Any) -> None:
+        """Record what happened to the run, in the trackers that keep such a record; see :meth:`Tracker.log_event`."""
+        for name, tracker in self.trackers.items():
+            if type(tracker).log_event is not Tracker.log_event:
+                with self._guard(name):
+                    tracker.log_event(event, details)
+
     def finish(self) -> None:
         """Flush and close all trackers, and log how many of their calls failed; later calls do nothing."""
         for name, health in self._health.items():
@@ -153,7 +160,9 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        stopped = isinstance(error, SystemExit | KeyboardInterrupt)
+        self.log_event("end", status="done" if kind is None else "stopped" if stopped else "failed", why=_why(error))
         self.finish()
 
     def _chosen(self, backend: Names | None) -> list[str]:
@@ -226,6 +235,13 @@ class _Guard:
         elif isinstance(error, Exception):
             self.health.has_failed(error, time.monotonic() - self._started)
         return isinstance(error, Exception)
+
+
+def _why(error: BaseException | None) -> str:
+    """Kind and first line of an error, without secrets."""
+    if error is None:
+        return ""
+    return redacted(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 class ValidationGenerationsLogger:

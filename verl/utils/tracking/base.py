@@ -40,6 +40,9 @@ class Tracker(ABC):
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:  # noqa: B027
         """Record a table of texts and numbers; does nothing by default."""
 
+    def log_event(self, event: str, details: Mapping[str, Any]) -> None:  # noqa: B027
+        """Record what happened to the run: ``checkpoint`` (step, folder), ``end`` (status); does nothing by default."""
+
     def go_on_after(self, step: int) -> None:  # noqa: B027
         """Drop the records of later steps if possible; called when the run was resumed after ``step``."""
 

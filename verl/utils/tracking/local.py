@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from verl.base.fs import below
 from verl.errors import ConfigError
 from verl.utils.console import metrics_line, show, write_step
 from verl.utils.file_log import THIS_RUN, cut_own_end
+from verl.utils.run_log import RunLog
 from verl.utils.tracking.base import TRACKERS, Tracker, import_package, markdown_table
 
 
@@ -39,7 +41,10 @@ class FullConsoleTracker(ConsoleTracker):
 
 @TRACKERS.register("file")
 class FileTracker(Tracker):
-    """Writes a line of JSON per step, ``{"step": 12, "data": {...}, "run": id}``; tables have ``table`` and ``rows``.
+    """Writes a line of JSON per step, ``{"step": 12, "data": {...}, "time": seconds since 1970, "run": id}``.
+
+    Tables have ``table`` and ``rows``. Settings, checkpoints and the end go to a file beside it, of
+    :mod:`verl.utils.run_log`, unless the file is a device.
 
     The file is ``VERL_FILE_LOGGER_PATH``, or ``{VERL_FILE_LOGGER_ROOT}/{project}/{experiment}.jsonl``. A run appends
     to it; a resumed run first removes its own lines of repeated steps from the end. NaN and infinities are written in
@@ -53,14 +58,17 @@ class FileTracker(Tracker):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("a", encoding="utf-8")
+            self._log = RunLog(path, self.run_id) if path.is_file() else None
         except OSError as error:
             raise ConfigError(
                 f"tracker 'file' cannot write {path}: {error}. Set VERL_FILE_LOGGER_PATH or VERL_FILE_LOGGER_ROOT."
             ) from error
+        if self._log is not None:
+            self._log.start(config)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write a line and flush it, so that it is kept if the process is killed."""
-        self._write({"step": step, "data": dict(metrics)})
+        self._write({"step": step, "data": dict(metrics), "time": round(time.time(), 3)})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Write one line with all rows, each as an object."""
@@ -70,6 +78,12 @@ class FileTracker(Tracker):
     def go_on_after(self, step: int) -> None:
         """Remove this run's lines of later steps, and a line that a crash left unfinished, from the end."""
         cut_own_end(Path(self._file.name), self._before, step)
+        self.log_event("resume", {"step": step})
+
+    def log_event(self, event: str, details: Mapping[str, Any]) -> None:
+        """Write a line to the file of events."""
+        if self._log is not None:
+            self._log.write(event, **details)
 
     @classmethod
     def variables_of_run(cls, run_id: str) -> Mapping[str, str]:
@@ -79,6 +93,8 @@ class FileTracker(Tracker):
     def finish(self) -> None:
         """Close the file."""
         self._file.close()
+        if self._log is not None:
+            self._log.close()
 
     def _write(self, record: dict[str, Any]) -> None:
         self._file.write(json.dumps(record | {"run": self.run_id}, ensure_ascii=False, default=str) + "\n")
