@@ -112,12 +112,12 @@ class JudgeRolloutConfig(BaseConfig):
     free_cache_engine: bool = setting(True)
     """Free the engine's memory while no rewards are computed; on ranks of its own the model keeps it anyway."""
     data_parallel_size: int = setting(1, ge=1)
-    """Copies of the model inside one engine (`vllm`, `sglang`)."""
+    """Copies of the model inside one engine; only 1, as ranks beyond those of one copy have an engine of their own."""
     expert_parallel_size: int = setting(1, ge=1)
-    """Ranks that share the experts of one layer (`vllm`, `sglang`)."""
+    """Ranks that share the experts of one layer (`vllm`, `sglang`); others take only 1."""
     tensor_model_parallel_size: int = setting(2, ge=1)
-    """Ranks that split each layer; it must divide the ranks per node (`vllm`, `sglang`). Unless it is set, 1 where 2
-    does not divide them."""
+    """Ranks that split each layer; it must divide the ranks per node (`vllm`, `sglang`; others take only 1). Unless it
+    is set, 1 where 2 does not divide them, and with other engines."""
     max_num_batched_tokens: int = setting(8192, ge=1)
     """Most tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
     max_model_len: int | None = setting(None, ge=1)

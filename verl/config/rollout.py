@@ -16,6 +16,9 @@ from verl.config.problems import Problem
 OTHER_PROGRAMS = ("vllm", "sglang")
 """Engines that need the package of the same name, in this environment or another."""
 
+OWN_ENGINES = ("native", "hf")
+"""Engines inside the worker's process, with a whole model in each rank."""
+
 EngineName = Literal["native", "hf", "vllm", "sglang", "trtllm"]
 NO_OTHER_ENGINE = "this engine is not in this version; use native, vllm or sglang"
 LOWEST_TEMPERATURE = 1e-5
@@ -77,7 +80,8 @@ class RolloutConfig(BaseConfig):
     name: EngineName = setting("native", refuse_values={"trtllm": NO_OTHER_ENGINE})
     """Engine: `native` is our own, in the trainer's process on its weights; `hf` a plain loop around Transformers."""
     mode: Literal["sync", "async"] = setting("async")
-    """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`, `sglang`)."""
+    """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`, `sglang`; `native` and
+    `hf` are inside of it in both modes)."""
     temperature: float = setting(1.0, ge=0)
     """Divisor of the logits; log-probs are of the divided logits."""
     top_k: int = setting(-1, ge=-1)
@@ -114,12 +118,12 @@ class RolloutConfig(BaseConfig):
     free_cache_engine: bool = setting(True)
     """Free the engine's memory during training; it receives the weights again for the next rollout."""
     data_parallel_size: int = setting(1, ge=1)
-    """Copies of the model inside one engine (`vllm`, `sglang`)."""
+    """Copies of the model inside one engine; only 1, as ranks beyond those of one copy have an engine of their own."""
     expert_parallel_size: int = setting(1, ge=1)
-    """Ranks that share the experts of one layer (`vllm`, `sglang`)."""
+    """Ranks that share the experts of one layer (`vllm`, `sglang`); others take only 1."""
     tensor_model_parallel_size: int = setting(2, ge=1)
-    """Ranks that split each layer; times the pipeline stages it must divide the ranks per node (`vllm`, `sglang`).
-    Unless it is set, 1 where 2 does not divide them."""
+    """Ranks that split each layer; times the pipeline stages it must divide the ranks per node (`vllm`, `sglang`;
+    others take only 1). Unless it is set, 1 where 2 does not divide them, and with other engines."""
     max_num_batched_tokens: int = setting(8192, ge=1)
     """Most tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
     max_model_len: int | None = setting(None, ge=1)
@@ -138,7 +142,7 @@ class RolloutConfig(BaseConfig):
     disable_log_stats: bool = setting(True)
     """Leave statistics out of the engine's log (`vllm`, `sglang`)."""
     pipeline_model_parallel_size: int = setting(1, ge=1)
-    """Stages that share one copy of the model (`vllm`, `sglang`)."""
+    """Stages that share one copy of the model (`vllm`, `sglang`); others take only 1."""
     engine_kwargs: dict[str, Any] = setting(factory=_per_engine)
     """Further arguments, by engine; `vllm.python` and `sglang.python` name the interpreter of another environment that
     has the engine."""

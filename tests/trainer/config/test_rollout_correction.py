@@ -33,13 +33,13 @@ def test_every_preset_can_be_configured(run: Run, name: str):
 
 
 def test_thresholds_on_the_command_line(run: Run):
-    from tests.trainer.config.test_scripts import GRPO
+    from tests.trainer.config.test_scripts import GRPO, with_our_engine
 
     text = f" {CORRECTION}.rollout_is=token {CORRECTION}.rollout_is_threshold=0.5_5.0"
     text += (
         f""" {CORRECTION}.rollout_rs="'seq_mean_k1,token_k3'" {CORRECTION}.rollout_rs_threshold="'0.999_1.001,0.1'" """
     )
-    found = run.script(GRPO.replace("ENGINE", "hf") + text).algorithm.rollout_correction
+    found = run.script(with_our_engine(GRPO) + text).algorithm.rollout_correction
     assert (found.rollout_is_threshold, found.rollout_rs) == ("0.5_5.0", "seq_mean_k1,token_k3")
     assert found.rollout_rs_threshold == "0.999_1.001,0.1"
 

@@ -71,17 +71,33 @@ def test_the_usual_size_fits_the_machine_unless_it_was_set(run: Run, caplog: pyt
 
 
 def test_engines_of_this_process_say_what_they_do_not_read(run: Run, caplog: pytest.LogCaptureFixture):
-    key = f"{ROLLOUT}.tensor_model_parallel_size"
-    assert run.load({f"{ROLLOUT}.name": "hf"}).actor_rollout_ref.rollout.tensor_model_parallel_size == 1
-    assert "no effect" not in caplog.text
-    run.load({f"{ROLLOUT}.mode": "sync", f"{ROLLOUT}.enforce_eager": True, key: 2}, explicit={key})
-    names = f"{ROLLOUT}.mode, {ROLLOUT}.enforce_eager, {key}"
-    assert f"no effect: {names} (only vllm and sglang read it, and {ROLLOUT}.name=native)" in caplog.text
+    run.load({f"{ROLLOUT}.mode": "sync", f"{ROLLOUT}.enforce_eager": True}, explicit={f"{ROLLOUT}.mode"})
+    assert f"no effect: {ROLLOUT}.enforce_eager (only vllm and sglang read it, and {ROLLOUT}.name=native)" in caplog.text
+    assert f"{ROLLOUT}.mode" not in caplog.text  # they run in the worker's process, as it says
+    run.load({f"{ROLLOUT}.mode": "async"}, explicit={f"{ROLLOUT}.mode"})
+    assert f"{ROLLOUT}.mode: native answers inside the worker's process, as sync does" in caplog.text
     caching = f"{ROLLOUT}.enable_prefix_caching"
     run.load({caching: False})
     assert caching not in caplog.text
     run.load({caching: False, f"{ROLLOUT}.name": "hf"})
     assert f"no effect: {caching} ({ROLLOUT}.name=hf keeps nothing of earlier requests)" in caplog.text
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("kind", ["tensor_model", "pipeline_model", "data", "expert"])
+def test_engines_of_this_process_are_not_split_over_ranks(run: Run, engine: str, kind: str):
+    key = f"{ROLLOUT}.{kind}_parallel_size"
+    message = only(run.refusal({f"{ROLLOUT}.name": engine, key: 2}, explicit={key}))
+    assert f"{key}=2: with {ROLLOUT}.name={engine} each rank generates with a whole copy of the model" in message
+    assert "allowed: 1" in message
+    assert f"set {ROLLOUT}.name=vllm or sglang" in message
+    assert run.load({f"{ROLLOUT}.name": engine, key: 1}, explicit={key}).actor_rollout_ref.rollout[key.split(".")[-1]] == 1
+
+
+def test_the_usual_tensor_parallel_size_is_that_of_engines_that_are_split(run: Run):
+    assert run.load().actor_rollout_ref.rollout.tensor_model_parallel_size == 1
+    generation = {"rollout.tensor_model_parallel_size": 2}
+    assert "with rollout.name=native" in run.refusal(generation, GenerationConfig, explicit=generation)
 
 
 def test_agent_loops_get_the_messages_of_prompts(run: Run):

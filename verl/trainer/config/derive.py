@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from verl.algorithms import adv_needs, policy_loss_info
 from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
-from verl.config.rollout import OTHER_PROGRAMS
+from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
 from verl.errors import ConfigError
 from verl.trainer.config.keys import InactiveKey, Key, Tree, drop, get, put, same
 from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
@@ -146,12 +146,8 @@ def _ranks(tree: Mapping[str, Any]) -> int:
 
 
 _PROGRAMS_ONLY = (
-    "mode",
     "enforce_eager",
     "cudagraph_capture_sizes",
-    "data_parallel_size",
-    "expert_parallel_size",
-    "pipeline_model_parallel_size",
     "load_format",
     "limit_images",
     "enable_chunked_prefill",
@@ -195,11 +191,11 @@ def _engine(
         return [f"{key}: 1 and not {size}, the usual value, because {ranks_per_node}={ranks}"]
     ignored = [f"{rollout}.{setting}" for setting in _PROGRAMS_ONLY]
     ignored = [path for path in ignored if path in keys and not same(get(tree, path), keys[path].default)]
-    if was_set and not same(size, 1):
-        ignored.append(key)
-    if isinstance(size, int) and size > 0:  # else its type is reported
+    if not was_set or name not in OWN_ENGINES:  # an engine that is not built is refused for that alone
         put(tree, key, 1)
     told = []
+    if f"{rollout}.mode" in explicit and get(tree, f"{rollout}.mode") == "async":
+        told.append(f"{rollout}.mode: {name} answers inside the worker's process, as sync does; vllm and sglang serve")
     if ignored:
         told.append(f"no effect: {', '.join(ignored)} (only vllm and sglang read it, and {rollout}.name={name})")
     caching = f"{rollout}.enable_prefix_caching"

@@ -30,8 +30,8 @@ from verl.config import (
     SupervisedConfig,
 )
 from verl.config.agent import SINGLE_TURN
-from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
+from verl.trainer.config import rules_engines as rollouts
 from verl.trainer.config import rules_files as files
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
@@ -398,31 +398,6 @@ def order_of_rows(config: PPOConfig) -> Problems:
         yield from data.reads_ahead("data", f"data.sampler.class_name={sampler.class_name}")
 
 
-def engine_groups(config: PPOConfig | GenerationConfig) -> Problems:
-    """The ranks that share a rollout engine are on one machine."""
-    of_trainer = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node
-    engines: list[tuple[str, RolloutConfig, tuple[str, int]]] = []
-    if isinstance(config, GenerationConfig):
-        engines.append(("rollout", config.rollout, of_trainer))
-    else:
-        engines.append((ROLLOUT, config.actor_rollout_ref.rollout, of_trainer))
-        if config.judge is not None:
-            model = config.reward_model
-            own = ("reward_model.n_gpus_per_node", model.n_gpus_per_node) if model.enable_resource_pool else of_trainer
-            engines.append(("reward_model.rollout", config.judge.rollout, own))
-    for path, rollout, (ranks_key, per_node) in engines:
-        size = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
-        if rollout.name in OTHER_PROGRAMS and per_node % size:
-            key = f"{path}.tensor_model_parallel_size"
-            yield Problem(
-                key,
-                rollout.tensor_model_parallel_size,
-                f"so many ranks of one machine share an engine, and it does not divide {ranks_key}={per_node}",
-                "a divisor of it",
-                f"set {key}=1, where the model fits on one device",
-            )
-
-
 def agent_loops(config: PPOConfig) -> Problems:
     """Agent loops get the messages of the prompt."""
     loop = config.actor_rollout_ref.rollout.default_agent_loop
@@ -459,7 +434,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         estimator,
         dynamic_sampling,
         losses,
-        engine_groups,
+        rollouts.parallel_sizes,
         agent_loops,
         rollout_correction,
         truncated_sampling,
@@ -470,7 +445,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     SFTConfig: (*_SUPERVISED, sizes.sft_batches),
     RMConfig: (*_SUPERVISED, sizes.preference_batches),
     DPOConfig: (*_SUPERVISED, sizes.preference_batches, files.reference),
-    GenerationConfig: (files.generation_files, files.models, engine_groups, one_response),
+    GenerationConfig: (files.generation_files, files.models, rollouts.parallel_sizes, one_response),
     EvalConfig: (files.evaluation_files, files.own_code),
 }
 """Root section → the rules of its entry point."""
