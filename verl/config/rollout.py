@@ -80,8 +80,8 @@ class RolloutConfig(BaseConfig):
     name: EngineName = setting("native", refuse_values={"trtllm": NO_OTHER_ENGINE})
     """Engine: `native` is our own, in the trainer's process on its weights; `hf` a plain loop around Transformers."""
     mode: Literal["sync", "async"] = setting("async")
-    """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`, `sglang`; `native` and
-    `hf` are inside of it in both modes)."""
+    """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`, `sglang`; `native`
+    and `hf` are inside of it in both modes)."""
     temperature: float = setting(1.0, ge=0)
     """Divisor of the logits; log-probs are of the divided logits."""
     top_k: int = setting(-1, ge=-1)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from verl.algorithms import adv_needs, policy_loss_info
 from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
-from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
+from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.trainer.config.keys import InactiveKey, Key, Tree, drop, get, put, same
 from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
@@ -61,7 +61,7 @@ def derive(
         # Without a value, the field's default factory copies the field that it follows (clip_ratio_low: clip_ratio).
         if key.follows and path not in explicit and same(get(tree, path), key.default):
             drop(tree, path)
-    told = _engines(tree, keys, explicit)
+    told = _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
         _forward_passes(tree)
@@ -159,7 +159,7 @@ _PROGRAMS_ONLY = (
 """Settings of the rollout that only vLLM and SGLang read."""
 
 
-def _engines(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
+def _engines(tree: Tree, raw: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
     """Fit the settings of all engines; see :func:`_engine`."""
     told: list[str] = []
     for path, key in keys.items():
@@ -167,12 +167,12 @@ def _engines(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> 
         if key.section is JudgeRolloutConfig and get(tree, "reward_model.enable_resource_pool") is True:
             ranks = "reward_model.n_gpus_per_node"
         if key.section in (RolloutConfig, JudgeRolloutConfig) and get(tree, f"{path}.name") is not None:
-            told += _engine(tree, keys, path, explicit, ranks)
+            told += _engine(tree, raw, keys, path, explicit, ranks)
     return told
 
 
 def _engine(
-    tree: Tree, keys: Mapping[str, Key], rollout: str, explicit: Collection[str], ranks_per_node: str
+    tree: Tree, raw: Tree, keys: Mapping[str, Key], rollout: str, explicit: Collection[str], ranks_per_node: str
 ) -> list[str]:
     """Fit the tensor-parallel size to engine and machine unless it was set; tell which settings the engine ignores."""
     key = f"{rollout}.tensor_model_parallel_size"
@@ -180,6 +180,7 @@ def _engine(
         get(tree, path, 1) for path in (key, f"{rollout}.pipeline_model_parallel_size", ranks_per_node)
     )
     name, was_set = get(tree, f"{rollout}.name"), key in explicit or not same(size, keys[key].default)
+    name_was_refused = get(raw, f"{rollout}.name") in keys[f"{rollout}.name"].meta.refuse_values
     if name in OTHER_PROGRAMS:
         if (
             was_set
@@ -191,7 +192,7 @@ def _engine(
         return [f"{key}: 1 and not {size}, the usual value, because {ranks_per_node}={ranks}"]
     ignored = [f"{rollout}.{setting}" for setting in _PROGRAMS_ONLY]
     ignored = [path for path in ignored if path in keys and not same(get(tree, path), keys[path].default)]
-    if not was_set or name not in OWN_ENGINES:  # an engine that is not built is refused for that alone
+    if not was_set or name_was_refused:  # an engine that is not built is refused for that alone
         put(tree, key, 1)
     told = []
     if f"{rollout}.mode" in explicit and get(tree, f"{rollout}.mode") == "async":
