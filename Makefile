@@ -38,7 +38,7 @@ $(RUN): pyproject.toml constraints.txt
 	@touch $@
 
 $(DEV): $(RUN)
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[plot,data,peft,tensorboard,dev,docs]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[plot,data,tensorboard,dev,docs]'
 	@touch $@
 
 $(PEERS): $(DEV)

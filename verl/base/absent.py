@@ -41,7 +41,11 @@ _ASYNCHRONOUS = Absence(
 )
 _MEGATRON = Absence("not yet", "The training engine here is FSDP2: verl.workers.fsdp_workers, actor.strategy=fsdp2.")
 _VISION = Absence("not yet", "Prompts with images and videos are missing.")
-_LORA = Absence("not yet", "LoRA is missing: all parameters are trained (actor_rollout_ref.model.lora_rank=0).")
+_LORA = Absence(
+    "other design",
+    "Adapters are those of peft: verl.workers.engine.fsdp.adapters adds, merges and writes them, and an engine's "
+    "get_per_tensor_param gives merged weights. Each checkpoint has them in lora_adapter, for peft.",
+)
 _DISTILLATION = Absence("not yet", "Distillation from a teacher is missing.")
 
 _ACTOR = Absence(

@@ -6,7 +6,15 @@ from typing import Any, ClassVar
 
 from verl.config.actor import LossAggMode
 from verl.config.base import BaseConfig, section, setting, subsection
-from verl.config.model import NO_MEGATRON, CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, Strategy
+from verl.config.model import (
+    NO_MEGATRON,
+    CheckpointConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    LoRAConfig,
+    ModuleNames,
+    Strategy,
+)
 
 
 @section
@@ -35,6 +43,16 @@ class FSDPCriticModelCfg(BaseConfig):
     """Store only each layer's input and recompute the other activations in the backward pass."""
     use_remove_padding: bool = setting(False)
     """Pack sequences one after the other, so that no time goes into padding."""
+    lora_rank: int = setting(0, ge=0)
+    """Rank of the LoRA adapters that are trained with the head in place of the model's weights; 0 trains all."""
+    lora_alpha: float = setting(16, gt=0)
+    """Adapters are scaled by `lora_alpha` / `lora_rank`."""
+    target_modules: ModuleNames = setting("all-linear")
+    """Layers that get adapters, as in `actor_rollout_ref.model`."""
+    exclude_modules: ModuleNames | None = setting(None)
+    """Layers without adapters."""
+    lora: LoRAConfig = subsection(LoRAConfig)
+    """Variants of LoRA."""
     fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig)
     """Sharding, precision, offload."""
 

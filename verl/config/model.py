@@ -8,6 +8,19 @@ from typing import Annotated, Any, ClassVar, Literal
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.problems import Problem
 
+ModuleNames = str | tuple[str, ...]
+"""A regular expression that matches full names, or a list of endings of names; see ``peft.LoraConfig``."""
+
+
+@section
+class LoRAConfig(BaseConfig):
+    """Variants of LoRA."""
+
+    use_rslora: bool = setting(False)
+    """Scale by `lora_alpha` / √`lora_rank` (arXiv:2312.03732) in place of `lora_alpha` / `lora_rank`."""
+    use_dora: bool = setting(False)
+    """Train the length of each row of a weight too (DoRA, arXiv:2402.09353); passes take longer."""
+
 
 @section
 class HFModelConfig(BaseConfig):
@@ -33,6 +46,23 @@ class HFModelConfig(BaseConfig):
     """Store only each layer's input and recompute the other activations in the backward pass."""
     use_remove_padding: bool = setting(True)
     """Pack sequences one after the other, so that no time goes into padding."""
+    lora_rank: int = setting(0, ge=0)
+    """Rank of the LoRA adapters that are trained in place of the model's weights; 0 trains the weights."""
+    lora_alpha: float = setting(16, gt=0)
+    """Adapters are scaled by `lora_alpha` / `lora_rank`."""
+    target_modules: ModuleNames = setting("all-linear")
+    """Layers that get adapters: `all-linear` (all but the head), endings of names, or a regular expression."""
+    exclude_modules: ModuleNames | None = setting(None)
+    """Layers without adapters, as endings of names or a regular expression."""
+    lora_adapter_path: str | None = setting(None, path=True)
+    """Folder of trained adapters in the format of peft to go on from; rank and layers are those of its config."""
+    lora: LoRAConfig = subsection(LoRAConfig)
+    """Variants of LoRA."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are trained instead of the model's weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 Strategy = Literal["fsdp", "fsdp2", "megatron"]

@@ -70,10 +70,10 @@ def get_fsdp_wrap_policy(
     Args:
         module: a Transformers model, whose repeated layers are the units by default.
         config: ``disable``, ``transformer_layer_cls_to_wrap`` (class names), ``min_num_params`` (units by size).
-        is_lora: must be false; LoRA is not in this version.
+        is_lora: must be false: under FSDP2 frozen and trained weights may be in one unit, so adapters need none.
     """
     if is_lora:
-        raise ConfigError("is_lora=True: LoRA is not in this version; train all parameters.")
+        raise ConfigError("is_lora=True: adapters are no units of their own here, FSDP2 needs none; leave it out.")
     config = config or {}
     if config.get("disable"):
         return None

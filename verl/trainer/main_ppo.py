@@ -94,8 +94,8 @@ class TaskRunner:
         self.mapping[Role.RewardModel] = "reward_pool" if own_pool else "global_pool"
 
     def add_ref_policy_worker(self, config: PPOConfig, ref_policy_cls: type | None = None) -> None:
-        """Add the frozen reference policy, if the configuration needs one."""
-        if not need_reference_policy(config):
+        """Add the frozen reference policy, if the configuration needs one that is not the actor without adapters."""
+        if not need_reference_policy(config) or config.actor_rollout_ref.model.has_adapters:
             return
         from verl.workers.fsdp_workers import ActorRolloutRefWorker
 

@@ -86,9 +86,12 @@ class FlopsCounter:
     Args:
         config: the Transformers config of a decoder.
         outputs: width of the model's head; None is the vocabulary size, a value or reward model has 1.
+        is_frozen: whether the weights get no gradients, whose products a backward pass then lacks, because adapters
+            are trained; those of the adapters are not counted.
     """
 
-    def __init__(self, config: PretrainedConfig, outputs: int | None = None) -> None:
+    def __init__(self, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False) -> None:
+        self.is_frozen = is_frozen
         text: Any = config.get_text_config()
         self.hidden_size: int = text.hidden_size
         self.outputs: int = text.vocab_size if outputs is None else outputs
@@ -102,11 +105,11 @@ class FlopsCounter:
         self.windows = _windows(text)
 
     @classmethod
-    def of(cls, config: PretrainedConfig, outputs: int | None = None) -> FlopsCounter | None:
+    def of(cls, config: PretrainedConfig, outputs: int | None = None, is_frozen: bool = False) -> FlopsCounter | None:
         """Create a counter; None if the config is not one of a decoder with attention layers."""
         text = config.get_text_config()
         needed = ("hidden_size", "vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
-        return cls(config, outputs) if all(getattr(text, name, None) for name in needed) else None
+        return cls(config, outputs, is_frozen) if all(getattr(text, name, None) for name in needed) else None
 
     def forward_flops(self, lengths: Sequence[int], head_tokens: int | None = None) -> float:
         """FLOPs of one forward pass over sequences of these lengths in tokens.
@@ -115,12 +118,17 @@ class FlopsCounter:
         """
         tokens = sum(lengths)
         head = 2 * self.hidden_size * self.outputs * (tokens if head_tokens is None else head_tokens)
+        return float(2 * tokens * self.weights + head) + self._attention_flops(lengths)
+
+    def _attention_flops(self, lengths: Sequence[int]) -> float:
         pairs = sum(_visible_pairs(length, window) for window in self.windows for length in lengths)
-        return float(2 * tokens * self.weights + head + 4 * self.attention_width * pairs)
+        return float(4 * self.attention_width * pairs)
 
     def training_flops(self, lengths: Sequence[int], head_tokens: int | None = None) -> float:
         """FLOPs of one forward and one backward pass; arguments as in :meth:`forward_flops`."""
-        return 3 * self.forward_flops(lengths, head_tokens)
+        forward = self.forward_flops(lengths, head_tokens)
+        attention = self._attention_flops(lengths)
+        return 2 * forward + attention if self.is_frozen else 3 * forward
 
     def estimate_flops(
         self, batch_seqlens: Sequence[int] | Tensor, delta_time: float, **kargs: Any

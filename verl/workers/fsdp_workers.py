@@ -6,7 +6,7 @@ Workers configure engines and call them; the engines compute.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import TypeVar
 
 from omegaconf import DictConfig
@@ -26,9 +26,10 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import get_device
-from verl.utils.model import hf_config_of, load_causal_lm, torch_dtype, training_randomness
+from verl.utils.model import hf_config_of, torch_dtype, training_randomness
 from verl.utils.tokenizer import hf_tokenizer
 from verl.workers.engine import BaseEngine, MicroBatchConfig
+from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.losses import OwnForwardLoss, PolicyLoss, ValueLoss
 from verl.workers.reward_input import RewardInput
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, get_rollout_class
@@ -87,6 +88,8 @@ class ActorRolloutRefWorker(EngineWorker):
             )
             self.policy_loss = PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
+            if model.has_adapters:
+                self.join_mesh("ref", self.engine)
         if "ref" in self.parts:
             self.ref = self.make_engine("language_model", ref.strategy, model, ref.fsdp_config)
             self.join_mesh("ref", self.ref)
@@ -133,10 +136,7 @@ class ActorRolloutRefWorker(EngineWorker):
             rollout.serve(queue)
 
     def _pretrained_weights(self) -> Iterable[tuple[str, Tensor]]:
-        model = self.config.model
-        hf_config = hf_config_of(model)
-        dtype = torch_dtype(self.config.rollout.dtype)
-        return load_causal_lm(model.path, hf_config, dtype, model.trust_remote_code).named_parameters()
+        return pretrained_weights(self.config.model, torch_dtype(self.config.rollout.dtype))
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -164,14 +164,18 @@ class ActorRolloutRefWorker(EngineWorker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Compute ``ref_log_prob`` under the frozen reference, (bsz, response_length)."""
-        ref, engine = self.config.ref, _present(self.ref, "ref")
+        """Compute ``ref_log_prob`` under the frozen reference, (bsz, response_length).
+
+        A policy that is trained by LoRA adapters is its own reference, with the adapters switched off.
+        """
+        ref, is_actor = self.config.ref, self.ref is None and self.config.model.has_adapters
+        engine = self.trained if is_actor else _present(self.ref, "ref")
         micro = MicroBatchConfig(
             micro_batch_size_per_gpu=ref.log_prob_micro_batch_size_per_gpu,
             use_dynamic_bsz=ref.log_prob_use_dynamic_bsz,
             max_token_len_per_gpu=ref.log_prob_max_token_len_per_gpu,
         )
-        with engine.eval_mode():
+        with engine.eval_mode(), engine.disable_adapter() if is_actor else nullcontext():
             found = engine.infer_batch(data, {"log_probs"}, micro, self.temperature)
         return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
 
@@ -267,6 +271,11 @@ class CriticWorker(EngineWorker):
             trust_remote_code=section.trust_remote_code,
             enable_gradient_checkpointing=section.enable_gradient_checkpointing,
             use_remove_padding=section.use_remove_padding,
+            lora_rank=section.lora_rank,
+            lora_alpha=section.lora_alpha,
+            target_modules=section.target_modules,
+            exclude_modules=section.exclude_modules,
+            lora=section.lora,
         )
         self.engine = self.make_engine(
             "value_model", self.config.strategy, model, section.fsdp_config, self.config.optim

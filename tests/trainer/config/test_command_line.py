@@ -114,9 +114,13 @@ def test_cfg_job_prints_the_composed_configuration():
 
 
 def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
-    keys = {"actor_rollout_ref": {"model": {"lora_rank": 8, "use_shm": True}}, "tools": ["calculator"]}
+    keys = {
+        "actor_rollout_ref": {"model": {"enable_activation_offload": True, "use_shm": True}},
+        "tools": ["calculator"],
+    }
     said = remarks(OmegaConf.to_yaml(OmegaConf.create(keys)), PPOConfig)
-    assert "# refused: actor_rollout_ref.model.lora_rank=8: LoRA is not in this version.\n# remedy: " in said
+    key = "actor_rollout_ref.model.enable_activation_offload=true"
+    assert f"# refused: {key}: activation offload is not in this version.\n# remedy: " in said
     assert "# refused: tools=[calculator]: tools stand in a file of their own.\n" in said
     assert "# no effect: actor_rollout_ref.model.use_shm (" in said
     assert remarks("# @package trainer\nsave_freq: 3\n", PPOConfig) == ""

@@ -58,7 +58,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
     "path",
     [
         "actor_rollout_ref.model.mtp.enable",
-        "actor_rollout_ref.model.lora_rank",
         "actor_rollout_ref.model.tiled_mlp.enabled",
         "actor_rollout_ref.model.enable_activation_offload",
         "actor_rollout_ref.actor.router_replay.mode",

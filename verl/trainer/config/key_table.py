@@ -92,8 +92,6 @@ _ALWAYS_FUSED = "log-probs and entropy always come from hidden states in slices,
 _UNCOMPILED = "this version runs its small kernels uncompiled; results are the same"
 _NO_SHM = "models and data are read from where they are, without a copy in shared memory"
 _NO_OFFLOAD = "activation offload is not in this version; use enable_gradient_checkpointing=true"
-_NO_LORA = "LoRA is not in this version; leave it at its default and train all parameters"
-_PART_OF_LORA = "part of LoRA, which is not in this version"
 _NO_TILED_MLP = "the tiled MLP is not in this version; use gradient checkpointing and smaller token budgets"
 _PART_OF_TILED_MLP = "part of the tiled MLP, which is not in this version"
 _NO_PROFILER = "profilers are not in this version; leave it at its default (timing_s/* is always logged)"
@@ -195,8 +193,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     HFModelConfig: (
         no_effect(_NO_SHM, {"use_shm": False}),
         not_yet(_NO_OFFLOAD, {"enable_activation_offload": False}),
-        not_yet(_NO_LORA, {"lora_rank": 0, "lora_adapter_path": None}),
-        no_effect(_PART_OF_LORA, {"lora_alpha": 16, "target_modules": "all-linear", "exclude_modules": None}),
         no_effect("Liger kernels are not in this version; the model's own give the same results", {"use_liger": False}),
         no_effect(_ALWAYS_FUSED, {"use_fused_kernels": False, "fused_kernel_options.impl_backend": "torch"}),
         not_yet(_NO_TILED_MLP, {"tiled_mlp.enabled": False}),
@@ -372,8 +368,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     FSDPCriticModelCfg: (
         no_effect(_NO_SHM, {"use_shm": False}),
         not_yet(_NO_OFFLOAD, {"enable_activation_offload": False}),
-        not_yet(_NO_LORA, {"lora_rank": 0}),
-        no_effect(_PART_OF_LORA, {"lora_alpha": 16, "target_modules": "all-linear"}),
         not_yet(_NO_TILED_MLP, {"tiled_mlp.enabled": False}),
         no_effect(_PART_OF_TILED_MLP, {"tiled_mlp.num_shards": 4}),
     ),

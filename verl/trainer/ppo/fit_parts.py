@@ -52,8 +52,6 @@ class FitParts(TrainingLoop):
 
     hybrid_engine: bool = True
     """Actor and rollout engine share processes."""
-    ref_in_actor: bool = False
-    """Whether the reference policy is the actor without its adapters; it is always a model of its own."""
     max_steps_duration: float = 0.0
     """Seconds of the longest step, for a ``fit`` that keeps count of it."""
     validation_generations_logger: ValidationGenerationsLogger | None = None
@@ -98,8 +96,13 @@ class FitParts(TrainingLoop):
 
     @property
     def use_reference_policy(self) -> bool:
-        """Whether there is a reference policy, :attr:`ref_policy_wg`."""
+        """Whether there is a reference policy, :attr:`ref_policy_wg` or the actor's workers (:attr:`ref_in_actor`)."""
         return self.needs.reference
+
+    @property
+    def ref_in_actor(self) -> bool:
+        """Whether the reference policy is the actor without its LoRA adapters, and :attr:`ref_policy_wg` is None."""
+        return self.typed_config.actor_rollout_ref.model.has_adapters
 
     @property
     def use_rm(self) -> bool:

@@ -500,7 +500,8 @@ class RayPPOTrainer(FitParts):
     def reference(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute ref_log_prob under the frozen reference policy."""
         with context.stage("ref"):
-            return self.ref_policy_wg.compute_ref_log_prob(batch)
+            workers = self.actor_rollout_wg if self.ref_in_actor else self.ref_policy_wg
+            return workers.compute_ref_log_prob(batch)
 
     def values(self, batch: DataProto, context: PPOStepContext) -> DataProto:
         """Compute values of the critic before its update."""

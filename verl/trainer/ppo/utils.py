@@ -118,7 +118,7 @@ def worker_arguments(config: PPOConfig, needs: Needs, total_steps: int) -> dict[
     arguments: dict[Role, dict[str, Any]] = {}
     if needs.critic:
         arguments[Role.Critic] = {"config": config.critic, "total_steps": total_steps}
-    if needs.reference:
+    if needs.reference and not roles.model.has_adapters:
         arguments[Role.RefPolicy] = {"config": roles, "role": "ref"}
     if needs.reward_model:
         arguments[Role.RewardModel] = {"config": config.reward_model}

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from verl.base.registry import Registry
 from verl.checkpoint.ranks import RankState, save_together
+from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.flops_counter import Arithmetic
 from verl.workers.engine.loss import LossCallable, LossFunction
@@ -60,6 +61,14 @@ class BaseEngine(ABC):
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
         """Context for passes without gradients: weights on the device; offloaded again at the end."""
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Context in which the model computes without its LoRA adapters, as the model that they were added to.
+
+        Raises:
+            ConfigError: the model has none.
+        """
+        raise ConfigError("this model has no adapters to switch off: it is trained without model.lora_rank.")
 
     @abstractmethod
     def infer_batch(

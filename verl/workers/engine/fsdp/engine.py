@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,10 @@ from verl.protocol import DataProto
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import hf_config_of, longrope_threshold, torch_dtype
-from verl.utils.sharded_tensor import local_rows
+from verl.utils.sharded_tensor import full_tensor, local_rows
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.adapters import adapter_layers, merged, scales_of, without_adapters, write_adapters
 from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.model import (
@@ -37,6 +38,7 @@ from verl.workers.engine.fsdp.model import (
     check_sequence_sharing,
     enable_gradient_checkpointing,
     own_state,
+    trained_parameters,
 )
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler, clip_gradients
 from verl.workers.engine.fsdp.packing_check import PackingCheck
@@ -58,6 +60,9 @@ from verl.workers.engine.loss import (
 )
 from verl.workers.engine.non_finite import LossWatch, in_gradients
 from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
+
+ADAPTER_FOLDER = "lora_adapter"
+"""Folder of a checkpoint with the adapters as files of peft."""
 
 
 class FSDPEngine(BaseEngine):
@@ -112,10 +117,11 @@ class FSDPEngine(BaseEngine):
         if self.sequence_ranks > 1:
             check_sequence_sharing(hf_config_of(self.model_config), self.sequence_ranks)
         model = build_model(self.model_type, self.model_config, dtype, is_first, is_trained=not config.forward_only)
-        model.requires_grad_(not config.forward_only)
         if self.model_config.enable_gradient_checkpointing and not config.forward_only:
             enable_gradient_checkpointing(model)
-        if needs_sharding(config, self.mesh):
+        self.adapters = adapter_layers(model) if self.has_adapters else {}
+        # Adapters are stored in fp32 whatever the model is stored in, and FSDP casts both for the passes.
+        if needs_sharding(config, self.mesh) or (self.adapters and dtype is not torch.float32):
             shard_model(model, config, self.mesh)
         else:
             model.to(self.device)
@@ -139,7 +145,7 @@ class FSDPEngine(BaseEngine):
         if not config.forward_only:
             if self.optimizer_config is None:
                 raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
-            self.optimizer = build_optimizer(model.parameters(), self.optimizer_config)
+            self.optimizer = build_optimizer(trained_parameters(model).values(), self.optimizer_config)
             self.scheduler = build_scheduler(self.optimizer, self.optimizer_config, self.total_steps)
         self._offload()
 
@@ -160,6 +166,15 @@ class FSDPEngine(BaseEngine):
         """Keep weights on the device, and layers in inference mode, inside the context."""
         with self._awake(optimizer=False):
             yield
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters are trained in place of the model's weights."""
+        return self.model_config.has_adapters and not self.engine_config.forward_only
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """See :meth:`BaseEngine.disable_adapter`."""
+        return without_adapters(self.adapters.values()) if self.has_adapters else super().disable_adapter()
 
     @contextmanager
     def _awake(self, optimizer: bool) -> Iterator[None]:
@@ -341,7 +356,8 @@ class FSDPEngine(BaseEngine):
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`BaseEngine.get_per_tensor_param`."""
         self._reshard()
-        return self.backend.whole_weights()
+        weights = self.backend.whole_weights()
+        return merged(weights, scales_of(self.adapters)) if self.has_adapters else weights
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
@@ -371,13 +387,15 @@ class FSDPEngine(BaseEngine):
 
     def arithmetic(self) -> Arithmetic:
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""
-        counter = FlopsCounter.of(self.model.hf.config, outputs=self.model.head.out_features)
+        counter = FlopsCounter.of(self.model.hf.config, self.model.head.out_features, is_frozen=self.has_adapters)
         return Arithmetic(counter, device_peak_flops(self.device, self.compute_dtype))
 
     # ---- checkpoints --------------------------------------------------------------------------
 
     def _training_state(self) -> TrainingState:
-        return TrainingState(own_state(self.model), dict(self.model.named_parameters()), self.optimizer, self.scheduler)
+        trained = trained_parameters(self.model)
+        tensors = trained if self.has_adapters else own_state(self.model)
+        return TrainingState(tensors, trained, self.optimizer, self.scheduler)
 
     def state(
         self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True
@@ -386,6 +404,7 @@ class FSDPEngine(BaseEngine):
         numbers = {"weight_version": self.weight_version, "global_step": global_step}
         states = self._training_state().states(contents, numbers, copied)
         weights = weights_on_first_rank(self.get_per_tensor_param()) if "hf_model" in contents else None
+        adapters = self._whole_adapters() if self.has_adapters and "model" in contents else None
         if dist.get_rank():
             return RankState(states)
 
@@ -393,8 +412,16 @@ class FSDPEngine(BaseEngine):
             write_world_size(folder)
             write_model_folder(self.model.hf, self.model.head_name, weights, folder / "huggingface")
             write_tokenizer(self.model_config, folder / "huggingface")
+            if adapters is not None:
+                write_adapters(self.model.hf, self.model.head_name, adapters, folder / ADAPTER_FOLDER)
 
         return RankState(states, describe)
+
+    def _whole_adapters(self) -> dict[str, Tensor]:
+        """Copy the adapters to CPU memory on rank 0. Collective."""
+        self._reshard()
+        trained = trained_parameters(self.model).items()
+        return weights_on_first_rank((name, full_tensor(parameter, self.device)) for name, parameter in trained)
 
     def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, Literal
 
 import torch
@@ -24,6 +24,7 @@ from verl.config import HFModelConfig
 from verl.errors import ConfigError
 from verl.utils.model import (
     empty_causal_lm,
+    hf_config_of,
     load_causal_lm,
     load_hf_config,
     load_pretrained,
@@ -38,6 +39,7 @@ from verl.utils.transformers_private import (
     takes_any_attention,
 )
 from verl.utils.ulysses import validate_ulysses_config
+from verl.workers.engine.fsdp.adapters import adapter_layers, add_adapters, merged, scales_of
 from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
 from verl.workers.engine.fsdp.inputs import ModelInputs
 
@@ -153,7 +155,8 @@ def build_model(
         config: model folder and how the model is run.
         dtype: number format of the parameters.
         with_weights: read the weights; otherwise they are uninitialised memory, to be filled from another rank.
-        is_trained: whether a reward model without a trained head is acceptable.
+        is_trained: whether weights get gradients, or adapters where ``config`` has them; a reward model without a
+            trained head is acceptable then.
 
     Raises:
         ConfigError: the folder is missing, or holds another kind of model.
@@ -166,7 +169,19 @@ def build_model(
     else:
         hf, head_name = _scalar_model(model_type, config, hf_config, dtype, with_weights, is_trained), "score"
     _require_parts(hf, head_name, config.path)
+    hf.requires_grad_(is_trained)
+    if is_trained and config.has_adapters:
+        add_adapters(hf, head_name, config, with_weights)
     return HeadedModel(hf, head_name)
+
+
+def pretrained_weights(config: HFModelConfig, dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
+    """Read the weights of a causal language model, with the adapters of ``lora_adapter_path`` merged into them."""
+    hf = load_causal_lm(config.path, hf_config_of(config), dtype, config.trust_remote_code)
+    if config.lora_adapter_path is None:
+        return hf.named_parameters()
+    add_adapters(hf, "lm_head", config, with_weights=True)
+    return merged(hf.named_parameters(), scales_of(adapter_layers(hf)))
 
 
 def _causal_lm(
@@ -300,6 +315,11 @@ def tied_names(model: nn.Module) -> set[str]:
     """Return the further names of tied parameters, without the first name of each."""
     first = {name for name, _ in model.named_parameters()}
     return {name for name, _ in model.named_parameters(remove_duplicate=False)} - first
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters with gradients by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def own_state(model: nn.Module) -> Mapping[str, Tensor]:

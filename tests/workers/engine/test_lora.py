@@ -1,0 +1,274 @@
+"""LoRA in the engine against peft and AdamW by hand, on one rank and on two; files, bad input."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from tests.workers.support import (
+    EPS,
+    LAYOUTS,
+    LR,
+    WHOLE,
+    make_engine,
+    naive_outputs,
+    ragged_batch,
+    run_ranks,
+    share,
+    weights_of,
+)
+from verl.errors import CheckpointError, ConfigError
+from verl.testing.models import tiny_model_dir
+from verl.utils.sharded_tensor import full_tensor
+from verl.workers.config import CriticConfig
+from verl.workers.engine.fsdp.engine import ADAPTER_FOLDER
+from verl.workers.engine.fsdp.model import trained_parameters
+from verl.workers.losses import ValueLoss, sft_loss
+
+RANK = {"lora_rank": 4, "lora_alpha": 8}
+VARIANTS = {
+    "all linear layers": RANK,
+    "some": RANK | {"target_modules": ["q_proj", "down_proj"], "exclude_modules": r".*layers\.0.*"},
+    "rsLoRA": RANK | {"lora": {"use_rslora": True}},
+    "DoRA": RANK | {"lora": {"use_dora": True}},
+}
+ON_TWO_RANKS = ("all linear layers", "DoRA")
+STATE = ("model", "optimizer", "extra")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    # rows that do not divide over two ranks, and biases of attention beside the adapters
+    odd = {"num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 65, "hidden_size": 30}
+    return tiny_model_dir(tmp_path_factory.mktemp("odd"), "qwen2", vocab=105, tie_word_embeddings=True, **odd)
+
+
+def adapters_of(engine, folder):
+    """The adapters as peft's files have them."""
+    engine.save_checkpoint(str(folder), 0, ("model",))
+    return load_file(folder / ADAPTER_FOLDER / "adapter_model.safetensors")
+
+
+def gradients_of(engine):
+    parameters = trained_parameters(engine.model).items()
+    return {name: full_tensor(p.grad, engine.device).clone() for name, p in parameters}
+
+
+def nll(model, batch):
+    mask = batch.batch["response_mask"]
+    return -(naive_outputs(model, batch)[0] * mask).sum() / mask.sum()
+
+
+def move_adapters(engine, batch):
+    """Two steps, after which B is not 0."""
+    with engine.train_mode():
+        for _ in range(2):
+            engine.train_batch(batch, sft_loss, LAYOUTS["three"])
+
+
+def on_each_rank(rank, world_size, folder, path):
+    mine = share(ragged_batch(), rank, world_size)
+    for case in ON_TWO_RANKS:
+        engine = make_engine(path, **VARIANTS[case])
+        move_adapters(engine, mine)
+        adapters_of(engine, folder / case)
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(mine, sft_loss, WHOLE)
+        torch.save(gradients_of(engine), folder / f"{case}_{rank}.pt")
+    engine = make_engine(path, **RANK)
+    engine.load_checkpoint(str(folder / "from_one"), STATE)  # written by one rank after two steps
+    move_adapters(engine, mine)
+    adapters_of(engine, folder / "resumed")
+
+
+@pytest.fixture(scope="module")
+def folder(path, tmp_path_factory):
+    """What two ranks left behind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    one = make_engine(path, **RANK)
+    move_adapters(one, ragged_batch())
+    one.save_checkpoint(str(folder / "from_one"), 2, STATE)
+    run_ranks(on_each_rank, 2, folder, path)
+    return folder
+
+
+@pytest.mark.parametrize("case", VARIANTS)
+def test_updates_are_those_of_peft_on_one_rank_and_two(path, folder, tmp_path, case):
+    batch, engine = ragged_batch(), make_engine(path, **VARIANTS[case])
+    adapters_of(engine, tmp_path / "start")
+    oracle = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path), tmp_path / "start" / ADAPTER_FOLDER, is_trainable=True
+    )
+    optimizer = torch.optim.AdamW([p for p in oracle.parameters() if p.requires_grad], lr=LR, weight_decay=0.1, eps=EPS)
+    for _ in range(2):
+        optimizer.zero_grad()
+        nll(oracle, batch).backward()
+        torch.nn.utils.clip_grad_norm_(oracle.parameters(), 1.0)
+        optimizer.step()
+    optimizer.zero_grad()
+    nll(oracle, batch).backward()
+    expected = {name.removeprefix("base_model.model."): p for name, p in oracle.named_parameters() if p.requires_grad}
+
+    move_adapters(engine, batch)
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(batch, sft_loss, LAYOUTS["one by one"])
+    found = trained_parameters(engine.model)
+    assert found.keys() == expected.keys()
+    assert {id(p) for group in engine.optimizer.param_groups for p in group["params"]} == {*map(id, found.values())}
+    for name, parameter in expected.items():
+        assert_close(found[name].detach(), parameter.detach(), atol=1e-5, rtol=0)
+        assert_close(found[name].grad, parameter.grad, atol=1e-5, rtol=0)
+    if case in ON_TWO_RANKS:
+        saved = load_file(folder / case / ADAPTER_FOLDER / "adapter_model.safetensors")
+        for name, values in adapters_of(engine, tmp_path).items():
+            assert_close(saved[name], values, atol=1e-5, rtol=0)
+        for name, values in torch.load(folder / f"{case}_1.pt", weights_only=True).items():
+            assert_close(values, found[name].grad, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("case", ON_TWO_RANKS)
+def test_merged_weights_score_as_adapters_do(path, folder, case):
+    """Exported from an engine, and by peft from the files of two ranks."""
+    batch = ragged_batch()
+    engine = make_engine(path, lora_adapter_path=str(folder / case / ADAPTER_FOLDER))
+    found = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        base = naive_outputs(model, batch)[0]
+        with engine.disable_adapter():
+            assert_close(engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"], base, atol=1e-5, rtol=0)
+        assert (found - base).abs().max() > 0.01
+        merged = PeftModel.from_pretrained(model, folder / case / ADAPTER_FOLDER).merge_and_unload()
+        assert_close(naive_outputs(merged, batch)[0], found, atol=1e-5, rtol=0)
+        weights = weights_of(engine)
+        assert weights.keys() == dict(merged.named_parameters()).keys()
+        for name, weight in merged.named_parameters():
+            assert_close(weights[name], weight.detach(), atol=1e-6, rtol=0)
+
+
+def test_the_base_is_the_same_numbers_as_a_separate_reference(path):
+    batch, engine, reference = ragged_batch(), make_engine(path, **RANK), make_engine(path, trained=False)
+    move_adapters(engine, batch)
+    with engine.eval_mode(), engine.disable_adapter():
+        found = engine.infer_batch(batch, {"log_probs"}, LAYOUTS["three"])["log_probs"]
+    assert_close(found, reference.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"], atol=1e-5, rtol=0)
+    with pytest.raises(ConfigError, match="no adapters to switch off"):
+        reference.disable_adapter()
+
+
+def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_by_bit(path, folder, tmp_path):
+    batch, engine = ragged_batch(), make_engine(path, **RANK)
+    move_adapters(engine, batch)
+    engine.save_checkpoint(str(tmp_path / "at_2"), 2, (*STATE, "hf_model"))
+    files = {kind: torch.load(tmp_path / "at_2" / f"{kind}_world_size_1_rank_0.pt") for kind in ("model", "optim")}
+    assert files["model"]["tensors"].keys() == trained_parameters(engine.model).keys()
+    assert {name.rsplit("/", 1)[0] for name in files["optim"]["tensors"]} == files["model"]["tensors"].keys()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "at_2" / "huggingface")
+    with torch.no_grad():
+        found = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
+        assert_close(naive_outputs(exported, batch)[0], found, atol=1e-5, rtol=0)
+    move_adapters(engine, batch)
+    expected = adapters_of(engine, tmp_path / "at_4")
+
+    other = make_engine(path, seed=7, **RANK)
+    other.load_checkpoint(str(tmp_path / "at_2"), STATE)
+    assert other.weight_version == 2
+    move_adapters(other, batch)
+    found = adapters_of(other, tmp_path / "again")
+    assert all(torch.equal(found[name], values) for name, values in expected.items())
+    two = load_file(folder / "resumed" / ADAPTER_FOLDER / "adapter_model.safetensors")
+    for name, values in expected.items():
+        assert_close(two[name], values, atol=1e-5, rtol=0)
+    with pytest.raises(CheckpointError, match="another model: it lacks"):
+        make_engine(path).load_checkpoint(str(tmp_path / "at_2"), STATE)
+    with pytest.raises(CheckpointError, match=r"has shape \[4, 30\] in the checkpoint and \[2, 30\] here"):
+        make_engine(path, lora_rank=2).load_checkpoint(str(tmp_path / "at_2"), STATE)
+
+
+@pytest.mark.parametrize("kind", ["value_model", "reward_model"])
+def test_a_scalar_head_is_trained_and_saved_with_the_adapters(path, tmp_path, kind):
+    batch, engine = ragged_batch(), make_engine(path, kind, optimizer={"lr": 1e-2}, **RANK)
+    loss = ValueLoss(CriticConfig(cliprange_value=50.0)) if kind == "value_model" else scores_loss
+    with engine.train_mode():
+        for _ in range(3):
+            engine.train_batch(batch, loss, WHOLE)
+    trained = trained_parameters(engine.model)
+    assert {name for name in trained if ".lora_" not in name} <= {"score.weight", "score.bias"}
+    assert trained["score.weight"].abs().max() > 0
+    engine.save_checkpoint(str(tmp_path), 3, ("model", "hf_model"))
+    auto = AutoModelForTokenClassification if kind == "value_model" else AutoModelForSequenceClassification
+    oracle = PeftModel.from_pretrained(auto.from_pretrained(path, num_labels=1), tmp_path / ADAPTER_FOLDER)
+    exported = auto.from_pretrained(tmp_path / "huggingface")
+    again = make_engine(str(tmp_path / "huggingface"), kind, trained=False)
+    name = "values" if kind == "value_model" else "scores"
+    expected = engine.infer_batch(batch, {name}, WHOLE)[name]
+    assert_close(again.infer_batch(batch, {name}, WHOLE)[name], expected, atol=1e-5, rtol=0)
+    ids = batch.batch["input_ids"][1:2][:, batch.batch["attention_mask"][1].bool()]
+    with torch.no_grad():
+        assert_close(oracle(ids).logits, exported(ids).logits, atol=1e-5, rtol=0)
+        assert exported(ids).logits.abs().max() > 0.01
+
+
+def scores_loss(columns, batch, totals):
+    mask = batch.batch["response_mask"]
+    return ((columns["scores"] - batch.batch["returns"]) ** 2 * mask).sum() / mask.sum(), {}
+
+
+scores_loss.outputs = frozenset({"scores"})
+
+
+def test_a_base_in_less_than_fp32_keeps_fp32_adapters(path):
+    batch = ragged_batch()
+    engine = make_engine(path, model_dtype="bf16", dtype="bf16", **RANK)
+    kinds = {(p.requires_grad, p.dtype) for p in engine.model.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    with torch.no_grad():
+        base = naive_outputs(AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16), batch)[0]
+    before = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
+    move_adapters(engine, batch)
+    after = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
+    assert (after - base).abs().max() > 3 * (before - base).abs().max()
+    with engine.disable_adapter():
+        assert torch.equal(engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"], before)
+
+
+def changed(folder, **settings):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | settings))
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"target_modules": ["q_prj"]}, "linear layers are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_p"),
+        ({"target_modules": ["q_proj", "wo"]}, "Qwen2ForCausalLM has no layer for wo"),
+        ({"target_modules": "q_proj"}, "or a regular expression that matches whole names"),
+        ({"exclude_modules": r".*"}, "linear layers are down_proj"),
+        ({"target_modules": ["lm_head"]}, "lm_head, which is no linear layer below the head"),
+        ({"target_modules": ["embed_tokens"]}, "embed_tokens, which is no linear layer"),
+        ({"lora_adapter_path": "/nowhere"}, "is no folder of adapters"),
+    ],
+)
+def test_adapters_that_fit_nowhere_are_refused(path, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        make_engine(path, **(RANK | settings))
+
+
+def test_trained_adapters_that_cannot_be_used_are_refused(path, tmp_path):
+    folder = tmp_path / ADAPTER_FOLDER
+    adapters = adapters_of(make_engine(path, **RANK), tmp_path)
+    with pytest.raises(ConfigError, match=r"lora_rank=8, but the adapters in .* have rank 4"):
+        make_engine(path, lora_adapter_path=str(folder), lora_rank=8)
+    save_file(adapters | {"more": torch.zeros(1)}, folder / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"of another model: they lack nothing, have \['more'\] too much"):
+        make_engine(path, lora_adapter_path=str(folder))
+    (folder / "adapter_model.safetensors").write_bytes(b"damaged")
+    with pytest.raises(ConfigError, match=r"adapter_model\.safetensors cannot be read"):
+        make_engine(path, lora_adapter_path=str(folder))
+    changed(folder, bias="all")
+    with pytest.raises(ConfigError, match="have bias='all'; only 'none' is supported"):
+        make_engine(path, lora_adapter_path=str(folder))

@@ -1,0 +1,124 @@
+"""The workers with LoRA: rollout in step with merged weights, the reference without a copy, a critic."""
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.workers.support import P, R, ragged_batch
+from verl.config import LoRAConfig
+from verl.protocol import DataProto
+from verl.single_controller.local import LocalWorkerGroup
+from verl.testing.models import tiny_model_dir
+from verl.workers.config import (
+    ActorRolloutRefConfig,
+    FSDPActorConfig,
+    FSDPCriticConfig,
+    FSDPCriticModelCfg,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    RefConfig,
+    RolloutConfig,
+)
+from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
+
+FP32 = FSDPEngineConfig(dtype="fp32")
+N = 2
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def start(worker, **arguments):
+    group = LocalWorkerGroup(ray_cls_with_init=LocalWorkerGroup.describe(worker, device_name="cpu", **arguments))
+    group.init_model()
+    return group
+
+
+def policy(path, role="actor_rollout", engine="native", **model):
+    config = ActorRolloutRefConfig(
+        model=HFModelConfig(path=path, **model),
+        actor=FSDPActorConfig(
+            fsdp_config=FP32,
+            ppo_mini_batch_size=1,
+            ppo_micro_batch_size_per_gpu=1,
+            use_kl_loss=True,
+            optim=FSDPOptimizerConfig(lr=1e-2),
+        ),
+        rollout=RolloutConfig(
+            prompt_length=P,
+            response_length=R,
+            n=N,
+            temperature=0.8,
+            dtype="fp32",
+            name=engine,
+            log_prob_micro_batch_size_per_gpu=4,
+        ),
+        ref=RefConfig(fsdp_config=FP32, log_prob_micro_batch_size_per_gpu=4),
+    )
+    return start(ActorRolloutRefWorker, config=config, role=role)
+
+
+def prompts(step, count=4):
+    batch = ragged_batch(count)
+    return DataProto.from_dict(
+        tensors={"input_ids": batch.batch["prompts"], "attention_mask": batch.batch["attention_mask"][:, :P]},
+        non_tensors={
+            "uid": np.array([f"{i // N}" for i in range(count)], dtype=object),
+            "sample_index": np.arange(count) % N,
+        },
+        meta_info={"global_steps": step, "validate": False},
+    )
+
+
+def one_step(group, step):
+    """Sample, score and update; the batch with all log-probs."""
+    batch = prompts(step).select(batch_keys=[]) | group.generate_sequences(prompts(step))
+    batch = batch | group.compute_log_prob(batch) | group.compute_ref_log_prob(batch)
+    noise = torch.randn(batch.batch["response_mask"].shape, generator=torch.Generator().manual_seed(step))
+    group.update_actor(batch | DataProto.from_dict(tensors={"advantages": noise, "returns": noise}))
+    return batch
+
+
+@pytest.mark.parametrize(
+    "engine, lora", [("native", {}), ("hf", {}), ("native", {"use_dora": True})], ids=["native", "hf", "DoRA"]
+)
+def test_rollout_samples_from_the_policy_and_the_reference_is_its_base(path, engine, lora):
+    group = policy(path, engine=engine, lora_rank=4, lora=LoRAConfig(**lora))
+    separate = policy(path, role="ref")
+    for step in range(3):
+        batch = one_step(group, step)
+        columns = batch.batch
+        assert_close(columns["rollout_log_probs"], columns["old_log_probs"], atol=1e-5, rtol=0)
+        expected = separate.compute_ref_log_prob(batch).batch["ref_log_prob"]
+        assert_close(columns["ref_log_prob"], expected, atol=1e-5, rtol=0)
+        moved = (columns["old_log_probs"] - columns["ref_log_prob"]).abs().max()
+        assert moved == 0 if step == 0 else moved > 0.05
+
+
+def test_a_rollout_alone_has_the_trained_adapters(path, tmp_path):
+    group = policy(path, lora_rank=4)
+    one_step(group, 0)
+    group.save_checkpoint(str(tmp_path))
+    expected = group.generate_sequences(prompts(1)).batch
+    found = policy(path, role="rollout", lora_adapter_path=str(tmp_path / "lora_adapter"))
+    found = found.generate_sequences(prompts(1)).batch
+    assert torch.equal(found["responses"], expected["responses"])
+    assert_close(found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=0)
+
+
+def test_a_critic_learns_through_adapters(path):
+    config = FSDPCriticConfig(
+        model=FSDPCriticModelCfg(path=path, fsdp_config=FP32, lora_rank=4, target_modules=("q_proj", "v_proj")),
+        ppo_mini_batch_size=4,
+        ppo_micro_batch_size_per_gpu=4,
+        forward_micro_batch_size_per_gpu=4,
+        cliprange_value=50.0,
+        optim=FSDPOptimizerConfig(lr=1e-2),
+    )
+    group, batch = start(CriticWorker, config=config), ragged_batch(4)
+    losses = [group.update_critic(batch).meta_info["metrics"]["critic/vf_loss"] for _ in range(8)]
+    assert losses[-1] < 0.8 * losses[0]

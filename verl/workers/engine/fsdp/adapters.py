@@ -1,0 +1,293 @@
+"""LoRA adapters (arXiv:2106.09685) by ``peft``: add them to a model, merge them into its weights, switch them off.
+
+A layer with weight W (out, in) computes ``x Wᵀ + s (x Aᵀ) Bᵀ`` with trained A (r, in) and B (out, r) and the scale
+s = α / r. ``peft`` names the parts of layer ``q`` ``q.base_layer.weight``, ``q.lora_A.default.weight`` and
+``q.lora_B.default.weight``; merged weights have the model's own names again.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from verl.config import HFModelConfig
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+logger = logging.getLogger(__name__)
+
+ALL_LINEAR = "all-linear"
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+_ADAPTER = "default"  # peft's name of a model's only adapter
+_PREFIX = "base_model.model."  # before each name in a file of peft
+_BASE, _A, _B = ".base_layer.weight", f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
+_MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"
+_TASKS = {"lm_head": "CAUSAL_LM", "score": "TOKEN_CLS"}
+# What another adapter may have and merging or FSDP2 would get wrong: setting of its config -> the value allowed.
+_PLAIN = {
+    "bias": "none",
+    "fan_in_fan_out": False,
+    "layer_replication": None,
+    "lora_bias": False,
+    "megatron_config": None,
+    "modules_to_save": None,
+    "target_parameters": None,
+    "trainable_token_indices": None,
+}
+
+
+def peft() -> Any:
+    """Import the library ``peft``, which takes a second.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return importlib.import_module("peft")
+    except ImportError as error:
+        raise ConfigError(
+            f"LoRA (model.lora_rank, model.lora_adapter_path) needs the package peft ({error}): pip install peft."
+        ) from error
+
+
+# ---- add ------------------------------------------------------------------------------------------
+
+
+def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, with_weights: bool) -> None:
+    """Add adapters to layers of ``hf`` in place; they and a head for scalars are what remains trainable.
+
+    New adapters change nothing until their first update, as B is 0. They are stored in fp32 if the model has less.
+
+    Args:
+        hf: the model, on the CPU.
+        head_name: its output layer, which gets no adapter.
+        config: rank, layers and variant, or the folder of trained adapters.
+        with_weights: read the weights of trained adapters; otherwise they are filled from another rank.
+
+    Raises:
+        ConfigError: an adapter would be bound to no layer, or to one that is not linear; the message lists the layers.
+    """
+    chosen = _config_in(config) if config.lora_adapter_path else _new_config(config)
+    chosen.task_type = _TASKS[head_name]
+    linear = _linear_layers(hf, head_name)
+    if chosen.target_modules == ALL_LINEAR:
+        chosen.target_modules = _endings(linear)
+    try:
+        peft().inject_adapter_in_model(chosen, hf)
+    except ValueError as error:
+        raise ConfigError(f"{_settings(config)}: {error} {_those_that_exist(linear)}") from error
+    _check_bound(hf, chosen, head_name, linear, config)
+    for name, parameter in hf.named_parameters():
+        parameter.requires_grad_(".lora_" in name or (head_name != "lm_head" and name.startswith(f"{head_name}.")))
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()
+    if config.lora_adapter_path and with_weights:
+        _load(hf, Path(config.lora_adapter_path))
+
+
+def _new_config(config: HFModelConfig) -> LoraConfig:
+    def names(chosen: str | tuple[str, ...] | None) -> str | list[str] | None:
+        return list(chosen) if isinstance(chosen, tuple) else chosen
+
+    return peft().LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=int(config.lora_alpha) if float(config.lora_alpha).is_integer() else config.lora_alpha,
+        target_modules=names(config.target_modules),
+        exclude_modules=names(config.exclude_modules),
+        use_rslora=config.lora.use_rslora,
+        use_dora=config.lora.use_dora,
+        base_model_name_or_path=config.path,
+    )
+
+
+def _config_in(config: HFModelConfig) -> LoraConfig:
+    """Read the config of trained adapters, without dropout."""
+    folder = Path(config.lora_adapter_path or "")
+    if not (folder / CONFIG_FILE).is_file() or not (folder / WEIGHTS_FILE).is_file():
+        raise ConfigError(
+            f"model.lora_adapter_path={folder} is no folder of adapters: it lacks {CONFIG_FILE} or {WEIGHTS_FILE}. "
+            "Give the folder that peft's save_pretrained wrote, or lora_adapter of a checkpoint."
+        )
+    try:
+        found = peft().PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise ConfigError(f"{folder / CONFIG_FILE} cannot be read: {error}.") from error
+    if not isinstance(found, peft().LoraConfig):
+        raise ConfigError(f"{folder} holds adapters of kind {found.peft_type}; only LORA is supported.")
+    for name, allowed in _PLAIN.items():
+        value = getattr(found, name, allowed)
+        if value != allowed and not (name == "modules_to_save" and value == ["score"]):
+            raise ConfigError(
+                f"the adapters in {folder} have {name}={value!r:.80}; only {allowed!r} is supported. Merge them into "
+                "the model (merge_and_unload of peft), and start from that."
+            )
+    if config.lora_rank not in (0, found.r):
+        raise ConfigError(
+            f"model.lora_rank={config.lora_rank}, but the adapters in {folder} have rank {found.r}. Leave it at 0, or "
+            f"set {found.r}."
+        )
+    if found.lora_dropout:
+        logger.warning("lora_dropout=%s of %s is not used: log-probs must not be random", found.lora_dropout, folder)
+    found.lora_dropout, found.inference_mode, found.modules_to_save = 0.0, False, None
+    found.base_model_name_or_path = config.path
+    return found
+
+
+def _linear_layers(hf: PreTrainedModel, head_name: str) -> list[str]:
+    modules = hf.named_modules()
+    return [name for name, module in modules if isinstance(module, nn.Linear) and name != head_name]
+
+
+def _endings(names: Sequence[str]) -> list[str]:
+    """Last parts of names; the whole name where that is a number."""
+    lasts = {name: name.rsplit(".", 1)[-1] for name in names}
+    return sorted({name if last.isdigit() else last for name, last in lasts.items()})
+
+
+def _settings(config: HFModelConfig) -> str:
+    if config.lora_adapter_path:
+        return f"model.lora_adapter_path={config.lora_adapter_path}"
+    excluded = f", exclude_modules={config.exclude_modules}" if config.exclude_modules else ""
+    return f"model.target_modules={config.target_modules}{excluded}"
+
+
+def _those_that_exist(linear: Sequence[str]) -> str:
+    example = f" (such as {linear[0]})" if linear else ""
+    return (
+        f"The model's linear layers are {', '.join(_endings(linear))}{example}. Use {ALL_LINEAR}, a list of these "
+        "endings, or a regular expression that matches whole names."
+    )
+
+
+def _check_bound(
+    hf: PreTrainedModel, chosen: LoraConfig, head_name: str, linear: Sequence[str], config: HFModelConfig
+) -> None:
+    bound = adapter_layers(hf)
+    other = [name for name, layer in bound.items() if name == head_name or not isinstance(layer.base_layer, nn.Linear)]
+    if other:
+        raise ConfigError(
+            f"{_settings(config)} gives adapters to {', '.join(other[:3])}, which is no linear layer below the head. "
+            f"{_those_that_exist(linear)}"
+        )
+    wanted = chosen.target_modules if isinstance(chosen.target_modules, (set, list)) else ()
+    unbound = sorted(w for w in wanted if not any(name == w or name.endswith(f".{w}") for name in bound))
+    if unbound or not bound:
+        named = f" has no layer for {', '.join(unbound)}" if unbound else " binds adapters to no layer"
+        raise ConfigError(f"{_settings(config)}: {type(hf).__name__}{named}. {_those_that_exist(linear)}")
+
+
+def _load(hf: PreTrainedModel, folder: Path) -> None:
+    """Fill the adapters of ``hf`` from the files of ``folder``; both must have the same ones."""
+    try:
+        saved = load_file(folder / WEIGHTS_FILE)
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder / WEIGHTS_FILE} cannot be read: {error}.") from error
+    trained = {name_in_file(name): p for name, p in hf.named_parameters() if p.requires_grad}
+    heads = {name for name in trained if ".lora_" not in name}  # adapters of a language model have none
+    missing, unknown = sorted(trained.keys() - saved.keys() - heads), sorted(saved.keys() - trained.keys())
+    wrong = [name for name in trained.keys() & saved.keys() if saved[name].shape != trained[name].shape]
+    if missing or unknown or wrong:
+        raise ConfigError(
+            f"the adapters in {folder} are of another model: they lack {missing[:3] or 'nothing'}, have "
+            f"{unknown[:3] or 'nothing'} too much, and another shape at {wrong[:3] or 'none'}."
+        )
+    with torch.no_grad():
+        for name, values in saved.items():
+            trained[name].copy_(values)
+
+
+# ---- use ------------------------------------------------------------------------------------------
+
+
+def adapter_layers(model: nn.Module) -> dict[str, Any]:
+    """Return the layers with adapters by name, those of class ``peft.tuners.lora.LoraLayer``."""
+    layer_class = importlib.import_module("peft.tuners.lora").LoraLayer
+    return {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
+
+
+@contextmanager
+def without_adapters(layers: Iterable[Any]) -> Iterator[None]:
+    """Compute with the base weights of the layers inside the context."""
+    # peft's enable_adapters(False) does this and also clears requires_grad, which FSDP2 reads when it gathers weights.
+    layers = list(layers)
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+@torch.no_grad()
+def merged(weights: Iterable[tuple[str, Tensor]], scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+    """Merge adapters into the weights: W + s B A, with DoRA m (W + s B A) / |W + s B A| by rows.
+
+    Args:
+        weights: weights by the names of a model with adapters. All of a layer come before those of the next, its base
+            first.
+        scales: the scale s of each layer with an adapter, by name.
+
+    Yields:
+        weights by the names of the model without adapters. Merged ones are new tensors in the wider of the formats
+        of base and adapter.
+    """
+    layer, base, adapter = "", torch.empty(0), dict[str, Tensor]()
+    for name, tensor in weights:
+        if layer and not name.startswith(f"{layer}."):
+            yield f"{layer}.weight", _merge(base, adapter, scales[layer])
+            layer = ""
+        if name.endswith(_BASE):
+            layer, base, adapter = name.removesuffix(_BASE), tensor, {}
+        elif layer and (part := name.removeprefix(layer)) in (_A, _B, _MAGNITUDE):
+            adapter[part] = tensor
+        else:
+            yield name.replace(".base_layer.", "."), tensor
+    if layer:
+        yield f"{layer}.weight", _merge(base, adapter, scales[layer])
+
+
+def _merge(base: Tensor, adapter: Mapping[str, Tensor], scale: float) -> Tensor:
+    dtype = torch.promote_types(base.dtype, adapter[_A].dtype)
+    whole = torch.addmm(base.to(dtype), adapter[_B].to(dtype), adapter[_A].to(dtype), alpha=scale)
+    if (magnitude := adapter.get(_MAGNITUDE)) is None:
+        return whole
+    return whole * (magnitude.to(dtype) / whole.norm(dim=1)).unsqueeze(1)
+
+
+def scales_of(layers: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scale s of each of the :func:`adapter_layers`."""
+    return {name: float(layer.scaling[_ADAPTER]) for name, layer in layers.items()}
+
+
+# ---- files ----------------------------------------------------------------------------------------
+
+
+def name_in_file(name: str) -> str:
+    """Return the name that peft's files have for a parameter of a model with adapters."""
+    return _PREFIX + name.replace(f".{_ADAPTER}.weight", "" if _MAGNITUDE in name else ".weight")
+
+
+def write_adapters(hf: PreTrainedModel, head_name: str, weights: Mapping[str, Tensor], folder: Path) -> None:
+    """Write trained parameters as ``peft.PeftModel.from_pretrained`` and ``lora_adapter_path`` read them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config: LoraConfig = copy.deepcopy(hf.peft_config[_ADAPTER])  # type: ignore[index]
+    config.inference_mode = True
+    config.modules_to_save = None if head_name == "lm_head" else [head_name]
+    config.save_pretrained(str(folder))
+    tensors = {name_in_file(name): tensor.contiguous() for name, tensor in weights.items()}
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
