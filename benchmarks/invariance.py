@@ -58,6 +58,23 @@ LAYOUTS: dict[str, list[str]] = {
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
         "critic.ppo_micro_batch_size_per_gpu=1",
     ],
+    "ray, FSDP 4": ["trainer.controller=ray", "trainer.n_gpus_per_node=4"],
+    "ray, FSDP 2, two copies": [
+        "trainer.controller=ray",
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
+        "actor_rollout_ref.ref.fsdp_config.fsdp_size=2",
+        "critic.model.fsdp_config.fsdp_size=2",
+    ],
+    "ray, FSDP 2 x Ulysses 2": [
+        "trainer.controller=ray",
+        "trainer.n_gpus_per_node=4",
+        "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
+        "actor_rollout_ref.ref.fsdp_config.fsdp_size=2",
+        "critic.model.fsdp_config.fsdp_size=2",
+        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
+        "critic.ulysses_sequence_parallel_size=2",
+    ],
     "local, 1 rank, padded, micro-batch 8": [
         "trainer.controller=local",
         "actor_rollout_ref.model.use_remove_padding=false",

@@ -261,3 +261,24 @@ def test_four_ranks_in_two_groups_give_the_numbers_of_one(train, ray_cluster, se
     local = train(**common)
     ray = train(trainer__controller="ray", trainer__n_gpus_per_node=4, **common, **SHARED_SEQUENCES)
     assert_same_steps(local, ray, rel=1e-5)
+
+
+HYBRID = {
+    f"{section}__fsdp_config__fsdp_size": 2
+    for section in ("actor_rollout_ref__actor", "actor_rollout_ref__ref", "critic__model")
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shared", [{}, SHARED_SEQUENCES], ids=["hybrid", "hybrid and Ulysses"])
+def test_two_copies_over_two_ranks_each_give_the_numbers_of_one(train, ray_cluster, shared):
+    common = {
+        "algorithm__adv_estimator": "grpo",
+        "actor_rollout_ref__actor__use_kl_loss": "true",
+        "trainer__total_training_steps": 3,
+        "actor_rollout_ref__actor__optim__lr": 1e-4,
+        "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 2,
+    }
+    local = train(**common)
+    ray = train(trainer__controller="ray", trainer__n_gpus_per_node=4, **common, **HYBRID, **shared)
+    assert_same_steps(local, ray, rel=1e-5)

@@ -208,3 +208,28 @@ def test_checkpoint_of_two_ranks(folder, path, batch):
     assert torch.equal(exported.model.embed_tokens.weight, torch.cat([part["tensors"][name] for part in parts]))
     assert torch.equal(exported.lm_head.weight, exported.model.embed_tokens.weight)
     assert not (folder / "fine").exists()  # one rank failed, so nothing was put in place
+
+
+def on_four_ranks(rank, world_size, folder, path):
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    engine = make_engine(path, fsdp_size=2)
+    sizes = {name: (p.placements, p.to_local().numel(), p.numel()) for name, p in engine.model.named_parameters()}
+    metrics = two_steps(engine, share(batch, rank, world_size), "token-mean", LAYOUTS["three"])
+    torch.save({"sizes": sizes, "weights": weights_of(engine), "metrics": metrics}, folder / f"hybrid_{rank}.pt")
+
+
+@pytest.mark.slow
+def test_two_copies_over_two_ranks_each(path, batch, folder, tmp_path):
+    torch.save(batch, tmp_path / "batch.pt")
+    run_ranks(on_four_ranks, 4, tmp_path, path)
+    found = [torch.load(tmp_path / f"hybrid_{rank}.pt", weights_only=False) for rank in range(4)]
+    for name, (placements, _, whole) in found[0]["sizes"].items():
+        assert [placement.is_replicate() for placement in placements] == [True, False]
+        held = [of_rank["sizes"][name][1] for of_rank in found]
+        assert held[0] + held[1] == whole  # one copy lies on ranks 0 and 1
+        assert held[2:] == held[:2]  # the other on ranks 2 and 3
+    two_ranks = torch.load(folder / "rank_0.pt", weights_only=False)
+    assert_close(found[3]["weights"], two_ranks["weights"]["token-mean"], rtol=1e-5, atol=1e-6)
+    assert found[0]["metrics"]["actor/pg_loss"] == pytest.approx(
+        two_ranks["metrics"]["token-mean"]["actor/pg_loss"], rel=1e-5, abs=1e-7
+    )
