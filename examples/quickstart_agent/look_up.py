@@ -12,6 +12,8 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 class LookUp(BaseTool):
     """Answers ``look_up(person, relation)`` from the table that the row names in ``create_kwargs``."""
 
+    never_blocks = True
+
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self._tables: dict[str, int] = {}

@@ -545,10 +545,11 @@ def test_a_turn_renders_no_earlier_turns():
     tokenizer.__class__ = Counting
     conversation = start("chatml", template=ChatTemplate(tokenizer))
     Counting.rendered.clear()
-    for _ in range(50):
+    for number in range(50):
         draw(conversation, "chatml", "-", [call()])
-        conversation.add_messages([result("4")])
-    assert Counting.rendered == [2, 3] * 50  # the question, the turn, and then its result
+        conversation.add_messages([result(str(number))])
+    # The question and the turn, which are the same each time, and with them its result.
+    assert Counting.rendered == [2, *[3] * 50]
 
 
 def test_one_template_serves_many_threads():

@@ -291,9 +291,29 @@ def test_arguments_take_the_type_of_their_description():
     assert found[0].response.text == "3"
 
 
+class Quick(Counting):
+    """Runs in the event loop of all trajectories, as it promises."""
+
+    never_blocks = True
+
+
+class Inherits(Quick):
+    """Makes no promise itself."""
+
+
+def test_a_tool_that_never_blocks_needs_no_thread():
+    quick, inherits = Quick({"timeout_s": 0.2}), Inherits()
+    calls = [call(), doing("hang"), doing("exit"), doing("raise"), call()]
+    found = [run(ToolRunner([tool], shorten), [one]) for tool in (quick, inherits) for one in calls[:1]]
+    assert [results[0].response.text for results, _ in found] == ["1", "1"]
+    assert quick.threads == {threading.get_ident()}
+    assert threading.get_ident() not in inherits.threads
+    results = [result for one in calls for result in run(ToolRunner([quick], shorten), [one])[0]]
+    assert [result.failure for result in results] == [None, CallFailure.TIMEOUT, *[CallFailure.RAISED] * 2, None]
+
+
 def test_trajectories_leave_no_threads_and_no_files():
     runner = ToolRunner([Counting({"timeout_s": 0.05})], shorten)
-    run(runner, [call()])
 
     def settled() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -301,6 +321,8 @@ def test_trajectories_leave_no_threads_and_no_files():
     before = settled()
     for index in range(30):
         run(runner, [doing("hang") if index % 10 == 0 else call()], [doing("raise")])
+        assert settled()[0] <= before[0] + 5  # they are used again
+    runner.close()
     deadline = time.monotonic() + 20
     while settled() > before and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -21,6 +23,8 @@ SanityCheck = Literal["strict", "ignore_strippable", "disable"]
 Tools = list[dict[str, Any]]
 
 PLACE = "the conversation"
+MOST_KEPT = 4_000_000
+"""Characters of rendered texts, and of what they were rendered from, that are kept for the same messages."""
 _TOOLS: Tools = [
     {
         "type": "function",
@@ -81,6 +85,8 @@ class ChatTemplate:
         self.end_token_ids = frozenset({*end_token_ids, tokenizer.eos_token_id} - {None})
         self.control = ControlTokens(tokenizer, str(tokenizer.chat_template))
         self._kwargs = dict(template_kwargs or {})
+        self._guarded: tuple[Tools | None, Tools | None] = None, None
+        self._rendered = _Rendered()
         self._told: set[str] = set()
         self._telling = threading.Lock()
         self._arguments_are_text, self._joins_users, self._has_tool_role = False, False, True
@@ -124,7 +130,11 @@ class ChatTemplate:
 
     def guarded(self, tools: Tools | None) -> Tools | None:
         """Tools whose descriptions are marked like the texts of a prompt."""
-        return self.control.guard(tools, "prompt")
+        known, guarded = self._guarded
+        if tools != known:  # all conversations of a process have the same tools
+            guarded = self.control.guard(tools, "prompt")
+            self._guarded = copy.deepcopy(tools), guarded
+        return guarded
 
     def encoded(self, prepared: list[Message], tools: Tools | None, add_generation_prompt: bool) -> list[int]:
         """Tokens of prepared messages."""
@@ -197,7 +207,16 @@ class ChatTemplate:
     def _text(self, prepared: list[Message], tools: Tools | None, add_generation_prompt: bool) -> str:
         kwargs = self._kwargs | ({"tools": tools} if tools else {})
         messages = self._adapted(prepared)
-        return render(messages, self.tokenizer, PLACE, add_generation_prompt=add_generation_prompt, **kwargs)
+        try:
+            key = json.dumps([messages, tools, add_generation_prompt])
+        except (TypeError, ValueError, RecursionError):  # not all are values of JSON
+            key = None
+        text = None if key is None else self._rendered.find(key)
+        if text is None:
+            text = render(messages, self.tokenizer, PLACE, add_generation_prompt=add_generation_prompt, **kwargs)
+            if key is not None:
+                self._rendered.keep(key, text)
+        return text
 
     def _adapted(self, prepared: list[Message]) -> list[Message]:
         """The messages in the form that the template takes."""
@@ -224,6 +243,31 @@ class ChatTemplate:
                 read = arguments
             arguments = read if isinstance(read, dict) else arguments
         return call | {"function": call["function"] | {"arguments": arguments}}
+
+
+class _Rendered:
+    """The texts rendered last. The responses to a prompt have it in common, and what surrounds their first turns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._texts: OrderedDict[str, str] = OrderedDict()
+        self._size = 0
+
+    def find(self, key: str) -> str | None:
+        with self._lock:
+            if (text := self._texts.get(key)) is not None:
+                self._texts.move_to_end(key)
+            return text
+
+    def keep(self, key: str, text: str) -> None:
+        with self._lock:
+            if key in self._texts:
+                return
+            self._texts[key] = text
+            self._size += len(key) + len(text)
+            while self._size > MOST_KEPT:
+                old = self._texts.popitem(last=False)
+                self._size -= len(old[0]) + len(old[1])
 
 
 def _user(text: str) -> Message:

@@ -22,6 +22,8 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from types import NoneType
+from typing import Any
 
 from verl.agents.chat_template import ChatTemplate as ChatTemplate
 from verl.agents.chat_template import Tools
@@ -94,7 +96,7 @@ class Conversation:
         assistant: Author = "policy",
     ) -> None:
         self.template = template
-        self.messages = copy.deepcopy(list(messages))
+        self.messages = copied(list(messages))
         """As an OpenAI client would hold them."""
         self.tools = tools
         self.problems: Counter[str] = Counter()
@@ -176,7 +178,7 @@ class Conversation:
             raise DataError(f"a turn of {len(token_ids)} tokens came with {len(log_probs)} log-probs; each needs one.")
         if self._drawn_last:
             raise DataError("the policy's turn follows its own turn; add the messages that it answers in between.")
-        message = copy.deepcopy(dict(message)) | {"role": "assistant"}
+        message = copied(dict(message)) | {"role": "assistant"}
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [
                 {"type": "function", **call, "id": call.get("id") or self._new_id()} for call in calls
@@ -202,7 +204,7 @@ class Conversation:
         """
         if not self._drawn_last:
             raise DataError("messages are added after a turn of the policy; add its tokens first.")
-        messages = self._named(copy.deepcopy(list(messages)))
+        messages = self._named(copied(list(messages)))
         fitting = self._fitting(messages, max_tokens, keep)
         if fitting is None:
             return False
@@ -355,6 +357,17 @@ class Conversation:
         self.sequences.append(Written(rendering[:same]))
         self.written.add("history", rendering[same:], 0, [0.0] * (len(rendering) - same))
         return True
+
+
+def copied(value: Any) -> Any:
+    """Copy dicts and lists of messages, and what is in them; faster than ``copy.deepcopy``, which also keeps cycles."""
+    if type(value) in (str, int, float, bool, NoneType):
+        return value
+    if type(value) is dict:
+        return {key: copied(item) for key, item in value.items()}
+    if type(value) is list:
+        return [copied(item) for item in value]
+    return copy.deepcopy(value)
 
 
 def _excerpt(text: str) -> str:

@@ -290,6 +290,9 @@ class ToolSession:
                 await self._run(tool, tool.release, instance, **kwargs)
             except _CallError as error:
                 logger.debug("release of the tool %s: %s", name, error)
+        for making in self._instances.values():
+            if making.get_loop() is asyncio.get_running_loop():
+                making.cancel()  # those in the thread are cancelled with it
         self._instances.clear()
         if self._thread is not None:
             self.runner.threads.take_back(self._thread)
@@ -326,19 +329,22 @@ class ToolSession:
         return {name: making.result()[0] for name, making in made if not _has_failed(making)}
 
     async def _run(self, tool: BaseTool, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run code of a tool in the thread of the tools, for at most the tool's time."""
-        thread = self._thread = self._thread or self.runner.threads.lend("tools of a trajectory")
+        """Run code of a tool for at most the tool's time: in the thread of the tools, unless it never blocks."""
         timeout_s = float(tool.config.get("timeout_s") or self.runner.limits.timeout_s)
-        future = thread.submit(called(function, *args, **kwargs))
+        thread, running = None, called(function, *args, **kwargs)
+        if not vars(type(tool)).get("never_blocks"):
+            thread = self._thread = self._thread or self.runner.threads.lend("tools of a trajectory")
+            running = asyncio.wrap_future(thread.submit(running))
+        limit = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s) as limit:
-                return await asyncio.wrap_future(future)
+            async with limit:
+                return await running
         except ToolTimeoutError as error:
             raise _CallError(CallFailure.TIMEOUT, f"the tool {tool.name} {error}.") from error
         except TimeoutError as error:
             if not limit.expired():
                 raise self._raised(tool, error) from error
-            if not await thread.responds(UNBLOCK_S) and self._thread is thread:
+            if thread is not None and not await thread.responds(UNBLOCK_S) and self._thread is thread:
                 # The tool's code blocks its loop and cannot be interrupted. It ends when that returns.
                 self.runner.threads.take_back(thread)
                 self._thread = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from verl.errors import ConfigError
@@ -20,6 +20,10 @@ class BaseTool:
     ``release``. All of them run in a thread that is this trajectory's until its end: blocking code delays no other.
     Keep no object of asyncio (a lock, a session) in the tool itself, for each thread has an event loop of its own.
 
+    A class that sets ``never_blocks`` runs in the event loop of all trajectories instead, which saves two changes of
+    threads a call. It promises that its methods compute for less than a few milliseconds, or ``await``. The promise
+    holds for the class that makes it, not for those that inherit from it.
+
     Args:
         config: the tool's ``config`` in the YAML file.
         tool_schema: the description for the model, or None if :meth:`get_openai_tool_schema` makes it.
@@ -27,6 +31,8 @@ class BaseTool:
     Raises:
         ConfigError: there is no description.
     """
+
+    never_blocks: ClassVar[bool] = False
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         self.config = config

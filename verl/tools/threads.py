@@ -95,12 +95,14 @@ class DaemonThreads(ThreadPoolExecutor):
 
 
 async def called(function: Callable[..., T | Awaitable[T]], *args: Any, **kwargs: Any) -> T:
-    """Call a function of users, ``async`` or not; turn ``sys.exit`` into an error, which would end the event loop."""
+    """Call a function of users, ``async`` or not; turn an exit, which would end the event loop, into an error."""
     try:
         result = function(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result  # pyright: ignore[reportReturnType]
     except SystemExit as error:
         raise RuntimeError(f"sys.exit({error.code!r})") from error
+    except KeyboardInterrupt as error:
+        raise RuntimeError("KeyboardInterrupt") from error
 
 
 class LoopThread:

@@ -134,7 +134,7 @@ class NativeRollout(BaseRollout):
 
     @torch.inference_mode()
     def serve(self, queue: RequestQueue) -> None:
-        """See :meth:`BaseRollout.serve`. A request is admitted at the next token of those that run.
+        """See :meth:`BaseRollout.serve`. A request is admitted within four tokens of those that run.
 
         With ``rollout.enable_prefix_caching`` keys and values of prompts and responses are kept for requests that begin
         with the same tokens, until the weights change. :meth:`abort` ends the requests that were taken; later ones are

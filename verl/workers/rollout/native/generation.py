@@ -22,6 +22,9 @@ from verl.workers.rollout.serving import RequestQueue
 
 # Share of rows that must be free before requests are admitted: several prompts cost about the same pass as one.
 _REFILL_AT = 0.125
+# For the same reason a few requests wait for others while many rows run, for at most so many tokens.
+_ENOUGH_FOR_A_PASS = 0.125
+_LONGEST_WAIT = 4
 
 
 @dataclass
@@ -36,7 +39,7 @@ class Group:
 
 
 class Generation:
-    """The loop over the requests of a queue; those that come while it runs are admitted at the next token.
+    """The loop over the requests of a queue; those that come while it runs are admitted within four tokens.
 
     Running requests have rows of tables, which are used again after the response has ended.
 
@@ -71,6 +74,8 @@ class Generation:
         self._waiting: deque[Group] = deque()
         self._open: dict[tuple[int, ...], Group] = {}
         """By prompt, the waiting group that takes further requests."""
+        self._waited = 0
+        """Tokens that were drawn for running rows since a request began to wait."""
         self._running: dict[int, tuple[int, list[int]]] = {}
         """Number and prompt of the request of each row."""
         self._free = list(range(memory.room))
@@ -126,6 +131,11 @@ class Generation:
         free = memory.room - memory.rows
         if not self._waiting or (memory.rows and free < max(_REFILL_AT * memory.room, len(self._waiting[0].members))):
             return []
+        self._waited += 1
+        waiting = sum(len(group.members) for group in self._waiting)
+        if waiting < _ENOUGH_FOR_A_PASS * memory.rows and self._waited <= _LONGEST_WAIT:
+            return []
+        self._waited = 0
         passes = []
         while not aborted.is_set() and (chosen := self._next_pass(memory.room - memory.rows)):
             rows = [heapq.heappop(self._free) for group in chosen for _ in group.members]
