@@ -81,8 +81,7 @@ class TrainingState:
         if "optimizer" in contents and self.optimizer is not None:
             found["optim"] = self._optimizer_state(self.optimizer, copied)
         if "extra" in contents:
-            schedule = None if self.scheduler is None else copy.deepcopy(self.scheduler.state_dict())
-            found["extra_state"] = {"format": FORMAT, "lr_scheduler": schedule, "rng": rng_state(), **numbers}
+            found["extra_state"] = extra_of(self.scheduler, numbers)
         world_size, rank = dist.get_world_size(), dist.get_rank()
         return {shard_file(kind, world_size, rank): state for kind, state in found.items()}
 
@@ -94,7 +93,7 @@ class TrainingState:
             for key, value in optimizer.state.get(parameter, {}).items():
                 is_rows = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
                 (rows if is_rows else other)[f"{name}/{key}"] = value
-        return _rows_of(rows, copied) | {"other": copy.deepcopy(other), "optimizer": _kind_of(optimizer)}
+        return _rows_of(rows, copied) | {"other": copy.deepcopy(other), "optimizer": kind_of(optimizer)}
 
     # ---- back into it ---------------------------------------------------------------------------
 
@@ -120,7 +119,7 @@ class TrainingState:
                 path = folder / shard_file("extra_state", saved_ranks, min(rank, saved_ranks - 1))
                 saved = read_state(path)
                 extra = saved if is_own(saved) else _converted(path, lambda: extra_state(saved))
-                self._load_extra(extra, has_own_rng=rank < saved_ranks)
+                load_extra(self.scheduler, extra, has_own_rng=rank < saved_ranks)
         return extra
 
     def restore(self, states: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -143,11 +142,11 @@ class TrainingState:
         if "optim" in found and self.optimizer is not None:
             self._load_optimizer(self.optimizer, [found["optim"]])
         if "extra_state" in found:
-            self._load_extra(found["extra_state"], has_own_rng=True)
+            load_extra(self.scheduler, found["extra_state"], has_own_rng=True)
         return found.get("extra_state", {})
 
     def _load_optimizer(self, optimizer: Optimizer, shards: list[dict[str, Any]]) -> None:
-        _check_kind(optimizer, shards[0].get("optimizer"))
+        check_kind(optimizer, shards[0].get("optimizer"))
         optimizer.state.clear()
         moments: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
@@ -163,27 +162,35 @@ class TrainingState:
                 optimizer.state[parameter] = plain | fresh
         _load_rows(moments, shards)
 
-    def _load_extra(self, state: Mapping[str, Any], has_own_rng: bool) -> None:
-        if self.scheduler is not None and state["lr_scheduler"] is not None:
-            _go_to_step(self.scheduler, int(state["lr_scheduler"]["last_epoch"]))
-        if has_own_rng and state["rng"] is not None:
-            set_rng_state(state["rng"])
+
+def extra_of(scheduler: LambdaLR | None, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """Collect schedule, random states and ``numbers``."""
+    schedule = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
+    return {"format": FORMAT, "lr_scheduler": schedule, "rng": rng_state(), **numbers}
+
+
+def load_extra(scheduler: LambdaLR | None, state: Mapping[str, Any], has_own_rng: bool) -> None:
+    """Restore schedule and, with ``has_own_rng``, random states from :func:`extra_of`."""
+    if scheduler is not None and state["lr_scheduler"] is not None:
+        _go_to_step(scheduler, int(state["lr_scheduler"]["last_epoch"]))
+    if has_own_rng and state["rng"] is not None:
+        set_rng_state(state["rng"])
 
 
 _MORE_STATE = ("amsgrad", "centered", "momentum")
 """Settings of PyTorch's optimizers that need further state for each weight when they are on."""
 
 
-def _kind_of(optimizer: Optimizer) -> dict[str, Any]:
+def kind_of(optimizer: Optimizer) -> dict[str, Any]:
     """Class of an optimizer and the settings that decide what its state holds."""
     return {"class": type(optimizer).__name__} | {
         name: bool(optimizer.defaults[name]) for name in _MORE_STATE if name in optimizer.defaults
     }
 
 
-def _check_kind(optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
+def check_kind(optimizer: Optimizer, saved: Mapping[str, Any] | None) -> None:
     """Refuse the state of another kind of optimizer; None is a checkpoint that does not say which it was."""
-    now = _kind_of(optimizer)
+    now = kind_of(optimizer)
     added = [name for name in _MORE_STATE if saved and now.get(name) and not saved.get(name)]
     if saved is None or (saved["class"] == now["class"] and not added):
         return

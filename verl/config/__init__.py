@@ -37,6 +37,7 @@ from verl.config.generation import (
     GenerationConfig,
     GenerationDataConfig,
 )
+from verl.config.megatron import McoreEngineConfig
 from verl.config.model import (
     CheckpointConfig,
     FSDPEngineConfig,
@@ -130,6 +131,7 @@ __all__ = [
     "JudgeRolloutConfig",
     "KLControlConfig",
     "LoRAConfig",
+    "McoreEngineConfig",
     "MixedPrecisionConfig",
     "ModuleConfig",
     "MultiTurnConfig",

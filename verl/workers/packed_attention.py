@@ -110,9 +110,9 @@ def packed_attention_forward(
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
     rule = AttentionRule(query.shape[-1] ** -0.5 if scaling is None else scaling, dropout, window, softcap)
     if packing.group is None:
-        return _attend_packed(query, key, value, packing, rule), None
+        return attend_packed(query, key, value, packing, rule), None
     q, k, v = heads_for_sequence((query, key, value), packing.group)
-    return gather_heads_scatter_seq(_attend_packed(q, k, v, packing, rule), 2, 1, packing.group), None
+    return gather_heads_scatter_seq(attend_packed(q, k, v, packing, rule), 2, 1, packing.group), None
 
 
 def refuse_unsupported(module: nn.Module, how: str, attention_mask: Tensor | None, extras: Mapping[str, Any]) -> None:
@@ -124,7 +124,7 @@ def refuse_unsupported(module: nn.Module, how: str, attention_mask: Tensor | Non
         raise ConfigError(f"{type(module).__name__} cannot run {how} (it needs {', '.join(wanted)}).")
 
 
-def _attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
     """Attend over a whole packed row; (1, heads, tokens, head_dim) to (1, tokens, heads, head_dim)."""
     kernel = _varlen_kernel(query, value.shape[-1], rule)
     if kernel is not None and (packing.keys is None or kernel is _compiled):

@@ -352,7 +352,7 @@ def test_wrong_models_and_calls_are_refused(path, tmp_path, batch):
     with pytest.raises(ConfigError, match="needs a token budget"):
         MicroBatchConfig(use_dynamic_bsz=True)
     with pytest.raises(ConfigError, match="language_model/fsdp"):
-        EngineRegistry.new("language_model", "megatron")
+        EngineRegistry.new("language_model", "fsdp3")
 
 
 def test_a_token_without_an_embedding_is_an_error_of_ours(path, batch):

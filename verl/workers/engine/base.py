@@ -13,12 +13,13 @@ same part. Batches have the layout of ``verl.schema``; outputs have one value pe
 
 from __future__ import annotations
 
+import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -219,6 +220,8 @@ class EngineRegistry:
     """Engines by kind of model and back end."""
 
     _engines: Registry[type[BaseEngine]] = Registry("training engine")
+    _on_demand: ClassVar[Mapping[str, str]] = {"megatron": "verl.workers.engine.megatron"}
+    """Modules that are imported when their back end is asked for, because they need packages that few have."""
 
     @classmethod
     def register(cls, model_type: str, backend: str | Sequence[str]) -> Callable[[type], type]:
@@ -238,9 +241,21 @@ class EngineRegistry:
         Raises:
             ConfigError: there is none; the message lists the known ones.
         """
+        if module := cls._on_demand.get(backend):
+            _load_backend(backend, module)
         return cls._engines.get(f"{model_type}/{backend}")
 
     @classmethod
     def new(cls, model_type: str, backend: str, **arguments: Any) -> BaseEngine:
         """Create an engine; it is not initialised yet."""
         return cls.get_engine_cls(model_type, backend)(**arguments)
+
+
+def _load_backend(backend: str, module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"strategy={backend} needs the package {error.name}, which is not installed. Install what it needs by "
+            f"pip install 'verl[{backend}]', or use strategy=fsdp2."
+        ) from error

@@ -1,0 +1,37 @@
+"""Engines of strategy=megatron on CPUs, one layout after the other in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.workers.support import EPS, LR
+from verl.config import FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
+from verl.workers.engine import BaseEngine, EngineRegistry
+
+
+def megatron_engine(
+    path: str, model_type: str = "language_model", trained: bool = True, dtype: str = "fp32", **settings: Any
+) -> BaseEngine:
+    """An initialised engine; the groups of an earlier layout are dropped, so its engines must not be used again."""
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    return another_engine(path, model_type, trained, dtype, **settings)
+
+
+def another_engine(
+    path: str, model_type: str = "language_model", trained: bool = True, dtype: str = "fp32", **settings: Any
+) -> BaseEngine:
+    """An initialised engine beside others of the same layout."""
+    model = {key: settings.pop(key) for key in list(settings) if key in HFModelConfig.__pydantic_fields__}
+    optimizer = {"lr": LR, "weight_decay": 0.1, "override_optimizer_config": {"eps": EPS}}
+    engine = EngineRegistry.new(
+        model_type,
+        "megatron",
+        model_config=HFModelConfig(path=path, **model),
+        engine_config=McoreEngineConfig(dtype=dtype, forward_only=not trained, **settings),
+        optimizer_config=FSDPOptimizerConfig(**optimizer) if trained else None,
+        device_name="cpu",
+    )
+    engine.initialize()
+    return engine

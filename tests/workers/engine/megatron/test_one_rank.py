@@ -1,0 +1,193 @@
+"""strategy=megatron on one rank: the numbers of plain PyTorch, and what is refused."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from tests.workers.engine.megatron.support import another_engine, megatron_engine
+from tests.workers.support import (
+    LAYOUTS,
+    WHOLE,
+    make_engine,
+    naive_outputs,
+    naive_update,
+    ragged_batch,
+    weights_of,
+    with_log_probs,
+)
+from verl.checkpoint.states import from_arrays, to_arrays
+from verl.config import McoreEngineConfig
+from verl.errors import CheckpointError, ConfigError, SchemaError
+from verl.testing.models import tiny_model_dir
+from verl.testing.tiny_run import same
+from verl.workers.config import ActorConfig, CriticConfig
+from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
+
+pytest.importorskip("megatron.core")
+
+CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
+FAMILIES = {
+    "qwen3": ("qwen3", {}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "llama": ("llama", {"num_key_value_heads": 1}),
+    "windows": ("mistral", {"sliding_window": 4}),
+    "scaled": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
+}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {name: tiny_model_dir(folder / name, family, **changes) for name, (family, changes) in FAMILIES.items()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_updates_are_those_of_plain_pytorch(paths, family):
+    path, packed = paths[family], family != "qwen2"
+    plain = ragged_batch()
+    with torch.no_grad():
+        log_probs, entropy = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain, temperature=0.7)
+        batch = with_log_probs(plain, naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)[0])
+    engine = megatron_engine(path, use_remove_padding=packed)
+    with engine.eval_mode():
+        found = engine.infer_batch(batch, {"log_probs", "entropy"}, LAYOUTS["three"], temperature=0.7)
+    assert_close(found["log_probs"], log_probs, atol=1e-5, rtol=0)
+    assert_close(found["entropy"], entropy, atol=1e-5, rtol=0)
+    expected, norm = naive_update(path, batch, CONFIG)
+    with engine.train_mode():
+        first = engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS["by tokens"])
+        engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS["one by one"])
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    weights = weights_of(engine)
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert_close(weight, expected[name], atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    assert engine.weight_version == 2
+
+
+def test_value_and_reward_models_are_those_of_fsdp(paths, tmp_path):
+    path = tiny_model_dir(tmp_path / "values", "qwen3", task="token_classification")
+    batch = ragged_batch()
+    ours, theirs = megatron_engine(path, "value_model"), make_engine(path, "value_model")
+    for engine in (ours, theirs):
+        with engine.train_mode():
+            engine.train_batch(batch, ValueLoss(CriticConfig()), LAYOUTS["three"])
+    values = [engine.infer_batch(batch, {"values"}, WHOLE)["values"] for engine in (ours, theirs)]
+    assert_close(*values, atol=1e-5, rtol=0)
+    rewards = tiny_model_dir(tmp_path / "rewards", "qwen3", task="sequence_classification")
+    models = another_engine(rewards, "reward_model", trained=False), make_engine(rewards, "reward_model", trained=False)
+    scores = [engine.infer_batch(batch, {"scores"}, WHOLE)["scores"] for engine in models]
+    assert_close(*scores, atol=1e-5, rtol=0)
+    fresh = another_engine(paths["qwen3"], "value_model").infer_batch(batch, {"values"}, WHOLE)["values"]
+    assert not fresh.any()  # a new head is zero
+
+
+def test_a_run_goes_on_bit_by_bit_from_disk_and_from_memory(paths, tmp_path):
+    batch = ragged_batch()
+    engine = megatron_engine(paths["qwen2"])
+    with engine.train_mode():
+        engine.train_batch(batch, sft_loss, WHOLE)
+    held = from_arrays(to_arrays(engine.state(1).states))
+    engine.save_checkpoint(str(tmp_path / "saved"), 1, ("model", "optimizer", "extra", "hf_model"))
+    with engine.train_mode():
+        after = engine.train_batch(batch, sft_loss, WHOLE)
+    weights = weights_of(engine)
+    resumed = another_engine(paths["qwen2"], use_distributed_optimizer=False)
+    resumed.load_checkpoint(str(tmp_path / "saved"))
+    assert resumed.weight_version == 1
+    for again, restore in ((engine, lambda: engine.load_state(held)), (resumed, lambda: None)):
+        restore()
+        with again.train_mode():
+            assert same(again.train_batch(batch, sft_loss, WHOLE), after)
+        assert same(weights_of(again), weights)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "huggingface")
+    engine.load_state(held)
+    assert same(dict(exported.named_parameters()), weights_of(engine))
+
+
+def test_an_exported_critic_is_a_token_classifier(paths, tmp_path):
+    engine = megatron_engine(paths["qwen3"], "value_model")
+    engine.save_checkpoint(str(tmp_path / "saved"), 1, ("hf_model",))
+    model = AutoModelForTokenClassification.from_pretrained(tmp_path / "saved" / "huggingface")
+    assert model.score.out_features == 1
+
+
+def test_a_damaged_checkpoint_is_refused(paths, tmp_path):
+    engine = megatron_engine(paths["qwen3"])
+    engine.save_checkpoint(str(tmp_path / "saved"))
+    with pytest.raises(CheckpointError, match="of another model: it lacks"):
+        another_engine(paths["qwen2"]).load_checkpoint(str(tmp_path / "saved"))
+    file = tmp_path / "saved" / "model_world_size_1_rank_0.pt"
+    state = torch.load(file, weights_only=True)
+    state["boxes"][3]["values"] = state["boxes"][3]["values"][:1].clone()
+    torch.save(state, file)
+    with pytest.raises(CheckpointError, match=r"lack a part of 'model\.layers"):
+        engine.load_checkpoint(str(tmp_path / "saved"))
+    state["boxes"][3]["start"] = [64]
+    torch.save(state, file)
+    with pytest.raises(CheckpointError, match="is no box of a tensor"):
+        engine.load_checkpoint(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "megatron_config.json").unlink()
+    with pytest.raises(CheckpointError, match="not a whole checkpoint of strategy=megatron"):
+        engine.load_checkpoint(str(tmp_path / "saved"))
+
+
+def test_an_update_that_is_not_finite_changes_nothing(paths):
+    engine = megatron_engine(paths["qwen3"])
+    before = weights_of(engine)
+    batch = ragged_batch()
+
+    def broken(outputs, micro_batch, totals):
+        loss = outputs["log_probs"].sum()
+        return loss * math.nan, {"loss": loss}
+
+    def steep(outputs, micro_batch, totals):
+        loss = outputs["log_probs"].sum()
+        return loss * 1e38 * 1e10, {"loss": loss}
+
+    with engine.train_mode():
+        assert engine.train_batch(batch, broken, WHOLE)["skipped_steps"] == 1
+        assert engine.non_finite[0].kind in ("term", "output")
+        assert engine.train_batch(batch, steep, WHOLE)["skipped_steps"] == 1
+    assert same(weights_of(engine), before)
+    assert engine.weight_version == 0
+
+
+def test_bfloat16_keeps_fp32_weights(paths):
+    """A step of 1e-3 on weights around 0.2 is below what bfloat16 resolves in most of them, 2^-8 of their size."""
+    engine = megatron_engine(paths["qwen3"], dtype="bfloat16")
+    assert {p.dtype for p in weights_of(engine).values()} == {torch.bfloat16}
+    with engine.train_mode():
+        engine.train_batch(ragged_batch(), sft_loss, WHOLE)
+    stored = engine.state(1).states["model_world_size_1_rank_0.pt"]["boxes"]
+    assert {box["values"].dtype for box in stored} == {torch.float32}
+    fine = [bool((box["values"] != box["values"].bfloat16().float()).any()) for box in stored]
+    assert all(fine)
+
+
+def test_what_is_not_built_is_refused(paths, tmp_path):
+    for key, value in (("context_parallel_size", 2), ("override_ddp_config", {"a": 1}), ("param_offload", True)):
+        with pytest.raises(ConfigError, match=f"megatron.{key}=.*not in strategy=megatron yet"):
+            megatron_engine(paths["qwen3"], **{key: value})
+    with pytest.raises(ConfigError, match="no gemma2 models, only llama, mistral, qwen2, qwen3"):
+        megatron_engine(tiny_model_dir(tmp_path / "gemma", "gemma2"))
+    with pytest.raises(ConfigError, match="attention_dropout"):
+        megatron_engine(tiny_model_dir(tmp_path / "dropout", "qwen3", attention_dropout=0.1))
+    with pytest.raises(ConfigError, match="does not divide the 1 ranks"):
+        megatron_engine(paths["qwen3"], tensor_model_parallel_size=2)
+    (tmp_path / "dropout" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
+        megatron_engine(str(tmp_path / "dropout"), override_config={"attention_dropout": 0.0})
+    assert [problem.key for problem in McoreEngineConfig(dtype="fp16").problems("actor.megatron")] == [
+        "actor.megatron.dtype"
+    ]
+
+
+def test_positions_that_jump_are_refused(paths):
+    batch = ragged_batch()
+    batch.batch["position_ids"][1] *= 2
+    with pytest.raises(SchemaError, match="do not count up by 1"):
+        megatron_engine(paths["qwen3"], trained=False).infer_batch(batch, {"log_probs"}, WHOLE)

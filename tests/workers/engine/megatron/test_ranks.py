@@ -1,0 +1,166 @@
+"""strategy=megatron on two ranks over gloo: tensor, pipeline and data parallel have the numbers of plain PyTorch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from tests.workers.engine.megatron.support import another_engine, megatron_engine
+from tests.workers.support import (
+    LAYOUTS,
+    WHOLE,
+    naive_outputs,
+    naive_update,
+    ragged_batch,
+    run_ranks,
+    share,
+    weights_of,
+    with_log_probs,
+)
+from verl.errors import ConfigError
+from verl.testing.models import tiny_model_dir
+from verl.testing.tiny_run import same
+from verl.workers.config import ActorConfig
+from verl.workers.losses import PolicyLoss, sft_loss
+
+pytest.importorskip("megatron.core")
+
+CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
+TP = {"tensor_model_parallel_size": 2}
+PP = {"pipeline_model_parallel_size": 2}
+CASES = {
+    "tensor": (TP, "three"),
+    "tensor, padded, whole sequences": (TP | {"sequence_parallel": False, "use_remove_padding": False}, "whole"),
+    "pipeline": (PP, "by tokens"),
+    "data": ({}, "three"),
+    "data, whole optimizer": ({"use_distributed_optimizer": False, "use_remove_padding": False}, "one by one"),
+}
+
+
+def on_two_ranks(rank, world_size, folder, path):
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    found = {}
+    for case, (settings, layout) in CASES.items():
+        engine = megatron_engine(path, **settings)
+        mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
+        with engine.eval_mode():
+            outputs = engine.infer_batch(mine, {"log_probs", "entropy"}, LAYOUTS[layout])
+        with engine.train_mode():
+            metrics = engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
+            engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
+        place = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+        found[case] = metrics, weights_of(engine), outputs if engine.is_mp_src_rank_with_outputs() else None, place
+    torch.save(found, folder / f"rank_{rank}.pt")
+    reshard(folder, path, batch)
+    with pytest.raises(ConfigError, match="another model of this process has tensor_model_parallel_size=1"):
+        another_engine(path, **TP)
+    vocabulary(rank)
+
+
+def reshard(folder, path, batch):
+    """What one layout saved after a step goes on in another; then memory, bit by bit."""
+    layouts = {"tensor": TP, "pipeline": PP, "data": {}}
+    for saver, settings in layouts.items():
+        engine = megatron_engine(path, **settings)
+        mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
+        with engine.train_mode():
+            engine.train_batch(mine, sft_loss, WHOLE)
+        engine.save_checkpoint(str(folder / saver), 1)
+        held = engine.state(1).states
+        with engine.train_mode():
+            after = engine.train_batch(mine, sft_loss, WHOLE)
+        weights = weights_of(engine)
+        engine.load_state(held)
+        with engine.train_mode():
+            assert same(engine.train_batch(mine, sft_loss, WHOLE), after)
+        assert same(weights_of(engine), weights)
+    for settings in layouts.values():
+        engine = megatron_engine(path, **settings)
+        mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
+        for saver in layouts:
+            engine.load_checkpoint(str(folder / saver))
+            assert engine.weight_version == 1
+            with engine.train_mode():
+                engine.train_batch(mine, sft_loss, WHOLE)
+            for name, weight in weights_of(engine).items():
+                assert_close(weight, weights[name], atol=2e-5, rtol=0)
+
+
+def vocabulary(rank):
+    """9 tokens over 2 ranks, and 1 token: the second rank then has padding alone."""
+    from verl.workers.engine.megatron.vocab_parallel import vocab_parallel_log_probs
+
+    for vocab in (9, 1):
+        g = torch.Generator().manual_seed(3)
+        hidden = torch.randn(7, 4, generator=g).double().requires_grad_()
+        whole = torch.randn(vocab, 4, generator=g).double().requires_grad_()
+        targets, upstream = torch.randint(vocab, (7,), generator=g), torch.randn(2, 7, generator=g).double()
+        log_p = (hidden @ whole.t() / 0.7).log_softmax(-1)
+        expected = (
+            log_p.gather(-1, targets[:, None])[:, 0],
+            -(log_p.exp() * log_p).sum(-1),
+            log_p.exp().square().sum(-1),
+        )
+        wanted = torch.autograd.grad((torch.stack(expected[:2]) * upstream).sum(), [hidden, whole])
+        each = -(-vocab // 2)
+        padded = torch.cat([whole.detach(), torch.full((2 * each - vocab, 4), 7.0).double()])
+        mine = padded.chunk(2)[rank].clone().requires_grad_()
+        found = vocab_parallel_log_probs(
+            hidden, mine, targets, dist.group.WORLD, vocab, 0.7, True, True, chunk_elements=2 * each
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert_close(one, other)
+        of_hidden, of_mine = torch.autograd.grad((torch.stack(found[:2]) * upstream).sum(), [hidden, mine])
+        dist.all_reduce(of_hidden)
+        assert_close(of_hidden, wanted[0])
+        count = min(each, max(vocab - rank * each, 0))
+        assert_close(of_mine[:count], wanted[1][rank * each : rank * each + count])
+        assert not of_mine[count:].any()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    # A vocabulary of 105 does not divide by two; a tied embedding is on both stages of a pipeline.
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), "qwen3", vocab=105, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def batch(path):
+    plain = ragged_batch()
+    with torch.no_grad():
+        log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)
+    return with_log_probs(plain, log_probs)
+
+
+@pytest.fixture(scope="module")
+def folder(path, batch, tmp_path_factory):
+    """What two ranks left behind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.save(batch, folder / "batch.pt")
+    run_ranks(on_two_ranks, 2, folder, path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def updated(path, batch):
+    return naive_update(path, batch, CONFIG)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_are_plain_pytorch(folder, path, batch, updated, case):
+    with torch.no_grad():
+        log_probs, entropy = naive_outputs(AutoModelForCausalLM.from_pretrained(path), batch)
+    ranks = [torch.load(folder / f"rank_{rank}.pt", weights_only=False)[case] for rank in range(2)]
+    assert same(ranks[0][0], ranks[1][0])
+    assert same(ranks[0][1], ranks[1][1])
+    metrics, weights, _, _ = ranks[0]
+    assert metrics["grad_norm"] == pytest.approx(updated[1], rel=1e-5)
+    assert weights.keys() == updated[0].keys()
+    for name, weight in weights.items():
+        assert_close(weight, updated[0][name], atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    have = [(outputs, place) for _, _, outputs, place in ranks if outputs is not None]
+    assert sorted(rank for _, (rank, _) in have) == list(range(have[0][1][1]))  # each row once
+    for outputs, (rank, size) in have:
+        assert_close(outputs["log_probs"], log_probs[rank::size], atol=1e-5, rtol=0)
+        assert_close(outputs["entropy"], entropy[rank::size], atol=1e-5, rtol=0)

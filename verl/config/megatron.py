@@ -1,0 +1,83 @@
+"""Configuration of a model under Megatron: which ranks share what, precision, optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from verl.config.base import BaseConfig, section, setting
+from verl.config.model import DType, Strategy
+from verl.config.problems import Problem
+
+NOT_BUILT = {
+    "virtual_pipeline_model_parallel_size": None,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "use_dist_checkpointing": False,
+    "dist_checkpointing_path": None,
+    "override_ddp_config": {},
+    "override_transformer_config": {},
+    "override_mcore_model_config": {},
+    "param_offload": False,
+    "grad_offload": False,
+}
+"""Keys that must keep their defaults in this version."""
+
+
+@section
+class McoreEngineConfig(BaseConfig):
+    """One model under Megatron: which ranks share it, precision, optimizer state."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.McoreEngineConfig"
+
+    tensor_model_parallel_size: int = setting(1, ge=1)
+    """Ranks that share each weight matrix; it divides the model's attention heads, key heads and feed-forward width."""
+    pipeline_model_parallel_size: int = setting(1, ge=1)
+    """Ranks that share the layers, each with its consecutive part of them."""
+    sequence_parallel: bool = setting(True)
+    """Divide the tokens between attention and feed-forward over the tensor-parallel ranks too: less memory."""
+    use_distributed_optimizer: bool = setting(True)
+    """Divide the optimizer's state over the data-parallel ranks."""
+    virtual_pipeline_model_parallel_size: int | None = setting(None, ge=1)
+    """Parts of layers per pipeline rank; not yet, leave it null."""
+    context_parallel_size: int = setting(1, ge=1)
+    """Ranks that share each sequence; not yet, leave it 1."""
+    expert_model_parallel_size: int = setting(1, ge=1)
+    """Ranks that share the experts; not yet, leave it 1."""
+    expert_tensor_parallel_size: int | None = setting(None, ge=1)
+    """Ranks that share each expert's matrices; not yet, leave it null."""
+    param_offload: bool = setting(False)
+    """Keep parameters in host memory while the model is idle; not yet, leave it false."""
+    grad_offload: bool = setting(False)
+    """Keep gradients in host memory while the model is idle; not yet, leave it false."""
+    optimizer_offload: bool = setting(False)
+    """Keep the optimizer state in host memory while the model is idle."""
+    use_dist_checkpointing: bool = setting(False)
+    """Read megatron-core's own checkpoints; not yet: models come from Hugging Face folders."""
+    dist_checkpointing_path: str | None = setting(None, path=True)
+    """Where such a checkpoint lies; not yet, leave it null."""
+    override_ddp_config: dict[str, Any] = setting(factory=dict)
+    """Values for megatron-core's data-parallel config; not yet, leave it empty."""
+    override_transformer_config: dict[str, Any] = setting(factory=dict)
+    """Values for megatron-core's model config; not yet, leave it empty."""
+    override_mcore_model_config: dict[str, Any] = setting(factory=dict)
+    """Values for the model; not yet, leave it empty."""
+    use_mbridge: bool = setting(True)
+    """Read and write Hugging Face folders; always so, by a table of names."""
+    seed: int = setting(42, ge=0)
+    """Seed of this model's random numbers."""
+    forward_only: bool = setting(False)
+    """The model is never trained: no optimizer, no gradients."""
+    strategy: Strategy = setting("megatron")
+    """Always `megatron`."""
+    dtype: DType = setting("bfloat16")
+    """Format of weights and computation; the optimizer keeps a copy of bfloat16 weights in fp32."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """What is not built, and formats that cannot be trained."""
+        for name, default in NOT_BUILT.items():
+            if (value := getattr(self, name)) != default:
+                yield Problem(f"{path}.{name}", value, "this is not in strategy=megatron yet", f"{default}")
+        if self.dtype in ("fp16", "float16"):
+            yield Problem(f"{path}.dtype", self.dtype, "its gradients underflow", "bfloat16 or float32")

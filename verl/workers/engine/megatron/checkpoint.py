@@ -1,0 +1,162 @@
+"""Checkpoints of a Megatron model: boxes of weights and moments under Transformers names.
+
+The files are those of :mod:`verl.checkpoint.boxes`. The weights in a checkpoint are the optimizer's fp32 copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.checkpoint.boxes import Boxes, StoredBox, boxes_state, saved_ranks
+from verl.checkpoint.ranks import on_all_ranks
+from verl.checkpoint.shards import KINDS, check_kind, extra_of, kind_of, load_extra, read_state, shard_file
+from verl.errors import CheckpointError
+from verl.workers.engine.megatron.optimizer import MegatronOptimizer
+from verl.workers.engine.megatron.weights import Place, WeightGatherer
+
+Cut = Callable[[str, Place], Tensor]
+"""Returns the box of a place out of the tensor of that name."""
+
+
+@dataclass(frozen=True)
+class MegatronState:
+    """Weights, optimizer and schedule of this rank, to be saved and restored."""
+
+    weights: WeightGatherer
+    places: Sequence[Place]
+    parameters: Mapping[str, Tensor]
+    """By their name in megatron-core."""
+    optimizer: MegatronOptimizer | None
+    """None for a frozen model."""
+    scheduler: LambdaLR | None
+
+    # ---- out of the model -----------------------------------------------------------------------
+
+    def states(self, contents: Sequence[str], numbers: Mapping[str, int], copied: bool) -> dict[str, dict[str, Any]]:
+        """Collect the contents of this rank's files, by file name. Collective; see :class:`TrainingState`."""
+        found: dict[str, dict[str, Any]] = {}
+        kinds, other = self.optimizer.state() if self.optimizer else ({"main": self.parameters}, {})
+        if "model" in contents:
+            found["model"] = boxes_state(self._boxes({"": kinds["main"]}), copied)
+        if "optimizer" in contents and self.optimizer is not None:
+            moments = {f"/{kind}": tensors for kind, tensors in kinds.items() if kind != "main"}
+            found["optim"] = boxes_state(self._boxes(moments), copied)
+            found["optim"] |= {"other": _copied(other), "optimizer": kind_of(self.optimizer.torch)}
+        if "extra" in contents:
+            found["extra_state"] = extra_of(self.scheduler, numbers)
+        return {shard_file(kind, dist.get_world_size(), dist.get_rank()): state for kind, state in found.items()}
+
+    def _boxes(self, kinds: Mapping[str, Mapping[str, Tensor]]) -> list[StoredBox]:
+        """The boxes that this rank owns, in tensors of the shapes of the parameters, by ending of their name."""
+        return [
+            StoredBox(place.name + ending, self.weights.shapes[place.name], place.start, place.read(tensor))
+            for ending, tensors in kinds.items()
+            for place in self.weights.owned()
+            if (tensor := tensors.get(place.parameter)) is not None
+        ]
+
+    # ---- back into it ---------------------------------------------------------------------------
+
+    def load(self, folder: Path, contents: Sequence[str]) -> Mapping[str, Any]:
+        """Load ``contents`` from disk, whatever layout wrote them. Collective; see :class:`TrainingState`."""
+        kinds: dict[str, dict[str, Tensor]] = {}
+        other: Mapping[str, Any] = {}
+        extra: Mapping[str, Any] = {}
+        with on_all_ranks(f"resume from {folder}"):
+            if "model" in contents:
+                model = Boxes.read(folder, "model")
+                model.check(self.weights.shapes)
+                kinds["main"] = self._filled(lambda place: model.cut(place.name, *place.box))
+            if "optimizer" in contents and self.optimizer is not None:
+                moments = Boxes.read(folder, "optim")
+                other = self._check_moments(moments, self.optimizer)
+                for kind in _moments_of(moments):
+                    kinds[kind] = self._filled(lambda place, kind=kind: moments.cut(f"{place.name}/{kind}", *place.box))
+            if "extra" in contents:
+                ranks, rank = saved_ranks(folder), dist.get_rank()
+                extra = read_state(folder / shard_file("extra_state", ranks, min(rank, ranks - 1)))
+        self._put(kinds, other)
+        if extra:
+            load_extra(self.scheduler, extra, has_own_rng=dist.get_rank() < saved_ranks(folder))
+        return extra
+
+    def restore(self, states: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
+        """Restore :meth:`states` on the same rank of the same layout. Collective; see :class:`TrainingState`."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        wanted = {kind: shard_file(kind, ranks, rank) for kind in KINDS}
+        if unknown := states.keys() - set(wanted.values()):
+            raise CheckpointError(
+                f"rank {rank} of {ranks} cannot take the state {', '.join(sorted(unknown))}: a state held in memory "
+                "goes back to the rank that it came from, among as many ranks. For another number of ranks, resume "
+                "from a checkpoint on disk."
+            )
+        found = {kind: states[file] for kind, file in wanted.items() if file in states}
+        kinds: dict[str, dict[str, Tensor]] = {}
+        other: Mapping[str, Any] = {}
+        if "model" in found:
+            kinds["main"] = self._gathered(Boxes([found["model"]], "in memory"), "")
+        if "optim" in found and self.optimizer is not None:
+            moments = Boxes([found["optim"]], "in memory")
+            other = self._check_moments(moments, self.optimizer)
+            names: list[set[str]] = [set()] * ranks
+            dist.all_gather_object(names, _moments_of(moments))  # a rank may own no box, and so know no kind
+            for kind in sorted(set().union(*names)):
+                kinds[kind] = self._gathered(moments, f"/{kind}")
+        self._put(kinds, other)
+        extra = found.get("extra_state", {})
+        if extra:
+            load_extra(self.scheduler, extra, has_own_rng=True)
+        return extra
+
+    def _gathered(self, boxes: Boxes, ending: str) -> dict[str, Tensor]:
+        """Fill the parameters from boxes of which each rank has those that it owned. Collective."""
+        mine: dict[str, list[Place]] = {}
+        for place in self.places:
+            mine.setdefault(place.name, []).append(place)
+        found = {name: torch.empty_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
+        device = next(iter(self.parameters.values())).device
+
+        def stored(place: Place) -> Tensor:
+            return boxes.cut(place.name + ending, *place.box)
+
+        for name, whole in self.weights.gather(stored, torch.float32, device):
+            for place in mine.get(name, []):
+                part = tuple(slice(a, a + n) for a, n in zip(place.start, place.size, strict=True))
+                place.write(found[place.parameter], whole[part])
+        return found
+
+    def _filled(self, cut: Callable[[Place], Tensor]) -> dict[str, Tensor]:
+        found = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in self.parameters.items()}
+        for place in self.places:
+            place.write(found[place.parameter], cut(place))
+        return found
+
+    @staticmethod
+    def _check_moments(moments: Boxes, optimizer: MegatronOptimizer) -> Mapping[str, Any]:
+        state = moments.states[0]
+        check_kind(optimizer.torch, state.get("optimizer"))
+        return state.get("other", {})
+
+    @torch.no_grad()
+    def _put(self, kinds: dict[str, dict[str, Tensor]], other: Mapping[str, Any]) -> None:
+        if self.optimizer is not None:
+            self.optimizer.load(kinds, other)
+        elif "main" in kinds:
+            for name, parameter in self.parameters.items():
+                parameter.copy_(kinds["main"][name])
+
+
+def _moments_of(boxes: Boxes) -> set[str]:
+    return {name.rsplit("/", 1)[1] for name in boxes.names()}
+
+
+def _copied(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value.detach().cpu().clone() if isinstance(value, Tensor) else value for key, value in values.items()}

@@ -1,0 +1,91 @@
+"""Replacement of the parts of CUDA that megatron-core calls, so that it runs on CPUs over gloo.
+
+megatron-core writes ``device="cuda"`` and ``torch.cuda.current_device()`` into its source. :func:`install` gives its
+modules, and no others, a ``torch`` whose ``cuda`` is the CPU. PyTorch itself stays as it is. What is replaced:
+
+- ``torch.cuda.current_device``, ``set_device``, ``synchronize``: the CPU, and nothing to wait for;
+- ``torch.cuda.manual_seed``, ``get_rng_state``, ``set_rng_state``: the CPU's random state, also in the tracker of
+  random states of tensor-parallel ranks;
+- ``device="cuda"`` of ``torch.zeros``, ``empty`` and ``tensor``: the CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.workers.engine.megatron import library
+
+_CPU = torch.device("cpu")
+
+
+class _Cuda(ModuleType):
+    """``torch.cuda``, with the CPU as its only device."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.cuda, name)
+
+    @staticmethod
+    def current_device() -> torch.device:
+        return _CPU
+
+    @staticmethod
+    def set_device(device: Any) -> None:
+        """Do nothing: there is one device."""
+
+    @staticmethod
+    def synchronize(device: Any = None) -> None:
+        """Do nothing: the CPU computes in order."""
+
+    @staticmethod
+    def manual_seed(seed: int) -> None:
+        torch.manual_seed(seed)
+
+    @staticmethod
+    def get_rng_state(device: Any = None) -> Tensor:
+        return torch.get_rng_state()
+
+    @staticmethod
+    def set_rng_state(state: Tensor, device: Any = None) -> None:
+        torch.set_rng_state(state)
+
+
+class _Torch(ModuleType):
+    """``torch`` whose factories take ``device="cuda"`` for the CPU."""
+
+    cuda = _Cuda("torch.cuda")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _factory(name: str) -> Any:
+    original = getattr(torch, name)
+
+    @wraps(original)
+    def make(*args: Any, **options: Any) -> Tensor:
+        if options.get("device") == "cuda":
+            options["device"] = _CPU
+        return original(*args, **options)
+
+    return staticmethod(make)
+
+
+for _name in ("zeros", "empty", "tensor"):
+    setattr(_Torch, _name, _factory(_name))
+
+
+def install() -> None:
+    """Replace ``torch`` in all loaded modules of megatron-core; calling it again changes nothing."""
+    replaced = _Torch("torch")
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core.") and vars(module).get("torch") is torch:
+            module.torch = replaced  # type: ignore[attr-defined]
+    states = library.tensor_parallel.random
+    states._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
+    states._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)

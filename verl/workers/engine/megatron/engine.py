@@ -1,0 +1,456 @@
+"""The Megatron implementation of ``BaseEngine`` for language, value and reward models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from verl.checkpoint.boxes import write_layout
+from verl.checkpoint.ranks import RankState
+from verl.checkpoint.states import seed_everything
+from verl.config import FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+from verl.utils.device import ensure_process_group, get_device
+from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
+from verl.utils.model import torch_dtype
+from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
+from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
+from verl.workers.engine.fsdp.model import ModelType
+from verl.workers.engine.fsdp.optimizer import build_scheduler
+from verl.workers.engine.loss import (
+    BatchTotals,
+    LossCallable,
+    LossFunction,
+    MetricSum,
+    as_loss_function,
+    gathered,
+)
+from verl.workers.engine.megatron.checkpoint import MegatronState
+from verl.workers.engine.megatron.groups import Layout, join
+from verl.workers.engine.megatron.inputs import megatron_inputs
+from verl.workers.engine.megatron.layers import PackedRow
+from verl.workers.engine.megatron.library import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    get_forward_backward_func,
+    parallel_state,
+    tensor_parallel,
+)
+from verl.workers.engine.megatron.model import BuiltModel, build
+from verl.workers.engine.megatron.optimizer import MegatronOptimizer
+from verl.workers.engine.megatron.vocab_parallel import vocab_parallel_log_probs
+from verl.workers.engine.megatron.weights import WeightGatherer
+from verl.workers.engine.non_finite import LossWatch, NonFinite, in_gradients
+from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
+
+PassFunction = Callable[[MicroBatch, ModelInputs, dict[str, Tensor]], Tensor]
+"""What is done with the outputs of one pass, (N,) each; it returns the loss."""
+
+
+class MegatronEngine(BaseEngine):
+    """One model under megatron-core, as this rank holds it.
+
+    Args:
+        model_config: model folder and settings of the model.
+        engine_config: with ``forward_only`` the model is frozen and needs no ``optimizer_config``.
+        device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
+        timeout_s: seconds after which an unfinished collective is an error.
+        total_steps: length of the run, where learning-rate schedules end; 0 if unknown.
+    """
+
+    model_type: ModelType = "language_model"
+    output_names = frozenset({"log_probs", "entropy", "sum_pi_squared"})
+
+    def __init__(
+        self,
+        model_config: HFModelConfig,
+        engine_config: McoreEngineConfig,
+        optimizer_config: FSDPOptimizerConfig | None = None,
+        device_name: str | None = None,
+        timeout_s: float = 600,
+        total_steps: int = 0,
+    ) -> None:
+        if problems := list(engine_config.problems("megatron")):
+            raise ConfigError(str(problems[0]))
+        self.model_config = model_config
+        self.engine_config = engine_config
+        self.optimizer_config = optimizer_config
+        self.total_steps = total_steps
+        self.device = get_device(device_name)
+        ensure_process_group(self.device, timeout_s)
+        self.layout = Layout.of(engine_config)
+        join(self.layout, self.device, engine_config.seed)
+        self.optimizer: MegatronOptimizer | None = None
+        self.scheduler: LambdaLR | None = None
+        self.pass_sizes = PassSizes()
+        self.model: BuiltModel
+        self._wrapped: Any
+        self._contexts = 0
+
+    # ---- set-up -------------------------------------------------------------------------------
+
+    def initialize(self) -> None:
+        """Build this rank's part of the model, and make the optimizer; see :class:`BaseEngine`."""
+        config = self.engine_config
+        seed_everything(config.seed + dist.get_rank())
+        self.model = build(self.model_type, self.model_config, config, self.layout, self.device)
+        self.model.module.requires_grad_(not config.forward_only).eval()
+        self.weights = WeightGatherer(self.model.shapes, self.model.places)
+        self._wrapped = self.model.module
+        if config.forward_only:
+            return
+        if self.optimizer_config is None:
+            raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
+        self._wrapped = DistributedDataParallel(
+            config=self.model.module.config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
+            ),
+            module=self.model.module,
+        )
+        self.optimizer = MegatronOptimizer(
+            self._wrapped, self.optimizer_config, config.use_distributed_optimizer, self._counted()
+        )
+        self.scheduler = build_scheduler(self.optimizer.torch, self.optimizer_config, self.total_steps)
+        self._offload()
+
+    def _counted(self) -> set[str]:
+        """Parameters that this rank counts in the gradient norm: of equal copies that of one rank."""
+        is_first = parallel_state.get_tensor_model_parallel_rank() == 0
+        module = self.model.module
+        counted = {place.parameter for place in self.model.places if place.is_divided or is_first}
+        if module.share_embeddings_and_output_weights and not module.pre_process:
+            counted.discard("output_layer.weight")  # the first pipeline stage counts the embedding
+        return counted
+
+    # ---- modes and memory ---------------------------------------------------------------------
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        """Keep the optimizer on the device, and layers in training mode, inside the context."""
+        with self._awake(optimizer=True):
+            self.model.module.train()
+            try:
+                yield
+            finally:
+                self.model.module.eval()
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Keep layers in inference mode inside the context."""
+        with self._awake(optimizer=False):
+            yield
+
+    @contextmanager
+    def _awake(self, optimizer: bool) -> Iterator[None]:
+        self.to(self.device.type, optimizer=optimizer)
+        self._contexts += 1
+        try:
+            yield
+        finally:
+            self._contexts -= 1
+            if self._contexts == 0:
+                self._offload()
+
+    def _offload(self) -> None:
+        self.to("cpu", optimizer=self.engine_config.optimizer_offload)
+
+    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        """Move the optimizer state; weights stay where they are. No-op on a CPU."""
+        if self.device.type == "cpu" or not optimizer or self.optimizer is None:
+            return
+        target = torch.device("cpu") if device == "cpu" else self.device
+        for state in self.optimizer.torch.state.values():
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.dim():
+                    state[key] = value.to(target, non_blocking=True)
+        if target.type == "cpu":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+    # ---- computing ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def infer_batch(
+        self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Compute output columns without gradients; see :class:`BaseEngine`.
+
+        Only ranks of the last pipeline stage have them; on others they are 0.
+        """
+        self._check_request(outputs, temperature)
+        columns: dict[str, Tensor] = {}
+
+        def fill(part: MicroBatch, inputs: ModelInputs, found: dict[str, Tensor]) -> Tensor:
+            for name in () if part.is_filler else outputs:
+                columns[name][part.rows] = inputs.scatter(found[name]).float().cpu()
+            return torch.zeros((), device=self.device)
+
+        for attempt in self._attempts("infer"):
+            with attempt as limit:
+                columns = {name: torch.zeros(batch.batch["response_mask"].shape) for name in outputs}
+                parts = list(split_micro_batches(batch, micro, self.device, limit=limit))
+                self._passes(parts, frozenset(outputs), temperature, fill, forward_only=True)
+        return columns
+
+    def forward_backward_batch(
+        self,
+        batch: DataProto,
+        loss_fn: LossFunction | LossCallable,
+        micro: MicroBatchConfig,
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """Accumulate the gradients of one mini-batch; see :class:`BaseEngine`."""
+        loss_fn = as_loss_function(loss_fn)
+        self._check_request(loss_fn.outputs, temperature)
+        self._trained()
+        group = self.get_data_parallel_group()
+        totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
+        metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
+
+        def add(part: MicroBatch, inputs: ModelInputs, found: dict[str, Tensor]) -> Tensor:
+            columns = {name: inputs.scatter(values) for name, values in found.items()}
+            loss, terms = loss_fn(columns, part.data.to(self.device), totals)
+            if not loss.requires_grad:  # every rank must run the same backward collectives
+                loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
+            watch.add(part.rows, part.data, columns, loss, terms)
+            if not part.is_filler:
+                metrics.add(terms, part.num_tokens)
+            return loss
+
+        for attempt in self._attempts("train"):
+            with attempt as limit:
+                metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
+                parts = list(split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit))
+                self._passes(parts, loss_fn.outputs, temperature, add, forward_only=False)
+        return self._on_all_stages(metrics, watch, group)
+
+    def _on_all_stages(self, metrics: MetricSum, watch: LossWatch, group: dist.ProcessGroup | None) -> dict[str, float]:
+        """Reduce metrics where they are, on the last pipeline stage, and tell the others."""
+        found: list[tuple[dict[str, float], list[NonFinite]]] = [({}, [])]
+        if self.model.module.post_process:
+            found = [metrics.reduce(watch.found(), group)]
+        if self.layout.pipeline > 1:
+            stages = parallel_state.get_pipeline_model_parallel_group()
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(found, src=last, group=stages, device=self.device)
+        reduced, self.non_finite = found[0]
+        return reduced
+
+    def _passes(
+        self,
+        parts: Sequence[MicroBatch],
+        outputs: frozenset[str],
+        temperature: float,
+        function: PassFunction,
+        forward_only: bool,
+    ) -> None:
+        """Run the passes by megatron-core's schedule: one after the other, or through the pipeline. Collective."""
+
+        def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict]]]:
+            part = next(data)
+            inputs = self._inputs(part.data)
+            packed = None if inputs.packing is None else PackedRow.of(inputs.packing)
+            hidden = module(inputs.input_ids, inputs.position_ids, None, packed_seq_params=packed)
+
+            def loss(hidden: Tensor) -> tuple[Tensor, dict]:
+                found = self._at(hidden, inputs, outputs, temperature)
+                # The schedule divides by the number of passes; our losses are terms of a sum.
+                return function(part, inputs, found) * len(parts), {}
+
+            return hidden, loss
+
+        get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=self.pass_sizes.watched(parts),
+            model=[self._wrapped],
+            num_microbatches=len(parts),
+            seq_length=1,  # of no meaning: passes tell each other their sizes (variable_seq_lengths)
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _inputs(self, data: DataProto) -> ModelInputs:
+        check_token_ids(data, self.model.hf_config.vocab_size)
+        config = self.model.module.config
+        return megatron_inputs(
+            data,
+            self.model_config.use_remove_padding,
+            self.device,
+            at_token=self.model_type == "reward_model",
+            multiple=self.layout.tensor if config.sequence_parallel else 1,
+        )
+
+    def _at(
+        self, hidden: Tensor, inputs: ModelInputs, outputs: frozenset[str], temperature: float
+    ) -> dict[str, Tensor]:
+        """Compute ``outputs`` at the response tokens, (N,) each, from hidden states (bsz, length, hidden)."""
+        chosen = hidden.flatten(0, 1).index_select(0, inputs.take)
+        if self.model_type != "language_model":
+            head = self.model.module.output_layer
+            scalars = torch.nn.functional.linear(chosen, head.weight, head.bias)
+            return dict.fromkeys(outputs, scalars.squeeze(-1).float())
+        found = vocab_parallel_log_probs(
+            tensor_parallel.copy_to_tensor_model_parallel_region(chosen),  # adds up the ranks' gradients
+            self.model.head_weight(),
+            inputs.targets,
+            parallel_state.get_tensor_model_parallel_group(),
+            self.model.hf_config.vocab_size,
+            temperature,
+            with_entropy="entropy" in outputs,
+            with_sum_pi_squared="sum_pi_squared" in outputs,
+        )
+        return {name: values for name, values in found._asdict().items() if values is not None}
+
+    def _attempts(self, kind: str) -> Iterator[PassAttempt]:
+        """Yield attempts at all passes of a batch: one, and another with smaller passes whenever memory ran out."""
+        while True:
+            attempt = PassAttempt(self.pass_sizes.limits.get(kind))
+            yield attempt
+            error, attempt.error = attempt.error, None
+            if error is None:
+                return
+            self.pass_sizes.lower(kind, error, alone=dist.get_world_size() == 1)
+            del error  # its traceback holds the tensors of the pass
+            if kind == "train":  # an interrupted backward has added to some gradients but not to others
+                self.optimizer_zero_grad()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _check_request(self, outputs: set[str] | frozenset[str], temperature: float) -> None:
+        if unknown := outputs - self.output_names:
+            raise ConfigError(
+                f"a {self.model_type} has no output {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(sorted(self.output_names))}."
+            )
+        if temperature <= 0:
+            raise ConfigError(f"temperature={temperature}: log-probs need one above 0; a greedy policy is scored at 1.")
+
+    # ---- the optimizer ------------------------------------------------------------------------
+
+    def _trained(self) -> tuple[MegatronOptimizer, LambdaLR, FSDPOptimizerConfig]:
+        if self.optimizer is None or self.scheduler is None or self.optimizer_config is None:
+            raise ConfigError("this model is frozen (forward_only=true) and has no optimizer.")
+        return self.optimizer, self.scheduler, self.optimizer_config
+
+    def optimizer_zero_grad(self) -> None:
+        """Clear the gradients."""
+        self._trained()[0].zero_grad()
+
+    def optimizer_step(self) -> float:
+        """Sum the gradients over ranks, clip them, and update the weights; see :class:`BaseEngine`."""
+        optimizer, _, config = self._trained()
+        finalize_model_grads([self._wrapped])
+        norm = optimizer.grad_norm()
+        if not math.isfinite(norm):
+            self.non_finite = gathered(in_gradients(optimizer.gradients(), dist.get_rank()))
+            optimizer.zero_grad()
+            return norm
+        optimizer.step(scale=min(1.0, config.clip_grad / (norm + 1e-6)))  # as torch.nn.utils.clip_grad_norm_
+        self.weight_version += 1
+        return norm
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule; see :class:`BaseEngine`."""
+        _, scheduler, _ = self._trained()
+        lr = float(scheduler.get_last_lr()[0])
+        scheduler.step()
+        return lr
+
+    # ---- weights and ranks --------------------------------------------------------------------
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """See :meth:`BaseEngine.get_per_tensor_param`."""
+        parameters = self._parameters()
+        dtype = torch_dtype(self.engine_config.dtype)
+        return self.weights.gather(lambda place: place.read(parameters[place.parameter].detach()), dtype, self.device)
+
+    def _parameters(self) -> dict[str, Tensor]:
+        return dict(self.model.module.named_parameters())
+
+    def get_data_parallel_size(self) -> int:
+        """Return the number of copies of the model."""
+        return parallel_state.get_data_parallel_world_size()
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the index of the copy of which this rank has a part."""
+        return parallel_state.get_data_parallel_rank()
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks with the same part of each copy, which together have all rows once."""
+        return parallel_state.get_data_parallel_group()
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Return whether this rank is the first of its copy's last pipeline stage."""
+        return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_last_stage()
+
+    def arithmetic(self) -> Arithmetic:
+        """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""
+        counter = FlopsCounter.of(self.model.hf_config, outputs=self.model.skeleton.head.out_features)
+        return Arithmetic(counter, device_peak_flops(self.device, torch_dtype(self.engine_config.dtype)))
+
+    # ---- checkpoints --------------------------------------------------------------------------
+
+    def _state(self) -> MegatronState:
+        return MegatronState(self.weights, self.model.places, self._parameters(), self.optimizer, self.scheduler)
+
+    def state(
+        self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True
+    ) -> RankState:
+        """Collect this rank's part of a checkpoint; see :mod:`verl.checkpoint.boxes`."""
+        numbers = {"weight_version": self.weight_version, "global_step": global_step}
+        states = self._state().states(contents, numbers, copied)
+        weights = weights_on_first_rank(self.get_per_tensor_param()) if "hf_model" in contents else None
+        if dist.get_rank():
+            return RankState(states)
+
+        def describe(folder: Path) -> None:
+            write_layout(folder, dist.get_world_size(), vars(self.layout))
+            skeleton = self.model.skeleton
+            write_model_folder(skeleton.hf, skeleton.head_name, weights, folder / "huggingface")
+            write_tokenizer(self.model_config, folder / "huggingface")
+
+        return RankState(states, describe)
+
+    def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
+        self._take(self._state().restore(states))
+
+    def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
+        """Restore from a checkpoint folder; see :class:`BaseEngine`."""
+        self._take(self._state().load(Path(local_path).expanduser(), contents))
+
+    def _take(self, numbers: Mapping[str, Any]) -> None:
+        self.weight_version = int(numbers.get("weight_version", self.weight_version))
+
+
+@EngineRegistry.register("language_model", "megatron")
+class MegatronLanguageModelEngine(MegatronEngine):
+    """Engine of a causal language model: ``log_probs``, ``entropy`` and ``sum_pi_squared`` of response tokens."""
+
+
+@EngineRegistry.register("value_model", "megatron")
+class MegatronValueModelEngine(MegatronEngine):
+    """Engine of a value model: ``values`` of the state before each response token."""
+
+    model_type = "value_model"
+    output_names = frozenset({"values"})
+
+
+@EngineRegistry.register("reward_model", "megatron")
+class MegatronRewardModelEngine(MegatronEngine):
+    """Engine of a discriminative reward model: ``scores``, the head's output at each response token itself."""
+
+    model_type = "reward_model"
+    output_names = frozenset({"scores"})

@@ -1,0 +1,74 @@
+"""Boxes of weights from the safetensors files of a model folder, without reading the rest of a weight."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.utils.model import resolve_model_path
+from verl.workers.engine.megatron.weights import Box
+
+
+class ModelFiles:
+    """The weights of a model folder, or of a model on the Hugging Face hub.
+
+    Raises:
+        ConfigError: the folder has no safetensors.
+    """
+
+    def __init__(self, path: str) -> None:
+        resolved = resolve_model_path(path)
+        is_local = Path(resolved).is_dir()
+        self.folder = Path(resolved if is_local else snapshot_download(resolved, allow_patterns=["*.safetensors*"]))
+        index = self.folder / "model.safetensors.index.json"
+        self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+        self._open: dict[str, Any] = {}
+        if not self._file_of:
+            single = "model.safetensors"
+            if not (self.folder / single).is_file():
+                raise ConfigError(
+                    f"'{path}' has no {single}, which strategy=megatron reads. Save the model with safetensors "
+                    "(save_pretrained of Transformers does so)."
+                )
+            self._file_of = dict.fromkeys(self._file(single).keys(), single)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            try:
+                self._open[name] = safe_open(self.folder / name, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{self.folder / name} cannot be read: {error}. Copy the model again.") from error
+        return self._open[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Read one box of the weight ``name``, which must have ``shape``.
+
+        Raises:
+            ConfigError: the weight is missing, has another shape, or is not finite.
+        """
+        if name not in self._file_of:
+            raise ConfigError(f"the files of '{self.folder}' lack the weight {name}. Give the folder of a whole model.")
+        weight = self._file(self._file_of[name]).get_slice(name)
+        if tuple(weight.get_shape()) != shape:
+            raise ConfigError(
+                f"the weight {name} in '{self.folder}' has the shape {weight.get_shape()}, and {list(shape)} is "
+                "needed. Take config.json and weights of the same model."
+            )
+        start, size = box
+        found: Tensor = weight[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
+        if not bool(found.sum(dtype=torch.float32).isfinite()) and not bool(found.isfinite().all()):
+            raise ConfigError(
+                f"the weight {name} in '{self.folder}' is not finite (nan or infinite): the training that wrote it "
+                "diverged, or a conversion overflowed. Take an earlier checkpoint, or copy the model again."
+            )
+        return found

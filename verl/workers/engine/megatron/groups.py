@@ -1,0 +1,69 @@
+"""Which ranks share what: the process groups of megatron-core, joined once per process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from verl.config import McoreEngineConfig
+from verl.errors import ConfigError
+from verl.workers.engine.megatron import cpu
+from verl.workers.engine.megatron.library import parallel_state, tensor_parallel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks that share one copy of the model; the others hold copies of it."""
+
+    tensor: int
+    """Ranks that share each weight matrix."""
+    pipeline: int
+    """Ranks that share the layers."""
+
+    @classmethod
+    def of(cls, config: McoreEngineConfig) -> Layout:
+        """Read it from the configuration."""
+        return cls(config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+
+    @property
+    def shared_by(self) -> int:
+        """Number of ranks that compute the same rows."""
+        return self.tensor * self.pipeline
+
+    def __str__(self) -> str:
+        return f"tensor_model_parallel_size={self.tensor}, pipeline_model_parallel_size={self.pipeline}"
+
+
+def join(layout: Layout, device: torch.device, seed: int) -> None:
+    """Make the process groups of ``layout``; all engines of a process have the same. Collective.
+
+    Raises:
+        ConfigError: the layout does not divide the ranks, or another engine of this process has another layout.
+    """
+    if device.type == "cpu":
+        cpu.install()
+    ranks = dist.get_world_size()
+    if ranks % layout.shared_by:
+        raise ConfigError(
+            f"megatron.{layout}: {layout.shared_by} ranks share one copy of the model, which does not divide the "
+            f"{ranks} ranks. Use sizes whose product divides them."
+        )
+    if parallel_state.is_initialized():
+        known = Layout(
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if known != layout:
+            raise ConfigError(
+                f"megatron.{layout}, and another model of this process has {known}. megatron-core has one layout in a "
+                "process: give actor, ref and critic the same sizes."
+            )
+        return
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)

@@ -1,0 +1,36 @@
+"""All that is taken from megatron-core 0.16, in one place; it has no types that hold, so all of it is ``Any``."""
+
+import warnings
+from importlib import import_module
+from typing import Any
+
+
+def _module(name: str) -> Any:
+    with warnings.catch_warnings():
+        # It warns that Apex and TransformerEngine are missing; nothing here uses them.
+        warnings.simplefilter("ignore")
+        return import_module(f"megatron.core.{name}")
+
+
+parallel_state = _module("parallel_state")
+tensor_parallel = _module("tensor_parallel")
+
+DistributedDataParallel = _module("distributed").DistributedDataParallel
+DistributedDataParallelConfig = _module("distributed").DistributedDataParallelConfig
+finalize_model_grads = _module("distributed").finalize_model_grads
+get_forward_backward_func = _module("pipeline_parallel").get_forward_backward_func
+
+GPTModel = _module("models.gpt").GPTModel
+TransformerConfig = _module("transformer").TransformerConfig
+PackedSeqParams = _module("packed_seq_params").PackedSeqParams
+ModuleSpec = _module("transformer.spec_utils").ModuleSpec
+AttnMaskType = _module("transformer.enums").AttnMaskType
+SelfAttention = _module("transformer.attention").SelfAttention
+SelfAttentionSubmodules = _module("transformer.attention").SelfAttentionSubmodules
+MLP = _module("transformer.mlp").MLP
+MLPSubmodules = _module("transformer.mlp").MLPSubmodules
+TransformerBlockSubmodules = _module("transformer.transformer_block").TransformerBlockSubmodules
+get_num_layers_to_build = _module("transformer.transformer_block").get_num_layers_to_build
+TransformerLayer = _module("transformer.transformer_layer").TransformerLayer
+TransformerLayerSubmodules = _module("transformer.transformer_layer").TransformerLayerSubmodules
+get_bias_dropout_add = _module("fusions.fused_bias_dropout").get_bias_dropout_add

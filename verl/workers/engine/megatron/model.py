@@ -1,0 +1,232 @@
+"""megatron-core's model of a Transformers folder, as this rank holds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from verl.config import HFModelConfig, McoreEngineConfig
+from verl.errors import ConfigError
+from verl.utils.model import rope_types, torch_dtype, training_randomness
+from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state
+from verl.workers.engine.megatron.files import ModelFiles
+from verl.workers.engine.megatron.groups import Layout
+from verl.workers.engine.megatron.layers import CausalAttention, DecoderModel, HiddenHead, RMSNorm
+from verl.workers.engine.megatron.library import (
+    MLP,
+    AttnMaskType,
+    MLPSubmodules,
+    ModuleSpec,
+    SelfAttention,
+    SelfAttentionSubmodules,
+    TransformerBlockSubmodules,
+    TransformerConfig,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_bias_dropout_add,
+    get_num_layers_to_build,
+    parallel_state,
+    tensor_parallel,
+)
+from verl.workers.engine.megatron.weights import Division, Place, places_of
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""``model_type`` of the models that are built."""
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model and where its weights are."""
+
+    module: Any
+    """A :class:`DecoderModel`: this rank's layers and its part of their matrices."""
+    skeleton: HeadedModel
+    """The Transformers model on the meta device: config, names and shapes of its weights, no values."""
+    places: list[Place]
+    """The boxes of Transformers weights on this rank."""
+    shapes: dict[str, tuple[int, ...]]
+    """Of all weights, by Transformers name, tied ones once."""
+
+    @property
+    def hf_config(self) -> PretrainedConfig:
+        """The Transformers config."""
+        return self.skeleton.hf.config
+
+    def head_weight(self) -> Tensor:
+        """Return this rank's rows of the output projection, on the last pipeline stage."""
+        head = self.module.output_layer
+        return self.module.embedding.word_embeddings.weight if head.weight is None else head.weight
+
+
+def build(
+    model_type: ModelType, config: HFModelConfig, engine: McoreEngineConfig, layout: Layout, device: torch.device
+) -> BuiltModel:
+    """Build this rank's part of the model in the folder ``config.path``, with its weights.
+
+    Raises:
+        ConfigError: the folder is missing, holds another kind of model, or one that this layout cannot divide.
+    """
+    dtype, is_trained = torch_dtype(engine.dtype), not engine.forward_only
+    with torch.device("meta"):
+        skeleton = build_model(model_type, config, dtype, with_weights=False, is_trained=is_trained)
+    hf = skeleton.hf.config
+    _check_family(hf, layout, is_trained)
+    is_tied = bool(hf.tie_word_embeddings) and model_type == "language_model"
+    settings = _transformer_config(hf, config, engine, layout, dtype)
+    module = _gpt_model(hf, settings, layout, is_tied)
+    if module.post_process:
+        _replace_head(module, skeleton, settings)
+    _set_rotation(module, skeleton)
+    _set_windows(module, hf)
+    shapes = {name: tuple(tensor.shape) for name, tensor in own_state(skeleton).items()}
+    division = Division.of(hf, parallel_state.get_tensor_model_parallel_group())
+    places = places_of(shapes, module, division, is_tied)
+    _load(module, places, shapes, config.path, is_new_head=model_type != "language_model")
+    return BuiltModel(module.to(device), skeleton, places, shapes)
+
+
+def _check_family(hf: PretrainedConfig, layout: Layout, is_trained: bool) -> None:
+    if hf.model_type not in FAMILIES:
+        raise ConfigError(
+            f"strategy=megatron has no {hf.model_type} models, only {', '.join(FAMILIES)}. Use strategy=fsdp2."
+        )
+    wanted = {
+        "hidden_act": getattr(hf, "hidden_act", "silu") == "silu",
+        "attention_bias": not getattr(hf, "attention_bias", False),
+        "mlp_bias": not getattr(hf, "mlp_bias", False),
+    }
+    if wrong := [name for name, is_right in wanted.items() if not is_right]:
+        raise ConfigError(
+            f"strategy=megatron cannot build this {hf.model_type}: {', '.join(f'{n}={getattr(hf, n)}' for n in wrong)}"
+            " in its config. Use strategy=fsdp2."
+        )
+    if is_trained and (noise := training_randomness(hf)):
+        raise ConfigError(
+            f"the model's config has {noise}, and strategy=megatron trains without dropout. Set it to 0 in "
+            "model.override_config, or use strategy=fsdp2."
+        )
+    if kinds := rope_types(hf) & {"dynamic", "longrope"}:
+        raise ConfigError(f"strategy=megatron has no rotary embedding {', '.join(sorted(kinds))}; use strategy=fsdp2.")
+    counts = {"num_attention_heads": layout.tensor, "num_key_value_heads": layout.tensor}
+    counts |= {"intermediate_size": layout.tensor, "num_hidden_layers": layout.pipeline}
+    for name, ranks in counts.items():
+        if (count := getattr(hf, name)) % ranks:
+            raise ConfigError(f"megatron.{layout} does not divide the model's {name}={count}. Use a divisor of it.")
+
+
+def _transformer_config(
+    hf: PretrainedConfig, model: HFModelConfig, engine: McoreEngineConfig, layout: Layout, dtype: torch.dtype
+) -> Any:
+    recompute: dict[str, Any] = {}
+    if model.enable_gradient_checkpointing and not engine.forward_only:
+        recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        ffn_hidden_size=hf.intermediate_size,
+        num_attention_heads=hf.num_attention_heads,
+        num_query_groups=hf.num_key_value_heads,
+        kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.rms_norm_eps,
+        qk_layernorm=hf.model_type == "qwen3",
+        add_qkv_bias=hf.model_type == "qwen2",
+        add_bias_linear=False,
+        gated_linear_unit=True,
+        activation_func=functional.silu,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        sequence_parallel=engine.sequence_parallel and layout.tensor > 1,
+        variable_seq_lengths=layout.pipeline > 1,
+        moe_token_dispatcher_type="alltoall",  # the only one with sizes that vary, asked for without experts too
+        batch_p2p_sync=False,  # a work-around of it for old versions of NCCL
+        cuda_graph_scope=[],
+        use_cpu_initialization=True,  # every weight is read from the folder, so none is drawn
+        perform_initialization=False,
+        **recompute,
+    )
+
+
+def _gpt_model(hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: bool) -> Any:
+    column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
+    norm = RMSNorm if settings.qk_layernorm else None
+    attention = SelfAttentionSubmodules(
+        linear_qkv=column, core_attention=CausalAttention, linear_proj=row, q_layernorm=norm, k_layernorm=norm
+    )
+    layer = ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=RMSNorm,
+            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+    layers = [layer] * get_num_layers_to_build(settings)
+    return DecoderModel(
+        config=settings,
+        transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+        vocab_size=-(-hf.vocab_size // layout.tensor) * layout.tensor,
+        max_sequence_length=hf.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=is_tied,
+        position_embedding_type="rope",
+    )
+
+
+def _replace_head(module: Any, skeleton: HeadedModel, settings: Any) -> None:
+    weight, bias = module.output_layer.weight, None
+    if skeleton.head_name != "lm_head":
+        head, dtype = skeleton.head, settings.params_dtype
+        weight = nn.Parameter(torch.zeros(head.weight.shape, dtype=dtype))
+        bias = None if head.bias is None else nn.Parameter(torch.zeros(head.bias.shape, dtype=dtype))
+    module.output_layer = HiddenHead(weight, bias, settings.sequence_parallel)
+
+
+def _set_rotation(module: Any, skeleton: HeadedModel) -> None:
+    """Take the rotary frequencies of the Transformers model, whatever rule computes them."""
+    hf: Any = skeleton.hf.base_model
+    with torch.device("cpu"):
+        rotation = type(hf.rotary_emb)(skeleton.hf.config)
+    if rotation.attention_scaling != 1.0:
+        raise ConfigError(
+            f"strategy=megatron has no rotary embedding that scales attention ({', '.join(rope_types(hf.config))}). "
+            "Use strategy=fsdp2."
+        )
+    module.rotary_pos_emb.inv_freq = rotation.inv_freq.detach().clone()
+
+
+def _set_windows(module: Any, hf: PretrainedConfig) -> None:
+    """Give each layer the number of tokens that its attention sees."""
+    window = getattr(hf, "sliding_window", None)
+    kinds = getattr(hf, "layer_types", None) or ["sliding_attention"] * hf.num_hidden_layers
+    for layer in module.decoder.layers:
+        has_window = kinds[layer.layer_number - 1] == "sliding_attention"
+        layer.self_attention.core_attention.set_window(window if has_window else None)
+
+
+def _load(
+    module: nn.Module, places: list[Place], shapes: dict[str, tuple[int, ...]], path: str, is_new_head: bool
+) -> None:
+    """Fill the parameters from the files; a scalar head that they lack stays zero."""
+    files, parameters = ModelFiles(path), dict(module.named_parameters())
+    with torch.no_grad():
+        for place in places:
+            if is_new_head and place.name.startswith("score.") and place.name not in files:
+                continue
+            place.write(parameters[place.parameter], files.read(place.name, shapes[place.name], place.box))

@@ -1,0 +1,122 @@
+"""Log-probs and entropies of tokens whose logits are divided over tensor-parallel ranks, never gathered.
+
+Each rank has the rows of the output projection for its part of the vocabulary. For each token five numbers travel: the
+largest logit, and four sums over the vocabulary. At most ``chunk_elements`` logits are in memory at once, in fp32, and
+they are computed again in the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.workers.engine.fsdp.head import CHUNK_ELEMENTS, TokenStatistics
+
+
+def vocab_parallel_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    group: dist.ProcessGroup,
+    vocab_size: int,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_sum_pi_squared: bool = False,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> TokenStatistics:
+    """Compute log p(target), H(p) and Σ p² for p = softmax(hidden Wᵀ / temperature). Collective over ``group``.
+
+    With z the logits over temperature, m the largest and s = Σ exp(z - m) over all ranks:
+
+        log p(y) = z_y - m - log s        H = log s - Σ exp(z - m) (z - m) / s        Σ p² = Σ exp(2(z - m)) / s²
+
+    The gradient of ``hidden`` is this rank's term of a sum over ``group``; the caller adds the terms
+    (by ``copy_to_tensor_model_parallel_region`` before this function).
+
+    Args:
+        hidden: (N, H), the same on every rank of ``group``.
+        weight: (ceil(V / ranks), H), this rank's rows of W; rows beyond V are padding.
+        targets: (N,) ids of tokens.
+        group: the tensor-parallel ranks, in the order of their rows.
+        vocab_size: V.
+        temperature: divisor of the logits.
+        with_entropy: return H, which is differentiable.
+        with_sum_pi_squared: return Σ p², which is not.
+        chunk_elements: largest number of logits at once; one row of them is computed at once in any case.
+    """
+    first = dist.get_rank(group) * len(weight)
+    rows = max(1, chunk_elements // len(weight))  # by the padded size, so that all ranks make as many collectives
+    own = weight[: max(vocab_size - first, 0)]
+    settings = group, first, temperature, rows
+    log_probs, entropy, squares = _VocabParallel.apply(hidden, own, targets, settings)  # type: ignore[misc]
+    return TokenStatistics(log_probs, entropy if with_entropy else None, squares if with_sum_pi_squared else None)
+
+
+class _VocabParallel(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, settings: tuple[dist.ProcessGroup, int, float, int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        group, first, temperature, rows = settings
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = hidden.new_empty(len(hidden), dtype=wide)
+        log_z, entropy, squares = (torch.empty_like(log_probs) for _ in range(3))
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            logits = _logits(hidden[part], weight, wide, temperature)
+            # A rank may have no token of the vocabulary, only padding.
+            largest = logits.amax(-1) if len(weight) else logits.new_full((len(logits),), float("-inf"))
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            shifted = logits.sub_(largest.unsqueeze(-1))
+            exp = shifted.exp()
+            row, column = _own(targets[part], first, len(weight))
+            chosen = exp.new_zeros(len(exp)).index_put((row,), shifted[row, column])
+            sums = torch.stack([exp.sum(-1), chosen, (exp * shifted).sum(-1), exp.square().sum(-1)])
+            dist.all_reduce(sums, group=group)
+            total, chosen, weighted, square = sums
+            log_probs[part] = chosen - total.log()
+            log_z[part] = largest + total.log()
+            entropy[part] = total.log() - weighted / total
+            squares[part] = square / total.square()
+        ctx.save_for_backward(hidden, weight, targets, log_z, entropy)
+        ctx.settings = first, temperature, rows, wide
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(squares)
+        return log_probs, entropy, squares
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_z, entropy = ctx.saved_tensors
+        first, temperature, rows, wide = ctx.settings
+        grad_log_probs, grad_entropy, _ = grads
+        grad_hidden, grad_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            log_p = _logits(hidden[part], weight, wide, temperature).sub_(log_z[part].unsqueeze(-1))
+            grad, p = torch.zeros_like(log_p), log_p.exp()
+            # ∂ log p(y) / ∂z = 1_y - p          ∂H / ∂z = -p (log p + H)
+            if grad_entropy is not None:
+                torch.mul(p, log_p + entropy[part].unsqueeze(-1), out=grad)
+                grad.mul_(-grad_entropy[part].unsqueeze(-1))
+            if grad_log_probs is not None:
+                grad.addcmul_(p, grad_log_probs[part].unsqueeze(-1), value=-1)
+                row, column = _own(targets[part], first, len(weight))
+                grad[row, column] += grad_log_probs[part][row]
+            grad = grad.div_(temperature).to(hidden.dtype)
+            grad_hidden[part] = grad @ weight
+            grad_weight.addmm_(grad.t(), hidden[part])
+        return grad_hidden, grad_weight, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, temperature: float) -> Tensor:
+    return torch.nn.functional.linear(hidden, weight).to(dtype).div_(temperature)
+
+
+def _own(targets: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Rows whose target is among this rank's ``count`` tokens from ``first`` on, and its column there."""
+    columns = targets - first
+    rows = ((columns >= 0) & (columns < count)).nonzero().flatten()
+    return rows, columns[rows]

@@ -1,0 +1,224 @@
+"""Where each Transformers weight lies in the parameters of megatron-core, as boxes that each rank holds.
+
+A weight ``W`` of Transformers is on several ranks a box of it each: some rows (column-parallel layers, the vocabulary),
+some columns (row-parallel layers), or all of it (norms). Queries, keys and values share one parameter, as do the gate
+and the up projection. All conversions are made from this one table: reading model folders, exporting, checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from verl.errors import ConfigError
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Index of the first element in each dimension, and the sizes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A box of a Transformers weight inside a parameter of this rank."""
+
+    name: str
+    """Of the weight in Transformers."""
+    parameter: str
+    """Of the parameter in megatron-core."""
+    start: tuple[int, ...]
+    """Index of the box's first element in each dimension of the weight."""
+    size: tuple[int, ...]
+    """Shape of the box."""
+    view: Callable[[Tensor], Tensor]
+    """The box as a view of the parameter, or of another tensor of its shape; the view may have more dimensions."""
+    is_divided: bool
+    """Whether tensor-parallel ranks have different boxes; otherwise each has the whole weight."""
+
+    @property
+    def box(self) -> Box:
+        """Start and size."""
+        return self.start, self.size
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the box in ``tensor``, which has the shape of the parameter; possibly a view."""
+        return self.view(tensor).reshape(self.size)
+
+    def write(self, tensor: Tensor, values: Tensor) -> None:
+        """Copy ``values``, which have the shape of the box, into ``tensor``."""
+        view = self.view(tensor)
+        view.copy_(values.reshape(view.shape))
+
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+_OUTSIDE = {
+    "model.embed_tokens": "embedding.word_embeddings",
+    "model.norm": "decoder.final_layernorm",
+    "lm_head": "output_layer",
+    "score": "output_layer",
+}
+_INSIDE = {
+    "input_layernorm": "input_layernorm",
+    "post_attention_layernorm": "pre_mlp_layernorm",
+    "self_attn.q_proj": "self_attention.linear_qkv",
+    "self_attn.k_proj": "self_attention.linear_qkv",
+    "self_attn.v_proj": "self_attention.linear_qkv",
+    "self_attn.q_norm": "self_attention.q_layernorm",
+    "self_attn.k_norm": "self_attention.k_layernorm",
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "mlp.gate_proj": "mlp.linear_fc1",
+    "mlp.up_proj": "mlp.linear_fc1",
+    "mlp.down_proj": "mlp.linear_fc2",
+}
+
+
+@dataclass(frozen=True)
+class Division:
+    """How this rank's tensor-parallel group divides matrices."""
+
+    ranks: int
+    rank: int
+    query_heads: int
+    """Of the whole model."""
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: PretrainedConfig, group: dist.ProcessGroup) -> Division:
+        """Read the heads from a Transformers config."""
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(dist.get_world_size(group), dist.get_rank(group), heads, config.num_key_value_heads, head_dim)
+
+    def place(self, name: str, parameter: str, shape: tuple[int, ...]) -> Place:
+        """Return this rank's box of the weight ``name``."""
+        stem = name.rsplit(".", 2)[-2]
+        if stem in ("q_proj", "k_proj", "v_proj"):
+            return self._qkv(name, parameter, shape, "qkv".index(stem[0]))
+        if stem in ("gate_proj", "up_proj"):
+            half = int(stem == "up_proj")
+            return self._rows(name, parameter, shape, lambda tensor: tensor.chunk(2)[half])
+        if stem in ("embed_tokens", "lm_head"):
+            return self._vocabulary(name, parameter, shape)
+        if stem in ("o_proj", "down_proj"):
+            width = shape[1] // self.ranks
+            start, size = (0, self.rank * width), (shape[0], width)
+            return Place(name, parameter, start, size, _whole, is_divided=True)
+        return Place(name, parameter, (0,) * len(shape), shape, _whole, is_divided=False)
+
+    def _rows(self, name: str, parameter: str, shape: tuple[int, ...], view: Callable[[Tensor], Tensor]) -> Place:
+        count = shape[0] // self.ranks
+        start = (self.rank * count, *(0 for _ in shape[1:]))
+        return Place(name, parameter, start, (count, *shape[1:]), view, is_divided=True)
+
+    def _vocabulary(self, name: str, parameter: str, shape: tuple[int, ...]) -> Place:
+        """Rows of a vocabulary that is padded at its end to a multiple of the ranks."""
+        each = -(-shape[0] // self.ranks)
+        first = min(self.rank * each, shape[0])
+        count = min(each, shape[0] - first)
+        return Place(name, parameter, (first, 0), (count, shape[1]), lambda tensor: tensor[:count], is_divided=True)
+
+    def _qkv(self, name: str, parameter: str, shape: tuple[int, ...], which: int) -> Place:
+        """Rows of queries, keys or values: for each key head its queries, itself, and its value lie together."""
+        groups, per_group = self.kv_heads // self.ranks, self.query_heads // self.kv_heads
+        first, last = ((0, per_group), (per_group, per_group + 1), (per_group + 1, per_group + 2))[which]
+
+        def view(tensor: Tensor) -> Tensor:
+            return tensor.view(groups, per_group + 2, self.head_dim, *tensor.shape[1:])[:, first:last]
+
+        return self._rows(name, parameter, shape, view)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def places_of(
+    shapes: Mapping[str, tuple[int, ...]], module: nn.Module, division: Division, is_tied: bool
+) -> list[Place]:
+    """Find the Transformers weights in ``module``, this rank's part of the model.
+
+    Args:
+        shapes: of all weights of the model, by their Transformers name, tied ones once.
+        module: a ``GPTModel`` of megatron-core.
+        division: of its matrices.
+        is_tied: whether the output projection is the embedding; the last pipeline stage then has a copy.
+
+    Raises:
+        ConfigError: a weight has no place, or a parameter of ``module`` is no weight of the model.
+    """
+    local = {name.removeprefix("module."): tuple(p.shape) for name, p in module.named_parameters()}
+    numbers = {layer.layer_number - 1: index for index, layer in enumerate(module.decoder.layers)}  # type: ignore[union-attr]
+    found: list[Place] = []
+    for name, shape in shapes.items():
+        targets = [_parameter_of(name, numbers)]
+        if is_tied and name == "model.embed_tokens.weight":
+            targets.append("output_layer.weight")
+        found += [division.place(name, target, shape) for target in targets if target in local]
+    if unfilled := sorted(local.keys() - {place.parameter for place in found}):
+        raise ConfigError(f"the model has no weight for megatron-core's {', '.join(unfilled[:3])}.")
+    return found
+
+
+def _parameter_of(name: str, numbers: Mapping[int, int]) -> str | None:
+    """The name in megatron-core; None if the weight belongs to a layer on another pipeline stage."""
+    if match := _LAYER.fullmatch(name):
+        number, inside, kind = match.groups()
+        if inside in _INSIDE:
+            local = numbers.get(int(number))
+            return None if local is None else f"decoder.layers.{local}.{_INSIDE[inside]}.{kind}"
+    stem, _, kind = name.rpartition(".")
+    if stem in _OUTSIDE:
+        return f"{_OUTSIDE[stem]}.{kind}"
+    raise ConfigError(
+        f"the weight '{name}' has no place in strategy=megatron, which has the layers of Qwen2, Qwen3, Llama and "
+        "Mistral. Use strategy=fsdp2 for this model."
+    )
+
+
+class WeightGatherer:
+    """Gathers boxes of all ranks to whole weights, one weight at a time. Collective to create.
+
+    Args:
+        shapes: of all weights, by their Transformers name, in the order in which they are gathered.
+        places: the boxes of this rank.
+    """
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], places: list[Place]) -> None:
+        self.shapes = shapes
+        ranks: list[list[tuple[str, Box]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(ranks, [(place.name, place.box) for place in places])
+        self._boxes: dict[str, dict[Box, int]] = {name: {} for name in shapes}
+        for rank, boxes in enumerate(ranks):
+            for name, box in boxes:
+                self._boxes[name].setdefault(box, rank)  # of equal boxes that of the lowest rank counts
+        self._mine = {(place.name, place.box): place for place in reversed(places)}
+
+    def owned(self) -> list[Place]:
+        """The boxes that this rank holds in the name of all that have the same: together all ranks' once."""
+        me = dist.get_rank()
+        return [place for (name, box), place in self._mine.items() if self._boxes[name][box] == me]
+
+    def gather(
+        self, boxes: Callable[[Place], Tensor], dtype: torch.dtype, device: torch.device
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over whole tensors by name. Collective: every rank iterates to the end.
+
+        ``boxes`` returns the box of a place that this rank owns.
+        """
+        me = dist.get_rank()
+        for name, shape in self.shapes.items():
+            whole = torch.empty(shape, dtype=dtype, device=device)
+            for (start, size), rank in self._boxes[name].items():
+                part = whole[tuple(slice(first, first + count) for first, count in zip(start, size, strict=True))]
+                if rank == me:
+                    part.copy_(boxes(self._mine[name, (start, size)]))
+                if dist.get_world_size() > 1 and part.numel():
+                    packet = part.contiguous()
+                    dist.broadcast(packet, src=rank)
+                    part.copy_(packet)
+            yield name, whole
