@@ -31,7 +31,7 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     assert present <= packed, f"not in the wheel: {sorted(present - packed)}"
 
 
-SUFFIXES = (".py", ".pyi", ".c", ".h", ".yaml", ".typed")
+SUFFIXES = (".py", ".pyi", ".c", ".h", ".yaml", ".typed", ".html", ".js", ".css", ".svg", ".LICENSE")
 RUN_BY_PATH = (
     "backends/cpu/kernels/decoding.c",
     "supervision/prctl.py",

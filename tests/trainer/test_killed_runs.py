@@ -134,10 +134,13 @@ class Runs:
         found: dict[str, Any] = {}
         for path in sorted(root.rglob("*.jsonl")):
             records = [json.loads(line) for line in path.read_text().splitlines()]
+            if path.name.endswith(".run.jsonl"):  # of times
+                continue
             if path.parent.name == "validation" and path.stem not in ("4", str(STEPS)):
                 continue
             for record in records:
                 record.pop("run", None)
+                record.pop("time", None)
                 if "data" in record:
                     record["data"] = {k: v for k, v in record["data"].items() if not k.startswith(CLOCKS)}
             records = [record for record in records if "training/epoch" in record.get("data", {"training/epoch": 0})]

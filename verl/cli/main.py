@@ -9,6 +9,7 @@ import importlib
 import json
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import click
@@ -134,6 +135,22 @@ def doctor(as_json: bool) -> None:
     else:
         console().print(findings_table(findings))
     sys.exit(1 if any(finding.verdict == "fail" for finding in findings) else 0)
+
+
+@cli.command()
+@click.argument("folders", nargs=-1, required=True, metavar="FOLDER...", type=click.Path(path_type=Path))
+@click.option("--port", default=0, help="port of the loopback address; 0 takes a free one")
+@click.option("--open", "opens_browser", is_flag=True, help="open the page in the browser")
+@click.option("--token", envvar="VERL_VIEW_TOKEN", help="fixed token instead of a random one")
+def view(folders: tuple[Path, ...], port: int, opens_browser: bool, token: str | None) -> None:
+    """Look into runs in the browser: curves, samples, tokens, times, alerts.
+
+    FOLDER is a folder with runs, or a file of the tracker `file`. Runs that go on are followed.
+    """
+    from verl.view.command import view as serve
+
+    with interruptible():
+        serve(list(folders), port, opens_browser, token)
 
 
 def main() -> None:

@@ -24,7 +24,9 @@ from verl.trainer.recovery import BadSteps, PassLimits, Recovery
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import Progress, status
 from verl.utils.dataset.loading import batches, load_position, skip_batches
+from verl.utils.health import HealthWatch
 from verl.utils.metric import Metrics, simple_timer
+from verl.utils.run_log import clock
 from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -52,6 +54,8 @@ class StepContext:
     """Wall-clock time by stage."""
     flops: dict[str, float | None] = field(default_factory=dict)
     """Useful floating-point operations by stage, over all ranks; None where they are not known."""
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    """Name, begin and end of each stage in the order of their ends, in seconds since 1970."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -59,9 +63,11 @@ class StepContext:
 
         Times of a stage that is entered twice are summed. With nested stages the note names the innermost one.
         """
+        began = clock()
         with simple_timer(name, self.seconds):
             try:
                 yield
+                self.spans.append((name, round(began, 4), round(clock(), 4)))
             except Exception as error:
                 if not any(note.startswith("This happened in stage") for note in getattr(error, "__notes__", ())):
                     error.add_note(f"This happened in stage '{name}' of step {self.number}.")
@@ -194,6 +200,7 @@ class TrainingLoop:
         self.termination = Termination()
         self.recovery = Recovery(trainer.recovery, self, self.checkpoint, self.pass_limits, self.termination)
         self.rows = self._epochs()
+        self.health = HealthWatch()
         self._reported_step = 0
         self._shown_save: int | None = None
 
@@ -277,7 +284,7 @@ class TrainingLoop:
                     with context.stage("step"), self.termination.interrupting(self.recovery.can_save):
                         batch = self.step(batch, context)
                         self._validate_and_save(context)
-                    self._report(self._all_metrics(batch, context), tracking, progress)
+                    self._report(self._all_metrics(batch, context), context, tracking, progress)
                     self.checkpoint.poll()
                     self._show_saved(tracking)
                     self.bad_steps.stop_if_too_many(context.number)
@@ -389,11 +396,15 @@ class TrainingLoop:
         own = context.metrics | self.step_metrics(batch, context)
         return own | self.checkpoint.metrics() | self.recovery.metrics() | self.pass_limits.metrics()
 
-    def _report(self, metrics: Metrics, tracking: Tracking, progress: Progress) -> None:
+    def _report(self, metrics: Metrics, context: StepContext, tracking: Tracking, progress: Progress) -> None:
         if self.global_steps <= self._reported_step:  # a step repeated after a restart is logged once only
             return
         progress.update(self.global_steps, metrics)
         tracking.log(metrics, step=self.global_steps)
+        tracking.log_event("step", step=self.global_steps, spans=context.spans)
+        for alert in self.health.look(self.global_steps, metrics):
+            logger.warning("step %d: %s", alert.step, alert.reason)
+            tracking.log_event("alert", step=alert.step, rule=alert.rule, reason=alert.reason)
         self._reported_step = self.global_steps
 
     # ---- states ---------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
-"""What happened to a run beside its metrics: starts with their settings, checkpoints, ends.
+"""What happened to a run beside its metrics: starts with their settings, stages, alerts, checkpoints, ends.
 
 The tracker ``file`` writes ``{name}.run.jsonl`` beside ``{name}.jsonl``, one JSON object per line::
 
     {"event": "start", "time": ..., "run": id, "config": {...}, "resumed_after": 0, "host": ..., "pid": ..., ...}
+    {"event": "step", "time": ..., "run": id, "step": 1, "spans": [["gen", begin, end], ...]}
+    {"event": "alert", "time": ..., "run": id, "step": 7, "rule": "grad_spike", "reason": ...}
     {"event": "checkpoint", "time": ..., "run": id, "step": 100, "folder": ...}
     {"event": "end", "time": ..., "run": id, "status": "done"}
 """
@@ -20,6 +22,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+
+_AHEAD_S = time.time() - time.monotonic()
+
+
+def clock() -> float:
+    """Return seconds since 1970 as the wall showed them when this process began: differences are true durations."""
+    return _AHEAD_S + time.monotonic()
+
 
 EndStatus = Literal["done", "stopped", "failed"]
 """``stopped``: by a signal, after the state was saved."""
@@ -57,7 +67,7 @@ class RunLog:
 
     def write(self, event: str, **details: Any) -> None:
         """Append an event and flush it, so that it is kept if the process is killed."""
-        record = {"event": event, "time": time.time(), "run": self.run} | details
+        record = {"event": event, "time": round(clock(), 3), "run": self.run} | details
         self._file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
         self._file.flush()
 

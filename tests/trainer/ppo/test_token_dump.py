@@ -88,9 +88,14 @@ def test_a_run_writes_its_tokens_and_those_of_validation(tmp_path, monkeypatch):
         assert sum(row["token_level_scores"]) == pytest.approx(records[rows.index(row)]["score"])
     assert "old_log_probs" not in feather.read_table(tmp_path / "val/2.arrow").column_names
     events = [json.loads(line) for line in (tmp_path / "log.run.jsonl").read_text().splitlines()]
-    assert [event["event"] for event in events] == ["start", "end"]
+    assert [event["event"] for event in events] == ["start", "step", "step", "end"]
     assert events[0]["config"]["trainer"]["rollout_token_dump_freq"] == 2
-    assert events[1]["status"] == "done"
+    spans = {name: (begin, end) for name, begin, end in events[2]["spans"]}
+    step = spans["step"]
+    order = [spans[name] for name in ("gen", "reward", "ref", "update_actor", "dump_tokens", "testing")]
+    assert order == sorted(order)
+    assert all(step[0] <= begin <= end <= step[1] for begin, end in order)
+    assert events[3]["status"] == "done"
 
 
 def test_a_frequency_without_a_folder_is_refused(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from verl.base.fs import below
 from verl.errors import ConfigError
 from verl.utils.console import metrics_line, show, write_step
 from verl.utils.file_log import THIS_RUN, cut_own_end
-from verl.utils.run_log import RunLog
+from verl.utils.run_log import RunLog, clock
 from verl.utils.tracking.base import TRACKERS, Tracker, import_package, markdown_table
 
 
@@ -68,7 +67,7 @@ class FileTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Write a line and flush it, so that it is kept if the process is killed."""
-        self._write({"step": step, "data": dict(metrics), "time": round(time.time(), 3)})
+        self._write({"step": step, "data": dict(metrics), "time": round(clock(), 3)})
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Write one line with all rows, each as an object."""

@@ -1,0 +1,59 @@
+"""Each rule of health speaks when its metric goes wrong, and is silent on a run that goes well."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl.utils.health import FINITE, HealthWatch
+
+
+def rules(name: str, values: list[float]) -> list[tuple[int, str]]:
+    watch = HealthWatch()
+    found = [alert for step, value in enumerate(values, 1) for alert in watch.look(step, {name: value})]
+    return [(alert.step, alert.rule) for alert in found]
+
+
+@pytest.mark.parametrize(
+    ("metric", "values", "expected"),
+    [
+        # 51 equal values are 50 steps without a change
+        ("critic/score/mean", [0.5] * 51, [(51, "reward_stuck")]),
+        ("critic/score/mean", [0.5] * 50 + [0.6], []),
+        ("reward/equal_group_rate", [1.0] * 20, [(20, "equal_groups")]),
+        ("reward/equal_group_rate", [0.9] * 40, []),
+        # the mean of the last 20 at step 39: (1 + 19·0.05) / 20 = 0.0975, less than a tenth of 1
+        ("actor/entropy", [1.0] * 20 + [0.05] * 20, [(39, "entropy_collapse")]),
+        ("actor/entropy", [1.0] * 20 + [0.2] * 30, []),
+        # (15·0.002 + 5·0.04) / 20 = 0.0115: the first mean above 0.01, and above 3·0.002
+        ("training/rollout_probs_diff_mean", [0.002] * 20 + [0.04] * 5, [(25, "gap_growing")]),
+        ("training/rollout_probs_diff_mean", [0.02] * 60, []),
+        # 0.1 at first; 7 of 20 at 0.8 give (13·0.1 + 7·0.8) / 20 = 0.345
+        ("response_length/clip_ratio", [0.1] * 20 + [0.8] * 7, [(26, "truncation")]),
+        ("actor/ppo_kl", [0.01] * 21 + [0.5], [(22, "kl_runaway")]),
+        ("actor/ppo_kl", [0.001] * 21 + [0.05], []),
+        ("actor/grad_norm", [1.0] * 21 + [11.0], [(22, "grad_spike")]),
+        ("actor/grad_norm", [1.0] * 21 + [9.0], []),
+        ("reward/error_rate", [0.0, 0.06], [(2, "reward_errors")]),
+    ],
+)
+def test_rules(metric, values, expected):
+    assert rules(metric, values) == expected
+
+
+def test_a_value_that_is_not_finite_is_told_at_once():
+    assert rules(FINITE[0], [1.0, float("nan")]) == [(2, "not_finite")]
+
+
+def test_trouble_that_goes_on_is_told_once_and_again_after_a_pause():
+    # silent while it lasts; after 20 steps without trouble the next one is new
+    values = [0.0] + [0.5] * 30 + [0.0] * 20 + [0.5]
+    assert rules("reward/error_rate", values) == [(2, "reward_errors"), (52, "reward_errors")]
+
+
+def test_the_reason_has_the_numbers():
+    watch = HealthWatch()
+    for step in range(1, 22):
+        watch.look(step, {"actor/grad_norm": 2.0})
+    (alert,) = watch.look(22, {"actor/grad_norm": 50.0})
+    assert alert.reason == "the gradient's norm is 50, 2 in the 20 steps before."
+    assert (alert.metric, alert.samples) == ("actor/grad_norm", "longest")

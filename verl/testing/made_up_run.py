@@ -1,0 +1,117 @@
+"""Files of a run that never was, of any size: metrics, events, samples, tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pyarrow as pa
+
+from verl.trainer.ppo.token_dump import NUMBERS
+
+STAGES = (("gen", 0.5), ("reward", 0.1), ("old_log_prob", 0.1), ("adv", 0.02), ("update_actor", 0.28))
+BEGAN = 1_790_000_000.0
+
+
+def make_up_run(
+    folder: Path, *, steps: int = 60, metrics: int = 12, prompts: int = 4, siblings: int = 4, tokens_every: int = 0,
+    seed: int = 0, ended: bool = True, validation_every: int = 0,
+) -> Path:  # fmt: skip
+    """Write the files of a run below a folder; return the file of metrics."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(seed)
+    log = folder / "metrics.jsonl"
+    with log.open("w") as file:
+        for step in range(1, steps + 1):
+            file.write(json.dumps(metrics_line(step, metrics, draw)) + "\n")
+    write_events(folder, steps, seed, ended)
+    for step in range(1, steps + 1):
+        write_samples(folder / "rollouts", step, prompts, siblings, draw)
+        if tokens_every and step % tokens_every == 0:
+            write_tokens(folder / "rollouts", step, prompts, siblings, draw)
+        if validation_every and step % validation_every == 0:
+            write_samples(folder / "validation", step, prompts, 1, draw, same_prompts=True)
+    return log
+
+
+def metrics_line(step: int, metrics: int, draw: random.Random) -> dict:
+    known = {
+        "critic/score/mean": 1 - math.exp(-step / 40) + draw.gauss(0, 0.04),
+        "actor/entropy": 2 * math.exp(-step / 60) + 0.3 + draw.gauss(0, 0.02),
+        "actor/grad_norm": 1 + abs(draw.gauss(0, 0.2)) + (40 if step == 40 else 0),
+        "actor/pg_loss": draw.gauss(0, 0.1),
+        "response_length/mean": 120 + 2 * step + draw.gauss(0, 8),
+        "response_length/clip_ratio": min(1.0, step / 100),
+        "reward/error_rate": 0.0,
+        "training/rollout_probs_diff_mean": 0.002 + abs(draw.gauss(0, 0.0002)),
+        "timing_s/step": 10.0,
+    }
+    known |= {f"group_{i % 12}/metric_{i}": draw.gauss(i, 1) for i in range(max(0, metrics - len(known)))}
+    return {"step": step, "data": known, "time": BEGAN + 10 * step, "run": "made-up"}
+
+
+def write_events(folder: Path, steps: int, seed: int, ended: bool) -> None:
+    config = {"data": {"seed": seed, "train_batch_size": 64}, "trainer": {"rollout_data_dir": str(folder / "rollouts")}}
+    versions = {"verl": "0.1.0", "python": "3.11"}
+    events: list[dict] = [
+        {"event": "start", "config": config, "host": "elsewhere", "pid": 1, "process_began": BEGAN, "time": BEGAN,
+         "command": "verl train data.seed=1", "environment": versions},
+    ]  # fmt: skip
+    for step in range(1, steps + 1):
+        begin = BEGAN + 10 * step
+        spans: list[tuple[str, float, float]] = []
+        at = begin
+        for name, share in STAGES:
+            spans.append((name, at, at + 9.5 * share))
+            at += 9.5 * share
+        events.append({"event": "step", "step": step, "spans": [*spans, ("step", begin, at)], "time": at})
+        if step % 20 == 0:
+            events.append({"event": "checkpoint", "step": step, "folder": "checkpoints", "time": at})
+    events += [{"event": "resume", "step": steps // 2, "time": BEGAN + 5 * steps}] if steps > 1 else []
+    events += [{"event": "end", "status": "done", "why": "", "time": BEGAN + 10 * steps}] if ended else []
+    (folder / "metrics.run.jsonl").write_text(
+        "".join(json.dumps(event | {"run": "made-up"}) + "\n" for event in events)
+    )
+
+
+def write_samples(
+    folder: Path, step: int, prompts: int, siblings: int, draw: random.Random, same_prompts: bool = False
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    records = []
+    for prompt in range(prompts):
+        for sibling in range(siblings):
+            is_right = draw.random() < 1 - math.exp(-step / 40)
+            records.append(
+                {
+                    "input": f"make {prompt + 16} from 7 12 3" + ("" if same_prompts else f" (step {step})"),
+                    "output": f"<answer>7 + 12 - 3</answer> try {draw.randrange(1000)}",
+                    "gts": {"target": prompt + 16},
+                    "score": float(is_right),
+                    "step": step,
+                    "response_length": draw.randrange(5, 200),
+                    "uid": f"{step}-{prompt}",
+                    "sample_index": sibling,
+                    "data_source": ("countdown", "gsm8k")[prompt % 2],
+                    "finish_reason": "length" if draw.random() < 0.2 else "stop",
+                }
+            )
+    (folder / f"{step}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_tokens(folder: Path, step: int, prompts: int, siblings: int, draw: random.Random) -> None:
+    words = ["<answer>", "7", " +", " 12", " -", " 3", "</answer>", "\n", " so"]
+    rows = []
+    for prompt in range(prompts):
+        for sibling in range(siblings):
+            ids = [draw.randrange(len(words)) for _ in range(24)]
+            numbers = {name: [draw.gauss(-1, 0.5) for _ in ids] for name in NUMBERS[:6]}
+            mask = [0 if 8 <= place < 12 else 1 for place in range(len(ids))]
+            row = {"uid": f"{step}-{prompt}", "sample_index": sibling, "weight_version": step - 1}
+            rows.append(row | {"prompt_ids": [1, 3, 5], "response_ids": ids, "response_mask": mask} | numbers)
+    metadata = {"step": str(step), "tokens": json.dumps(dict(enumerate(words)))}
+    table = pa.Table.from_pylist(rows).replace_schema_metadata(metadata)
+    with pa.OSFile(str(folder / f"{step}.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=8)

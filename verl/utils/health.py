@@ -1,0 +1,197 @@
+"""Watch the metrics of a run for signs of trouble; used while it trains, and by ``verl view`` on what it wrote."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+WINDOW = 20
+"""Steps that a mean or median is taken over."""
+STUCK_STEPS = 50
+"""Steps without any change of the reward, after which it counts as stuck."""
+QUIET_STEPS = 20
+"""Steps after an alert in which its rule says nothing."""
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A sign of trouble at a step."""
+
+    step: int
+    rule: str
+    metric: str
+    reason: str
+    """What was seen, with numbers, and what it may mean."""
+    samples: Literal["", "lowest", "highest", "longest", "failed"] = ""
+    """Which samples of the step show it."""
+
+
+class History:
+    """The newest values of a metric, and the mean of its first ``WINDOW``."""
+
+    def __init__(self) -> None:
+        self.recent: deque[float] = deque(maxlen=STUCK_STEPS + 1)
+        self.first: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Add a finite value."""
+        self.recent.append(value)
+        if len(self.first) < WINDOW:
+            self.first.append(value)
+
+    @property
+    def last(self) -> float:
+        """The newest value."""
+        return self.recent[-1]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether there are as many values after the first ``WINDOW`` as means need."""
+        return len(self.first) == WINDOW and len(self.recent) > WINDOW
+
+    def mean(self) -> float:
+        """Mean of the newest ``WINDOW`` values."""
+        return statistics.fmean(list(self.recent)[-WINDOW:])
+
+    def start(self) -> float:
+        """Mean of the first ``WINDOW`` values."""
+        return statistics.fmean(self.first)
+
+    def median_before(self) -> float:
+        """Median of the ``WINDOW`` values before the newest."""
+        return statistics.median(list(self.recent)[-WINDOW - 1 : -1])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A test of one metric.
+
+    Attributes:
+        broken: returns the reason of an alert, or an empty text.
+        samples: see :class:`Alert`.
+    """
+
+    name: str
+    metric: str
+    broken: Callable[[History], str]
+    samples: Literal["", "lowest", "highest", "longest", "failed"] = ""
+
+
+class HealthWatch:
+    """Looks at the metrics of one step after the other.
+
+    Example:
+        >>> watch = HealthWatch()
+        >>> [alert.rule for alert in watch.look(1, {"actor/loss": float("nan")})]
+        ['not_finite']
+    """
+
+    def __init__(self) -> None:
+        self._history: dict[str, History] = {rule.metric: History() for rule in RULES}
+        self._said: dict[str, int] = {}
+
+    def look(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
+        """Take the metrics of a step and return its new alerts; a rule is silent for a while after one."""
+        found = [
+            Alert(step, "not_finite", name, f"{name} is {metrics[name]}: the update of this step is not to be trusted.")
+            for name in FINITE
+            if name in metrics and not math.isfinite(metrics[name])
+        ]
+        for name, history in self._history.items():
+            value = metrics.get(name)
+            if value is not None and math.isfinite(value):
+                history.add(float(value))
+        for rule in RULES:
+            history = self._history[rule.metric]
+            if rule.metric in metrics and history.recent and (reason := rule.broken(history)):
+                found.append(Alert(step, rule.name, rule.metric, reason, rule.samples))
+        return [alert for alert in found if self._is_new(alert)]
+
+    def _is_new(self, alert: Alert) -> bool:
+        before = self._said.get(alert.rule, -QUIET_STEPS)
+        self._said[alert.rule] = alert.step
+        return alert.step - before >= QUIET_STEPS
+
+
+FINITE = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "train/loss", "train/grad_norm")
+"""Metrics that must be finite."""
+
+
+def _stuck(history: History) -> str:
+    values = list(history.recent)
+    if len(values) <= STUCK_STEPS or max(values) - min(values) > 1e-9:
+        return ""
+    return f"the mean score has been {history.last:.4g} for {STUCK_STEPS} steps: the model gets no signal."
+
+
+def _equal_groups(history: History) -> str:
+    if len(history.recent) < WINDOW or history.mean() < 0.95:
+        return ""
+    return (
+        f"{history.mean():.0%} of the groups of the last {WINDOW} steps have one and the same score: the prompts are "
+        "too easy or too hard, and give no advantage."
+    )
+
+
+def _entropy(history: History) -> str:
+    if not history.is_settled or history.mean() >= 0.1 * history.start() or history.mean() >= 0.1:
+        return ""
+    return (
+        f"the entropy fell from {history.start():.3g} to {history.mean():.3g} nats per token: the model explores no "
+        "more. Consider actor.entropy_coeff, actor.entropy_target or clip_ratio_high."
+    )
+
+
+def _gap(history: History) -> str:
+    if not history.is_settled or history.mean() < max(0.01, 3 * history.start()):
+        return ""
+    return (
+        f"the probabilities of rollout and trainer differ by {history.mean():.3g} on average, {history.start():.3g} at "
+        "the start. Consider algorithm.rollout_correction."
+    )
+
+
+def _truncated(history: History) -> str:
+    if len(history.recent) < WINDOW or history.mean() < max(0.3, 2 * statistics.fmean(history.first)):
+        return ""
+    return (
+        f"{history.mean():.0%} of the responses of the last {WINDOW} steps are cut at data.max_response_length "
+        f"({statistics.fmean(history.first):.0%} at the start)."
+    )
+
+
+def _kl(history: History) -> str:
+    if len(history.recent) <= WINDOW or abs(history.last) < 0.1:
+        return ""
+    before = abs(history.median_before())
+    return "" if abs(history.last) < 10 * before else f"the KL rose from {before:.3g} to {history.last:.3g} in a step."
+
+
+def _spike(history: History) -> str:
+    if len(history.recent) <= WINDOW or history.last < 10 * history.median_before() or history.last < 1e-6:
+        return ""
+    return f"the gradient's norm is {history.last:.3g}, {history.median_before():.3g} in the {WINDOW} steps before."
+
+
+def _errors(history: History) -> str:
+    if history.last < 0.05:
+        return ""
+    return f"{history.last:.0%} of the samples could not be scored; they are left out of training."
+
+
+RULES = (
+    Rule("reward_stuck", "critic/score/mean", _stuck, "highest"),
+    Rule("equal_groups", "reward/equal_group_rate", _equal_groups, "highest"),
+    Rule("entropy_collapse", "actor/entropy", _entropy, "highest"),
+    Rule("gap_growing", "training/rollout_probs_diff_mean", _gap, "longest"),
+    Rule("truncation", "response_length/clip_ratio", _truncated, "longest"),
+    Rule("kl_runaway", "actor/ppo_kl", _kl, "lowest"),
+    Rule("kl_runaway", "actor/kl_loss", _kl, "lowest"),
+    Rule("grad_spike", "actor/grad_norm", _spike, "longest"),
+    Rule("grad_spike", "train/grad_norm", _spike),
+    Rule("reward_errors", "reward/error_rate", _errors, "failed"),
+)

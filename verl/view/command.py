@@ -1,0 +1,55 @@
+"""``verl view``: start the server and say where it is."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import webbrowser
+from pathlib import Path
+
+import uvicorn
+
+from verl.errors import ConfigError
+from verl.utils.console import show
+from verl.view.guard import Guard
+from verl.view.index import Index, place_of_index
+from verl.view.runs import Library
+from verl.view.server import make_app
+
+HOST = "127.0.0.1"
+
+
+def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token: str | None = None) -> None:
+    """Serve the runs below folders until Ctrl-C.
+
+    Args:
+        folders: folders, or files of the tracker ``file``.
+        port: of the loopback address; 0 takes a free one.
+        opens_browser: open the page in the user's browser.
+        token: what the page's address must have; by default a new random one.
+
+    Raises:
+        ConfigError: a folder is not there, or the port is taken.
+    """
+    for folder in folders:
+        if not folder.exists():
+            raise ConfigError(f"there is no {folder}. Name folders with runs, or files of the tracker `file`.")
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        raise ConfigError(f"port {port} cannot be used ({error.strerror}). Leave --port out for a free one.") from error
+    port = listener.getsockname()[1]
+    token = token or secrets.token_urlsafe(24)
+    library = Library(folders, Index(place_of_index(folders)))
+    library.find()
+    address = f"http://{HOST}:{port}/?token={token}"
+    show(f"{len(library.runs)} runs; open {address}")
+    show(f"It answers this machine only, until Ctrl-C. From elsewhere: ssh -L {port}:127.0.0.1:{port} HOST")
+    if opens_browser:
+        webbrowser.open(address)
+    app = Guard(make_app(library), token, port)
+    # Open streams of events would hold up the end of the server.
+    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,129 @@
+"""The index of runs: an SQLite file that grows with the files of the runs and can be deleted at any time.
+
+It holds the metrics by name, in chunks of ``CHUNK`` lines, and a row for each sample with its place in its file. The
+texts of samples stay in their files. Lines of metrics beyond the last whole chunk are read anew when the view opens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+"""Of the tables; an index of another version is made anew."""
+
+_TABLES = """
+CREATE TABLE metrics_file (run TEXT PRIMARY KEY, chunks INTEGER, offset INTEGER, fingerprint TEXT);
+CREATE TABLE chunk (run TEXT, number INTEGER, steps BLOB, times BLOB, PRIMARY KEY (run, number));
+CREATE TABLE series (run TEXT, name TEXT, number INTEGER, numbers BLOB, PRIMARY KEY (run, name, number));
+CREATE TABLE dump (
+    id INTEGER PRIMARY KEY, run TEXT, kind TEXT, step INTEGER, path TEXT UNIQUE, size INTEGER, mtime INTEGER
+);
+CREATE INDEX dump_by_step ON dump (run, kind, step);
+CREATE TABLE sample (
+    id INTEGER PRIMARY KEY, run TEXT, kind TEXT, step INTEGER, dump INTEGER, position INTEGER, offset INTEGER,
+    size INTEGER, score REAL, length INTEGER, status TEXT, source TEXT, prompt INTEGER, uid TEXT, sibling INTEGER
+);
+CREATE INDEX sample_by_step ON sample (run, kind, step, position, score, length, status, source);
+CREATE INDEX sample_by_score ON sample (run, kind, score, step, position);
+CREATE INDEX sample_by_length ON sample (run, kind, length, step, position);
+CREATE INDEX sample_by_prompt ON sample (run, kind, prompt, step);
+CREATE INDEX sample_by_dump ON sample (dump);
+"""
+
+
+class Index:
+    """The SQLite file.
+
+    Args:
+        path: of the file, made if need be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with self.writing() as database:
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version not in (0, VERSION):
+                database.close()
+                path.unlink()
+        with self.writing() as database:
+            (version,) = database.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                database.executescript(f"{_TABLES} PRAGMA user_version = {VERSION};")
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """A connection whose changes are written together at the end; one thread at a time."""
+        database = sqlite3.connect(self.path, timeout=30)
+        try:
+            # A lost index is made again, so nothing waits for the disk; readers go on while it is written.
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = OFF")
+            with database:
+                yield database
+        finally:
+            database.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """A connection for queries."""
+        database = sqlite3.connect(self.path, timeout=30)
+        database.row_factory = sqlite3.Row
+        try:
+            yield database
+        finally:
+            database.close()
+
+
+def place_of_index(folders: list[Path]) -> Path:
+    """Return where the index of folders is: in the first one, or below the user's cache if that is not writable."""
+    first = folders[0].resolve()
+    first = first.parent if first.is_file() else first
+    key = hashlib.blake2s("\n".join(str(folder.resolve()) for folder in folders).encode(), digest_size=6).hexdigest()
+    name = f"index-{key}.sqlite"
+    if os.access(first, os.W_OK):
+        return first / ".verl_view" / name
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "verl" / "view" / name
+
+
+def status_of(record: Mapping[str, Any]) -> str:
+    """Return how a sample ended: its trajectory's status, what scoring said if not ok, or why generation ended."""
+    if "trajectory" in record:
+        return str(record["trajectory"].get("status", ""))
+    scoring = record.get("reward_status", "ok")
+    return str(scoring) if scoring != "ok" else str(record.get("finish_reason") or "")
+
+
+def prompt_number(record: Mapping[str, Any]) -> int:
+    """Return a number of 63 bits that is the same for the same prompt."""
+    text = str(record.get("input", "")).encode(errors="surrogatepass")
+    return int.from_bytes(hashlib.blake2s(text, digest_size=8).digest()) >> 1
+
+
+def sample_rows(path: Path) -> Iterator[tuple[Any, ...]]:
+    """Yield the columns ``position`` to ``sibling`` of each line of a file of samples; a broken line is left out."""
+    offset = 0
+    with path.open("rb") as file:
+        for position, line in enumerate(file):
+            try:
+                record = json.loads(line)
+                score = float(record["score"])
+            except (ValueError, KeyError, TypeError):
+                offset += len(line)
+                continue
+            prompt = prompt_number(record)
+            length = record.get("response_length", len(str(record.get("output", ""))))
+            uid = str(record.get("uid", f"{record.get('step')}-{prompt:x}"))
+            yield (
+                position, offset, len(line), score, length, status_of(record), str(record.get("data_source", "")),
+                prompt, uid, record.get("sample_index", position),
+            )  # fmt: skip
+            offset += len(line)

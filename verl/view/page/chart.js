@@ -1,0 +1,105 @@
+// One metric of some runs as curves.
+
+import uPlot from "./vendor/uPlot.esm.js";
+import { h, short } from "./dom.js";
+import { smoothed } from "./smoothing.js";
+
+const HEIGHT = 190;
+
+/**
+ * Draw curves into an element; returns a function that removes them.
+ *
+ * curves: [{label, colour, steps, times, values, marks: [{kind, step, time}]}]
+ * options: {axis: "step" | "relative" | "wall", smoothing: 0..0.99}
+ */
+export function drawChart(element, name, curves, options) {
+  const style = getComputedStyle(document.documentElement);
+  const [ink, grid] = [style.getPropertyValue("--ink-2").trim(), style.getPropertyValue("--line").trim()];
+  const marks = curves.flatMap((curve) => curve.marks.map((mark) => ({ ...mark, x: abscissa(curve, options.axis, mark) })));
+  const data = uPlot.join(curves.map((curve) => [
+    (options.axis === "step" ? curve.steps : curve.times).map((_, row) => abscissaAt(curve, options.axis, row)),
+    smoothed(curve.values, options.smoothing),
+  ]).map(ascending));
+  const series = curves.map((curve) => ({
+    label: curve.label,
+    stroke: curve.colour,
+    width: 1.5,
+    spanGaps: true,
+    points: { show: curve.values.length < 40, size: 4 },
+    value: (_, value) => short(value),
+  }));
+  const axis = { stroke: ink, grid: { stroke: grid, width: 1 }, ticks: { stroke: grid, width: 1 }, font: "11px system-ui" };
+  const values = (_, splits) => splits.map((value) => (options.axis === "relative" ? duration(value) : short(value)));
+  const plot = new uPlot({
+    width: Math.max(200, element.clientWidth),
+    height: HEIGHT,
+    scales: { x: { time: options.axis === "wall" } },
+    axes: [
+      { ...axis, ...(options.axis === "wall" ? {} : { values }) },
+      { ...axis, size: 56, values: (_, splits) => splits.map(short) },
+    ],
+    series: [{ label: options.axis, ...(options.axis === "wall" ? {} : { value: (_, value) => short(value) }) }, ...series],
+    legend: { show: true, live: true },
+    cursor: { drag: { x: true, y: false }, sync: { key: "curves" } },
+    hooks: { draw: [(drawn) => drawMarks(drawn, marks, ink)] },
+  }, data, element);
+  plot.root.setAttribute("role", "img");
+  plot.root.setAttribute("aria-label", described(name, curves));
+  const watcher = new ResizeObserver(() => plot.setSize({ width: Math.max(200, element.clientWidth), height: HEIGHT }));
+  watcher.observe(element);
+  return () => {
+    watcher.disconnect();
+    plot.destroy();
+  };
+}
+
+function abscissaAt(curve, axis, row) {
+  return abscissa(curve, axis, { step: curve.steps[row], time: curve.times[row] });
+}
+
+function abscissa(curve, axis, point) {
+  if (axis === "step") return point.step;
+  return axis === "wall" ? point.time : point.time - curve.times[0];
+}
+
+/** uPlot wants rising abscissas: the points of steps that a resumed run made again replace the earlier ones. */
+function ascending([xs, ys]) {
+  const newest = new Map();
+  xs.forEach((x, row) => x !== null && newest.set(x, ys[row]));
+  const sorted = [...newest.keys()].sort((a, b) => a - b);
+  return [sorted, sorted.map((x) => newest.get(x))];
+}
+
+function drawMarks(plot, marks, ink) {
+  const { ctx, bbox } = plot;
+  ctx.save();
+  ctx.strokeStyle = ink;
+  for (const mark of marks) {
+    const x = Math.round(plot.valToPos(mark.x, "x", true));
+    if (x < bbox.left || x > bbox.left + bbox.width) continue;
+    ctx.setLineDash(mark.kind === "resumed" ? [6, 3] : [1, 5]);
+    ctx.beginPath();
+    ctx.moveTo(x, bbox.top);
+    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.stroke();
+  }
+  ctx.restore();
+}
+
+function described(name, curves) {
+  const ends = curves.map((curve) => {
+    const known = curve.values.filter((value) => value !== null);
+    return `${curve.label}: ${curve.values.length} points, from ${short(known[0])} to ${short(known.at(-1))}`;
+  });
+  return `${name}. ${ends.join("; ")}`;
+}
+
+function duration(seconds) {
+  if (seconds < 120) return `${Math.round(seconds)} s`;
+  return seconds < 7200 ? `${Math.round(seconds / 60)} min` : `${(seconds / 3600).toFixed(1)} h`;
+}
+
+/** A box for one chart with its name. */
+export function chartBox(name) {
+  return h("figure", { class: "chart", "data-metric": name }, h("figcaption", {}, name), h("div", { class: "plot" }));
+}

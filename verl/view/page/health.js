@@ -1,0 +1,36 @@
+// Alerts of the chosen runs, each with its reason and a link to the samples that show it.
+
+import { ask } from "./api.js";
+import { fill, h, short } from "./dom.js";
+import { address } from "./place.js";
+
+const SORTS = {
+  lowest: { sort: "score", descending: "0" }, highest: { sort: "score", descending: "1" },
+  longest: { sort: "length", descending: "1" }, failed: { sort: "score", descending: "0" },
+};
+const NAMES = {
+  not_finite: "Not finite", reward_stuck: "Reward stuck", equal_groups: "All groups equal", entropy_collapse: "Entropy collapsing",
+  gap_growing: "Gap growing", truncation: "Truncation rising", kl_runaway: "KL running away", grad_spike: "Gradient spike",
+  reward_errors: "Errors of rewards",
+};
+
+/** Show alerts; returns {news, chosen}. */
+export async function showHealth(main, parameters, list) {
+  const load = async () => {
+    const runs = list.selected();
+    const found = await Promise.all(runs.map((run) => ask("alerts", { run: run.id })));
+    fill(main, runs.map((run, row) => h("section", {}, h("h2", {}, run.name),
+      found[row].length ? h("ul", { class: "alerts" }, found[row].map((alert) => item(run, alert)))
+        : h("p", { class: "empty" }, "No rule is broken."))));
+  };
+  await load();
+  return { news: load, chosen: load };
+}
+
+function item(run, alert) {
+  const where = { run: run.id, kind: "train", step_from: alert.step, step_to: alert.step, ...SORTS[alert.samples] };
+  return h("li", { class: "alert" },
+    h("strong", {}, `${NAMES[alert.rule] || alert.rule}, step ${short(alert.step)}`), h("p", {}, alert.reason),
+    alert.samples && run.kinds.includes("train") ? h("a", { href: address("samples", where) }, "Samples of this step") : null,
+    h("span", { class: "count" }, ` ${alert.metric}`));
+}

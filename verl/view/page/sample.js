@@ -1,0 +1,61 @@
+// One sample: its conversation, its siblings side by side, the answers to its prompt from step to step, its tokens.
+
+import { ask } from "./api.js";
+import { fill, h, short, textBlock, visible } from "./dom.js";
+import { showTokens } from "./tokens.js";
+
+const KNOWN = new Set(["input", "output", "trajectory"]);
+
+/** Show a sample in an element; open is called with the id of another one. */
+export async function showOne(element, id, open) {
+  const sample = await ask(`sample/${id}`);
+  const tokens = h("div", { class: "tokens-place" });
+  const record = sample.record;
+  fill(element,
+    h("h2", {}, `Step ${sample.step}, score ${short(sample.score)}`, sample.status ? `, ${sample.status}` : ""),
+    h("h3", {}, "Prompt"), textBlock(record.input, "prompt"),
+    h("h3", {}, "Response"),
+    record.trajectory ? conversation(record.trajectory) : textBlock(record.output, "response"),
+    h("details", {}, h("summary", {}, "All that is recorded"),
+      h("dl", {}, Object.entries(record).filter(([name]) => !KNOWN.has(name)).map(([name, value]) => [
+        h("dt", {}, name), h("dd", {}, visible(typeof value === "string" ? value : JSON.stringify(value)))]))),
+    tokens,
+    sample.siblings.length > 1 ? siblings(sample, open) : null,
+    sample.kind === "validation" && sample.history.length > 1 ? history(sample, open) : null);
+  await showTokens(tokens, id);
+}
+
+function conversation(trajectory) {
+  const scores = trajectory.turn_scores || [];
+  const assistants = trajectory.conversation.filter((message) => message.role === "assistant").length;
+  let turn = scores.length - assistants;
+  return h("ol", { class: "conversation" }, trajectory.conversation.map((message) => {
+    if (message.role === "assistant") turn += 1;
+    const score = message.role === "assistant" ? scores[turn - 1] : undefined;
+    const notes = [
+      message.seconds === undefined ? null : `${short(message.seconds)} s`,
+      score === undefined ? null : `score ${short(score)}`,
+      message.failure || null, message.is_left_out ? "no room left for it" : null,
+    ].filter(Boolean);
+    const calls = (message.tool_calls || []).map((call) => `→ ${call.function.name}(${call.function.arguments})`);
+    const content = typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content) : "";
+    return h("li", { class: `message ${["assistant", "tool", "user", "system"].includes(message.role) ? message.role : "other"}` },
+      h("div", { class: "role" }, visible([message.role, message.name].filter(Boolean).join(" ")), notes.length ? h("small", {}, ` ${notes.join(", ")}`) : null),
+      content ? textBlock(content) : null, calls.map((call) => textBlock(call, "call")));
+  }));
+}
+
+function siblings(sample, open) {
+  return h("section", {}, h("h3", {}, `Siblings: ${sample.siblings.length} responses to this prompt`),
+    h("div", { class: "cards" }, sample.siblings.map((one) => card(one, one.id === sample.id, `score ${short(one.score)}, ${short(one.length)} tokens`, open))));
+}
+
+function history(sample, open) {
+  return h("section", {}, h("h3", {}, "The answers to this prompt, from step to step"),
+    h("div", { class: "cards" }, sample.history.map((one) => card(one, one.id === sample.id, `step ${one.step}: score ${short(one.score)}`, open))));
+}
+
+function card(one, isThis, title, open) {
+  return h("article", { class: isThis ? "card chosen" : "card" },
+    h("button", { type: "button", class: "link", onclick: () => open(one.id) }, title), textBlock(one.output));
+}

@@ -1,0 +1,118 @@
+// A table of samples with filters, and one of them with its siblings and its history.
+
+import { ask } from "./api.js";
+import { field, fill, h, select, short, visible } from "./dom.js";
+import { showOne } from "./sample.js";
+import { address, keepInAddress } from "./place.js";
+
+const FILTERS = ["kind", "step_from", "step_to", "score_from", "score_to", "length_from", "length_to", "status", "source", "text", "sort", "descending"];
+const SORTS = [["step", "step"], ["score", "score"], ["length", "length"]];
+
+/** Show samples; returns {news, close, chosen, key}. */
+export async function showSamples(main, parameters, list) {
+  const run = list.one(parameters.run);
+  if (!run) {
+    fill(main, h("p", { class: "empty" }, "There is no run yet."));
+    return {};
+  }
+  if (!run.kinds.length) {
+    fill(main, h("p", { class: "empty" }, `${run.name} wrote no samples. Set trainer.rollout_data_dir and trainer.validation_data_dir.`));
+    return { chosen: () => showSamples(main, {}, list) };
+  }
+  const view = new Samples(main, run, parameters);
+  await view.start();
+  return { news: () => {}, key: (event) => view.key(event), chosen: () => (location.hash = address("samples", {})) };
+}
+
+class Samples {
+  constructor(main, run, parameters) {
+    this.main = main;
+    this.run = run;
+    this.filter = Object.fromEntries(FILTERS.map((name) => [name, parameters[name] || ""]));
+    if (!run.kinds.includes(this.filter.kind)) this.filter.kind = run.kinds[0];
+    this.sample = parameters.sample || "";
+  }
+
+  async start() {
+    const values = await ask("sample_values", { run: this.run.id, kind: this.filter.kind });
+    this.body = h("tbody");
+    this.count = h("p", { class: "count", role: "status" });
+    this.more = h("button", { type: "button", hidden: true, onclick: () => this.load(this.next) }, "More");
+    this.one = h("section", { class: "one", "aria-label": "Sample" });
+    const heads = ["step", "score", "length", "end", "source", "prompt", "response"];
+    fill(this.main, this.form(values), this.count,
+      h("div", { class: "scroll samples" }, h("table", {},
+        h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), this.body)),
+      this.more, this.one);
+    await this.load(0);
+    if (this.sample) await this.open(this.sample);
+  }
+
+  form(values) {
+    const change = (name, anew = false) => (event) => {
+      this.filter[name] = event.target.value;
+      this.sample = "";
+      this.remember();
+      if (anew) this.start();
+      else this.load(0);
+    };
+    const number = (name, label, values) => field(label, h("input", {
+      type: "number", step: "any", name, value: this.filter[name], placeholder: values, onchange: change(name), class: "number",
+    }));
+    const any = (all) => [["", "any"], ...all.map((one) => [one, one])];
+    const [first, last] = [values.steps[0], values.steps.at(-1)];
+    return h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
+      h("strong", { class: "of" }, this.run.name),
+      field("Of", select("kind", this.run.kinds, this.filter.kind, change("kind", true))),
+      number("step_from", "Step from", first), number("step_to", "to", last),
+      number("score_from", "Score from"), number("score_to", "to"),
+      number("length_from", "Length from"), number("length_to", "to"),
+      field("End", select("status", any(values.statuses), this.filter.status, change("status"))),
+      field("Source", select("source", any(values.sources), this.filter.source, change("source"))),
+      field("Text", h("input", { type: "search", id: "search", name: "text", value: this.filter.text, onchange: change("text") })),
+      field("Sort by", select("sort", SORTS, this.filter.sort || "step", change("sort"))),
+      field("Order", select("descending", [["1", "highest first"], ["0", "lowest first"]], this.filter.descending || "1", change("descending"))));
+  }
+
+  remember() {
+    keepInAddress("samples", { run: this.run.id, ...this.filter, sample: this.sample });
+  }
+
+  async load(skip) {
+    const found = await ask("samples", { run: this.run.id, ...this.filter, skip });
+    if (skip === 0) fill(this.body);
+    this.body.append(...found.rows.map((row) => this.row(row)));
+    this.next = found.next;
+    this.more.hidden = found.next === null;
+    const shown = this.body.children.length;
+    const total = found.total === null ? (found.next === null ? "all that have this text" : "more may follow")
+      : `of ${short(found.total)}${found.total >= 100000 ? " or more" : ""}`;
+    fill(this.count, shown ? `${short(shown)} samples, ${total}` : "No sample is like that.");
+  }
+
+  row(sample) {
+    const open = () => this.open(sample.id);
+    return h("tr", { "data-sample": sample.id, onclick: open },
+      h("td", {}, h("button", { type: "button", class: "link", "aria-label": `open sample of step ${sample.step}` }, short(sample.step))),
+      h("td", { class: "score" }, short(sample.score)), h("td", {}, short(sample.length)),
+      h("td", {}, visible(sample.status)), h("td", {}, visible(sample.source)),
+      h("td", { class: "preview" }, h("bdi", {}, visible(sample.input))),
+      h("td", { class: "preview" }, h("bdi", {}, visible(sample.output))));
+  }
+
+  async open(id) {
+    this.sample = id;
+    this.remember();
+    for (const row of this.body.children) row.classList.toggle("chosen", row.dataset.sample === String(id));
+    await showOne(this.one, id, (other) => this.open(other));
+    this.one.scrollIntoView({ block: "nearest" });
+  }
+
+  key(event) {
+    if (event.key !== "j" && event.key !== "k") return;
+    const rows = [...this.body.children];
+    const at = rows.findIndex((row) => row.classList.contains("chosen"));
+    const next = rows[Math.max(0, Math.min(rows.length - 1, at + (event.key === "j" ? 1 : -1)))];
+    if (next) this.open(next.dataset.sample);
+  }
+}

@@ -1,0 +1,191 @@
+"""What the page says of a run: its state, starts, checkpoints, settings and alerts."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from verl.trainer.config.keys import flat
+from verl.utils.health import FINITE, RULES, HealthWatch
+from verl.utils.run_log import clock
+from verl.view.curves import MetricsFile
+from verl.view.discovery import RunFiles, find_runs, read_events
+from verl.view.index import Index
+from verl.view.samples import refresh_samples
+
+SILENT_S = 600.0
+"""Seconds without a line after which a run elsewhere, or without events, counts as lost."""
+SEARCH_S = 10.0
+"""Seconds between two searches of the folders for new runs."""
+
+
+class Run:
+    """One run, with what was read of its files so far."""
+
+    def __init__(self, files: RunFiles) -> None:
+        self.files = files
+        self.metrics = MetricsFile(files.id, files.metrics)
+        self.events: list[dict[str, Any]] = []
+        self._events_stat: tuple[int, int] | None = None
+
+    def refresh(self, index: Index) -> bool:
+        """Read what was written since the last call; return whether anything was."""
+        changed = self.metrics.refresh(index)
+        try:
+            stat = self.files.events.stat()
+        except OSError:
+            return changed
+        if self._events_stat != (stat.st_size, stat.st_mtime_ns):
+            self._events_stat = (stat.st_size, stat.st_mtime_ns)
+            self.events = read_events(self.files.events)
+            changed = True
+        return changed
+
+    @property
+    def starts(self) -> list[dict[str, Any]]:
+        """Events of starts, in order."""
+        return [event for event in self.events if event["event"] == "start"]
+
+    def config(self) -> dict[str, Any]:
+        """Settings of the last start, by dotted key."""
+        return dict(flat(self.starts[-1].get("config") or {})) if self.starts else {}
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the list of runs shows."""
+        state = state_of(self.events, self._changed_at())
+        restarts = self.metrics.latest.get("recovery/restarts", 0) + max(0, len(self.starts) - 1)
+        return {
+            "id": self.files.id,
+            "name": self.files.name,
+            "path": str(self.files.metrics),
+            "state": state,
+            "recovered": bool(restarts) and state in ("running", "done"),
+            "step": self.metrics.last_step,
+            "changed": self._changed_at(),
+            "latest": {name: self.metrics.latest[name] for name in HEADLINES if name in self.metrics.latest},
+            "kinds": sorted({folder.kind for folder in self.files.dumps}),
+        }
+
+    def details(self) -> dict[str, Any]:
+        """Return what the page of one run shows."""
+        last = self.starts[-1] if self.starts else {}
+        return self.summary() | {
+            "metrics": sorted(self.metrics.names),
+            "config": self.config(),
+            "environment": last.get("environment", {}),
+            "command": last.get("command", ""),
+            "host": last.get("host", ""),
+            "marks": marks_of(self.events),
+            "ends": [event for event in self.events if event["event"] == "end"],
+        }
+
+    def alerts(self, index: Index) -> list[dict[str, Any]]:
+        """Return the alerts of all steps, newest first."""
+        names = [name for name in {*FINITE, *(rule.metric for rule in RULES)} if name in self.metrics.names]
+        return [asdict(alert) for alert in alerts_of(self.metrics.series(index, names))][::-1]
+
+    def _changed_at(self) -> float:
+        try:
+            return self.files.metrics.stat().st_mtime
+        except OSError:
+            return 0.0
+
+
+HEADLINES = ("critic/score/mean", "response_length/mean", "actor/entropy", "train/loss", "val/loss")
+"""Metrics in the list of runs."""
+
+
+def state_of(events: Sequence[Mapping[str, Any]], changed: float) -> str:
+    """Return ``running``, ``done``, ``stopped``, ``failed`` or ``lost`` (its process is gone without a word).
+
+    Of a run on another machine, or without events, only its silence tells.
+    """
+    last = next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
+    if last is not None and last["event"] == "end":
+        return str(last.get("status", "done"))
+    if last is not None and last.get("host") == socket.gethostname():
+        return "running" if _lives(last) else "lost"
+    return "running" if clock() - changed < SILENT_S else "lost" if last else "done"
+
+
+def _lives(start: Mapping[str, Any]) -> bool:
+    try:
+        return abs(psutil.Process(start["pid"]).create_time() - start["process_began"]) < 2
+    except (psutil.Error, KeyError, TypeError):
+        return False
+
+
+def marks_of(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return resumptions and checkpoints: {kind, step, time}."""
+    kinds = {"resume": "resumed", "checkpoint": "checkpoint"}
+    return [
+        {"kind": kinds[event["event"]], "step": event.get("step"), "time": event.get("time")}
+        for event in events
+        if event["event"] in kinds
+    ]
+
+
+def alerts_of(series: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]) -> list[Any]:
+    """Run the rules of health over whole curves, step by step."""
+    by_step: dict[int, dict[str, float]] = {}
+    for name, (steps, _, values) in series.items():
+        for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+            by_step.setdefault(int(step), {})[name] = value
+    watch = HealthWatch()
+    return [alert for step in sorted(by_step) for alert in watch.look(step, by_step[step])]
+
+
+class Library:
+    """The runs below folders, kept up to date.
+
+    Args:
+        folders: to look into; a file is the metrics of a run itself.
+        index: the index, which one thread writes: the one that calls :meth:`refresh`.
+    """
+
+    def __init__(self, folders: Sequence[Path], index: Index) -> None:
+        self.folders = list(folders)
+        self.index = index
+        self.runs: dict[str, Run] = {}
+        self.is_indexing = False
+        """Whether samples are being added to the index."""
+        self._searched = 0.0
+        self._lock = threading.Lock()
+
+    def find(self) -> None:
+        """Look for new runs."""
+        found = {files.id: files for files in find_runs(self.folders)}
+        with self._lock:
+            for key, files in found.items():
+                known = self.runs.get(key)
+                if known is None:
+                    self.runs[key] = Run(files)
+                else:
+                    known.files = files
+            for key in self.runs.keys() - found.keys():
+                del self.runs[key]
+        self._searched = time.monotonic()
+
+    def refresh(self) -> list[str]:
+        """Read what was written since the last call; return the ids of runs with news."""
+        if time.monotonic() - self._searched > SEARCH_S:
+            self.find()
+        runs = list(self.runs.values())
+        changed = {run.files.id for run in runs if run.refresh(self.index)}
+        return sorted(changed)
+
+    def refresh_samples(self) -> list[str]:
+        """Add new samples to the index; return the ids of runs with news."""
+        self.is_indexing = True
+        try:
+            return [run.files.id for run in list(self.runs.values()) if refresh_samples(self.index, run.files)]
+        finally:
+            self.is_indexing = False

@@ -1,0 +1,227 @@
+"""Samples of runs: index new files, and find samples by step, score, length, status, data source and text."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.errors import DataError
+from verl.view.discovery import DumpFolder, RunFiles
+from verl.view.index import Index, sample_rows
+
+FILES_PER_WRITE = 50
+"""Files of samples that are added to the index together."""
+PREVIEW = 240
+"""Characters of a text in a table."""
+LONGEST = 200_000
+"""Characters of a text that a page is sent."""
+COUNTED = 100_000
+"""Samples that are counted; beyond, a page says that there are more."""
+SEARCH_S = 2.0
+"""Seconds that one search for a text takes; a page can go on where it ended."""
+SEEN_VALUES = 20_000
+"""Newest samples whose statuses and data sources a page offers."""
+SORTS = ("step", "score", "length")
+
+
+@dataclass(frozen=True)
+class SampleFilter:
+    """Which samples a page asks for; None and empty texts do not filter."""
+
+    run: str
+    kind: str = "train"
+    step_from: int | None = None
+    step_to: int | None = None
+    score_from: float | None = None
+    score_to: float | None = None
+    length_from: int | None = None
+    length_to: int | None = None
+    status: str = ""
+    source: str = ""
+    text: str = ""
+    sort: str = "step"
+    descending: bool = True
+    limit: int = 100
+    skip: int = 0
+
+    def conditions(self) -> tuple[str, list[Any]]:
+        """Return the WHERE clause and its values."""
+        wanted: list[tuple[str, Any]] = [("run = ?", self.run), ("kind = ?", self.kind)]
+        for column, low, high in (
+            ("step", self.step_from, self.step_to),
+            ("score", self.score_from, self.score_to),
+            ("length", self.length_from, self.length_to),
+        ):
+            wanted += [(f"{column} >= ?", low)] if low is not None else []
+            wanted += [(f"{column} <= ?", high)] if high is not None else []
+        wanted += [("status = ?", self.status)] if self.status else []
+        wanted += [("source = ?", self.source)] if self.source else []
+        return " AND ".join(clause for clause, _ in wanted), [value for _, value in wanted]
+
+
+def refresh_samples(index: Index, run: RunFiles) -> bool:
+    """Add files of samples that are new or have grown, newest steps first; return whether there were any."""
+    pending = [found for folder in run.dumps for found in _new_files(index, run, folder)]
+    pending.sort(key=lambda found: -found[2])
+    for first in range(0, len(pending), FILES_PER_WRITE):
+        with index.writing() as database:
+            for found in pending[first : first + FILES_PER_WRITE]:
+                _add_file(database, run.id, *found)
+    return bool(pending)
+
+
+def _new_files(index: Index, run: RunFiles, folder: DumpFolder) -> list[tuple[str, Path, int, int, int]]:
+    with index.reading() as database:
+        query = "SELECT path, size, mtime FROM dump WHERE run = ? AND kind = ?"
+        known = {path: (size, mtime) for path, size, mtime in database.execute(query, (run.id, folder.kind))}
+    found = []
+    for path in folder.path.glob("*.jsonl"):
+        if path.stem.isdecimal():
+            stat = path.stat()
+            if known.get(str(path)) != (stat.st_size, stat.st_mtime_ns):
+                found.append((folder.kind, path, int(path.stem), stat.st_size, stat.st_mtime_ns))
+    return found
+
+
+def _add_file(
+    database: sqlite3.Connection, run: str, kind: str, path: Path, step: int, size: int, modified: int
+) -> None:
+    old = database.execute("SELECT id FROM dump WHERE path = ?", (str(path),)).fetchone()
+    if old is not None:
+        database.execute("DELETE FROM sample WHERE dump = ?", old)
+        database.execute("DELETE FROM dump WHERE id = ?", old)
+    columns = "(run, kind, step, path, size, mtime) VALUES (?, ?, ?, ?, ?, ?)"
+    dump = database.execute(f"INSERT INTO dump {columns}", (run, kind, step, str(path), size, modified)).lastrowid
+    database.executemany(
+        "INSERT INTO sample (run, kind, step, dump, position, offset, size, score, length, status, source, prompt, "
+        "uid, sibling) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        ((run, kind, step, dump, *row) for row in sample_rows(path)),
+    )
+
+
+def find_samples(index: Index, wanted: SampleFilter) -> dict[str, Any]:
+    """Return one page of the samples that a filter chooses.
+
+    Returns:
+        ``rows`` with texts cut to ``PREVIEW``, ``total`` (at most ``COUNTED``; None for a search), and ``next``, the
+        value of ``skip`` that goes on behind them, or None.
+    """
+    where, values = wanted.conditions()
+    order = wanted.sort if wanted.sort in SORTS else "step"
+    direction = "DESC" if wanted.descending else "ASC"
+    # In one direction, so that an index gives the order and nothing is sorted.
+    columns = ("step", "position") if order == "step" else (order, "step", "position")
+    query = f"SELECT * FROM sample WHERE {where} ORDER BY {', '.join(f'{name} {direction}' for name in columns)}"
+    with index.reading() as database:
+        paths = dict(map(tuple, database.execute("SELECT id, path FROM dump WHERE run = ?", (wanted.run,))))
+        if wanted.text:
+            return _search(database, f"{query} LIMIT -1 OFFSET ?", [*values, wanted.skip], wanted, paths)
+        counted = f"SELECT COUNT(*) FROM (SELECT 1 FROM sample WHERE {where} LIMIT {COUNTED})"
+        (total,) = database.execute(counted, values).fetchone()
+        found = database.execute(f"{query} LIMIT ? OFFSET ?", [*values, wanted.limit, wanted.skip]).fetchall()
+    rows = [_row(row, _read(paths[row["dump"]], row)) for row in found]
+    end = wanted.skip + len(rows)
+    return {"rows": rows, "total": total, "next": end if len(rows) == wanted.limit else None}
+
+
+def _search(
+    database: sqlite3.Connection, query: str, values: list[Any], wanted: SampleFilter, paths: Mapping[int, str]
+) -> dict[str, Any]:
+    """Read the chosen samples one after the other, and keep those whose line has the text, until time is up."""
+    word, rows = wanted.text.casefold(), []
+    ends = time.monotonic() + SEARCH_S
+    for read, row in enumerate(database.execute(query, values), 1):
+        record = _read(paths[row["dump"]], row)
+        if word in f"{record.get('input', '')}\n{record.get('output', '')}\n{record.get('gts', '')}".casefold():
+            rows.append(_row(row, record))
+        if len(rows) == wanted.limit or time.monotonic() > ends:
+            return {"rows": rows, "total": None, "next": wanted.skip + read}
+    return {"rows": rows, "total": None, "next": None}
+
+
+def sample_values(index: Index, run: str, kind: str) -> dict[str, Any]:
+    """Return what filters can choose from: steps, statuses, data sources. Statuses and sources of the newest steps."""
+    with index.reading() as database:
+        query = "SELECT DISTINCT step FROM dump WHERE run = ? AND kind = ? ORDER BY step"
+        steps = [step for (step,) in database.execute(query, (run, kind))]
+        values = {}
+        for column in ("status", "source"):
+            newest = f"SELECT {column} FROM sample WHERE run = ? AND kind = ? ORDER BY step DESC LIMIT {SEEN_VALUES}"
+            query = f"SELECT DISTINCT {column} FROM ({newest})"
+            values[column] = sorted(value for (value,) in database.execute(query, (run, kind)) if value)
+    return {"steps": steps, "statuses": values["status"], "sources": values["source"]}
+
+
+def one_sample(index: Index, number: int) -> dict[str, Any]:
+    """Return a sample with its whole record, its siblings, and the answers to its prompt in other steps.
+
+    Raises:
+        DataError: there is no such sample, or its file is gone.
+    """
+    with index.reading() as database:
+        row = database.execute(
+            "SELECT sample.*, dump.path FROM sample JOIN dump ON dump.id = sample.dump WHERE sample.id = ?", (number,)
+        ).fetchone()
+        if row is None:
+            raise DataError(f"there is no sample {number}; its file may have been written anew. Load the page again.")
+        same = "SELECT * FROM sample WHERE dump = ? AND uid = ? ORDER BY sibling, position LIMIT 64"
+        siblings = database.execute(same, (row["dump"], row["uid"])).fetchall()
+        history = database.execute(
+            "SELECT sample.*, dump.path FROM sample JOIN dump ON dump.id = sample.dump "
+            "WHERE sample.run = ? AND sample.kind = ? AND prompt = ? ORDER BY sample.step, position LIMIT 500",
+            (row["run"], row["kind"], row["prompt"]),
+        ).fetchall()
+    record = _read(row["path"], row)
+    return {
+        **_row(row, record),
+        "run": row["run"],
+        "kind": row["kind"],
+        "uid": row["uid"],
+        "record": _cut(record, LONGEST),
+        "siblings": [_row(other, _read(row["path"], other)) for other in siblings],
+        "history": [_row(other, _read(other["path"], other)) for other in history],
+    }
+
+
+def place_of_sample(index: Index, number: int) -> tuple[Path, str, Any, int]:
+    """Return the file of a sample, its ``uid``, ``sample_index``, and its number among those with the same two.
+
+    Raises:
+        DataError: there is no such sample.
+    """
+    with index.reading() as database:
+        row = database.execute(
+            "SELECT sample.*, dump.path FROM sample JOIN dump ON dump.id = sample.dump WHERE sample.id = ?", (number,)
+        ).fetchone()
+        if row is None:
+            raise DataError(f"there is no sample {number}. Load the page again.")
+        query = "SELECT COUNT(*) FROM sample WHERE dump = ? AND uid = ? AND sibling = ? AND position < ?"
+        (before,) = database.execute(query, (row["dump"], row["uid"], row["sibling"], row["position"])).fetchone()
+    return Path(row["path"]), row["uid"], row["sibling"], before
+
+
+def _read(path: str, row: sqlite3.Row) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(row["offset"])
+            return json.loads(file.read(row["size"]))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}); it may have been moved or written anew.") from error
+
+
+def _row(row: sqlite3.Row, record: Mapping[str, Any]) -> dict[str, Any]:
+    texts = {name: _cut(record.get(name, ""), PREVIEW) for name in ("input", "output", "gts")}
+    return {name: row[name] for name in ("id", "step", "score", "length", "status", "source", "sibling")} | texts
+
+
+def _cut(value: Any, most: int) -> Any:
+    if isinstance(value, str) and len(value) > most:
+        return f"{value[:most]} [… {len(value) - most:,} more characters]"
+    if isinstance(value, Mapping):
+        return {name: _cut(item, most) for name, item in value.items()}
+    return [_cut(item, most) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,229 @@
+"""The application that answers the page: JSON about runs, and news of them while they are written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from verl.errors import DataError
+from verl.view.curves import thinned
+from verl.view.runs import Library, Run
+from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample, sample_values
+from verl.view.timeline import chrome_trace, spans_of
+from verl.view.tokens import tokens_of
+
+logger = logging.getLogger(__name__)
+
+PAGE = Path(__file__).parent / "page"
+REFRESH_S = 1.0
+"""Seconds between two looks at the files."""
+POINTS = 2000
+"""Points of a curve that the page is sent."""
+MOST_NAMES = 64
+"""Curves in one answer."""
+
+
+class News:
+    """Tells open pages which runs have something new; threads may call :meth:`tell`."""
+
+    def __init__(self) -> None:
+        self._pages: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def tell(self, message: dict[str, Any]) -> None:
+        """Send a message to all open pages."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(lambda: [page.put_nowait(message) for page in self._pages])
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Yield messages as server-sent events, and a comment now and then that keeps the connection open."""
+        self._loop = asyncio.get_running_loop()
+        page: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._pages.add(page)
+        try:
+            yield "retry: 2000\n\n"
+            while True:
+                try:
+                    message = await asyncio.wait_for(page.get(), timeout=15)
+                    yield f"data: {json.dumps(message)}\n\n"
+                except TimeoutError:
+                    yield ": still here\n\n"
+        finally:
+            self._pages.discard(page)
+
+
+class Answers:
+    """What the page is told; each method answers one address from its query.
+
+    Raises:
+        DataError: a run, sample or file is not there any more.
+        ValueError: a number of the address is none.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.index = library.index
+
+    def routes(self) -> list[Route]:
+        """The addresses."""
+        answers = {
+            "/api/runs": self.runs,
+            "/api/run": self.run,
+            "/api/series": self.series,
+            "/api/alerts": self.alerts,
+            "/api/samples": self.samples,
+            "/api/sample_values": self.sample_values,
+            "/api/sample/{number:int}": self.sample,
+            "/api/tokens/{number:int}": self.tokens,
+            "/api/spans": self.spans,
+            "/api/trace": self.trace,
+        }
+        return [Route(path, _answering(answer)) for path, answer in answers.items()]
+
+    def _run(self, request: Request) -> Run:
+        run = self.library.runs.get(request.query_params.get("run", ""))
+        if run is None:
+            raise DataError("there is no such run any more. Load the page again.")
+        return run
+
+    def runs(self, request: Request) -> Any:
+        """All runs, those that changed last first."""
+        found = [run.summary() for run in list(self.library.runs.values())]
+        return {"runs": sorted(found, key=lambda run: -run["changed"]), "indexing": self.library.is_indexing}
+
+    def run(self, request: Request) -> Any:
+        """One run with its metrics' names, settings and marks."""
+        return self._run(request).details()
+
+    def series(self, request: Request) -> Any:
+        """Curves by name."""
+        names = request.query_params.getlist("name")[:MOST_NAMES]
+        found = self._run(request).metrics.series(self.index, names)
+        return {name: thinned(values, POINTS) for name, values in found.items()}
+
+    def alerts(self, request: Request) -> Any:
+        """Alerts of a run, newest first."""
+        return self._run(request).alerts(self.index)
+
+    def samples(self, request: Request) -> Any:
+        """One page of the samples that a filter chooses."""
+        self._run(request)
+        return find_samples(self.index, filter_of(request.query_params))
+
+    def sample_values(self, request: Request) -> Any:
+        """What filters can choose from."""
+        return sample_values(self.index, self._run(request).files.id, request.query_params.get("kind", "train"))
+
+    def sample(self, request: Request) -> Any:
+        """One sample with siblings and history."""
+        return one_sample(self.index, request.path_params["number"])
+
+    def tokens(self, request: Request) -> Any:
+        """The tokens of a sample, or null."""
+        return tokens_of(*place_of_sample(self.index, request.path_params["number"]))
+
+    def spans(self, request: Request) -> Any:
+        """The stages of steps."""
+        return spans_of(self._run(request).events, *_step_range(request))
+
+    def trace(self, request: Request) -> Any:
+        """The same as a trace for Perfetto."""
+        run = self._run(request)
+        return chrome_trace(run.files.name, spans_of(run.events, *_step_range(request)))
+
+
+def make_app(library: Library) -> Starlette:
+    """Make the application; :class:`verl.view.guard.Guard` stands before it."""
+    news = News()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        ended = threading.Event()
+        for look in (library.refresh, library.refresh_samples):
+            threading.Thread(target=_keep_fresh, args=(look, news, ended), daemon=True).start()
+        yield
+        ended.set()
+
+    async def events(request: Request) -> Response:
+        return StreamingResponse(news.stream(), media_type="text/event-stream")
+
+    async def page(request: Request) -> Response:
+        return FileResponse(PAGE / "index.html")
+
+    files = Mount("/page", StaticFiles(directory=PAGE))
+    routes = [Route("/", page), Route("/api/events", events), files, *Answers(library).routes()]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+def _keep_fresh(look: Callable[[], list[str]], news: News, ended: threading.Event) -> None:
+    """Look at the files again and again; a look that fails is told once and tried again."""
+    told = ""
+    while not ended.is_set():
+        try:
+            if changed := look():
+                news.tell({"changed": changed})
+        except OSError as error:
+            if str(error) != told:
+                told = str(error)
+                logger.warning("files of runs cannot be read (%s); trying again.", error)
+        ended.wait(REFRESH_S)
+
+
+def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
+    async def respond(request: Request) -> Response:
+        try:
+            return JSONResponse(await run_in_threadpool(answer, request))
+        except DataError as error:
+            return JSONResponse({"error": str(error)}, status_code=404)
+        except ValueError as error:  # a number of the address that is none
+            return JSONResponse({"error": f"the address is not understood: {error}"}, status_code=400)
+
+    return respond
+
+
+def filter_of(query: Mapping[str, str]) -> SampleFilter:
+    """Read a filter from an address.
+
+    Raises:
+        ValueError: a number is none.
+    """
+
+    def number(name: str, kind: type[int] | type[float]) -> Any:
+        return kind(query[name]) if query.get(name) else None
+
+    return SampleFilter(
+        run=query.get("run", ""),
+        kind=query.get("kind", "train"),
+        step_from=number("step_from", int),
+        step_to=number("step_to", int),
+        score_from=number("score_from", float),
+        score_to=number("score_to", float),
+        length_from=number("length_from", int),
+        length_to=number("length_to", int),
+        status=query.get("status", ""),
+        source=query.get("source", ""),
+        text=query.get("text", ""),
+        sort=query.get("sort", "step"),
+        descending=query.get("descending", "1") != "0",
+        limit=min(number("limit", int) or 100, 500),
+        skip=max(number("skip", int) or 0, 0),
+    )
+
+
+def _step_range(request: Request) -> tuple[int | None, int | None]:
+    query = request.query_params
+    first, last = query.get("step_from"), query.get("step_to")
+    return int(first) if first else None, int(last) if last else None
