@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--trust-remote-code", action="store_true", help="run code that comes with the model")
         command.add_argument("--is-value-model", action="store_true", help="refuse anything but a value model")
         command.add_argument("--tie-word-embedding", action="store_true", help="write both embeddings as one weight")
+        command.add_argument("--base_model", help="model of LoRA adapters, if it is not where it was in training")
         command.add_argument("--use_cpu_initialization", action="store_true", help="no effect: it is always so")
     merging, testing = commands.choices["merge"], commands.choices["test"]
     merging.add_argument("--target_dir", default="tmp", help="model folder to make (default: tmp)")
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if args.command == "test":
-            compare(args.local_dir, args.test_hf_dir, args.trust_remote_code)
+            compare(args.local_dir, args.test_hf_dir, args.trust_remote_code, args.base_model)
             return 0
         merge(
             args.local_dir,
@@ -56,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tie_word_embedding=args.tie_word_embedding,
             trust_remote_code=args.trust_remote_code,
             is_value_model=args.is_value_model,
+            base_model=args.base_model,
         )
         if args.hf_upload_path:
             upload(args.target_dir, args.hf_upload_path, args.private)

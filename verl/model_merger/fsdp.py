@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
+from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, has_adapters, merged_public
 from verl.utils.model import load_hf_config
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
@@ -35,6 +36,7 @@ def merge(
     tie_word_embedding: bool = False,
     trust_remote_code: bool = False,
     is_value_model: bool = False,
+    base_model: str | None = None,
 ) -> None:
     """Write a checkpoint as safetensors with config and tokenizer, then read it back and compare exactly.
 
@@ -44,6 +46,7 @@ def merge(
         tie_word_embedding: write output and input embedding as one weight; they must be equal.
         trust_remote_code: run Python code that comes with the model.
         is_value_model: refuse any architecture but a value model.
+        base_model: of LoRA adapters, the model that they were trained on, if it is not where it was.
     """
     source = Path(local_dir).expanduser()
     if not (source / "huggingface" / "config.json").is_file():
@@ -52,6 +55,9 @@ def merge(
     if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
         raise CheckpointError(f"{source} holds a {(config.architectures or ['?'])[0]}, not a value model.")
     weights = whole_weights(source)
+    adapted: Adapted | None = None
+    if has_adapters(weights):
+        weights, adapted = _with_adapters(weights, source, config, base_model, trust_remote_code)
     if tie_word_embedding:
         _tie(weights, config)
     model = _empty_model(config, trust_remote_code)
@@ -65,15 +71,38 @@ def merge(
     model.save_pretrained(target, state_dict=dict(weights))  # a copy, as save_pretrained empties the dict
     config.save_pretrained(target)
     _copy_tokenizer(source / "huggingface", target, trust_remote_code)
-    _compare(weights, target, trust_remote_code, tolerance=0.0)
+    merged = _compare(weights, target, trust_remote_code, tolerance=0.0)
+    if adapted is not None:
+        adapted.check_logits(merged, target)
     logger.info("wrote %s: %d weights, read back and equal", target, len(weights))
 
 
-def compare(local_dir: str | Path, hf_dir: str | Path, trust_remote_code: bool = False) -> None:
-    """Check that a checkpoint and a model folder hold the same weights, up to 1e-6, else ``CheckpointError``."""
-    weights = whole_weights(Path(local_dir).expanduser())
-    _compare(weights, Path(hf_dir).expanduser(), trust_remote_code, tolerance=1e-6)
+def compare(
+    local_dir: str | Path, hf_dir: str | Path, trust_remote_code: bool = False, base_model: str | None = None
+) -> None:
+    """Check that a checkpoint and a model folder hold the same weights, up to 1e-6, else ``CheckpointError``.
+
+    LoRA adapters are merged into ``base_model``, by default the model that they were trained on.
+    """
+    source, target = Path(local_dir).expanduser(), Path(hf_dir).expanduser()
+    weights, adapted = whole_weights(source), None
+    if has_adapters(weights):
+        config = load_hf_config(str(source / "huggingface"), trust_remote_code=trust_remote_code)
+        weights, adapted = _with_adapters(weights, source, config, base_model, trust_remote_code)
+    model = _compare(weights, target, trust_remote_code, tolerance=1e-6)
+    if adapted is not None:
+        adapted.check_logits(model, target)
     logger.info("%s and %s hold the same %d weights", local_dir, hf_dir, len(weights))
+
+
+def _with_adapters(
+    weights: dict[str, Tensor], source: Path, config: PretrainedConfig, base_model: str | None, trust_remote_code: bool
+) -> tuple[dict[str, Tensor], Adapted | None]:
+    """Merge adapters; also return the model that has them apart, unless verl 0.8 saved the shards."""
+    if any(name.startswith(PUBLIC_PREFIX) for name in weights):
+        return merged_public(weights, source), None
+    adapted = Adapted(weights, source, str((config.architectures or [""])[0]), base_model, trust_remote_code)
+    return adapted.merged_weights(), adapted
 
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:
@@ -126,7 +155,8 @@ def _check_names(weights: Mapping[str, Tensor], expected: set[str], source: Path
         )
 
 
-def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: bool, tolerance: float) -> None:
+def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: bool, tolerance: float) -> PreTrainedModel:
+    """Compare weights with those of the model in ``folder``, and return that model."""
     if not (folder / "config.json").is_file():
         raise CheckpointError(f"{folder} is no model folder: it has no config.json.")
     config = load_hf_config(str(folder), trust_remote_code=trust_remote_code)
@@ -145,6 +175,7 @@ def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: boo
         gap = float((weight.float() - other.float()).abs().max()) if weight.numel() else 0.0
         if not gap <= tolerance:  # so that NaN is refused too
             raise CheckpointError(f"'{name}' differs from the one in {folder} by up to {gap:.3g}.")
+    return model
 
 
 def _copy_tokenizer(source: Path, target: Path, trust_remote_code: bool) -> None:

@@ -25,7 +25,7 @@ from verl.errors import CheckpointError, ConfigError
 from verl.testing.models import tiny_model_dir
 from verl.utils.sharded_tensor import full_tensor
 from verl.workers.config import CriticConfig
-from verl.workers.engine.fsdp.engine import ADAPTER_FOLDER
+from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
 from verl.workers.engine.fsdp.model import trained_parameters
 from verl.workers.losses import ValueLoss, sft_loss
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
+ADAPTER_FOLDER = "lora_adapter"
+"""Folder of a checkpoint with the adapters as files of peft."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _ADAPTER = "default"  # peft's name of a model's only adapter

@@ -28,7 +28,14 @@ from verl.utils.model import hf_config_of, longrope_threshold, torch_dtype
 from verl.utils.sharded_tensor import full_tensor, local_rows
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine.base import BaseEngine, EngineRegistry
-from verl.workers.engine.fsdp.adapters import adapter_layers, merged, scales_of, without_adapters, write_adapters
+from verl.workers.engine.fsdp.adapters import (
+    ADAPTER_FOLDER,
+    adapter_layers,
+    merged,
+    scales_of,
+    without_adapters,
+    write_adapters,
+)
 from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.model import (
@@ -60,9 +67,6 @@ from verl.workers.engine.loss import (
 )
 from verl.workers.engine.non_finite import LossWatch, in_gradients
 from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
-
-ADAPTER_FOLDER = "lora_adapter"
-"""Folder of a checkpoint with the adapters as files of peft."""
 
 
 class FSDPEngine(BaseEngine):

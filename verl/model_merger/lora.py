@@ -1,0 +1,151 @@
+"""Merge the adapters of a checkpoint into the model that they were trained on.
+
+A checkpoint of LoRA has the adapters alone in its shards, and in ``lora_adapter/adapter_config.json`` how they are
+scaled and which model they belong to. Shards that verl 0.8 saved have that model too, under peft's names, and the scale
+in ``lora_train_meta.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from verl.config import HFModelConfig
+from verl.errors import CheckpointError, ConfigError
+from verl.utils.model import load_hf_config, torch_dtype
+from verl.workers.engine.fsdp.adapters import (
+    ADAPTER_FOLDER,
+    CONFIG_FILE,
+    adapter_layers,
+    merged,
+    scales_of,
+)
+from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
+from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences
+
+PUBLIC_PREFIX, PUBLIC_SCALE = "base_model.model.", "lora_train_meta.json"
+_TYPES: dict[str, ModelType] = {
+    "ForTokenClassification": "value_model",
+    "ForSequenceClassification": "reward_model",
+}
+
+
+def has_adapters(weights: Mapping[str, Tensor]) -> bool:
+    """Whether these weights of shards are adapters, or have some among them."""
+    return any(".lora_A." in name for name in weights)
+
+
+class Adapted:
+    """The model of a checkpoint whose shards hold adapters, with the adapters applied.
+
+    Args:
+        weights: the trained weights in its shards.
+        folder: the checkpoint's ``actor`` or ``critic``.
+        architecture: of the model, as its config names it.
+        base_model: folder of the model that the adapters were trained on; None is the one in their config.
+        trust_remote_code: run Python code that comes with that model.
+
+    Raises:
+        CheckpointError: the config or the model is missing, or the adapters do not fit it.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        folder: Path,
+        architecture: str,
+        base_model: str | None,
+        trust_remote_code: bool,
+    ) -> None:
+        path = base_model or _base_named_in(folder / ADAPTER_FOLDER / CONFIG_FILE)
+        kind: ModelType = "language_model"
+        for ending, of_ending in _TYPES.items():
+            kind = of_ending if architecture.endswith(ending) else kind
+        config = HFModelConfig(
+            path=path,
+            hf_config_path=str(folder / "huggingface") if kind == "language_model" else None,
+            trust_remote_code=trust_remote_code,
+            lora_adapter_path=str(folder / ADAPTER_FOLDER),
+        )
+        try:
+            base = load_hf_config(path, trust_remote_code=trust_remote_code)
+            self.dtype = torch_dtype(base.dtype or torch.float32)
+            model = build_model(kind, config, self.dtype, with_weights=True)
+        except ConfigError as error:
+            raise CheckpointError(
+                f"{folder} holds adapters of the model {path}, which cannot be read: {error} If it lies elsewhere now, "
+                "name its folder with --base_model."
+            ) from error
+        trained = trained_parameters(model)
+        if missing := sorted(trained.keys() ^ weights.keys()):
+            raise CheckpointError(f"{folder}: shards and {ADAPTER_FOLDER} are of different adapters: {missing[:3]}.")
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(weights[name])
+        self._model = model
+
+    def merged_weights(self) -> dict[str, Tensor]:
+        """Merge in fp32 and round to the model's own format; tied weights come once."""
+        stream = merged(own_state(self._model).items(), scales_of(adapter_layers(self._model)))
+        return {name: tensor.detach().to(self.dtype) for name, tensor in stream}
+
+    @torch.no_grad()
+    def check_logits(self, model: PreTrainedModel, folder: Path) -> None:
+        """Compare logits with those of the merged ``model``, both computed in fp32 (which they are converted to).
+
+        Raises:
+            CheckpointError: they differ by more than rounding of the weights explains.
+        """
+        both = self._model, HeadedModel(model, self._model.head_name)
+        for ids in probe_sequences(model.config, (7, 4), torch.device("cpu")):
+            expected, found = (_outputs(part.float().eval(), ids) for part in both)
+            if not is_rounding(found, expected, self.dtype):
+                raise CheckpointError(
+                    f"{folder} gives logits that differ by {largest_difference(found, expected):.3g} from those of "
+                    "the model with its adapters."
+                )
+
+
+def _outputs(model: HeadedModel, ids: Tensor) -> Tensor:
+    """Compute what the head gives at each token, (tokens, outputs)."""
+    backbone = model.get_submodule(model.backbone_name)
+    return model.head(backbone(input_ids=ids[None]).last_hidden_state[0])
+
+
+def _base_named_in(config: Path) -> str:
+    try:
+        path = json.loads(config.read_text())["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"the shards hold LoRA adapters, and {config} does not say of which model ({error}). Name its folder with "
+            "--base_model."
+        ) from error
+    return str(path)
+
+
+def merged_public(weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Merge the weights of shards that verl 0.8 saved, which hold the model and its adapters.
+
+    Raises:
+        CheckpointError: the file with the scale is missing or damaged.
+    """
+    path = folder / PUBLIC_SCALE
+    try:
+        about: dict[str, Any] = json.loads(path.read_text())
+        scale = float(about["lora_alpha"]) / int(about["r"])
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise CheckpointError(
+            f"{folder} holds a model with adapters, and {path.name}, which verl 0.8 writes with r and lora_alpha, "
+            f"cannot be read: {error}."
+        ) from error
+    plain = {name.removeprefix(PUBLIC_PREFIX): tensor for name, tensor in weights.items()}
+    layers = {name.rsplit(".lora_A.", 1)[0] for name in plain if ".lora_A." in name}
+    formats = {name.replace(".base_layer.", "."): tensor.dtype for name, tensor in plain.items()}
+    stream = merged(sorted(plain.items()), dict.fromkeys(layers, scale))
+    return {name: tensor.to(formats[name]) for name, tensor in stream}
