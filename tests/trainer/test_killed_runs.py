@@ -36,6 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
                   "algorithm.kl_ctrl.type": "adaptive", "trainer.max_actor_ckpt_to_keep": 2,
                   "trainer.max_critic_ckpt_to_keep": 1, "trainer.val_before_train": "true",
                   "data.validation_shuffle": "true"},
+    "lora": PPO | {"actor_rollout_ref.model.lora_rank": 4, "actor_rollout_ref.rollout.name": "native",
+                   "actor_rollout_ref.actor.use_kl_loss": "true"},
     "sft": {},
 }  # fmt: skip
 
@@ -194,7 +196,7 @@ def each_step(fast: dict[str, int]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 3, "sft": 4}))
+@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 3, "lora": 3, "sft": 4}))
 def test_a_killed_run_ends_as_the_undisturbed_one(runs, algorithm, step):
     made, straight = runs(algorithm)
     made.kill_after(f"killed_{step}", step, delay_s=0.004 * step)

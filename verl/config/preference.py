@@ -128,6 +128,11 @@ class DPOConfig(PreferenceConfig):
         return replace(self.model, path=self.ref.path or self.model.path)
 
     @property
+    def reference_is_policy(self) -> bool:
+        """Whether the reference is the policy without its LoRA adapters, so that no second model is loaded."""
+        return self.model.has_adapters and self.ref.path is None
+
+    @property
     def reference_engine(self) -> FSDPEngineConfig:
         """Sharding and precision of the reference: the policy's, with its own ``param_offload``."""
         return replace(self.engine, param_offload=self.ref.param_offload)

@@ -6,6 +6,7 @@ import dataclasses
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -363,11 +364,11 @@ class DirectPreferenceWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the policy and, if the loss needs one, the reference."""
+        """Load the policy and, if the loss needs one that is not the policy without its adapters, the reference."""
         super().init_model()
         config = self.config
         self.reference: BaseEngine | None = None
-        if not config.loss.reference_free:
+        if not config.loss.reference_free and not config.reference_is_policy:
             self.reference = self.make_engine(
                 "language_model", config.engine.strategy, config.reference_model, config.reference_engine
             )
@@ -375,8 +376,10 @@ class DirectPreferenceWorker(TrainingWorker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Compute ``ref_log_prob`` under the reference, (bsz, response_length)."""
-        if self.reference is None:
+        is_policy = self.reference is None and self.config.reference_is_policy
+        reference = self.trained if is_policy else self.reference
+        if reference is None or self.config.loss.reference_free:
             raise ConfigError("reference_free=true: there is no reference whose log-probs could be computed.")
-        with self.reference.eval_mode():
-            found = self.reference.infer_batch(batch, {"log_probs"}, self.micro)
+        with reference.eval_mode(), reference.disable_adapter() if is_policy else nullcontext():
+            found = reference.infer_batch(batch, {"log_probs"}, self.micro)
         return DataProto.from_dict(tensors={"ref_log_prob": found["log_probs"]})
