@@ -188,7 +188,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Runs
 
 
 def each_step(fast: dict[str, int]) -> list[Any]:
-    """Every algorithm killed after every step; only some of them in the fast suite."""
+    """Every algorithm killed after every step; in the fast suite only after one step, or none (0)."""
     return [
         pytest.param(name, step, marks=[] if step == fast[name] else [pytest.mark.slow])
         for name in fast
@@ -196,7 +196,8 @@ def each_step(fast: dict[str, int]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 3, "lora": 3, "sft": 4}))
+# `make chaos` kills PPO runs on two ranks.
+@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 0, "lora": 3, "sft": 4}))
 def test_a_killed_run_ends_as_the_undisturbed_one(runs, algorithm, step):
     made, straight = runs(algorithm)
     made.kill_after(f"killed_{step}", step, delay_s=0.004 * step)

@@ -97,7 +97,7 @@ def runner_of_the_page() -> type[TaskRunner]:
     return names["MyRunner"]
 
 
-@pytest.mark.parametrize("prompts_per_optimizer_step", [2, 4])
+@pytest.mark.parametrize("prompts_per_optimizer_step", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_grpo(train: Run, tmp_path: Path, prompts_per_optimizer_step: int) -> None:
     """With several optimizer steps in a batch, and with one, whose forward pass gives verl's own old_log_probs."""
     settings = {
@@ -129,6 +129,7 @@ def test_what_public_trainers_have_and_this_one_has_not() -> None:
         _ = trainer.use_critic  # an error inside of a property names what is missing there
 
 
+@pytest.mark.slow
 def test_ppo_with_all_models_on_two_ranks(train: Run, ray_cluster: None) -> None:
     """Assembled by hand too: a runner of its own, workers of its own, configuration as Hydra composes it."""
     settings = {

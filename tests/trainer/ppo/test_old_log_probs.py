@@ -87,7 +87,10 @@ LOSSES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+IN_SHORT = ("vanilla", "kl loss and entropy", "gpg")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_SHORT else [pytest.mark.slow]) for n in LOSSES])
 def test_weights_and_metrics_are_the_same_to_the_last_bit(train, name):
     changes = {f"actor_rollout_ref__actor__{key}": value for key, value in LOSSES[name].items()}
     found = train(**changes)
