@@ -15,6 +15,7 @@ the processor, which other programs change less.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -169,7 +170,8 @@ def prepare(folder: Path, model: Path | None) -> None:
     subprocess.run(run, check=True, cwd=ROOT, stdout=sys.stderr)
     if model is None:
         warm_up = command("verl.trainer.sft_trainer", sft_settings(folder / "task", folder / "sft", seed=1))
-        subprocess.run(warm_up, check=True, cwd=ROOT, stdout=sys.stderr)
+        env = os.environ | {"VERL_FILE_LOGGER_ROOT": str(folder)}
+        subprocess.run(warm_up, check=True, cwd=ROOT, stdout=sys.stderr, env=env)
         model = exported_model(folder / "sft" / "checkpoints")
     (folder / "model").symlink_to(model.resolve())
 

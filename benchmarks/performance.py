@@ -182,6 +182,7 @@ AGENT_PARTS = (
     ),
     Part("agent_step", "A whole GRPO step over conversations"),
     Part("prefix_reuse", "Reuse of what earlier turns computed"),
+    Part("endpoint_overhead", "The endpoint against direct calls"),
 )
 
 

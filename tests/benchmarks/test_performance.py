@@ -17,6 +17,7 @@ import pytest
 
 from benchmarks import (
     agent_step,
+    endpoint_overhead,
     gpu,
     grpo_step,
     performance,
@@ -156,6 +157,14 @@ def test_conversations_of_both_contestants_come_to_their_end(tmp_path):
     folder = shape.TINY.save_model(tmp_path)
     for reuses in (True, False):
         prefix_reuse.conversations(folder, shape.TINY, 2, 2, reuses)()
+
+
+def test_conversations_over_the_endpoint_are_those_of_direct_calls(tmp_path):
+    pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
+    folder = shape.TINY.save_model(tmp_path)
+    over, direct = (endpoint_overhead.conversations(folder, 2, 2, over_http)() for over_http in (True, False))
+    assert over == direct
+    assert all(len(tokens) > 2 * endpoint_overhead.RESPONSE for tokens in direct)
 
 
 @pytest.mark.slow

@@ -42,6 +42,8 @@ from verl.config.agent import TrajectoryStatus
 from verl.errors import DataError, RolloutError
 from verl.utils.dataset.chat import Message
 
+SHORT_CALL = 20_000
+"""Characters of the messages of a call that is rendered in the event loop of all calls."""
 MODEL = "policy"
 """Name of the policy among the models."""
 MAIN = "main"
@@ -117,7 +119,9 @@ class TrajectoryRecorder:
     async def answer(self, call: ModelCall) -> list[ModelAnswer]:
         """See :class:`verl.agents.endpoint.calls.ModelBackend`."""
         self._check(call)
-        place = await asyncio.to_thread(self._placed, call)
+        is_short = len(call.prompt or "") + sum(len(str(message)) for message in call.messages) <= SHORT_CALL
+        # Rendering a long context would hold up the other calls; a change of threads takes longer than a short one.
+        place = self._placed(call) if is_short else await asyncio.to_thread(self._placed, call)
         room = place.most - len(place.context)
         if room < 1:
             self.status = "context_full"
