@@ -107,7 +107,7 @@ def write_tokens(folder: Path, step: int, prompts: int, siblings: int, draw: ran
     for prompt in range(prompts):
         for sibling in range(siblings):
             ids = [draw.randrange(len(words)) for _ in range(24)]
-            numbers = {name: [draw.gauss(-1, 0.5) for _ in ids] for name in NUMBERS[:6]}
+            numbers = {name: [draw.gauss(-1, 0.5) for _ in ids] for name in NUMBERS[:7]}
             mask = [0 if 8 <= place < 12 else 1 for place in range(len(ids))]
             row = {"uid": f"{step}-{prompt}", "sample_index": sibling, "weight_version": step - 1}
             rows.append(row | {"prompt_ids": [1, 3, 5], "response_ids": ids, "response_mask": mask} | numbers)

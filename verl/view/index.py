@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+LONGEST_NAME = 200
+"""Characters of a status, data source or group in the index."""
 VERSION = 1
 """Of the tables; an index of another version is made anew."""
 
@@ -96,8 +98,8 @@ def place_of_index(folders: list[Path]) -> Path:
 
 def status_of(record: Mapping[str, Any]) -> str:
     """Return how a sample ended: its trajectory's status, what scoring said if not ok, or why generation ended."""
-    if "trajectory" in record:
-        return str(record["trajectory"].get("status", ""))
+    if isinstance(trajectory := record.get("trajectory"), Mapping):
+        return str(trajectory.get("status", ""))
     scoring = record.get("reward_status", "ok")
     return str(scoring) if scoring != "ok" else str(record.get("finish_reason") or "")
 
@@ -106,6 +108,16 @@ def prompt_number(record: Mapping[str, Any]) -> int:
     """Return a number of 63 bits that is the same for the same prompt."""
     text = str(record.get("input", "")).encode(errors="surrogatepass")
     return int.from_bytes(hashlib.blake2s(text, digest_size=8).digest()) >> 1
+
+
+def _text(value: Any) -> str:
+    """A text of at most ``LONGEST_NAME`` characters that SQLite takes."""
+    return str(value)[:LONGEST_NAME].encode("utf-8", "replace").decode()
+
+
+def _whole(value: Any, default: int) -> int:
+    """A number that SQLite takes."""
+    return value if isinstance(value, int) and abs(value) < 2**62 else default
 
 
 def sample_rows(path: Path) -> Iterator[tuple[Any, ...]]:
@@ -120,10 +132,9 @@ def sample_rows(path: Path) -> Iterator[tuple[Any, ...]]:
                 offset += len(line)
                 continue
             prompt = prompt_number(record)
-            length = record.get("response_length", len(str(record.get("output", ""))))
-            uid = str(record.get("uid", f"{record.get('step')}-{prompt:x}"))
-            yield (
-                position, offset, len(line), score, length, status_of(record), str(record.get("data_source", "")),
-                prompt, uid, record.get("sample_index", position),
-            )  # fmt: skip
+            length = _whole(record.get("response_length"), len(str(record.get("output", ""))))
+            uid = record.get("uid", f"{record.get('step')}-{prompt:x}")
+            status, source, uid = map(_text, (status_of(record), record.get("data_source", ""), uid))
+            sibling = _whole(record.get("sample_index"), position)
+            yield position, offset, len(line), score, length, status, source, prompt, uid, sibling
             offset += len(line)

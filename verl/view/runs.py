@@ -23,7 +23,7 @@ from verl.view.samples import refresh_samples
 
 SILENT_S = 600.0
 """Seconds without a line after which a run elsewhere, or without events, counts as lost."""
-SEARCH_S = 10.0
+SEARCH_S = 3.0
 """Seconds between two searches of the folders for new runs."""
 
 

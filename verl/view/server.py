@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
+import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
@@ -175,7 +177,7 @@ def _keep_fresh(look: Callable[[], list[str]], news: News, ended: threading.Even
         try:
             if changed := look():
                 news.tell({"changed": changed})
-        except OSError as error:
+        except (OSError, ValueError, sqlite3.Error) as error:
             if str(error) != told:
                 told = str(error)
                 logger.warning("files of runs cannot be read (%s); trying again.", error)
@@ -185,13 +187,24 @@ def _keep_fresh(look: Callable[[], list[str]], news: News, ended: threading.Even
 def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
     async def respond(request: Request) -> Response:
         try:
-            return JSONResponse(await run_in_threadpool(answer, request))
+            return JSONResponse(sendable(await run_in_threadpool(answer, request)))
         except DataError as error:
             return JSONResponse({"error": str(error)}, status_code=404)
         except ValueError as error:  # a number of the address that is none
             return JSONResponse({"error": f"the address is not understood: {error}"}, status_code=400)
 
     return respond
+
+
+def sendable(value: Any) -> Any:
+    """Return a value as JSON can have it: not finite numbers become texts, halves of surrogate pairs question marks."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {sendable(str(name)): sendable(item) for name, item in value.items()}
+    return [sendable(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def filter_of(query: Mapping[str, str]) -> SampleFilter:

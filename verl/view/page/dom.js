@@ -1,6 +1,6 @@
 // Elements without HTML strings: whatever a sample holds stays text.
 
-const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/;
+const UNSEEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
 
 /** Make an element. Properties that begin with "on" are listeners; null and false are left out. */
 export function h(tag, properties = {}, ...children) {
@@ -17,7 +17,10 @@ export function h(tag, properties = {}, ...children) {
 
 function append(element, children) {
   for (const child of children.flat(Infinity)) {
-    if (child !== null && child !== undefined && child !== false) element.append(child);
+    if (child === null || child === undefined || child === false) continue;
+    if (child instanceof Node) element.append(child);
+    else if (element.tagName === "OPTION") element.append(String(child).replaceAll(UNSEEN, codeOf));
+    else element.append(...visible(String(child)));
   }
 }
 
@@ -28,27 +31,25 @@ export function fill(element, ...children) {
   return element;
 }
 
-/** Text of a sample as nodes: characters that cannot be seen, or that turn the direction of text, become their codes. */
-export function visible(text) {
+/** A text as nodes: characters that cannot be seen, or that turn the direction of text, become their codes. */
+function visible(text) {
   const nodes = [];
-  let plain = "";
-  for (const character of String(text)) {
-    if (!UNSEEN.test(character)) {
-      plain += character;
-      continue;
-    }
-    if (plain) nodes.push(document.createTextNode(plain));
-    plain = "";
-    const code = character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-    nodes.push(h("span", { class: "unseen", title: "a character that cannot be seen" }, `U+${code}`));
+  let end = 0;
+  for (const found of text.matchAll(UNSEEN)) {
+    nodes.push(text.slice(end, found.index));
+    nodes.push(h("span", { class: "unseen", title: "a character that cannot be seen" }, codeOf(found[0])));
+    end = found.index + found[0].length;
   }
-  if (plain) nodes.push(document.createTextNode(plain));
-  return nodes;
+  return [...nodes, text.slice(end)];
+}
+
+function codeOf(character) {
+  return `U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
 }
 
 /** A block of a sample's text. */
 export function textBlock(text, name = "text") {
-  return h("pre", { class: name, dir: "auto", tabindex: "0" }, visible(text));
+  return h("pre", { class: name, dir: "auto", tabindex: "0" }, text);
 }
 
 /** A number in few characters. */

@@ -14,7 +14,7 @@ const NAMES = {
   reward_errors: "Errors of rewards",
 };
 
-/** Show alerts; returns {news, chosen}. */
+/** Show alerts; returns {news}. */
 export async function showHealth(main, parameters, list) {
   const load = async () => {
     const runs = list.selected();
@@ -24,7 +24,7 @@ export async function showHealth(main, parameters, list) {
         : h("p", { class: "empty" }, "No rule is broken."))));
   };
   await load();
-  return { news: load, chosen: load };
+  return { news: load };
 }
 
 function item(run, alert) {

@@ -3,7 +3,7 @@
 import { ask, onNews } from "./api.js";
 import { fill, h } from "./dom.js";
 import { showHealth } from "./health.js";
-import { address, place } from "./place.js";
+import { address, keepInAddress, place } from "./place.js";
 import { RunList } from "./run_list.js";
 import { showRuns } from "./runs.js";
 import { showSamples } from "./samples.js";
@@ -16,7 +16,10 @@ const THEME = "verl-view-theme";
 
 const main = document.getElementById("main");
 const status = document.getElementById("status");
-const list = new RunList(document.getElementById("runs"), () => shown.chosen?.());
+const list = new RunList(document.getElementById("runs"), () => {
+  keepInAddress(place()[0], {});
+  show();
+});
 let shown = {};
 let asked = 0;
 

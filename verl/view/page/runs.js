@@ -12,7 +12,7 @@ const OPTIONS = "verl-view-curves";
 export async function showRuns(main, parameters, list) {
   const view = new Curves(main, list);
   await view.load();
-  return { news: (changed) => view.news(changed), close: () => view.close(), chosen: () => view.load() };
+  return { news: (changed) => view.news(changed), close: () => view.close() };
 }
 
 class Curves {

@@ -1,7 +1,7 @@
 // One sample: its conversation, its siblings side by side, the answers to its prompt from step to step, its tokens.
 
 import { ask } from "./api.js";
-import { fill, h, short, textBlock, visible } from "./dom.js";
+import { fill, h, short, textBlock } from "./dom.js";
 import { showTokens } from "./tokens.js";
 
 const KNOWN = new Set(["input", "output", "trajectory"]);
@@ -18,7 +18,7 @@ export async function showOne(element, id, open) {
     record.trajectory ? conversation(record.trajectory) : textBlock(record.output, "response"),
     h("details", {}, h("summary", {}, "All that is recorded"),
       h("dl", {}, Object.entries(record).filter(([name]) => !KNOWN.has(name)).map(([name, value]) => [
-        h("dt", {}, name), h("dd", {}, visible(typeof value === "string" ? value : JSON.stringify(value)))]))),
+        h("dt", {}, name), h("dd", {}, typeof value === "string" ? value : JSON.stringify(value))]))),
     tokens,
     sample.siblings.length > 1 ? siblings(sample, open) : null,
     sample.kind === "validation" && sample.history.length > 1 ? history(sample, open) : null);
@@ -40,7 +40,7 @@ function conversation(trajectory) {
     const calls = (message.tool_calls || []).map((call) => `→ ${call.function.name}(${call.function.arguments})`);
     const content = typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content) : "";
     return h("li", { class: `message ${["assistant", "tool", "user", "system"].includes(message.role) ? message.role : "other"}` },
-      h("div", { class: "role" }, visible([message.role, message.name].filter(Boolean).join(" ")), notes.length ? h("small", {}, ` ${notes.join(", ")}`) : null),
+      h("div", { class: "role" }, [message.role, message.name].filter(Boolean).join(" "), notes.length ? h("small", {}, ` ${notes.join(", ")}`) : null),
       content ? textBlock(content) : null, calls.map((call) => textBlock(call, "call")));
   }));
 }

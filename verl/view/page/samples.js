@@ -1,14 +1,14 @@
 // A table of samples with filters, and one of them with its siblings and its history.
 
 import { ask } from "./api.js";
-import { field, fill, h, select, short, visible } from "./dom.js";
+import { field, fill, h, select, short } from "./dom.js";
 import { showOne } from "./sample.js";
-import { address, keepInAddress } from "./place.js";
+import { keepInAddress } from "./place.js";
 
 const FILTERS = ["kind", "step_from", "step_to", "score_from", "score_to", "length_from", "length_to", "status", "source", "text", "sort", "descending"];
 const SORTS = [["step", "step"], ["score", "score"], ["length", "length"]];
 
-/** Show samples; returns {news, close, chosen, key}. */
+/** Show samples; returns {news, key}. */
 export async function showSamples(main, parameters, list) {
   const run = list.one(parameters.run);
   if (!run) {
@@ -17,11 +17,11 @@ export async function showSamples(main, parameters, list) {
   }
   if (!run.kinds.length) {
     fill(main, h("p", { class: "empty" }, `${run.name} wrote no samples. Set trainer.rollout_data_dir and trainer.validation_data_dir.`));
-    return { chosen: () => showSamples(main, {}, list) };
+    return {};
   }
   const view = new Samples(main, run, parameters);
   await view.start();
-  return { news: () => {}, key: (event) => view.key(event), chosen: () => (location.hash = address("samples", {})) };
+  return { news: (changed) => view.news(changed), key: (event) => view.key(event) };
 }
 
 class Samples {
@@ -38,9 +38,10 @@ class Samples {
     this.body = h("tbody");
     this.count = h("p", { class: "count", role: "status" });
     this.more = h("button", { type: "button", hidden: true, onclick: () => this.load(this.next) }, "More");
+    this.fresh = h("button", { type: "button", hidden: true, onclick: () => this.load(0) }, "Show new samples");
     this.one = h("section", { class: "one", "aria-label": "Sample" });
     const heads = ["step", "score", "length", "end", "source", "prompt", "response"];
-    fill(this.main, this.form(values), this.count,
+    fill(this.main, this.form(values), this.count, this.fresh,
       h("div", { class: "scroll samples" }, h("table", {},
         h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), this.body)),
       this.more, this.one);
@@ -74,13 +75,23 @@ class Samples {
       field("Order", select("descending", [["1", "highest first"], ["0", "lowest first"]], this.filter.descending || "1", change("descending"))));
   }
 
+  /** Show new samples at once, unless that would move what somebody looks at. */
+  news(changed) {
+    if (!changed.includes(this.run.id)) return;
+    if (!this.sample && this.body.children.length <= 100) this.load(0);
+    else this.fresh.hidden = false;
+  }
+
   remember() {
     keepInAddress("samples", { run: this.run.id, ...this.filter, sample: this.sample });
   }
 
   async load(skip) {
     const found = await ask("samples", { run: this.run.id, ...this.filter, skip });
-    if (skip === 0) fill(this.body);
+    if (skip === 0) {
+      fill(this.body);
+      this.fresh.hidden = true;
+    }
     this.body.append(...found.rows.map((row) => this.row(row)));
     this.next = found.next;
     this.more.hidden = found.next === null;
@@ -95,9 +106,9 @@ class Samples {
     return h("tr", { "data-sample": sample.id, onclick: open },
       h("td", {}, h("button", { type: "button", class: "link", "aria-label": `open sample of step ${sample.step}` }, short(sample.step))),
       h("td", { class: "score" }, short(sample.score)), h("td", {}, short(sample.length)),
-      h("td", {}, visible(sample.status)), h("td", {}, visible(sample.source)),
-      h("td", { class: "preview" }, h("bdi", {}, visible(sample.input))),
-      h("td", { class: "preview" }, h("bdi", {}, visible(sample.output))));
+      h("td", {}, sample.status), h("td", {}, sample.source),
+      h("td", { class: "preview" }, h("bdi", {}, sample.input)),
+      h("td", { class: "preview" }, h("bdi", {}, sample.output)));
   }
 
   async open(id) {

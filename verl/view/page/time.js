@@ -8,7 +8,7 @@ import { table } from "./runs.js";
 
 const SHOWN = 40;
 
-/** Show times; returns {news, chosen}. */
+/** Show times; returns {news}. */
 export async function showTime(main, parameters, list) {
   const run = list.one(parameters.run);
   if (!run) {
@@ -34,7 +34,7 @@ export async function showTime(main, parameters, list) {
   fill(main, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
     h("strong", { class: "of" }, run.name), step("step_from", "Step from"), step("step_to", "to"), trace), body);
   await load();
-  return { news: (changed) => changed.includes(run.id) && load(), chosen: () => showTime(main, {}, list) };
+  return { news: (changed) => changed.includes(run.id) && load() };
 }
 
 function traceOf(run, range) {

@@ -2,7 +2,7 @@
 
 import { ask } from "./api.js";
 import { scale } from "./colours.js";
-import { field, fill, h, select, short, visible } from "./dom.js";
+import { field, fill, h, select, short } from "./dom.js";
 
 const NAMES = {
   advantages: "advantage", rollout_log_probs: "log-prob in the rollout", old_log_probs: "log-prob before the update",
@@ -73,7 +73,7 @@ class Tokens {
     this.line.children[place]?.classList.add("chosen");
     this.place = place;
     const facts = [
-      ["token", visible(JSON.stringify(response[place].text))], ["id", response[place].id], ["place", `${place + 1} of ${response.length}`],
+      ["token", JSON.stringify(response[place].text)], ["id", response[place].id], ["place", `${place + 1} of ${response.length}`],
       ["chosen by the policy", mask[place] ? "yes" : "no"],
       ...Object.entries(numbers).map(([name, values]) => [NAMES[name] || name, short(values[place])]),
       ...(version === null || version === undefined ? [] : [["weights", version]]),
@@ -92,6 +92,6 @@ class Tokens {
 
 /** The text of a token; tokens apart show blanks and line ends too. */
 function pieces(text, asText) {
-  if (asText) return visible(text);
-  return visible(text.replaceAll(" ", "·").replaceAll("\n", "⏎\n").replaceAll("\t", "→"));
+  if (asText) return text;
+  return text.replaceAll(" ", "·").replaceAll("\n", "⏎\n").replaceAll("\t", "→");
 }

@@ -1,0 +1,118 @@
+"""A server of the view on made-up runs, and a real Chromium."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOKEN = "the-token-of-the-tests"
+
+
+@dataclass
+class Server:
+    port: int
+    process: subprocess.Popen
+
+    @property
+    def address(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str, headers: dict[str, str] | None = None, **parameters: Any) -> httpx2.Response:
+        own = {"authorization": f"Bearer {TOKEN}"} if headers is None else headers
+        return httpx2.get(self.address + path, params=parameters, headers=own, timeout=20)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[Callable[..., Server]]:
+    """Start `verl view` on folders, as a user does."""
+    started: list[subprocess.Popen] = []
+
+    def start(*folders: Path) -> Server:
+        port = free_port()
+        command = [sys.executable, "-m", "verl", "view", *map(str, folders), "--port", str(port)]
+        environment = os.environ | {"VERL_VIEW_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+        started.append(process)
+        server = Server(port, process)
+        ends = time.monotonic() + 60
+        while time.monotonic() < ends:
+            try:
+                found = server.get("/api/runs").json()
+                if not found["indexing"] and found["runs"]:
+                    return server
+            except httpx2.TransportError:
+                assert process.poll() is None, "the server ended"
+            time.sleep(0.05)
+        raise AssertionError("the server did not come up in 60 s")
+
+    yield start
+    for process in started:
+        process.terminate()
+    for process in started:
+        process.wait(timeout=20)
+
+
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
+    """Debian's Chromium, driven by Playwright."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install playwright")
+    path = shutil.which("chromium")
+    if path is None:
+        pytest.skip("Chromium is not installed: apt-get install chromium")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@dataclass
+class Tab:
+    """A page of the view, and what it complained about."""
+
+    page: Any
+    server: Server
+    complaints: list[str]
+
+    def show(self, view: str) -> None:
+        self.page.goto(f"{self.server.address}/#{view}")
+
+
+@pytest.fixture
+def open_view(chromium: Any) -> Iterator[Callable[..., Tab]]:
+    """Open the view in a new context; at the end nothing may have been complained about."""
+    contexts, tabs = [], []
+
+    def open_tab(server: Server, width: int = 1400, height: int = 900, **settings: Any) -> Tab:
+        context = chromium.new_context(viewport={"width": width, "height": height}, **settings)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(15_000)
+        tab = Tab(page, server, [])
+        page.on("pageerror", lambda error: tab.complaints.append(str(error)))
+        page.on("console", lambda said: tab.complaints.append(said.text) if said.type == "error" else None)
+        page.goto(f"{server.address}/?token={TOKEN}")
+        tabs.append(tab)
+        return tab
+
+    yield open_tab
+    for context in contexts:
+        context.close()
+    assert [tab.complaints for tab in tabs if tab.complaints] == []

@@ -1,0 +1,254 @@
+"""The page in a real Chromium: it loads, draws, filters, follows a live run, and survives hostile samples."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import http.server
+import json
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from verl.testing.made_up_run import make_up_run, metrics_line, write_samples
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    make_up_run(folder / "first", steps=45, tokens_every=9, validation_every=15)
+    make_up_run(folder / "second", steps=30, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(serve, folder):
+    return serve(folder)
+
+
+SHOWN = """canvas => {
+    const {width, height} = canvas;
+    const pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+    const colours = new Set();
+    for (let i = 0; i < pixels.length; i += 4) {
+        if (pixels[i + 3] > 200) colours.add(`${pixels[i]},${pixels[i + 1]},${pixels[i + 2]}`);
+    }
+    return [...colours];
+}"""
+BLUE, ORANGE = "0,114,178", "213,94,0"
+
+
+def test_curves_of_two_runs_are_drawn_and_smoothed(server, open_view):
+    page = open_view(server).page
+    page.locator("#runs li").nth(1).locator("input").check()
+    canvas = page.locator("figure[data-metric='critic/score/mean'] canvas")
+    canvas.wait_for()
+    page.wait_for_function(f"() => ({SHOWN})(document.querySelector('canvas')).includes('{ORANGE}')")
+    assert {BLUE, ORANGE} <= set(canvas.evaluate(SHOWN))
+    label = "figure[data-metric='critic/score/mean'] .uplot"
+    assert "45 points" in page.locator(label).get_attribute("aria-label")
+    before = canvas.evaluate("canvas => canvas.toDataURL()")
+    page.locator("input[type=range]").fill("0.9")
+    page.wait_for_function(
+        "before => { const now = document.querySelector('canvas'); return now && now.toDataURL() !== before; }",
+        arg=before,
+    )
+    page.fill("#search", "entropy")
+    assert page.locator("figure.chart").count() == 1
+    assert "data.seed" in page.locator("section", has_text="Settings that differ").inner_text()
+
+
+def test_filters_choose_samples(server, open_view):
+    tab = open_view(server)
+    tab.show("samples")
+    page = tab.page
+    count = page.locator("p.count")
+    count.get_by_text("of").wait_for()
+    page.locator("#runs li", has_text="first").locator("button.only").click()
+    count.get_by_text("of 720").wait_for()  # 45 steps of 4 prompts with 4 responses each
+    page.locator("input[name=step_from]").fill("44")
+    page.keyboard.press("Tab")
+    count.get_by_text("32 samples, of 32").wait_for()
+    page.locator("select[name=source]").select_option("gsm8k")
+    count.get_by_text("16 samples, of 16").wait_for()
+    page.locator("input[name=score_from]").fill("0.5")
+    page.keyboard.press("Tab")
+    page.locator("tbody tr").first.wait_for()
+    page.wait_for_function("() => [...document.querySelectorAll('td.score')].every(cell => cell.textContent === '1')")
+    page.locator("input[name=text]").fill("nothing says this")
+    page.keyboard.press("Tab")
+    page.get_by_text("No sample is like that.").wait_for()
+    assert "step_from=44" in page.url
+
+
+def test_a_sample_has_siblings_history_and_tokens_with_their_numbers(server, open_view):
+    tab = open_view(server)
+    tab.show("samples?kind=validation")
+    page = tab.page
+    page.locator("#runs li", has_text="first").locator("button.only").click()
+    page.locator("select[name=kind]").select_option("validation")
+    page.locator("p.count").get_by_text("of 12").wait_for()  # 3 validations of 4 prompts
+    page.locator("tbody tr button").first.click()
+    page.get_by_text("from step to step").wait_for()
+    titles = [title.inner_text() for title in page.locator(".card button").all()]
+    assert [title.split(":")[0] for title in titles] == ["step 15", "step 30", "step 45"]
+
+    page.locator("select[name=kind]").select_option("train")
+    page.locator("p.count").get_by_text("of 720").wait_for()
+    page.keyboard.press("Escape")
+    page.locator("tbody tr button").first.click()
+    page.get_by_text("Siblings: 4").wait_for()
+    tokens = page.locator(".token")
+    tokens.first.wait_for()
+    assert tokens.count() == 24
+    assert page.locator(".token.others").count() == 4
+    tokens.nth(2).hover()
+    assert "3 of 24" in page.locator(".about-token").inner_text()
+    page.locator("[role=listbox]").press("ArrowRight")
+    about = page.locator(".about-token").inner_text()
+    assert "4 of 24" in about
+    assert {"advantage", "entropy", "weights"} <= {line.strip() for line in about.splitlines()}
+    colours = "() => new Set([...document.querySelectorAll('.token')].map(token => token.style.background)).size"
+    assert page.evaluate(colours) > 5
+    page.locator("select[name=colour]").select_option("mask")
+    assert page.evaluate(colours) == 2
+
+
+def test_times_alerts_and_keys(server, open_view):
+    tab = open_view(server)
+    page = tab.page
+    page.locator("figure.chart").first.wait_for()
+    page.keyboard.press("3")
+    page.locator(".timeline .step").first.wait_for()
+    assert page.get_by_role("row", name="update_actor").inner_text().split() == ["update_actor", "2.66", "28", "%"]
+    with page.expect_download() as saved:
+        page.get_by_text("Trace for Perfetto").click()
+    trace = json.loads(Path(saved.value.path()).read_text())
+    assert {event["name"] for event in trace["traceEvents"]} >= {"gen", "reward", "update_actor", "step"}
+    page.keyboard.press("4")
+    page.locator("#runs li", has_text="first").locator("button.only").click()
+    alert = page.locator(".alert", has_text="Gradient spike, step 40")
+    alert.get_by_text("Samples of this step").click()
+    page.locator("p.count").get_by_text("16 samples, of 16").wait_for()
+    page.keyboard.press("?")
+    page.get_by_role("dialog").get_by_text("dark or light").wait_for()
+
+
+@pytest.mark.parametrize("width", [1400, 820, 390])
+def test_nothing_is_wider_than_the_window_and_everything_has_a_name(server, open_view, width):
+    tab = open_view(server, width=width, color_scheme="dark")
+    page = tab.page
+    for view in ("runs", "samples", "time", "health"):
+        tab.show(view)
+        page.locator("main :is(figure, .samples, .timeline, .alert, .empty)").first.wait_for()
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        nameless = """() => [...document.querySelectorAll("button, input, select, a")]
+            .filter(one => one.checkVisibility() &&
+                !(one.textContent.trim() || one.getAttribute("aria-label") || one.closest("label")?.textContent.trim()))
+            .map(one => one.outerHTML)"""
+        assert page.evaluate(nameless) == []
+    assert page.evaluate("() => getComputedStyle(document.body).backgroundColor") == "rgb(20, 23, 27)"
+
+
+def test_a_run_that_goes_on_is_followed(serve, open_view, tmp_path):
+    log = make_up_run(tmp_path / "live", steps=5, ended=False)
+    tab = open_view(serve(tmp_path))
+    page = tab.page
+    page.locator("#runs").get_by_text("step 5").wait_for()
+    page.locator("[aria-label*='critic/score/mean'][aria-label*='5 points']").wait_for()
+    draw = random.Random(1)
+    with log.open("a") as file:
+        file.write(json.dumps(metrics_line(6, 12, draw)) + "\n" + '{"step": 7, "da')
+    page.locator("#runs").get_by_text("step 6").wait_for()
+    page.locator("[aria-label*='critic/score/mean'][aria-label*='6 points']").wait_for()
+    write_samples(tmp_path / "live/rollouts", 6, 4, 4, draw)
+    tab.show("samples")
+    page.reload()
+    page.locator("p.count").get_by_text("of 96").wait_for()
+    make_up_run(tmp_path / "another", steps=3)
+    page.locator("#runs").get_by_text("another").wait_for()
+
+
+HOSTILE = [
+    "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'>",
+    "</pre></body><iframe srcdoc='<script>parent.harmed = 3</script>'>",
+    "user\u202egpj.exe \u200b\u2066hidden\u2069 \x00\x1b[31mred\x07",
+    "a" * 3_000_000,
+    "\ud800 half of a pair",
+    "javascript:window.harmed=4",
+]
+
+
+def test_hostile_samples_do_no_harm(serve, open_view, tmp_path):
+    make_up_run(tmp_path / "run", steps=1)
+    file = tmp_path / "run/rollouts/1.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record, text in zip(records, HOSTILE, strict=False):
+        named = dict.fromkeys(("input", "output", "uid", "data_source", "finish_reason", text[:50]), text)
+        record |= named | {"uid": "1-0", "trajectory": None}
+        del record["trajectory"]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = {"<img src=x onerror='window.harmed = 5'>": "<script>window.harmed = 6</script>"}
+    start = {"event": "start", "config": config, "host": "<b>x</b>", "command": "<i>y</i>", "time": 1, "pid": 1}
+    (tmp_path / "run/metrics.run.jsonl").write_text(json.dumps(start) + "\n")
+    tab = open_view(serve(tmp_path))
+    page = tab.page
+    page.get_by_text("Settings (1)").click()
+    page.get_by_text("<script>window.harmed = 6</script>").wait_for()
+    tab.show("samples?limit=100")
+    page.locator("tbody tr").first.wait_for()
+    for row in page.locator("tbody tr").all():
+        row.locator("button").click()
+        page.locator(".one pre").first.wait_for()
+        page.locator(".one summary").click()
+    page.locator("tbody tr", has_text="gpj.exe").locator("button").click()
+    page.locator(".unseen", has_text="U+202E").first.wait_for()
+    assert page.locator(".unseen", has_text="U+001B").count() > 0
+    assert "\u202e" not in page.locator("main").inner_text()
+    assert page.evaluate("() => window.harmed") is None
+    assert page.locator("main :is(script, iframe, img)").count() == 0
+
+
+def test_pages_of_other_origins_get_nothing(server, open_view, tmp_path):
+    tab = open_view(server)
+    tab.page.locator("#runs li").first.wait_for()  # the cookie is set in this context
+    stranger = tab.page.context.new_page()
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/index.html").write_text("<h1>another site</h1>")
+    with other_site(tmp_path / "site") as address:
+        stranger.goto(address)
+        said = stranger.evaluate(
+            """async address => {
+                const of = async (settings) => {
+                    try {
+                        const answer = await fetch(address + "/api/runs", settings);
+                        return [answer.type, await answer.text()];
+                    } catch (error) { return ["refused", ""]; }
+                };
+                return [await of({credentials: "include"}), await of({mode: "no-cors", credentials: "include"})];
+            }""",
+            server.address,
+        )
+        assert [text for _, text in said] == ["", ""]
+        frame = stranger.evaluate(
+            """address => new Promise(done => {
+                const frame = document.createElement("iframe");
+                frame.src = address;
+                frame.onload = () => done(frame.contentDocument === null);
+                document.body.append(frame);
+            })""",
+            server.address,
+        )
+        assert frame
+
+
+@contextlib.contextmanager
+def other_site(folder: Path) -> Iterator[str]:
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+    with http.server.ThreadingHTTPServer(("localhost", 0), handler) as site:
+        threading.Thread(target=site.serve_forever, daemon=True).start()
+        yield f"http://localhost:{site.server_port}/"
+        site.shutdown()
