@@ -58,10 +58,11 @@ LAYOUTS: dict[str, list[str]] = {
         "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
         "critic.ppo_micro_batch_size_per_gpu=1",
     ],
-    "ray, FSDP 4": ["trainer.controller=ray", "trainer.n_gpus_per_node=4"],
+    "ray, FSDP 4": ["trainer.controller=ray", "trainer.n_gpus_per_node=4", "ray_kwargs.ray_init.num_cpus=4"],
     "ray, FSDP 2, two copies": [
         "trainer.controller=ray",
         "trainer.n_gpus_per_node=4",
+        "ray_kwargs.ray_init.num_cpus=4",
         "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
         "actor_rollout_ref.ref.fsdp_config.fsdp_size=2",
         "critic.model.fsdp_config.fsdp_size=2",
@@ -69,6 +70,7 @@ LAYOUTS: dict[str, list[str]] = {
     "ray, FSDP 2 x Ulysses 2": [
         "trainer.controller=ray",
         "trainer.n_gpus_per_node=4",
+        "ray_kwargs.ray_init.num_cpus=4",
         "actor_rollout_ref.actor.fsdp_config.fsdp_size=2",
         "actor_rollout_ref.ref.fsdp_config.fsdp_size=2",
         "critic.model.fsdp_config.fsdp_size=2",

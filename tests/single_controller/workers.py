@@ -222,3 +222,33 @@ class Broken(Worker):
     def __init__(self) -> None:
         super().__init__()
         raise FileNotFoundError("no model in /nowhere")
+
+
+class Columns(Worker):
+    """Makes large columns, and computes on those that it gets."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def make(self, rows: DataProto) -> DataProto:
+        start, width = rows.batch["number"], 40_000  # 8 rows of int64 are 2.6 MB
+        ids = start[:, None] * 1000 + torch.arange(width) % 7
+        halves = (ids[:, : width // 2] % 128).to(torch.bfloat16)
+        flags = start % 2 == 0
+        return DataProto.from_dict({"ids": ids, "halves": halves, "flags": flags, "nothing": torch.empty(len(rows), 0)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def make_and_keep(self, rows: int):
+        import ray
+
+        return ray.put(self.make(DataProto.from_dict({"number": torch.arange(rows)})))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def look(self, batch: DataProto) -> DataProto:
+        sums = {
+            f"{key}_sum": column.flatten(1).double().sum(-1) for key, column in batch.batch.items() if column.ndim > 1
+        }
+        firsts = {"first": batch.batch["ids"][:, 0], "flags": batch.batch["flags"]}
+        return DataProto.from_dict(sums | firsts)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def die(self) -> None:
+        os._exit(1)

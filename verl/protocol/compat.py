@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from verl.errors import SchemaError
 from verl.protocol.columns import Columns, RowIndex, describe, listing, only, row_indices, take
-from verl.protocol.transport import BatchAttribute, TensorColumns
+from verl.protocol.tensor_columns import BatchAttribute, TensorColumns
 
 logger = logging.getLogger(__name__)
 

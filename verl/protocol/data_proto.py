@@ -31,12 +31,13 @@ from verl.protocol.columns import (
     row_indices,
     take,
     union_numpy_dict,
-    union_tensor_dict,
     unite,
     whole_tensordict,
 )
 from verl.protocol.compat import MethodsForScripts
-from verl.protocol.transport import BatchAttribute, TensorColumns, UnreadColumn, concat_tensors, owned
+from verl.protocol.stored import StoredColumn
+from verl.protocol.tensor_columns import BatchAttribute, TensorColumns, concat_columns
+from verl.protocol.transport import UnreadColumn, owned
 
 if TYPE_CHECKING:
     from tensordict import TensorDict, TensorDictBase
@@ -191,7 +192,7 @@ class DataProto(MethodsForScripts):
         if not self._tensor_columns.batch_size:
             raise SchemaError("batch has no batch dimension; make it with batch_size=[number of rows].")
         for key, value in self._tensor_columns.peek().items():
-            if isinstance(value, UnreadColumn):
+            if isinstance(value, UnreadColumn | StoredColumn):
                 continue
             if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_nested:
                 raise SchemaError(
@@ -222,7 +223,7 @@ class DataProto(MethodsForScripts):
         """Select columns, which must exist; None keeps all of a kind, ``[]`` none. The number of rows is kept."""
         columns = self._tensor_columns
         chosen = DataProto(
-            TensorColumns(columns.batch_size, columns.tensors(only(columns.peek(), batch_keys, "batch"))),
+            columns.select(only(columns.peek(), batch_keys, "batch")),
             only(self.non_tensor_batch, non_tensor_batch_keys, "non_tensor_batch"),
             only(self.meta_info, meta_info_keys, "meta_info"),
             self.auto_padding,
@@ -250,16 +251,20 @@ class DataProto(MethodsForScripts):
                 f"(columns {listing(other._keys())}): rows must correspond one to one."
             )
         if self._tensor_columns.peek() and other._tensor_columns.peek():
-            batch = union_tensor_dict(self.batch, other.batch)
+            batch = self._tensor_columns.union(other._tensor_columns)
         else:
             holder = other if other._tensor_columns.peek() or not len(self) else self
-            batch = holder.select().batch
+            batch = holder.select()._tensor_columns
         return DataProto(
             batch,
             union_numpy_dict(self.non_tensor_batch, other.non_tensor_batch),
             unite(self.meta_info, other.meta_info, META),
             self.auto_padding or other.auto_padding,
         )
+
+    def with_meta_info(self, meta_info: dict[str, Any]) -> DataProto:
+        """Return the batch with another ``meta_info``; unread columns stay unread."""
+        return DataProto(self._tensor_columns, self.non_tensor_batch, meta_info, self.auto_padding)  # type: ignore[arg-type]
 
     def to(self, device: str | torch.device | int) -> DataProto:
         """Return the batch with its tensors on ``device``."""
@@ -277,7 +282,11 @@ class DataProto(MethodsForScripts):
     def select_idxs(self, idxs: RowIndex) -> DataProto:
         """Select rows by index, in the given order and repeatedly if repeated, or by a boolean mask."""
         rows = row_indices(idxs, len(self))
-        return self._map(lambda _, column: take(column, rows), len(rows))
+        return self._map(lambda _, column: take(column, rows), len(rows), rows)
+
+    def part(self, start: int, end: int) -> DataProto:
+        """Select rows to send them to another process: columns that lie in Ray's object store stay there, unread."""
+        return self._map(lambda _, column: column[start:end], end - start, torch.arange(start, end))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Select rows as ``[start:end:step]``; shares memory with this batch unless ``step`` is negative."""
@@ -334,13 +343,17 @@ class DataProto(MethodsForScripts):
         others = columns_to_join([part.non_tensor_batch for part in data], "non-tensor column")
         size = [sum(map(len, data)), *data[0]._tensor_columns.batch_size[1:]]
         return DataProto(
-            TensorColumns(size, {key: concat_tensors(parts) for key, parts in tensors.items()}),
+            TensorColumns(size, {key: concat_columns(parts) for key, parts in tensors.items()}),
             {key: np.concatenate(parts) for key, parts in others.items()},
             dict(meta_info),
             any(part.auto_padding for part in data),
         )
 
     # ---- processes and files ------------------------------------------------------------------
+
+    def remember(self, result: Any) -> None:
+        """Note the reference of which this batch is the value, so that large columns travel on as references."""
+        self._tensor_columns.remember(result)
 
     def __getstate__(self) -> dict[str, Any]:
         # Flat buffers, which pickle passes on without copying; see transport.py.
@@ -369,10 +382,18 @@ class DataProto(MethodsForScripts):
         except (SchemaError, RuntimeError) as error:
             raise DataError(f"{filepath}: its columns do not fit together ({error}). Write the file anew.") from error
 
-    def _map(self, change: Callable[[str, Any], Any], rows: int) -> DataProto:
-        """Apply ``change(name, column)`` to every column; each result must have ``rows`` rows."""
+    def _map(self, change: Callable[[str, Any], Any], rows: int, taken: Tensor | None = None) -> DataProto:
+        """Apply ``change(name, column)`` to every column; each result must have ``rows`` rows.
+
+        If the change is to choose the rows ``taken``, stored columns are not read for it.
+        """
         columns = self._tensor_columns
-        tensors = {key: change(key, value) for key, value in columns.tensors().items()}
+        stored = {k: c for k, c in columns.peek().items() if isinstance(c, StoredColumn) and taken is not None}
+        read = columns.tensors(key for key in columns.peek() if key not in stored)
+        tensors = {
+            key: stored[key].take(np.asarray(taken)) if key in stored else change(key, read[key])
+            for key in columns.peek()
+        }
         others = {key: change(key, value) for key, value in self.non_tensor_batch.items()}
         return DataProto(
             TensorColumns([rows, *columns.batch_size[1:]], tensors), others, dict(self.meta_info), self.auto_padding

@@ -28,9 +28,9 @@ def collate_fn(x: list[DataProtoItem]) -> DataProto:
 
 def replace_columns(batch: DataProto, columns: DataProto) -> DataProto:
     """Return ``batch`` with ``columns`` added or overwritten, where ``batch | columns`` would refuse to overwrite."""
-    replaced = set(columns.batch.keys())
+    replaced = columns._tensor_columns.peek().keys()
     kept = batch.select(
-        batch_keys=[key for key in batch.batch.keys() if key not in replaced],
+        batch_keys=[key for key in batch._tensor_columns.peek() if key not in replaced],
         non_tensor_batch_keys=[key for key in batch.non_tensor_batch if key not in columns.non_tensor_batch],
     )
     return kept | columns

@@ -15,9 +15,8 @@ Received tensors lie on the CPU, contiguous and without gradient.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, cast, overload
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -26,16 +25,7 @@ from torch import Tensor
 from verl.protocol.columns import make_tensordict
 
 if TYPE_CHECKING:
-    from collections.abc import ItemsView, KeysView, ValuesView
-
     from tensordict import TensorDict
-
-    class TensorsOnly(TensorDict):  # type: ignore[misc]
-        """Type of ``DataProto.batch`` for type checkers: keys are strings, values are tensors."""
-
-        def keys(self) -> KeysView[str]: ...  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
-        def items(self) -> ItemsView[str, Tensor]: ...  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
-        def values(self) -> ValuesView[Tensor]: ...  # noqa: D102  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 WireTensor = tuple[str, tuple[int, ...], np.ndarray]
@@ -101,15 +91,12 @@ class UnreadColumn:
         rows = sum(column.shape[0] for column in columns)
         return _tensor(whole, columns[0].dtype, torch.Size([rows, *columns[0].shape[1:]]))
 
+    def bytes(self) -> np.ndarray:
+        """Return all bytes as one array, which may be read-only."""
+        return self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
+
     def __repr__(self) -> str:
         return f"{str(self.dtype).removeprefix('torch.')} {tuple(self.shape)}"
-
-
-def concat_tensors(parts: Sequence[Tensor | UnreadColumn]) -> Tensor:
-    """Concatenate along the first dimension; unread columns are read in place where all parts are unread."""
-    if all(isinstance(part, UnreadColumn) for part in parts):
-        return UnreadColumn.concat(cast("Sequence[UnreadColumn]", parts))
-    return torch.cat([part.tensor() if isinstance(part, UnreadColumn) else part for part in parts])
 
 
 def owned(array: np.ndarray) -> np.ndarray:
@@ -126,100 +113,20 @@ def _tensor(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> Tensor:
     return _flat(torch.from_numpy(data)).view(dtype).view(shape)
 
 
-# ---- the tensor columns of a batch ----------------------------------------------------------------
+# ---- all tensors of a TensorDict ----------------------------------------------------------------
 
 
 def serialize_tensordict(batch: TensorDict) -> WireTensorDict:
     """Return batch size and serialized columns."""
-    return tuple(batch.batch_size), {key: serialize_single_tensor(column) for key, column in _items(batch).items()}
+    return tuple(batch.batch_size), {key: serialize_single_tensor(column) for key, column in tensors_of(batch).items()}
 
 
 def deserialize_tensordict(arr: WireTensorDict) -> TensorDict:
     """Invert ``serialize_tensordict``."""
-    return TensorColumns.arrived(*arr).tensordict()
+    batch_size, columns = arr
+    return make_tensordict({key: deserialize_single_tensor(column) for key, column in columns.items()}, batch_size)
 
 
-class TensorColumns:
-    """The tensor columns of a ``DataProto``, some of them possibly received and not read yet.
-
-    They become a ``TensorDict`` on first request and live in it from then on. Thread-safe: concurrent readers get the
-    same tensors.
-    """
-
-    def __init__(self, batch_size: Sequence[int], columns: Mapping[str, Tensor | UnreadColumn]) -> None:
-        self._batch_size = tuple(batch_size)
-        self._columns = dict(columns)
-        self._tensordict: TensorDict | None = None
-        self._reading = threading.Lock()
-
-    @classmethod
-    def of(cls, tensordict: TensorDict) -> TensorColumns:
-        """Wrap a ``TensorDict``; both see later changes of either."""
-        columns = cls((), {})
-        columns._tensordict = tensordict
-        return columns
-
-    @classmethod
-    def arrived(cls, batch_size: Sequence[int], columns: Mapping[str, WireTensor | PiecesOfTensor]) -> TensorColumns:
-        """Unpickle: the counterpart of :meth:`wire`."""
-        return cls(batch_size, {key: UnreadColumn(column) for key, column in columns.items()})
-
-    @property
-    def batch_size(self) -> tuple[int, ...]:
-        """Leading dimensions that all columns share."""
-        return self._batch_size if self._tensordict is None else tuple(self._tensordict.batch_size)
-
-    def peek(self) -> dict[str, Tensor | UnreadColumn]:
-        """Return the columns as they are now, without reading unread ones."""
-        with self._reading:
-            return dict(self._columns if self._tensordict is None else cast("Mapping", self._tensordict).items())
-
-    def tensors(self, keys: Iterable[str] | None = None) -> dict[str, Tensor]:
-        """Return the named columns (None: all) as tensors; each call returns the same tensor objects."""
-        with self._reading:
-            if self._tensordict is not None:
-                found = _items(self._tensordict)
-                return found if keys is None else {key: found[key] for key in keys}
-            for key in self._columns if keys is None else keys:
-                column = self._columns[key]
-                if isinstance(column, UnreadColumn):
-                    self._columns[key] = column.tensor()
-            read = cast("dict[str, Tensor]", self._columns)
-            return {key: read[key] for key in (self._columns if keys is None else keys)}
-
-    def tensordict(self) -> TensorDict:
-        """Return all columns as a ``TensorDict``, the same object on each call."""
-        if self._tensordict is None:
-            tensors = self.tensors()
-            with self._reading:
-                if self._tensordict is None:
-                    self._tensordict = make_tensordict(tensors, self._batch_size)
-                    self._columns = {}
-        return self._tensordict
-
-    def wire(self) -> tuple[tuple[int, ...], dict[str, WireTensor | PiecesOfTensor]]:
-        """Return batch size and columns for pickle; unread columns are passed on as they came."""
-        return self.batch_size, {
-            key: column.wire if isinstance(column, UnreadColumn) else in_pieces(serialize_single_tensor(column))
-            for key, column in self.peek().items()
-        }
-
-
-def _items(batch: TensorDict) -> dict[str, Tensor]:
+def tensors_of(batch: TensorDict) -> dict[str, Tensor]:
+    """Return the tensors of a TensorDict by name."""
     return dict(cast("Mapping[str, Tensor]", batch).items())
-
-
-class BatchAttribute:
-    """Descriptor of ``DataProto.batch``: presents the stored ``TensorColumns`` as a ``TensorDict``."""
-
-    @overload
-    def __get__(self, data: None, owner: Any = None) -> None: ...
-    @overload
-    def __get__(self, data: object, owner: Any = None) -> TensorsOnly: ...
-    def __get__(self, data: object | None, owner: Any = None) -> TensorDict | None:
-        return None if data is None else vars(data)["batch"].tensordict()
-
-    def __set__(self, data: object, batch: TensorDict | TensorColumns | None) -> None:
-        if batch is None:  # the batch keeps its rows; when it is made it has none yet
-            batch = TensorColumns([len(cast(Sized, data)) if "batch" in vars(data) else 0], {})
-        vars(data)["batch"] = batch if isinstance(batch, TensorColumns) else TensorColumns.of(batch)

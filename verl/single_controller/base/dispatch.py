@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeGuard, TypeVar
 
 import numpy as np
@@ -149,7 +149,7 @@ def _may_pad(batch: DataProto | TensorDict, pad: Padding) -> bool:
 
 def _slice(batch: DataProto | TensorDict, start: int, stop: int) -> DataProto | TensorDict:
     # Pickling a view of a TensorDict includes its whole storage; pickling a DataProto does not.
-    return batch[start:stop] if isinstance(batch, DataProto) else batch[start:stop].clone()
+    return batch.part(start, stop) if isinstance(batch, DataProto) else batch[start:stop].clone()
 
 
 def receive(args: tuple[Any, ...], kwargs: dict[str, Any], materialize: bool) -> tuple[Arguments, BatchPart | None]:
@@ -382,7 +382,7 @@ def join_batches(batches: Sequence[DataProto], method: str) -> DataProto:
         else:
             meta_info[key] = values[0]
             _warn_of_difference(method, key)
-    return DataProto.concat([replace(batch, meta_info=meta_info) for batch in batches])
+    return DataProto.concat([batch.with_meta_info(meta_info) for batch in batches])
 
 
 def _gathered(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

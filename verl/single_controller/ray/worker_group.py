@@ -15,6 +15,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, ProcessLostError, ResourceError, WorkerError
+from verl.protocol import DataProto
+from verl.protocol.stored import by_reference
 from verl.single_controller.base.dispatch import BatchPart, PendingOutputs, is_batch
 from verl.single_controller.base.worker import (
     STACKS_FOLDER_ENV,
@@ -261,13 +263,14 @@ class RayWorkerGroup(WorkerGroup):
         self._watchdog.raise_if_lost(self._described(method).stage)
         shared, references = _Shared(calls), []
         try:
-            for call in calls:
-                worker = self._workers[call.rank]
-                args, kwargs = shared.place(call)
-                if self._member is None:
-                    references.append(getattr(worker, method).remote(*args, **kwargs))
-                else:
-                    references.append(worker.invoke.remote(self._member, method, *args, **kwargs))
+            with by_reference():
+                for call in calls:
+                    worker = self._workers[call.rank]
+                    args, kwargs = shared.place(call)
+                    if self._member is None:
+                        references.append(getattr(worker, method).remote(*args, **kwargs))
+                    else:
+                        references.append(worker.invoke.remote(self._member, method, *args, **kwargs))
         except RayError as error:
             raise self._explained(error, {}, method) from error
         return PendingOutputs(references, method, [call.rank for call in calls])
@@ -275,12 +278,16 @@ class RayWorkerGroup(WorkerGroup):
     def wait_for(self, outputs: PendingOutputs[Any]) -> list[Any]:
         """See :meth:`WorkerGroup.wait_for`."""
         try:
-            return ray.get(list(outputs), timeout=self._watchdog.hang_timeout_s)
+            values = ray.get(list(outputs), timeout=self._watchdog.hang_timeout_s)
         except GetTimeoutError as error:
             raise self.end_hanging(outputs) from error
         except RayError as error:
             by_rank = dict(zip(outputs.ranks, outputs, strict=True))
             raise self._explained(error, by_rank, outputs.method) from error
+        for value, reference in zip(values, outputs, strict=True):
+            if isinstance(value, DataProto):
+                value.remember(reference)
+        return values
 
     @property
     def hang_timeout_s(self) -> float | None:
