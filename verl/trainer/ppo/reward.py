@@ -309,9 +309,11 @@ def leave_out_failed(
         out = out | np.array([remaining[group] < 2 for group in groups])
     new_uids = batch.non_tensor_batch["uid"].copy()
     new_uids[out] = [f"{uids[row]}-left-out-{row}" for row in np.flatnonzero(out)]
-    mask = batch.batch["response_mask"]
-    keep = torch.from_numpy(~out).to(mask).unsqueeze(-1)
-    columns = DataProto.from_dict(tensors={"response_mask": mask * keep}, non_tensors={"uid": new_uids})
+    columns = batch.select(batch_keys=["response_mask"], non_tensor_batch_keys=[], meta_info_keys=[])
+    if out.any():  # else the mask is the one that the ranks have made, and need not travel again
+        keep = torch.from_numpy(~out).to(columns.response_mask).unsqueeze(-1)
+        columns = DataProto.from_dict(tensors={"response_mask": columns.response_mask * keep})
+    columns = columns | DataProto.from_dict(non_tensors={"uid": new_uids})
     return columns, metrics | {"reward/left_out_rate": float(out[scored].mean())}
 
 
