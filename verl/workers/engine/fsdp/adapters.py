@@ -8,7 +8,6 @@ s = α / r. ``peft`` names the parts of layer ``q`` ``q.base_layer.weight``, ``q
 from __future__ import annotations
 
 import copy
-import importlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -59,11 +58,12 @@ def peft() -> Any:
         ConfigError: it is not installed.
     """
     try:
-        return importlib.import_module("peft")
+        import peft as library
     except ImportError as error:
         raise ConfigError(
             f"LoRA (model.lora_rank, model.lora_adapter_path) needs the package peft ({error}): pip install peft."
         ) from error
+    return library
 
 
 # ---- add ------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _load(hf: PreTrainedModel, folder: Path) -> None:
 
 def adapter_layers(model: nn.Module) -> dict[str, Any]:
     """Return the layers with adapters by name, those of class ``peft.tuners.lora.LoraLayer``."""
-    layer_class = importlib.import_module("peft.tuners.lora").LoraLayer
+    layer_class = peft().tuners.lora.LoraLayer
     return {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
 
 
