@@ -77,7 +77,6 @@ ALLOWED = {
     ("base/lazy.py", "importlib.import_module"): 2,
     ("cli/main.py", "importlib.import_module"): 1,
     ("workers/engine/base.py", "importlib.import_module"): 1,
-    ("workers/engine/fsdp/adapters.py", "importlib.import_module"): 2,  # peft
     ("workers/engine/megatron/library.py", "importlib.import_module"): 1,  # megatron.core
     # Code that the user names in the configuration or the environment.
     ("base/import_utils.py", "importlib.import_module"): 2,

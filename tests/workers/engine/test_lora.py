@@ -21,6 +21,7 @@ from tests.workers.support import (
     share,
     weights_of,
 )
+from verl.backends.cpu.whole_weights import WholeWeights
 from verl.errors import CheckpointError, ConfigError
 from verl.testing.models import tiny_model_dir
 from verl.utils.sharded_tensor import full_tensor
@@ -81,7 +82,11 @@ def on_each_rank(rank, world_size, folder, path):
         torch.save(gradients_of(engine), folder / f"{case}_{rank}.pt")
     engine = make_engine(path, **RANK)
     engine.load_checkpoint(str(folder / "from_one"), STATE)  # written by one rank after two steps
+    whole = WholeWeights(engine.model, engine.mesh.get_group("shard"))
+    before, bytes_of_all = {name: tensor.clone() for name, tensor in whole}, whole.copied_bytes
     move_adapters(engine, mine)
+    after = {name: tensor.clone() for name, tensor in whole}
+    torch.save((bytes_of_all, whole.copied_bytes, before, after), folder / f"weights_{rank}.pt")
     adapters_of(engine, folder / "resumed")
 
 
@@ -187,6 +192,22 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_by_bit(path, folder, 
         make_engine(path).load_checkpoint(str(tmp_path / "at_2"), STATE)
     with pytest.raises(CheckpointError, match=r"has shape \[4, 30\] in the checkpoint and \[2, 30\] here"):
         make_engine(path, lora_rank=2).load_checkpoint(str(tmp_path / "at_2"), STATE)
+
+
+def test_an_update_of_weights_carries_adapters_alone(path, folder):
+    (all_0, changed_0, before, after), (all_1, changed_1, *_) = (
+        torch.load(folder / f"weights_{rank}.pt", weights_only=True) for rank in (0, 1)
+    )
+    trained = {name for name in before if ".lora_" in name}
+    assert all_0 + all_1 == sum(tensor.nbytes for tensor in before.values())
+    assert changed_0 + changed_1 == sum(before[name].nbytes for name in trained)
+    assert changed_0 + changed_1 < (all_0 + all_1) / 4
+    model = dict(AutoModelForCausalLM.from_pretrained(path).named_parameters())
+    for name, tensor in after.items():
+        if name in trained:
+            assert not torch.equal(tensor, before[name])
+        else:
+            assert torch.equal(tensor, model[name.replace(".base_layer.", ".")])
 
 
 @pytest.mark.parametrize("kind", ["value_model", "reward_model"])

@@ -1,7 +1,8 @@
 """Unsharded weights of a model on CPUs, for rollout engines and exports.
 
 A model that is not sharded yields its own tensors. Ranks on one machine gather into shared memory, so that the machine
-holds one copy whatever the number of ranks. Other ranks gather one tensor after the other.
+holds one copy whatever the number of ranks; if that memory is kept, weights that are frozen beside trained ones (LoRA)
+are gathered once. Other ranks gather one tensor after the other.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ class _Bucket:
     starts: list[int] = field(default_factory=lambda: [0])
     """Offset in bytes of each weight, and the size of the bucket."""
     memory: Tensor | None = None
+    is_frozen: bool = False
+    """Whether its weights never change."""
 
     @property
     def nbytes(self) -> int:
@@ -98,36 +101,56 @@ class WholeWeights:
         self._group = group
         self._weights = _weights_of(model)
         self._is_unsharded = not any(isinstance(w.parameter, DTensor) for w in self._weights)
-        self._buckets = _buckets_of(self._weights, bucket_bytes) if group is not None else []
-        self._keeps = sum(bucket.nbytes for bucket in self._buckets) <= keep_bytes
+        self.copied_bytes = 0
+        """Bytes that this rank wrote into shared memory in the last iteration."""
+        self._keeps = sum(_nbytes(weight.parameter) for weight in self._weights) <= keep_bytes
+        self._buckets: list[_Bucket] = []
+        if group is not None and self._keeps:
+            self._buckets = _buckets_by_change(self._weights, bucket_bytes)
+        elif group is not None:
+            self._buckets = _buckets_of(self._weights, bucket_bytes)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._group is not None:
-            yield from self._shared(self._group)
+            yield from self._kept(self._group) if self._keeps else self._shared(self._group)
             return
         for weight in self._weights:
             yield weight.name, weight.without_autograd() if self._is_unsharded else full_tensor(weight.parameter, _CPU)
 
     @torch.no_grad()
     def _shared(self, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-        dist.barrier(group=group)  # no rank still reads what is overwritten
+        """Gather bucket by bucket, each into new memory."""
+        self.copied_bytes = 0
         for bucket in self._buckets:
-            memory = bucket.memory
-            if memory is None:
-                memory = shared_memory(bucket.nbytes, group)
-                if memory is None:
-                    raise ResourceError(
-                        "the ranks shared memory when they began, and can share no more of it. Look for the limits of "
-                        "this process (ulimit -n, ulimit -v) and for memory that ran out."
-                    )
-            views = bucket.views(memory)
-            for weight, whole in zip(bucket.weights, views, strict=True):
-                rows, first = local_rows(weight.parameter)
-                whole[first : first + len(rows)] = rows
+            views = bucket.views(_new_memory(bucket, group))
+            self._write(bucket, views)
             dist.barrier(group=group)
-            bucket.memory = memory if self._keeps else None
             for weight, whole in zip(bucket.weights, views, strict=True):
                 yield weight.name, whole
+
+    @torch.no_grad()
+    def _kept(self, group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+        """Gather into memory that is kept, what is frozen only once, then yield in the order of the model."""
+        dist.barrier(group=group)  # no rank still reads what is overwritten
+        self.copied_bytes = 0
+        found: dict[str, Tensor] = {}
+        for bucket in self._buckets:
+            is_new = bucket.memory is None
+            bucket.memory = _new_memory(bucket, group) if bucket.memory is None else bucket.memory
+            views = bucket.views(bucket.memory)
+            if is_new or not bucket.is_frozen:
+                self._write(bucket, views)
+            found |= {weight.name: whole for weight, whole in zip(bucket.weights, views, strict=True)}
+        dist.barrier(group=group)
+        for weight in self._weights:
+            yield weight.name, found[weight.name]
+
+    def _write(self, bucket: _Bucket, views: list[Tensor]) -> None:
+        """Write this rank's rows of the bucket's weights."""
+        for weight, whole in zip(bucket.weights, views, strict=True):
+            rows, first = local_rows(weight.parameter)
+            whole[first : first + len(rows)] = rows
+            self.copied_bytes += rows.nbytes
 
 
 def _weights_of(model: nn.Module) -> list[_Weight]:
@@ -139,6 +162,27 @@ def _weights_of(model: nn.Module) -> list[_Weight]:
                 seen.add(parameter)
                 found.append(_Weight(f"{prefix}.{key}" if prefix else key, module._parameters, key))
     return found
+
+
+def _new_memory(bucket: _Bucket, group: dist.ProcessGroup) -> Tensor:
+    memory = shared_memory(bucket.nbytes, group)
+    if memory is None:
+        raise ResourceError(
+            "the ranks shared memory when they began, and can share no more of it. Look for the limits of this process "
+            "(ulimit -n, ulimit -v) and for memory that ran out."
+        )
+    return memory
+
+
+def _buckets_by_change(weights: list[_Weight], size: int) -> list[_Bucket]:
+    """Put weights that never change into buckets of their own."""
+    trained = [weight for weight in weights if weight.parameter.requires_grad]
+    if not trained:  # a whole model that is frozen may be loaded again
+        return _buckets_of(weights, size)
+    frozen = _buckets_of([weight for weight in weights if not weight.parameter.requires_grad], size)
+    for bucket in frozen:
+        bucket.is_frozen = True
+    return [*(bucket for bucket in frozen if bucket.weights), *_buckets_of(trained, size)]
 
 
 def _buckets_of(weights: list[_Weight], size: int) -> list[_Bucket]:

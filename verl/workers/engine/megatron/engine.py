@@ -110,6 +110,10 @@ class MegatronEngine(BaseEngine):
         self._wrapped = self.model.module
         if config.forward_only:
             return
+        if self.model_config.has_adapters:
+            raise ConfigError(
+                "strategy=megatron trains no LoRA adapters yet; use strategy=fsdp2, or model.lora_rank=0."
+            )
         if self.optimizer_config is None:
             raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
         self._wrapped = DistributedDataParallel(
