@@ -50,7 +50,7 @@ def main() -> None:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         make_up_run(Path(folder) / "first", tokens_every=10, validation_every=10)
-        make_up_run(Path(folder) / "second", seed=3, steps=45, ended=False)
+        make_up_run(Path(folder) / "second", seed=3, steps=45, tokens_every=5, ended=False)
         command = [sys.executable, "-m", "verl", "view", folder, "--port", str(PORT)]
         server = subprocess.Popen(command, env=os.environ | {"VERL_VIEW_TOKEN": TOKEN})
         try:

@@ -153,6 +153,20 @@ def view(folders: tuple[Path, ...], port: int, opens_browser: bool, token: str |
         serve(list(folders), port, opens_browser, token)
 
 
+@cli.command()
+@click.argument("run", type=click.Path(path_type=Path))
+@click.option("-o", "--output", default="report.html", type=click.Path(path_type=Path), help="file to write")
+def report(run: Path, output: Path) -> None:
+    """Write one HTML file about a run, to send to a colleague: curves, alerts, samples, tokens, settings.
+
+    RUN is a folder with one run, or its file of the tracker `file`.
+    """
+    from verl.view.report import write_report
+
+    write_report(run, output)
+    click.echo(f"{output} has the report; it needs no network and runs no scripts.")
+
+
 def main() -> None:
     """Run the command line; errors of verl are told in one sentence, with exit status 2."""
     try:

@@ -157,20 +157,24 @@ class MetricsFile:
 
 
 def thinned(values: tuple[np.ndarray, np.ndarray, np.ndarray], points: int) -> dict[str, list[Any]]:
-    """Return at most about ``points`` points for a page: of each interval of a longer curve its lowest and highest."""
-    steps, times, numbers = values
-    if len(steps) > points:
-        width = math.ceil(2 * len(steps) / points)
-        starts = range(0, len(steps), width)
-        chosen: set[int] = {0, len(steps) - 1}
-        for start in starts:
-            part = numbers[start : start + width]
-            finite = np.flatnonzero(np.isfinite(part))
-            if len(finite):
-                chosen |= {start + int(finite[part[finite].argmin()]), start + int(finite[part[finite].argmax()])}
-        rows = sorted(chosen)
-        steps, times, numbers = steps[rows], times[rows], numbers[rows]
+    """Return steps, times and values for a page, at most about ``points`` of them."""
+    rows = extremes(values[2], points)
+    steps, times, numbers = (column[rows] for column in values)
     return {"steps": _plain(steps), "times": _plain(times), "values": _plain(numbers)}
+
+
+def extremes(numbers: np.ndarray, points: int) -> np.ndarray:
+    """Return the rows by which a curve keeps its look: of each interval the lowest and the highest, and both ends."""
+    if len(numbers) <= points:
+        return np.arange(len(numbers))
+    width = math.ceil(2 * len(numbers) / points)
+    chosen = {0, len(numbers) - 1}
+    for start in range(0, len(numbers), width):
+        part = numbers[start : start + width]
+        finite = np.flatnonzero(np.isfinite(part))
+        if len(finite):
+            chosen |= {start + int(finite[part[finite].argmin()]), start + int(finite[part[finite].argmax()])}
+    return np.array(sorted(chosen))
 
 
 def _plain(numbers: np.ndarray) -> list[float | None]:

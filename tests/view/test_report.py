@@ -1,0 +1,48 @@
+"""The report of a run: one file, whole, without scripts and without anything from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from verl.errors import DataError
+from verl.testing.made_up_run import make_up_run
+from verl.view.report import text, write_report
+
+
+def test_a_report_has_curves_alerts_samples_tokens_and_settings(tmp_path):
+    make_up_run(tmp_path / "run", steps=45, tokens_every=9, validation_every=15)
+    write_report(tmp_path / "run", tmp_path / "out/report.html")
+    page = (tmp_path / "out/report.html").read_text()
+    assert page.count("<svg") == 12
+    assert "45 points" in page
+    assert "Step 40, grad_spike" in page
+    assert page.count("<h3>Best</h3>") == page.count("<h3>Worst</h3>") == 2
+    assert page.count("Tokens by advantages") == 4  # two of the best, two of the worst; validation has none
+    assert "train_batch_size" in page
+    assert not re.search(r"<script|<img|<link|src=|https?://|@import|url\(", page)
+
+
+def test_what_a_run_says_stays_text(tmp_path):
+    make_up_run(tmp_path, steps=1)
+    file = tmp_path / "rollouts/1.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    for record in records:
+        record |= {"input": "<script>x</script>", "output": "\u202egpj\ud800</pre><img src=x>", "gts": "<b>"}
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_report(tmp_path / "metrics.jsonl", tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page
+    assert "<img" not in page
+    assert text("\u202ea<") == "[U+202E]a&lt;"
+
+
+def test_no_run_or_several_are_told(tmp_path):
+    with pytest.raises(DataError, match="there is no run below"):
+        write_report(tmp_path, tmp_path / "report.html")
+    make_up_run(tmp_path / "a", steps=1)
+    make_up_run(tmp_path / "b", steps=1)
+    with pytest.raises(DataError, match=r"there is 2 runs \(a, b\)"):
+        write_report(tmp_path, tmp_path / "report.html")

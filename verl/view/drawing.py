@@ -1,0 +1,54 @@
+"""Curves and colours for a page without scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from verl.view.curves import extremes
+
+WIDTH, HEIGHT = 320, 150
+LEFT, BOTTOM, TOP = 46, 18, 8
+POINTS = 600
+"""Points of a curve; a longer one is drawn by the lowest and highest of each interval."""
+
+
+def curve(steps: np.ndarray, values: np.ndarray) -> str:
+    """Return an SVG of one curve, with its lowest and highest value and its first and last step beside the axes."""
+    finite = np.isfinite(values)
+    steps, values = steps[finite], values[finite]
+    if not len(steps):
+        return "<p>no finite value</p>"
+    rows = extremes(values, POINTS)
+    steps, values = steps[rows], values[rows]
+    low, high, first, last = float(values.min()), float(values.max()), float(steps.min()), float(steps.max())
+    x = LEFT + (steps - first) / ((last - first) or 1) * (WIDTH - LEFT - 6)
+    y = HEIGHT - BOTTOM - (values - low) / ((high - low) or 1) * (HEIGHT - BOTTOM - TOP)
+    points = " ".join(f"{a:.1f},{b:.1f}" for a, b in zip(x, y, strict=True))
+    floor = HEIGHT - BOTTOM
+    dot = f'<circle cx="{x[0]:.1f}" cy="{y[0]:.1f}" r="2.5" fill="#2f7fbf"/>' if len(x) == 1 else ""
+    label = f"{len(values)} points from {values[0]:.4g} to {values[-1]:.4g}"
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
+        f'<line x1="{LEFT}" y1="{TOP}" x2="{LEFT}" y2="{floor}"/>'
+        f'<line x1="{LEFT}" y1="{floor}" x2="{WIDTH}" y2="{floor}"/>'
+        f'<text x="{LEFT - 4}" y="{TOP + 8}" text-anchor="end">{high:.4g}</text>'
+        f'<text x="{LEFT - 4}" y="{floor}" text-anchor="end">{low:.4g}</text>'
+        f'<text x="{LEFT}" y="{HEIGHT - 4}">{first:g}</text>'
+        f'<text x="{WIDTH - 2}" y="{HEIGHT - 4}" text-anchor="end">{last:g}</text>'
+        f'<polyline points="{points}"/>{dot}</svg>'
+    )
+
+
+def heat(values: Sequence[float | None]) -> list[str]:
+    """Return a colour for each number: orange below 0, blue above, stronger the further from it."""
+    known = [abs(value) for value in values if value is not None]
+    most = max(known, default=0.0) or 1.0
+
+    def colour(value: float | None) -> str:
+        if value is None:
+            return "transparent"
+        return f"rgb({'230 110 20' if value < 0 else '30 120 220'} / {0.6 * min(1.0, abs(value) / most):.2f})"
+
+    return [colour(value) for value in values]

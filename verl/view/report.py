@@ -1,0 +1,201 @@
+"""``verl report``: one HTML file about a run, without scripts and without anything that it loads from elsewhere."""
+
+from __future__ import annotations
+
+import html
+import json
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from verl.config.problems import shown
+from verl.errors import DataError
+from verl.view.discovery import Kind
+from verl.view.drawing import curve, heat
+from verl.view.index import Index
+from verl.view.runs import Library, Run
+from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample
+from verl.view.tokens import tokens_of
+
+SAMPLES = 3
+"""Best samples, and worst, of the last step."""
+SAMPLES_WITH_TOKENS = 2
+MOST_CHARACTERS = 20_000
+FIRST = (
+    "critic/score/mean",
+    "val-core/",
+    "response_length/mean",
+    "actor/entropy",
+    "actor/grad_norm",
+    "actor/pg_loss",
+    "train/loss",
+    "val/loss",
+    "timing_s/step",
+)
+"""Beginnings of the metrics that a report shows first; the others are folded."""
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { margin-top: 2rem; font-size: 1.15rem; }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 1rem; }
+figure { margin: 0; border: 1px solid #8886; border-radius: 8px; padding: .6rem; min-width: 0; }
+figcaption { font-weight: 600; font-size: .85rem; overflow-wrap: anywhere; }
+svg { width: 100%; height: auto; display: block; } svg text { fill: currentColor; font: 10px system-ui; }
+svg line { stroke: #8885; } svg polyline { fill: none; stroke: #2f7fbf; stroke-width: 1.6; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; border-radius: 8px; padding: .7rem; }
+pre { margin: .3rem 0; unicode-bidi: isolate; }
+table { border-collapse: collapse; font-size: .88rem; }
+th, td { text-align: start; padding: .2rem .7rem .2rem 0; vertical-align: top; }
+td { overflow-wrap: anywhere; } .tokens span { border-radius: 3px; } .other { text-decoration: underline dotted; opacity: .7; }
+article { border-inline-start: 4px solid #8886; padding-inline-start: .8rem; margin: 1rem 0; } .alert { border-color: #c80; }
+"""
+
+
+def write_report(folder: Path, output: Path) -> None:
+    """Write the report of the run below a folder, or of a file of the tracker ``file``.
+
+    Raises:
+        DataError: there is no run there, or there are several.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        library = Library([folder], Index(Path(scratch) / "index.sqlite"))
+        library.find()
+        names = [run.files.name for run in library.runs.values()]
+        if len(names) != 1:
+            what = f"{len(names)} runs ({', '.join(names[:8])})" if names else "no run"
+            raise DataError(f"there is {what} below {folder}: name the folder of one, or its file of metrics.")
+        library.refresh()
+        library.refresh_samples()
+        (run,) = library.runs.values()
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(page_of(run, library.index), encoding="utf-8", errors="replace")
+
+
+def page_of(run: Run, index: Index) -> str:
+    """Return the report as HTML."""
+    about = run.details()
+    title = f"{about['name']}: {about['state']}, step {about['step']}"
+    facts = {"command": about["command"], "machine": about["host"], **about["environment"]}
+    parts = [
+        f"<h1>{text(title)}</h1>",
+        table({name: value for name, value in facts.items() if value}),
+        alerts(run.alerts(index)),
+        curves(run, index),
+        *(samples(run, index, folder_kind) for folder_kind in about["kinds"]),
+        f"<h2>Settings</h2><details><summary>{len(about['config'])}</summary>{table(about['config'])}</details>",
+    ]
+    policy = "default-src 'none'; style-src 'unsafe-inline'"
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{text(title)}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
+    )
+
+
+def alerts(found: Sequence[Mapping[str, Any]]) -> str:
+    """What looked wrong."""
+    items = [
+        f"<article class=alert><strong>Step {alert['step']}, {text(alert['rule'])}</strong><br>{text(alert['reason'])}"
+        "</article>"
+        for alert in found
+    ]
+    return f"<h2>Health</h2>{''.join(items) or '<p>No rule is broken.</p>'}"
+
+
+def curves(run: Run, index: Index) -> str:
+    """All curves; the usual ones open."""
+    names = sorted(run.metrics.names)
+    first = [name for beginning in FIRST for name in names if name.startswith(beginning)]
+    rest = [name for name in names if name not in first]
+    found = run.metrics.series(index, names)
+
+    def figures(chosen: Iterable[str]) -> str:
+        drawn = [
+            f"<figure><figcaption>{text(name)}</figcaption>{curve(found[name][0], found[name][2])}</figure>"
+            for name in chosen
+        ]
+        return f"<div class=curves>{''.join(drawn)}</div>"
+
+    return f"<h2>Curves</h2>{figures(first)}<details><summary>{len(rest)} more</summary>{figures(rest)}</details>"
+
+
+def samples(run: Run, index: Index, kind: Kind) -> str:
+    """Best and worst samples of the last step; the first of each with tokens, if these were written."""
+    parts = [f"<h2>Samples of {'validation' if kind == 'validation' else 'training'}, step "]
+    newest = find_samples(index, SampleFilter(run=run.files.id, kind=kind, limit=1))["rows"]
+    if not newest:
+        return ""
+    step = newest[0]["step"]
+    parts.append(f"{step}</h2>")
+    for title, descending in (("Best", True), ("Worst", False)):
+        chosen = SampleFilter(
+            run=run.files.id,
+            kind=kind,
+            step_from=step,
+            step_to=step,
+            sort="score",
+            descending=descending,
+            limit=SAMPLES,
+        )
+        rows = find_samples(index, chosen)["rows"]
+        shown = [sample(index, row["id"], number < SAMPLES_WITH_TOKENS) for number, row in enumerate(rows)]
+        parts.append(f"<h3>{title}</h3>{''.join(shown)}")
+    return "".join(parts)
+
+
+def sample(index: Index, number: int, with_tokens: bool) -> str:
+    """One sample."""
+    found = one_sample(index, number)
+    record = found["record"]
+    trajectory = record.get("trajectory")
+    answer = f"<pre>{text(record.get('output', ''))}</pre>"
+    if isinstance(trajectory, Mapping):
+        answer = "".join(
+            f"<p><strong>{text(message.get('role', ''))}</strong></p><pre>{text(content_of(message))}</pre>"
+            for message in trajectory.get("conversation") or []
+        )
+    tokens = token_line(index, number) if with_tokens else ""
+    return (
+        f"<article><strong>Score {found['score']:g}</strong>, {found['length']} tokens, truth "
+        f"{text(found['gts'])}<pre>{text(record.get('input', ''))}</pre>{answer}{tokens}</article>"
+    )
+
+
+def content_of(message: Mapping[str, Any]) -> str:
+    """What a message says, and its tool calls."""
+    content = message.get("content") or ""
+    calls = message.get("tool_calls") or []
+    return "\n".join([content if isinstance(content, str) else json.dumps(content), *map(json.dumps, calls)])
+
+
+def token_line(index: Index, number: int) -> str:
+    """The response as tokens, coloured by advantage, else by log-prob; empty if no tokens were written."""
+    found = tokens_of(*place_of_sample(index, number))
+    if found is None:
+        return ""
+    name = next((one for one in ("advantages", "rollout_log_probs") if one in found["numbers"]), None)
+    values = found["numbers"][name] if name else [None] * len(found["response"])
+    colours = heat([value if own else None for value, own in zip(values, found["mask"], strict=True)])
+    spans = [
+        f'<span style="background:{colour}"{"" if own else " class=other"} title="{text(name or "")} {value}">'
+        f"{text(token['text'])}</span>"
+        for token, own, value, colour in zip(found["response"], found["mask"], values, colours, strict=True)
+    ]
+    title = f"Tokens by {text(name or 'mask')}"
+    return f"<details><summary>{title}</summary><pre class=tokens>{''.join(spans)}</pre></details>"
+
+
+def table(rows: Mapping[str, Any]) -> str:
+    """Two columns."""
+    cells = [f"<tr><th scope=row>{text(name)}</th><td>{text(shown(value))}</td></tr>" for name, value in rows.items()]
+    return f"<table>{''.join(cells)}</table>"
+
+
+def text(value: Any) -> str:
+    """Escape a text for HTML; characters that cannot be seen, or turn the direction of text, become their codes."""
+    characters = str(value)[:MOST_CHARACTERS]
+    kept = "".join(one if one.isprintable() or one in "\n\t" else f"[U+{ord(one):04X}]" for one in characters)
+    return html.escape(kept)
