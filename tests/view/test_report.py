@@ -34,6 +34,7 @@ def test_what_a_run_says_stays_text(tmp_path):
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     write_report(tmp_path / "metrics.jsonl", tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
+    assert "&lt;script&gt;x&lt;/script&gt;" in page
     assert "<script" not in page
     assert "<img" not in page
     assert text("\u202ea<") == "[U+202E]a&lt;"

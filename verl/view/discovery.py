@@ -49,6 +49,7 @@ def find_runs(folders: Iterable[Path]) -> list[RunFiles]:
     for folder in folders:
         if folder.is_file():
             metrics.append(folder.resolve())
+            dumps += [path for path in _walk(folder.resolve().parent) if path.is_dir()]
             continue
         for path in _walk(folder.resolve()):
             if path.is_dir():

@@ -48,8 +48,10 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; border-
 pre { margin: .3rem 0; unicode-bidi: isolate; }
 table { border-collapse: collapse; font-size: .88rem; }
 th, td { text-align: start; padding: .2rem .7rem .2rem 0; vertical-align: top; }
-td { overflow-wrap: anywhere; } .tokens span { border-radius: 3px; } .other { text-decoration: underline dotted; opacity: .7; }
-article { border-inline-start: 4px solid #8886; padding-inline-start: .8rem; margin: 1rem 0; } .alert { border-color: #c80; }
+td { overflow-wrap: anywhere; }
+.tokens span { border-radius: 3px; } .other { text-decoration: underline dotted; opacity: .7; }
+article { border-inline-start: 4px solid #8886; padding-inline-start: .8rem; margin: 1rem 0; }
+.alert { border-color: #c80; }
 """
 
 
