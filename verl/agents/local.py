@@ -6,7 +6,6 @@ The engine serves in the main thread; trajectories, and the router between them,
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -16,6 +15,7 @@ from verl.agents.router import Router
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.config import PPOConfig
 from verl.errors import RolloutError
+from verl.tools.threads import LoopThread
 from verl.workers.rollout.request import RolloutOutput, RolloutRequest
 from verl.workers.rollout.serving import RequestQueue
 
@@ -60,9 +60,8 @@ class LocalAgents:
         self._room = config.actor_rollout_ref.rollout.max_num_seqs
         self._router: Router | None = None
         self._worker = AgentLoopWorker(config, tokenizer, processor, self)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run_loop, name="agent loops", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("agent loops")
+        self._loop = self._thread.loop
 
     def send(self, conversation: str, request: RolloutRequest) -> LocalCall:
         """Send a request to the engine, from any thread."""
@@ -70,7 +69,7 @@ class LocalAgents:
         if router is None:
             raise RolloutError("no rollout is running, so no engine answers.")
         generating = router.generate(conversation, request)
-        if threading.current_thread() is self._thread:
+        if self._thread.is_current:
             return LocalCall(self._loop.create_task(generating))
         return LocalCall(asyncio.run_coroutine_threadsafe(generating, self._loop))
 
@@ -99,13 +98,7 @@ class LocalAgents:
                 task.cancel()  # does nothing unless another one raised
             router.close()
 
-    def _run_loop(self) -> None:
-        try:
-            self._loop.run_forever()
-        finally:
-            self._loop.close()
-
     def shutdown(self) -> None:
         """End the event loop and what trajectories have shared; there can be no later :meth:`run`."""
         self._worker.close()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.stop()
