@@ -7,7 +7,12 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    Qwen3MoeConfig,
+)
 
 from tests.workers.support import (
     EPS,
@@ -23,7 +28,7 @@ from tests.workers.support import (
 )
 from verl.backends.cpu.whole_weights import WholeWeights
 from verl.errors import CheckpointError, ConfigError
-from verl.testing.models import tiny_model_dir
+from verl.testing.models import tiny_model_dir, tiny_tokenizer
 from verl.utils.sharded_tensor import full_tensor
 from verl.workers.config import CriticConfig
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
@@ -44,7 +49,7 @@ STATE = ("model", "optimizer", "extra")
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     # rows that do not divide over two ranks, and biases of attention beside the adapters
-    odd = {"num_attention_heads": 3, "num_key_value_heads": 1, "intermediate_size": 65, "hidden_size": 30}
+    odd = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 65, "hidden_size": 28}
     return tiny_model_dir(tmp_path_factory.mktemp("odd"), "qwen2", vocab=105, tie_word_embeddings=True, **odd)
 
 
@@ -80,6 +85,9 @@ def on_each_rank(rank, world_size, folder, path):
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(mine, sft_loss, WHOLE)
         torch.save(gradients_of(engine), folder / f"{case}_{rank}.pt")
+    engine = make_engine(path, ulysses_sequence_parallel_size=2, **RANK)
+    move_adapters(engine, ragged_batch())  # both have all rows, and share their tokens
+    adapters_of(engine, folder / "shared sequences")
     engine = make_engine(path, **RANK)
     engine.load_checkpoint(str(folder / "from_one"), STATE)  # written by one rank after two steps
     whole = WholeWeights(engine.model, engine.mesh.get_group("shard"))
@@ -133,6 +141,10 @@ def test_updates_are_those_of_peft_on_one_rank_and_two(path, folder, tmp_path, c
             assert_close(saved[name], values, atol=1e-5, rtol=0)
         for name, values in torch.load(folder / f"{case}_1.pt", weights_only=True).items():
             assert_close(values, found[name].grad, atol=1e-5, rtol=0)
+    if case == "all linear layers":
+        shared = load_file(folder / "shared sequences" / ADAPTER_FOLDER / "adapter_model.safetensors")
+        for name, values in adapters_of(engine, tmp_path).items():
+            assert_close(shared[name], values, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
@@ -190,7 +202,7 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_by_bit(path, folder, 
         assert_close(two[name], values, atol=1e-5, rtol=0)
     with pytest.raises(CheckpointError, match="another model: it lacks"):
         make_engine(path).load_checkpoint(str(tmp_path / "at_2"), STATE)
-    with pytest.raises(CheckpointError, match=r"has shape \[4, 30\] in the checkpoint and \[2, 30\] here"):
+    with pytest.raises(CheckpointError, match=r"has shape \[4, 28\] in the checkpoint and \[2, 28\] here"):
         make_engine(path, lora_rank=2).load_checkpoint(str(tmp_path / "at_2"), STATE)
 
 
@@ -208,6 +220,22 @@ def test_an_update_of_weights_carries_adapters_alone(path, folder):
             assert not torch.equal(tensor, before[name])
         else:
             assert torch.equal(tensor, model[name.replace(".base_layer.", ".")])
+
+
+def test_experts_without_adapters_are_told(tmp_path, caplog):
+    """Their weights are one tensor for all experts, which is no linear layer."""
+    sizes = {"vocab_size": 104, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts, initializer_range=0.2))
+    model.save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    batch, engine = ragged_batch(), make_engine(str(tmp_path), **RANK)
+    assert "have no adapters and stay as they are: model.layers.0.mlp.experts.gate_up_proj" in caplog.text
+    move_adapters(engine, batch)
+    with torch.no_grad():
+        model.load_state_dict(weights_of(engine))
+        found = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
+        assert_close(naive_outputs(model, batch)[0], found, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["value_model", "reward_model"])

@@ -97,6 +97,7 @@ def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, wit
         parameter.requires_grad_(".lora_" in name or (head_name != "lm_head" and name.startswith(f"{head_name}.")))
         if parameter.requires_grad and parameter.dtype.itemsize < 4:
             parameter.data = parameter.data.float()
+    _tell(hf)
     if config.lora_adapter_path and with_weights:
         _load(hf, Path(config.lora_adapter_path))
 
@@ -190,6 +191,16 @@ def _check_bound(
     if unbound or not bound:
         named = f" has no layer for {', '.join(unbound)}" if unbound else " binds adapters to no layer"
         raise ConfigError(f"{_settings(config)}: {type(hf).__name__}{named}. {_those_that_exist(linear)}")
+
+
+def _tell(hf: PreTrainedModel) -> None:
+    """Log how much is trained, and which weights of several experts are not."""
+    trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
+    layers = adapter_layers(hf)
+    whole = sum(p.numel() for p in hf.parameters())
+    logger.info("LoRA: %d layers have adapters; %d of %d parameters are trained", len(layers), trained, whole)
+    if experts := [name for name, p in hf.named_parameters() if p.dim() == 3 and not p.requires_grad]:
+        logger.warning("the weights of experts have no adapters and stay as they are: %s ...", experts[0])
 
 
 def _load(hf: PreTrainedModel, folder: Path) -> None:
