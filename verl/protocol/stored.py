@@ -26,8 +26,8 @@ from torch import Tensor
 
 from verl.protocol.transport import UnreadColumn
 
-LEAST_BYTES = 2**18
-"""Smaller results travel by value: Ray keeps the smallest in the driver's memory anyway."""
+LEAST_BYTES = 2**17
+"""Smaller results travel by value: those below 100 KiB Ray keeps in the driver's memory anyway."""
 
 NEVER = -1
 
@@ -116,6 +116,7 @@ class StoredColumn:
         self.origin = origin
         self.dtype, self.shape = dtype, torch.Size(shape)
         self._parts = parts
+        self._chosen_from: tuple[StoredColumn, np.ndarray] | None = None
         self._tensor: Tensor | None = None
         self._version = 0
         self._reading = threading.Lock()
@@ -151,9 +152,18 @@ class StoredColumn:
     def _hold(self, tensor: Tensor) -> None:
         # Tensors of inference mode do not count writes, so they never count as unchanged.
         self._tensor, self._version = tensor, NEVER if tensor.is_inference() else tensor._version
-        self._parts = None
+        self._parts = self._chosen_from = None
+
+    @property
+    def _is_here(self) -> bool:
+        """Whether the tensor can be made without fetching anything."""
+        source = self._chosen_from
+        return self.was_read or self._parts is not None or (source is not None and source[0].is_as_stored)
 
     def _gathered(self) -> Tensor:
+        if self._chosen_from is not None and self._chosen_from[0].is_as_stored:
+            column, rows = self._chosen_from
+            return column.tensor()[torch.from_numpy(rows)]
         if self._parts is None:
             fetch_together([self])
         parts, lengths = self._parts or [], [part.shape[0] for part in self._parts or ()]
@@ -174,8 +184,8 @@ class StoredColumn:
         if not self.is_as_stored:
             return self.tensor()[torch.from_numpy(rows)]
         chosen = StoredColumn(self.origin.take(rows), self.dtype, [len(rows), *self.shape[1:]])
-        if self._tensor is not None:  # in memory already; a copy here is cheaper than fetching it again
-            chosen._hold(self._tensor[torch.from_numpy(rows)])
+        if self._tensor is not None:  # in memory already, which is cheaper than fetching it again
+            chosen._chosen_from = self, rows
         elif self._parts is not None:
             used = np.unique(self.origin.result[rows])
             chosen._parts = [self._parts[i] for i in used]
@@ -204,10 +214,14 @@ class StoredColumn:
 
 def fetch_together(columns: Iterable[StoredColumn]) -> None:
     """Fetch what the columns need from the store, each result once, for the tensors that will be asked for."""
-    waiting = [column for column in columns if column._parts is None and not column.was_read]
+    waiting = [column for column in columns if not column._is_here]
     results = list({result: None for column in waiting for result in column.origin.results})
     if results:
-        found = dict(zip(results, sys.modules["ray"].get(results), strict=True))
+        found = dict(zip(results, _values_of(results), strict=True))
         for column in waiting:
             names = zip(column.origin.results, column.origin.names, strict=True)
             column._parts = [found[result]._tensor_columns.peek()[name] for result, name in names]
+
+
+def _values_of(results: list[Any]) -> list[Any]:
+    return sys.modules["ray"].get(results)  # where there are references, Ray is loaded

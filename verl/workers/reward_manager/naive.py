@@ -311,7 +311,8 @@ def decode_responses(data: DataProto, tokenizer: Any) -> list[str]:
     tensors = tensors_of(data)
     responses = tensors["responses"]
     valid = tensors["attention_mask"][:, -responses.size(1) :].bool()
-    ids = [row[keep].tolist() for row, keep in zip(responses, valid, strict=True)]
+    # Arrays, because Transformers looks at every single token of a list.
+    ids = [row[keep].numpy() for row, keep in zip(responses, valid, strict=True)]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     answers = data.non_tensor_batch.get("agent_answer", [None] * len(texts))
     return [text if answer is None else answer for text, answer in zip(texts, answers, strict=True)]
