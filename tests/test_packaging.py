@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,8 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     source = tmp_path / "source"
     for package in ("verl", "verl-stubs"):
         shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "examples", source / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
     build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
@@ -29,6 +31,16 @@ def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
     present = {str(path.relative_to(ROOT)) for path in files if path.suffix in SUFFIXES}
     assert {f"verl/{path}" for path in RUN_BY_PATH} <= present
     assert present <= packed, f"not in the wheel: {sorted(present - packed)}"
+    shutil.rmtree(source)  # only the wheel is left
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "installed")
+    program = tmp_path / "installed/verl/cli/bundled/examples/quickstart/quickstart.py"
+    task = [sys.executable, str(program.with_name("make_task.py")), "--output_dir", str(tmp_path / "task")]
+    sizes = ["--sft_size=8", "--train_size=8", "--test_size=8"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
+    for command in ([sys.executable, str(program), "--help"], [*task, *sizes]):
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=environment)
+    assert (tmp_path / "task/rl_train.parquet").is_file()
 
 
 SUFFIXES = (".py", ".pyi", ".c", ".h", ".yaml", ".typed", ".html", ".js", ".css", ".svg", ".LICENSE")

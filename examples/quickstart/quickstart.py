@@ -8,6 +8,7 @@ Every stage is a command of its own, and is shown before it runs.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shlex
@@ -22,7 +23,6 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # the clone's root
 
-from examples.quickstart.curves import draw_curves
 from examples.quickstart.settings import Settings, command, rl_settings, sft_settings
 
 HERE = Path(__file__).resolve().parent
@@ -177,7 +177,10 @@ def report_files(output: Path, outcome: Outcome) -> None:
     run = output / outcome.algorithm
     last_step = max(step for step, _ in read_metrics(run / "metrics.jsonl"))
     checkpoint = exported_model(run / "checkpoints" / f"global_step_{last_step}" / "actor")
-    print(f"\npicture     {output / 'curves.png'}\ncheckpoint  {checkpoint}")
+    print(f"\nreport      {output / 'report.html'}")
+    if (output / "curves.png").exists():
+        print(f"picture     {output / 'curves.png'}")
+    print(f"checkpoint  {checkpoint}")
     print(f"time        {outcome.seconds:.0f} s in all")
 
 
@@ -229,7 +232,12 @@ def run_stages(
     train = command("verl.trainer.main_ppo", rl_settings(task, exported_model(sft / "checkpoints"), rl, seed))
     run_stage(f"Reinforcement learning: {algorithm.upper()}", train, rl / "log.txt", rl / "metrics.jsonl")
     title, accuracy = curves
-    draw_curves(list(read_metrics(rl / "metrics.jsonl")), accuracy, title, output / "curves.png")
+    if importlib.util.find_spec("matplotlib"):  # of the extra "plot"; the report has the curves too
+        from examples.quickstart.curves import draw_curves
+
+        draw_curves(list(read_metrics(rl / "metrics.jsonl")), accuracy, title, output / "curves.png")
+    report = [sys.executable, "-m", "verl", "report", str(rl), "--output", str(output / "report.html")]
+    run_stage("Report", report, output / "report.log")
     outcome, pairs = compare(rl / "validation", algorithm, seed, time.monotonic() - started)
     (output / "outcome.json").write_text(json.dumps(asdict(outcome), indent=2) + "\n")
     return outcome, pairs

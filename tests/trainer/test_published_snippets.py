@@ -16,11 +16,11 @@ import yaml
 from tests.trainer.config.support import Run, only
 from verl import DataProto
 from verl.algorithms import register_adv_est, register_policy_loss
+from verl.base.nested import flat
 from verl.testing.models import tiny_tokenizer
 from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.command_line import compose
-from verl.trainer.config.keys import flat
 from verl.trainer.main_ppo import create_rl_dataset, run_ppo
 from verl.utils.dataset import collate_fn
 

@@ -11,9 +11,9 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
+from verl.base.nested import flat
 from verl.config.problems import shown
 from verl.errors import ConfigError
-from verl.trainer.config.keys import flat
 
 ABSENT = "(not set)"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +17,7 @@ import click
 
 import verl
 from verl.cli.commands import INSPECTIONS, MODULES, ModuleCommand
-from verl.errors import VerlError
+from verl.errors import ConfigError, VerlError
 from verl.supervision.interruption import interruptible
 
 MOST_COMPLETIONS = 200
@@ -44,6 +45,15 @@ def complete_keys(configuration: str, beginning: str) -> list[str]:
     roots = {entry.name: entry.root for entry in ENTRIES}
     keys = leaves(roots[configuration]) if configuration in roots else {}
     return [f"{path}=" for path in keys if path.startswith(beginning)][:MOST_COMPLETIONS]
+
+
+def quickstart_file() -> Path:
+    """Return the program of the quickstart: of the installed package, or of the clone that runs."""
+    package = Path(verl.__file__).parent
+    for root in (package / "cli/bundled", package.parent):
+        if (file := root / "examples/quickstart/quickstart.py").is_file():
+            return file
+    raise ConfigError(f"the quickstart is not in this installation ({package}). Install the wheel of verl again.")
 
 
 def _delegating(name: str, command: ModuleCommand) -> click.Command:
@@ -96,6 +106,17 @@ def explain(words: tuple[str, ...]) -> None:
         console().print(page)
         found = found and is_known
     sys.exit(0 if found else 1)
+
+
+@cli.command()
+@click.option("--algorithm", type=click.Choice(["grpo", "ppo"]), default="grpo")
+@click.option("--seed", default=1, help="of data, weights and sampling")
+@click.option("--output_dir", default="outputs/quickstart", type=click.Path(path_type=Path))
+def quickstart(algorithm: str, seed: int, output_dir: Path) -> None:
+    """Train a tiny model on this machine: data, supervised warm-up, reinforcement learning, a report. No GPU needed."""
+    given = [f"--algorithm={algorithm}", f"--seed={seed}", f"--output_dir={output_dir}"]
+    with interruptible():
+        sys.exit(subprocess.run([sys.executable, quickstart_file(), *given], check=False).returncode)
 
 
 @cli.command("diff")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from verl.trainer.config.keys import flat
+from verl.base.nested import flat
 from verl.utils.health import FINITE, RULES, HealthWatch
 from verl.utils.run_log import clock
 from verl.view.curves import MetricsFile

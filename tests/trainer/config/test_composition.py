@@ -11,12 +11,13 @@ import yaml
 from omegaconf import OmegaConf
 
 from docs.generate.configuration import PAGE, reference_page
+from verl.base.nested import flat
 from verl.config import ActorRolloutRefConfig, DPOConfig, RMConfig
 from verl.config.base import BaseConfig
 from verl.trainer.config import EvalConfig, GenerationConfig, PPOConfig, SFTConfig, load_config
 from verl.trainer.config.command_line import CONFIG_DIR, compose
 from verl.trainer.config.generate import files
-from verl.trainer.config.keys import all_inactive, allowed_values, default_tree, flat, get, iter_keys
+from verl.trainer.config.keys import all_inactive, allowed_values, default_tree, get, iter_keys
 from verl.trainer.config.load import as_composed
 
 HERE = Path(__file__).parent

@@ -12,8 +12,9 @@ import verl
 from tests.trainer.config.support import Run
 from tests.trainer.config.test_composition import expected
 from verl.algorithms.loss_registry import POLICY_LOSSES, register_policy_loss
+from verl.base.nested import flat
 from verl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from verl.trainer.config.keys import all_inactive, flat, iter_keys
+from verl.trainer.config.keys import all_inactive, iter_keys
 
 KEYS = {key.path: key for key in iter_keys(PPOConfig)}
 INACTIVE = all_inactive(PPOConfig)

@@ -242,15 +242,6 @@ def drop(tree: Tree, path: str) -> Any:
     return value
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted path and value of every leaf; an empty mapping is a leaf."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
-
-
 def nearest(path: str, known: list[str]) -> str | None:
     """Return the known key that ``path`` most likely means.
 

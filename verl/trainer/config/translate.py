@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.base import env
+from verl.base.nested import flat
 from verl.config import BaseConfig, Problem
 from verl.config.problems import shown
 from verl.trainer.config.key_table import ALIASES, OLD_DEFAULTS, RETIRED, Alias
@@ -25,7 +26,6 @@ from verl.trainer.config.keys import (
     all_inactive,
     default_tree,
     drop,
-    flat,
     get,
     iter_keys,
     merged,
