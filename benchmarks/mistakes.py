@@ -107,7 +107,7 @@ MISTAKES = (
     Mistake("tracker that is not installed", ("trainer.logger=[clearml]",), says="clearml"),
     Mistake("unknown reward manager", ("reward_model.reward_manager=naiv",), says="naive"),
     Mistake("unknown scorer", ("reward_model.reward_format=gms8k",), says="gsm8k"),
-    Mistake("Megatron", (f"{ACTOR}.strategy=megatron",), says="fsdp2"),
+    Mistake("a part of Megatron that is not built", (f"{ACTOR}.megatron.context_parallel_size=2",), says="1"),
     Mistake("LoRA", (f"{MODEL}.lora_rank=16",), says="LoRA"),
     Mistake("tools", (f"{ROLLOUT}.multi_turn.tool_config_path=nowhere.yaml",), says="nowhere.yaml"),
     # sizes

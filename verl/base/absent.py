@@ -39,7 +39,7 @@ _ASYNCHRONOUS = Absence(
     "Rollout beside training, and its servers on Ray, are missing: here the rollout engine of each rank generates "
     "between updates (verl.workers.rollout.base.BaseRollout) and takes new weights by load_weights.",
 )
-_MEGATRON = Absence("not yet", "The training engine here is FSDP2: verl.workers.fsdp_workers, actor.strategy=fsdp2.")
+_MEGATRON = Absence("other design", "verl.workers.engine.megatron builds, trains and converts models.")
 _VISION = Absence("not yet", "Prompts with images and videos are missing.")
 _LORA = Absence(
     "other design",
@@ -205,7 +205,6 @@ ABSENT: dict[str, Absence] = {
     ),
     "verl.workers.actor": _ACTOR,
     "verl.workers.config.DistillationConfig": _DISTILLATION,
-    "verl.workers.config.engine.McoreEngineConfig": _MEGATRON,
     "verl.workers.critic": _ACTOR,
     "verl.workers.engine_workers_tinker": Absence(
         "other design",
@@ -223,7 +222,10 @@ ABSENT: dict[str, Absence] = {
     ),
     "verl.workers.fsdp_workers.get_sharding_strategy": _FSDP1,
     "verl.workers.fsdp_workers.get_vl_model_vision_tower": _VISION,
-    "verl.workers.megatron_workers": _MEGATRON,
+    "verl.workers.megatron_workers.MegatronWorker": Absence(
+        "other design",
+        "Workers are verl.single_controller.base.Worker, whatever their engine is.",
+    ),
     "verl.workers.rollout.base.BaseRollout.device_mesh": Absence(
         "other design",
         "A rollout engine is made by (config, model_config, tokenizer, device); the ranks that share it are "

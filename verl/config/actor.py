@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
-from verl.config.model import NO_MEGATRON, CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, Strategy
+from verl.config.megatron import McoreEngineConfig, ranks_per_copy
+from verl.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, Strategy
 from verl.config.problems import Problem
 from verl.config.rollout_correction import RolloutCorrectionConfig
 
@@ -63,8 +64,8 @@ def _follows_clip_ratio(data: dict[str, Any]) -> float:
 class ActorConfig(BaseConfig):
     """One update of the policy: batches, loss, optimizer."""
 
-    strategy: Strategy = setting("fsdp", refuse_values=NO_MEGATRON)
-    """Training back end; `fsdp` and `fsdp2` are both served by FSDP2."""
+    strategy: Strategy = setting("fsdp")
+    """Training back end; `fsdp` and `fsdp2` are both served by FSDP2, `megatron` by megatron-core."""
     ppo_mini_batch_size: int = setting(256, ge=1)
     """Prompts per optimizer step over all ranks; each brings its `rollout.n` responses."""
     ppo_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
@@ -157,10 +158,26 @@ class FSDPActorConfig(ActorConfig):
     """Compute Σπ² of every token with the old log-probs; set automatically for estimators that read it."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence; the same setting as that of `fsdp_config`."""
+    megatron: McoreEngineConfig = subsection(McoreEngineConfig)
+    """With `strategy=megatron`: which ranks share the model, precision, optimizer state."""
+
+    @property
+    def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
+        """The section of the training back end."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config
+
+    @property
+    def shared_by(self) -> int:
+        """Number of ranks that compute the same rows."""
+        return ranks_per_copy(self.placement)
 
 
 def _forward_only() -> FSDPEngineConfig:
     return FSDPEngineConfig(forward_only=True)
+
+
+def _frozen_megatron() -> McoreEngineConfig:
+    return McoreEngineConfig(forward_only=True)
 
 
 @section
@@ -169,7 +186,7 @@ class RefConfig(BaseConfig):
 
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
 
-    strategy: Strategy = setting("fsdp", interpolation="${actor_rollout_ref.actor.strategy}", refuse_values=NO_MEGATRON)
+    strategy: Strategy = setting("fsdp", interpolation="${actor_rollout_ref.actor.strategy}")
     """Back end, by default the actor's."""
     log_prob_micro_batch_size_per_gpu: int | None = setting(None, ge=1)
     """Sequences per forward pass on one rank; null takes that of the rollout's log-probs."""
@@ -187,3 +204,15 @@ class RefConfig(BaseConfig):
         1, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ulysses_sequence_parallel_size,1}"
     )
     """Ranks that share each sequence, by default as for the actor; the same setting as that of `fsdp_config`."""
+    megatron: McoreEngineConfig = subsection(_frozen_megatron)
+    """With `strategy=megatron`; sizes that are not set are the actor's."""
+
+    @property
+    def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
+        """The section of the back end."""
+        return self.megatron if self.strategy == "megatron" else self.fsdp_config
+
+    @property
+    def shared_by(self) -> int:
+        """Number of ranks that compute the same rows."""
+        return ranks_per_copy(self.placement)

@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from verl.config.actor import LossAggMode
 from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.megatron import McoreEngineConfig, ranks_per_copy
 from verl.config.model import (
-    NO_MEGATRON,
     CheckpointConfig,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
@@ -61,8 +61,8 @@ class FSDPCriticModelCfg(BaseConfig):
 class CriticConfig(BaseConfig):
     """One update of the value model: batches, loss, optimizer."""
 
-    strategy: Strategy = setting("fsdp", refuse_values=NO_MEGATRON)
-    """Training back end; `fsdp` and `fsdp2` are both served by FSDP2."""
+    strategy: Strategy = setting("fsdp")
+    """Training back end; `fsdp` and `fsdp2` are both served by FSDP2, `megatron` by megatron-core."""
     enable: bool | None = setting(None)
     """Train a critic; null trains one if the advantage estimator reads values."""
     rollout_n: int = setting(1, ge=1, interpolation="${oc.select:actor_rollout_ref.rollout.n,1}")
@@ -115,3 +115,15 @@ class FSDPCriticConfig(CriticConfig):
     """Largest norm of the gradient of one step."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence; the same setting as that of `model.fsdp_config`."""
+    megatron: McoreEngineConfig = subsection(McoreEngineConfig)
+    """With `strategy=megatron`; sizes that are not set are the actor's."""
+
+    @property
+    def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
+        """The section of the training back end."""
+        return self.megatron if self.strategy == "megatron" else self.model.fsdp_config
+
+    @property
+    def shared_by(self) -> int:
+        """Number of ranks that compute the same rows."""
+        return ranks_per_copy(self.placement)

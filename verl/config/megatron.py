@@ -6,8 +6,17 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from verl.config.base import BaseConfig, section, setting
-from verl.config.model import DType, Strategy
+from verl.config.model import DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
+
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+"""``model_type`` of the models that ``strategy=megatron`` builds."""
+
+SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+"""Keys of the numbers of ranks that share one copy of a model; one process has one of each."""
+
+RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
+"""Keys of `override_transformer_config` that are honoured."""
 
 NOT_BUILT = {
     "virtual_pipeline_model_parallel_size": None,
@@ -16,8 +25,8 @@ NOT_BUILT = {
     "expert_tensor_parallel_size": None,
     "use_dist_checkpointing": False,
     "dist_checkpointing_path": None,
+    "dist_checkpointing_prefix": "",
     "override_ddp_config": {},
-    "override_transformer_config": {},
     "override_mcore_model_config": {},
     "param_offload": False,
     "grad_offload": False,
@@ -57,14 +66,19 @@ class McoreEngineConfig(BaseConfig):
     """Read megatron-core's own checkpoints; not yet: models come from Hugging Face folders."""
     dist_checkpointing_path: str | None = setting(None, path=True)
     """Where such a checkpoint lies; not yet, leave it null."""
+    dist_checkpointing_prefix: str = setting("")
+    """Prefix of its names; not yet, leave it empty."""
     override_ddp_config: dict[str, Any] = setting(factory=dict)
     """Values for megatron-core's data-parallel config; not yet, leave it empty."""
     override_transformer_config: dict[str, Any] = setting(factory=dict)
-    """Values for megatron-core's model config; not yet, leave it empty."""
+    """Values for megatron-core's model config: those of recomputation (`recompute_granularity` ...), which replace
+    `enable_gradient_checkpointing`."""
     override_mcore_model_config: dict[str, Any] = setting(factory=dict)
     """Values for the model; not yet, leave it empty."""
     use_mbridge: bool = setting(True)
-    """Read and write Hugging Face folders; always so, by a table of names."""
+    """Read and write Hugging Face folders; always so, by a table of names, so this key changes nothing."""
+    vanilla_mbridge: bool = setting(True)
+    """Which bridge reads them; this key changes nothing."""
     seed: int = setting(42, ge=0)
     """Seed of this model's random numbers."""
     forward_only: bool = setting(False)
@@ -79,5 +93,17 @@ class McoreEngineConfig(BaseConfig):
         for name, default in NOT_BUILT.items():
             if (value := getattr(self, name)) != default:
                 yield Problem(f"{path}.{name}", value, "this is not in strategy=megatron yet", f"{default}")
+        if unknown := sorted(self.override_transformer_config.keys() - set(RECOMPUTE)):
+            wrong = f"{', '.join(unknown)} cannot be set: the model is built as its Hugging Face config says"
+            yield Problem(
+                f"{path}.override_transformer_config", self.override_transformer_config, wrong, ", ".join(RECOMPUTE)
+            )
         if self.dtype in ("fp16", "float16"):
             yield Problem(f"{path}.dtype", self.dtype, "its gradients underflow", "bfloat16 or float32")
+
+
+def ranks_per_copy(placement: FSDPEngineConfig | McoreEngineConfig) -> int:
+    """Return the number of ranks that compute the same rows."""
+    if isinstance(placement, McoreEngineConfig):
+        return placement.tensor_model_parallel_size * placement.pipeline_model_parallel_size
+    return placement.ulysses_sequence_parallel_size

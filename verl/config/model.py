@@ -68,8 +68,6 @@ class HFModelConfig(BaseConfig):
 Strategy = Literal["fsdp", "fsdp2", "megatron"]
 DType = Literal["fp32", "float32", "bf16", "bfloat16", "fp16", "float16"]
 
-NO_MEGATRON = {"megatron": "Megatron is not in this version; use fsdp2"}
-
 
 @section
 class WrapPolicyConfig(BaseConfig):
@@ -123,8 +121,9 @@ class FSDPEngineConfig(BaseConfig):
     """Allow only deterministic kernels: slower, bit-equal from run to run."""
     forward_only: bool = setting(False)
     """The model is never trained: no optimizer, no gradients."""
-    strategy: Strategy = setting("fsdp", refuse_values=NO_MEGATRON)
-    """Sharding back end; `fsdp` and `fsdp2` are both served by FSDP2."""
+    strategy: Strategy = setting("fsdp")
+    """Sharding back end; `fsdp` and `fsdp2` are both served by FSDP2; `megatron` does not read
+    this section."""
     dtype: DType = setting("bfloat16")
     """Format of the computation (parameters are cast to it inside the passes)."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)

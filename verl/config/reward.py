@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
-from verl.config.model import NO_MEGATRON, DType, FSDPEngineConfig, Strategy
+from verl.config.megatron import McoreEngineConfig, ranks_per_copy
+from verl.config.model import DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
 from verl.config.rollout import NO_OTHER_ENGINE, EngineName
 
@@ -147,8 +148,8 @@ class RewardModelConfig(BaseConfig):
     """Ranks per node of that pool."""
     nnodes: int = setting(0, ge=0)
     """Nodes of that pool."""
-    strategy: Strategy = setting("fsdp", refuse_values=NO_MEGATRON)
-    """Back end; `fsdp` and `fsdp2` are both served by FSDP2."""
+    strategy: Strategy = setting("fsdp")
+    """Back end; `fsdp` and `fsdp2` are both served by FSDP2, `megatron` by megatron-core."""
     model: RewardModelModelConfig = subsection(RewardModelModelConfig)
     """The reward model's weights and tokenizer."""
     rollout: JudgeRolloutConfig = subsection(JudgeRolloutConfig)
@@ -163,6 +164,8 @@ class RewardModelConfig(BaseConfig):
     """Tokens per pass on one rank, with `use_dynamic_bsz`."""
     ulysses_sequence_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence; the same setting as that of `model.fsdp_config`."""
+    megatron: McoreEngineConfig = subsection(lambda: McoreEngineConfig(forward_only=True))
+    """With `strategy=megatron`; sizes that are not set are the actor's."""
     reward_manager: str = setting("naive")
     """Registered reward manager: how responses become calls of a scorer."""
     reward_kwargs: dict[str, Any] = setting(factory=dict)
@@ -186,6 +189,16 @@ class RewardModelConfig(BaseConfig):
     """Processes that score; more are started temporarily while slow samples occupy some of them."""
     sandbox_fusion: SandboxFusionConfig = subsection(SandboxFusionConfig)
     """Where generated programs run: on a SandboxFusion service, or in the sandbox of this machine."""
+
+    @property
+    def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
+        """The section of the back end."""
+        return self.megatron if self.strategy == "megatron" else self.model.fsdp_config
+
+    @property
+    def shared_by(self) -> int:
+        """Number of ranks that compute the same rows."""
+        return ranks_per_copy(self.placement)
 
     def problems(self, path: str) -> Iterator[Problem]:
         """A pool has nodes, the code service an HTTP address, and programs a time limit below that of their sample."""

@@ -39,6 +39,13 @@ def attention_heads(folder: Path) -> int | None:
     return heads if isinstance(heads, int) and heads > 0 else None
 
 
+def model_type(folder: Path) -> str | None:
+    """The ``model_type`` in ``config.json`` of a model folder; None if there is none to be read."""
+    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    kind = content.get("model_type")
+    return kind if isinstance(kind, str) else None
+
+
 def weights_problem(folder: Path) -> str | None:
     """Why ``folder`` has no weights; None if a file of them is there, damaged or not."""
     if any((folder / f"{name}{end}").exists() for name in WEIGHT_FILES for end in ("", ".index.json")):

@@ -84,14 +84,14 @@ class ActorRolloutRefWorker(EngineWorker):
         model, actor, ref = self.config.model, self.config.actor, self.config.ref
         if "actor" in self.parts:
             self.engine = self.make_engine(
-                "language_model", actor.strategy, self.config.trained_model, actor.fsdp_config, actor.optim
+                "language_model", actor.strategy, self.config.trained_model, actor.placement, actor.optim
             )
             self.policy_loss = PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
             if model.has_adapters:
                 self.join_mesh("ref", self.engine)
         if "ref" in self.parts:
-            self.ref = self.make_engine("language_model", ref.strategy, model, ref.fsdp_config)
+            self.ref = self.make_engine("language_model", ref.strategy, model, ref.placement)
             self.join_mesh("ref", self.ref)
         if "rollout" in self.parts:  # last, because the rollout engine takes a share of the memory that is left
             self._init_rollout()
@@ -278,7 +278,7 @@ class CriticWorker(EngineWorker):
             lora=section.lora,
         )
         self.engine = self.make_engine(
-            "value_model", self.config.strategy, model, section.fsdp_config, self.config.optim
+            "value_model", self.config.strategy, model, self.config.placement, self.config.optim
         )
         self.join_mesh("critic", self.engine)
 
@@ -332,7 +332,7 @@ class RewardModelWorker(EngineWorker):
             use_remove_padding=section.use_remove_padding,
         )
         self.inputs = RewardInput.of(section, self.config.max_length)
-        self.model = self.make_engine("reward_model", self.config.strategy, model, section.fsdp_config)
+        self.model = self.make_engine("reward_model", self.config.strategy, model, self.config.placement)
         self.join_mesh("reward", self.model)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="reward"))

@@ -19,7 +19,7 @@ from verl.checkpoint.files import FileEntry
 from verl.checkpoint.ranks import SaveReport, Writing, on_all_ranks
 from verl.checkpoint.states import from_arrays, to_arrays
 from verl.checkpoint.steps import wrong_contents
-from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
 from verl.errors import CheckpointError, ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -71,7 +71,7 @@ class EngineWorker(Worker):
         model_type: str,
         strategy: str,
         model: HFModelConfig,
-        placement: FSDPEngineConfig,
+        placement: FSDPEngineConfig | McoreEngineConfig,
         optimizer: FSDPOptimizerConfig | None = None,
     ) -> BaseEngine:
         """Make an engine and load its model; without an optimizer the model is frozen."""

@@ -8,11 +8,8 @@ import pytest
 
 from tests.trainer.config.support import Run, only
 from verl.config.problems import shown
-from verl.errors import ConfigError
 from verl.trainer.config import GenerationConfig, PPOConfig, SFTConfig
-from verl.trainer.config.command_line import compose
 from verl.trainer.config.keys import InactiveKey, all_inactive, iter_keys
-from verl.trainer.config.load import load_config
 
 INACTIVE = all_inactive(PPOConfig)
 REFUSED = {path: key for path, key in INACTIVE.items() if key.refused}
@@ -96,7 +93,6 @@ def test_what_changes_no_result_has_no_effect_and_says_so(
 
 def test_engines_that_are_not_built_are_refused():
     assert BY_VALUE["actor_rollout_ref.rollout.name", "trtllm"].endswith("use native, vllm or sglang")
-    assert BY_VALUE["actor_rollout_ref.actor.strategy", "megatron"].endswith("use fsdp2")
 
 
 def test_defaults_are_refused_nowhere(run: Run):
@@ -113,13 +109,3 @@ def test_a_refused_setting_is_told_once_where_others_follow_it(run: Run):
 def test_refused_in_generation_too(run: Run):
     message = run.refusal({"rollout.name": "trtllm"}, GenerationConfig)
     assert "rollout.name=trtllm: this engine is not in this version" in message
-
-
-def test_megatron_scripts_compose_and_are_refused(run: Run):
-    overrides = [f"{key}={value}" for key, value in run.ppo.items()]
-    overrides += ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "critic.megatron.use_mbridge=True"]
-    with pytest.raises(ConfigError) as caught:
-        load_config(compose(overrides, "ppo_megatron_trainer"))
-    for key in ("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron", "megatron.use_mbridge=true"):
-        assert key in str(caught.value)
-    assert "use fsdp2" in str(caught.value)

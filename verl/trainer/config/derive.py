@@ -5,6 +5,7 @@ Sizes that depend on the length of the data set or on the device are in :mod:`ve
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from verl.algorithms import adv_needs, policy_loss_info
 from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
+from verl.config.megatron import SIZES as MEGATRON_SIZES
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.trainer.config.keys import InactiveKey, Key, Tree, drop, get, put, same
@@ -54,6 +56,7 @@ def derive(
     for one, other in PAIRS:
         if one in keys and other in keys:
             _make_equal(tree, keys, (one, other), explicit, problems)
+    _layouts(tree, keys, explicit)
     for older in inactive.values():
         if older.per_rank:
             _per_rank(tree, raw, keys[older.per_rank], older, problems)
@@ -114,7 +117,7 @@ def _per_rank(tree: Tree, raw: Tree, per_rank: Key, older: InactiveKey, problems
             wrong = f"this counts sequences over all ranks, and {per_rank.path}={now} counts them per rank"
             problems.append(Problem(older.path, size, wrong, remedy=f"set only {per_rank.path}"))
         return
-    shared_by = get(tree, _sharing(per_rank.path), 1)
+    shared_by = _shared_by(tree, per_rank.path)
     ranks = max(1, _ranks(tree) // shared_by) if isinstance(shared_by, int) and shared_by > 0 else 1
     if size % ranks:
         wrong = f"it counts sequences over all ranks, and {ranks} ranks do not divide it"
@@ -125,10 +128,24 @@ def _per_rank(tree: Tree, raw: Tree, per_rank: Key, older: InactiveKey, problems
     put(tree, per_rank.path, size // ranks)
 
 
-def _sharing(size: str) -> str:
-    """Return the key of the number of ranks that share the sequences of passes whose size is in the key ``size``."""
+def _shared_by(tree: Tree, size: str) -> Any:
+    """Return the number of ranks that get the same rows in passes whose size is in the key ``size``."""
     section = size.rpartition(".")[0].replace(_ROLLOUT, _ACTOR)
-    return f"engine.{_SHARED}" if section == "data" else f"{section}.{_SHARED}"
+    if get(tree, f"{section}.strategy") == "megatron":
+        sizes = [get(tree, f"{section}.megatron.{name}", 1) for name in MEGATRON_SIZES]
+        return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 1
+    return get(tree, f"engine.{_SHARED}" if section == "data" else f"{section}.{_SHARED}", 1)
+
+
+def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:
+    """Give models under Megatron the actor's sizes where theirs are not set: a process has one layout."""
+    for section in ("actor_rollout_ref.ref", "critic", "reward_model"):
+        if get(tree, f"{section}.strategy") != "megatron" or get(tree, f"{_ACTOR}.strategy") != "megatron":
+            continue
+        for name in MEGATRON_SIZES:
+            key = f"{section}.megatron.{name}"
+            if key in keys and key not in explicit and same(get(tree, key, keys[key].default), keys[key].default):
+                put(tree, key, get(tree, f"{_ACTOR}.megatron.{name}", keys[key].default))
 
 
 def _rows_in_driver(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:

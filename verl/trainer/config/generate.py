@@ -75,7 +75,7 @@ ENTRIES = (
 )
 
 MEGATRON = """
-# Scripts for Megatron compose with this file, and are refused with the reason.
+# One RL run with PPO, GRPO or another algorithm, trained by Megatron.
 defaults:
   - ppo_trainer
   - _self_
@@ -84,6 +84,8 @@ actor_rollout_ref:
   actor:
     strategy: megatron
 critic:
+  strategy: megatron
+reward_model:
   strategy: megatron
 """
 

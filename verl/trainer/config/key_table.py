@@ -542,7 +542,6 @@ RETIRED: tuple[Retired, ...] = (
     Retired("algorithm.rollout_is*", OLD_CORRECTION),
     Retired("algorithm.rollout_rs*", OLD_CORRECTION),
     Retired("*.fsdp_config.grad_offload", "gradients stay with their parameters; use param_offload=true instead"),
-    Retired("*.megatron", "Megatron is not in this version; leave it out and use strategy=fsdp2"),
     Retired("trainer.use_v1", "there is one trainer; leave it out", (None, True, False)),
     Retired("trainer.v1.trainer_mode", "only the synchronous trainer is in this version; use sync", (None, "sync")),
     Retired("distillation", "distillation is not in this version; leave it out"),

@@ -33,6 +33,7 @@ from verl.config.agent import SINGLE_TURN
 from verl.errors import ConfigError
 from verl.trainer.config import rules_engines as rollouts
 from verl.trainer.config import rules_files as files
+from verl.trainer.config import rules_megatron as megatron
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
 from verl.trainer.config.rules_sizes import needs_critic
@@ -363,6 +364,8 @@ def engines(config: PPOConfig | SupervisedConfig) -> Problems:
     else:
         sections["engine"] = (config.engine, *of_policy)
     for name, (engine, path, ranks) in sections.items():
+        if engine.strategy == "megatron":  # see rules_megatron
+            continue
         yield from _groups_of_ranks(name, engine, path, ranks)
         if not engine.forward_only and not name.startswith("reward_model"):
             for key in ("dtype", "model_dtype"):
@@ -416,7 +419,7 @@ def one_response(config: GenerationConfig) -> Problems:
         yield Problem(key, rollout.default_agent_loop, wrong, SINGLE_TURN, remedy)
 
 
-_SUPERVISED = (files.data_files, files.models, files.own_code, files.output_folders, engines)
+_SUPERVISED = (files.data_files, files.models, files.own_code, files.output_folders, engines, megatron.only_ppo)
 
 RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     PPOConfig: (
@@ -431,6 +434,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         sizes.lengths,
         order_of_rows,
         engines,
+        megatron.models,
         estimator,
         dynamic_sampling,
         losses,

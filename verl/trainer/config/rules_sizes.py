@@ -11,6 +11,8 @@ from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
 Problems = Iterator[Problem]
 
+_ULYSSES = "ulysses_sequence_parallel_size"
+
 
 def needs_critic(config: PPOConfig) -> bool:
     """Whether a critic is trained; false for an unknown estimator, which another rule reports."""
@@ -21,15 +23,16 @@ def needs_critic(config: PPOConfig) -> bool:
 
 
 def data_parallel_size(ranks: int, shared_by: int) -> int:
-    """Number of equal shares of a batch, where so many ranks get the same rows (``ulysses_sequence_parallel_size``)."""
+    """Number of equal shares of a batch, where so many ranks get the same rows."""
     return max(1, ranks // shared_by)
 
 
-def _sharers(ranks: int, shared_by: int) -> str:
-    """Describe who shares a batch."""
+def _sharers(ranks: int, shared_by: int, section: Any = None) -> str:
+    """Describe who shares a batch, of a model with a choice of back ends or of one under FSDP."""
     if shared_by == 1:
         return f"{ranks} ranks"
-    return f"{data_parallel_size(ranks, shared_by)} groups of {shared_by} ranks (ulysses_sequence_parallel_size)"
+    why = "the sizes of megatron" if section is not None and section.strategy == "megatron" else _ULYSSES
+    return f"{data_parallel_size(ranks, shared_by)} groups of {shared_by} ranks ({why})"
 
 
 def mini_batches(config: PPOConfig) -> Problems:
@@ -38,12 +41,12 @@ def mini_batches(config: PPOConfig) -> Problems:
     prompts = config.data.train_batch_size
     actor, critic = config.actor_rollout_ref.actor, config.critic
     sections: list[tuple[str, Any]] = [("actor_rollout_ref.actor", actor)]
-    cut = ("ppo_mini_batch_size", "ulysses_sequence_parallel_size")
-    if needs_critic(config) and any(critic[key] != actor[key] for key in cut):
+    is_other = (critic.ppo_mini_batch_size, critic.shared_by) != (actor.ppo_mini_batch_size, actor.shared_by)
+    if needs_critic(config) and is_other:
         sections.append(("critic", critic))
     for name, section in sections:
         key, size = f"{name}.ppo_mini_batch_size", section.ppo_mini_batch_size
-        ranks, shared_by = config.trainer.ranks, section.ulysses_sequence_parallel_size
+        ranks, shared_by = config.trainer.ranks, section.shared_by
         parts = data_parallel_size(ranks, shared_by)
         if prompts % size:
             yield Problem(
@@ -54,7 +57,7 @@ def mini_batches(config: PPOConfig) -> Problems:
                 f"divisors of {prompts}, nearest {_near(size, prompts)}",
             )
         elif (size * n) % parts:
-            who = _sharers(ranks, shared_by)
+            who = _sharers(ranks, shared_by, section)
             yield Problem(
                 key,
                 size,
@@ -73,8 +76,8 @@ def actor_passes(config: PPOConfig) -> Problems:
     for name, section in sections:
         keys = (f"{name}.ppo_micro_batch_size_per_gpu", f"{name}.use_dynamic_bsz", f"{name}.ppo_max_token_len_per_gpu")
         values = (section.ppo_micro_batch_size_per_gpu, section.use_dynamic_bsz, section.ppo_max_token_len_per_gpu)
-        shared_by = section.ulysses_sequence_parallel_size
-        yield from _passes(keys, values, _longest(config), shared_by)
+        shared_by = section.shared_by
+        yield from _passes(keys, values, _longest(config), section.ulysses_sequence_parallel_size)
         responses, micro, parts = section.ppo_mini_batch_size * n, values[0], data_parallel_size(ranks, shared_by)
         if micro is None or section.use_dynamic_bsz or responses % parts:
             continue
@@ -84,7 +87,7 @@ def actor_passes(config: PPOConfig) -> Problems:
                 keys[0],
                 micro,
                 f"it does not divide the {share} responses of a mini-batch on one rank "
-                f"({section.ppo_mini_batch_size} prompts × {n} responses ÷ {_sharers(ranks, shared_by)})",
+                f"({section.ppo_mini_batch_size} prompts × {n} responses ÷ {_sharers(ranks, shared_by, section)})",
                 f"divisors of {share}, nearest {_near(micro, share)}",
                 f"or set {name}.use_dynamic_bsz=true, which fills passes by tokens",
             )

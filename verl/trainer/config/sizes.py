@@ -81,10 +81,10 @@ def derived_sizes(config: PPOConfig, dataset_len: int | None = None) -> Sizes:
     ranks, n = trainer.ranks, config.actor_rollout_ref.rollout.n
     steps_per_epoch = None if dataset_len is None else dataset_len // (data.gen_batch_size or data.train_batch_size)
     total = trainer.total_training_steps or (steps_per_epoch or 0) * trainer.total_epochs
-    shared_by = actor.ulysses_sequence_parallel_size
+    shared_by, sharing_tokens = actor.shared_by, actor.ulysses_sequence_parallel_size
     micro_batch = f"{actor.ppo_micro_batch_size_per_gpu} responses"
     if actor.use_dynamic_bsz:
-        micro_batch = f"up to {actor.ppo_max_token_len_per_gpu * shared_by:,} tokens"
+        micro_batch = f"up to {actor.ppo_max_token_len_per_gpu * sharing_tokens:,} tokens"
     if shared_by > 1:
         micro_batch += f", shared by {shared_by} ranks"
     return Sizes(

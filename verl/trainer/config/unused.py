@@ -30,7 +30,10 @@ _OF_SCORING_MODEL = (
     "model.input_tokenizer",
     "model.use_remove_padding",
     "model.fsdp_config.*",
+    "megatron.*",
 )
+_BACK_ENDS = {_ACTOR: "fsdp_config", _REF: "fsdp_config", "critic": "model.fsdp_config"}
+"""Sections with a training back end, and the key of FSDP's settings in each."""
 _OF_REWARD_MODEL = ("model.*", "rollout.*", *_OF_SCORING_MODEL)
 
 
@@ -159,6 +162,10 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
         if not is_on:
             yield tuple(f"{section}.{name}" for name in names), reason
     yield from _of_other_losses(actor)
+    for section, fsdp in _BACK_ENDS.items():
+        strategy = _at(config, section).strategy
+        unread = f"{section}.{fsdp}.*" if strategy == "megatron" else f"{section}.megatron.*"
+        yield (unread,), f"{section}.strategy={strategy}"
     for section in (_ACTOR, "critic"):
         yield from _of_schedule(config, f"{section}.optim")
         if not _at(config, section).shuffle:

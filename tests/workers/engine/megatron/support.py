@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.workers.support import EPS, LR
+from tests.workers.support import EPS, LR, P, ragged_batch
 from verl.config import FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
+from verl.protocol import DataProto
 from verl.workers.engine import BaseEngine, EngineRegistry
+
+
+def batch_that_drew_padding() -> DataProto:
+    """A ragged batch; in row 1 the policy drew the padding token, whose embedding is 0 and is not trained."""
+    batch = ragged_batch()
+    batch.batch["input_ids"][1, P + 2] = 0
+    batch.batch["responses"][1, 2] = 0
+    return batch
 
 
 def megatron_engine(

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from tests.workers.engine.megatron.support import another_engine, megatron_engine
+from tests.workers.engine.megatron.support import another_engine, batch_that_drew_padding, megatron_engine
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
@@ -47,7 +47,7 @@ def paths(tmp_path_factory):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_updates_are_those_of_plain_pytorch(paths, family):
     path, packed = paths[family], family != "qwen2"
-    plain = ragged_batch()
+    plain = batch_that_drew_padding()
     with torch.no_grad():
         log_probs, entropy = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain, temperature=0.7)
         batch = with_log_probs(plain, naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)[0])

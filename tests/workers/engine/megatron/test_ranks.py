@@ -6,13 +6,12 @@ import torch.distributed as dist
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.megatron.support import another_engine, megatron_engine
+from tests.workers.engine.megatron.support import another_engine, batch_that_drew_padding, megatron_engine
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
     naive_outputs,
     naive_update,
-    ragged_batch,
     run_ranks,
     share,
     weights_of,
@@ -127,7 +126,7 @@ def path(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def batch(path):
-    plain = ragged_batch()
+    plain = batch_that_drew_padding()
     with torch.no_grad():
         log_probs, _ = naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)
     return with_log_probs(plain, log_probs)

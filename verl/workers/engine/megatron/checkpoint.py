@@ -43,7 +43,10 @@ class MegatronState:
     def states(self, contents: Sequence[str], numbers: Mapping[str, int], copied: bool) -> dict[str, dict[str, Any]]:
         """Collect the contents of this rank's files, by file name. Collective; see :class:`TrainingState`."""
         found: dict[str, dict[str, Any]] = {}
-        kinds, other = self.optimizer.state() if self.optimizer else ({"main": self.parameters}, {})
+        kinds: dict[str, dict[str, Tensor]] = {"main": dict(self.parameters)}
+        other: dict[str, Any] = {}
+        if self.optimizer is not None and {"model", "optimizer"} & set(contents):
+            kinds, other = self.optimizer.state()
         if "model" in contents:
             found["model"] = boxes_state(self._boxes({"": kinds["main"]}), copied)
         if "optimizer" in contents and self.optimizer is not None:

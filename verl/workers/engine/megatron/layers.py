@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.workers.engine.megatron.library import GPTModel, PackedSeqParams, tensor_parallel
+from verl.workers.engine.megatron.library import GPTModel, PackedSeqParams, parallel_state, tensor_parallel
 from verl.workers.packed_attention import AttentionRule, Packing, attend, attend_packed
 
 
@@ -42,6 +42,24 @@ class DecoderModel(GPTModel):
     def _is_in_embd_group(self) -> bool:
         """Return False, so that the stages do not exchange weights before these are read."""
         return False
+
+
+def freeze_row(embedding: Any, token: int) -> None:
+    """Let no gradient reach the embedding of ``token``, as Transformers does for the padding token.
+
+    Its embedding is often zero, whose norm has a gradient of about 1/√ε; a policy can draw it as any other token.
+    """
+
+    def hook(layer: Any, arguments: tuple[Tensor, ...], output: Tensor) -> None:
+        if not output.requires_grad:
+            return
+        keep = arguments[0] != token  # (bsz, length)
+        if layer.reduce_scatter_embeddings:  # then the output is (length / ranks, bsz, hidden)
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            keep = keep.t().chunk(ranks)[parallel_state.get_tensor_model_parallel_rank()]
+        output.register_hook(lambda gradient: gradient * keep.unsqueeze(-1))
+
+    embedding.register_forward_hook(hook)
 
 
 class RMSNorm(nn.Module):

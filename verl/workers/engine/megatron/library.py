@@ -1,5 +1,6 @@
 """All that is taken from megatron-core 0.16, in one place; it has no types that hold, so all of it is ``Any``."""
 
+import logging
 import warnings
 from importlib import import_module
 from typing import Any
@@ -11,6 +12,10 @@ def _module(name: str) -> Any:
         warnings.simplefilter("ignore")
         return import_module(f"megatron.core.{name}")
 
+
+logging.getLogger("megatron.core").setLevel(logging.WARNING)  # it tells the parameters of each bucket
+for _name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # PyTorch's older names, which it calls
+    warnings.filterwarnings("ignore", rf".*{_name}. is deprecated", FutureWarning)
 
 parallel_state = _module("parallel_state")
 tensor_parallel = _module("tensor_parallel")

@@ -11,12 +11,13 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from verl.config import HFModelConfig, McoreEngineConfig
+from verl.config.megatron import MEGATRON_FAMILIES
 from verl.errors import ConfigError
 from verl.utils.model import rope_types, torch_dtype, training_randomness
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.groups import Layout
-from verl.workers.engine.megatron.layers import CausalAttention, DecoderModel, HiddenHead, RMSNorm
+from verl.workers.engine.megatron.layers import CausalAttention, DecoderModel, HiddenHead, RMSNorm, freeze_row
 from verl.workers.engine.megatron.library import (
     MLP,
     AttnMaskType,
@@ -34,9 +35,6 @@ from verl.workers.engine.megatron.library import (
     tensor_parallel,
 )
 from verl.workers.engine.megatron.weights import Division, Place, places_of
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""``model_type`` of the models that are built."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,9 @@ def build(
         _replace_head(module, skeleton, settings)
     _set_rotation(module, skeleton)
     _set_windows(module, hf)
+    padding: Any = skeleton.hf.get_input_embeddings().padding_idx
+    if module.pre_process and padding is not None:
+        freeze_row(module.embedding.word_embeddings, padding)
     shapes = {name: tuple(tensor.shape) for name, tensor in own_state(skeleton).items()}
     division = Division.of(hf, parallel_state.get_tensor_model_parallel_group())
     places = places_of(shapes, module, division, is_tied)
@@ -91,9 +92,9 @@ def build(
 
 
 def _check_family(hf: PretrainedConfig, layout: Layout, is_trained: bool) -> None:
-    if hf.model_type not in FAMILIES:
+    if hf.model_type not in MEGATRON_FAMILIES:
         raise ConfigError(
-            f"strategy=megatron has no {hf.model_type} models, only {', '.join(FAMILIES)}. Use strategy=fsdp2."
+            f"strategy=megatron has no {hf.model_type} models, only {', '.join(MEGATRON_FAMILIES)}. Use strategy=fsdp2."
         )
     wanted = {
         "hidden_act": getattr(hf, "hidden_act", "silu") == "silu",
@@ -125,6 +126,8 @@ def _transformer_config(
     recompute: dict[str, Any] = {}
     if model.enable_gradient_checkpointing and not engine.forward_only:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if engine.override_transformer_config and not engine.forward_only:
+        recompute = dict(engine.override_transformer_config)
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,

@@ -1,0 +1,64 @@
+"""Keys of strategy=megatron: what is refused, what follows what, and how batches are shared."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from tests.trainer.config.conftest import Run
+from verl.config import SFTConfig
+from verl.testing.models import tiny_model_dir
+from verl.trainer.config.command_line import compose
+from verl.trainer.config.load import load_config
+
+ACTOR = "actor_rollout_ref.actor"
+TWO = {
+    f"{ACTOR}.strategy": "megatron",
+    "critic.strategy": "megatron",
+    f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
+    "trainer.n_gpus_per_node": 4,
+}
+installed = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
+
+
+@installed
+def test_other_models_follow_the_actors_sizes(run: Run):
+    config = run.load(TWO)
+    roles = config.actor_rollout_ref
+    assert [part.shared_by for part in (roles.actor, roles.ref, config.critic)] == [2, 2, 2]
+    assert roles.ref.placement is roles.ref.megatron
+    assert roles.ref.megatron.forward_only
+
+
+@installed
+def test_a_megatron_script_composes_and_loads(run: Run):
+    config = load_config(compose([f"{key}={value}" for key, value in run.ppo.items()], "ppo_megatron_trainer"))
+    assert (config.actor_rollout_ref.ref.strategy, config.critic.strategy) == ("megatron", "megatron")
+
+
+@installed
+def test_sizes_must_divide_the_ranks_and_be_the_same(run: Run):
+    message = run.refusal(
+        TWO | {"trainer.n_gpus_per_node": 3, "data.train_batch_size": 12, f"{ACTOR}.ppo_mini_batch_size": 12}
+    )
+    assert "2 ranks share the model, which does not divide 3 ranks" in message
+    message = run.refusal(TWO | {"critic.megatron.pipeline_model_parallel_size": 2, "algorithm.adv_estimator": "gae"})
+    assert "megatron-core has one layout in a process" in message
+
+
+def test_what_is_not_built_is_refused(run: Run):
+    for key, value in (
+        ("expert_model_parallel_size", 2),
+        ("virtual_pipeline_model_parallel_size", 2),
+        ("grad_offload", True),
+    ):
+        assert "this is not in strategy=megatron yet" in run.refusal({f"{ACTOR}.megatron.{key}": value})
+    override = {"recompute_granularity": "full", "num_layers": 3}
+    message = run.refusal({f"{ACTOR}.megatron.override_transformer_config": override})
+    assert "num_layers cannot be set" in message
+
+
+def test_models_and_trainers_that_have_no_megatron_are_refused(run: Run, tmp_path):
+    gemma = tiny_model_dir(tmp_path / "gemma", "gemma")
+    message = run.refusal({f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.model.path": gemma})
+    assert "it has no gemma models" in message
+    assert "only main_ppo trains with Megatron yet" in run.refusal({"engine.strategy": "megatron"}, SFTConfig)

@@ -1,0 +1,65 @@
+"""main_ppo with strategy=megatron on Ray: the numbers of one local rank under FSDP, and a resumed run's bits."""
+
+import shutil
+
+import pytest
+
+from tests.trainer.test_run import ALL_MODELS, assert_same_steps, comparable, train
+from verl.testing.tiny_run import same
+
+pytest.importorskip("megatron.core")
+
+__all__ = ["train"]
+
+SECTIONS = ("actor_rollout_ref__actor", "actor_rollout_ref__ref", "critic", "reward_model")
+FP32 = {f"{section}__megatron__dtype": "float32" for section in SECTIONS}
+FP32 |= {"reward_model__model__fsdp_config__dtype": "float32"}
+MEGATRON = {f"{section}__strategy": "megatron" for section in SECTIONS if not section.endswith("ref")}
+# AdamW's step is lr · m / (√v + ε): with the usual tiny ε the rounding of a gradient near 0 becomes a step of lr.
+SMALL_STEPS = {"actor_rollout_ref__actor__optim__lr": 1e-4, "critic__optim__lr": 1e-4}
+SMALL_STEPS |= {f"{section}__optim__override_optimizer_config": "{eps:1e-4}" for section in (SECTIONS[0], "critic")}
+
+
+def layout(ranks, tensor=1, pipeline=1):
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    actor = {f"actor_rollout_ref__actor__megatron__{name}": size for name, size in sizes.items()}  # others follow it
+    return {"trainer__controller": "ray", "trainer__n_gpus_per_node": ranks, **MEGATRON, **actor}
+
+
+def test_two_tensor_parallel_ranks_give_the_numbers_of_one_and_resume_bit_by_bit(train, ray_cluster, tmp_path):
+    settings = ALL_MODELS | SMALL_STEPS | FP32 | {"actor_rollout_ref__rollout__name": "native"}
+    local = train(**settings)
+    megatron = settings | layout(2, tensor=2) | {"trainer__save_freq": 1}
+    first = train(**megatron)
+    assert_same_steps(local, first, rel=1e-5)
+    folder = tmp_path / "checkpoints"
+    assert (folder / "global_step_1" / "actor" / "megatron_config.json").is_file()
+    shutil.rmtree(folder / "global_step_2")
+    (folder / "latest_checkpointed_iteration.txt").write_text("1")
+    again = train(**megatron)
+    assert again.keys() == {2}
+    assert same(comparable(again[2]), comparable(first[2]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [ALL_MODELS, {"algorithm__adv_estimator": "grpo"}], ids=["gae", "grpo"])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1), (4, 1, 2)],
+    ids=lambda s: "ranks {} tp {} pp {}".format(*s),
+)
+@pytest.mark.parametrize("packed", ["true", "false"])
+def test_every_layout_gives_the_numbers_of_one_local_rank(train, ray_cluster, settings, sizes, packed):
+    common = (
+        settings
+        | SMALL_STEPS
+        | FP32
+        | {
+            "trainer__total_training_steps": 3,
+            "actor_rollout_ref__model__use_remove_padding": packed,
+            "critic__model__use_remove_padding": packed,
+            "actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu": 2,
+            "critic__ppo_micro_batch_size_per_gpu": 2,
+        }
+    )
+    assert_same_steps(train(**common), train(**common, **layout(*sizes)), rel=1e-5)

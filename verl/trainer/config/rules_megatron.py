@@ -1,0 +1,81 @@
+"""Rules about models under ``strategy=megatron``."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.config import McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
+from verl.config.megatron import MEGATRON_FAMILIES, SIZES
+from verl.trainer.config.rules_sizes import needs_critic
+from verl.trainer.ppo.utils import need_reference_policy
+from verl.utils import model_files
+
+Problems = Iterator[Problem]
+
+
+def models(config: PPOConfig) -> Problems:
+    """megatron-core is installed and has the models; layouts divide ranks, and are one where models share processes."""
+    found = {name: part for name, part in _sections(config).items() if isinstance(part[0], McoreEngineConfig)}
+    if not found:
+        return
+    first = next(iter(found))
+    if importlib.util.find_spec("megatron") is None:
+        wrong = "megatron-core is not installed"
+        remedy = "pip install 'verl[megatron]' on every node, or use strategy=fsdp2"
+        yield Problem(f"{first}.strategy", "megatron", wrong, "fsdp2", remedy)
+    for name, (engine, path, ranks) in found.items():
+        assert isinstance(engine, McoreEngineConfig)
+        yield from _layout(name, engine, path, ranks)
+    layouts = {name: [engine[size] for size in SIZES] for name, (engine, _, _) in found.items()}
+    pool = config.reward_model.enable_resource_pool
+    together = {name: sizes for name, sizes in layouts.items() if not (pool and name == "reward_model")}
+    for name, sizes in together.items():
+        if sizes != next(iter(together.values())):
+            wrong = f"megatron-core has one layout in a process, and {next(iter(together))} has another one"
+            yield Problem(f"{name}.megatron", dict(zip(SIZES, sizes, strict=True)), wrong, "the same sizes")
+    adapters = {
+        "actor_rollout_ref.actor": config.actor_rollout_ref.model.has_adapters,
+        "critic": config.critic.model.lora_rank,
+    }
+    for name, has_some in adapters.items():
+        if has_some and name in found:
+            wrong, remedy = "strategy=megatron has no LoRA", "set lora_rank=0 (and no lora_adapter_path), or use fsdp2"
+            yield Problem(f"{name}.strategy", "megatron", wrong, "fsdp2", remedy)
+    for name, section in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
+        if name in found and section.ulysses_sequence_parallel_size > 1:
+            key = f"{name}.ulysses_sequence_parallel_size"
+            yield Problem(key, section.ulysses_sequence_parallel_size, "this is a setting of FSDP", "1 with megatron")
+
+
+def _sections(config: PPOConfig) -> dict[str, tuple]:
+    """Back end, model folder and ranks of each model of the run."""
+    roles, critic, reward, ranks = config.actor_rollout_ref, config.critic, config.reward_model, config.trainer.ranks
+    found: dict[str, tuple] = {"actor_rollout_ref.actor": (roles.actor.placement, roles.model.path, ranks)}
+    if need_reference_policy(config):
+        found["actor_rollout_ref.ref"] = (roles.ref.placement, roles.model.path, ranks)
+    if needs_critic(config):
+        found["critic"] = (critic.placement, critic.model.path, ranks)
+    if reward.enable and config.judge is None:
+        own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else ranks
+        found["reward_model"] = (reward.placement, reward.model.path, own)
+    return found
+
+
+def _layout(name: str, engine: McoreEngineConfig, path: str, ranks: int) -> Problems:
+    shared_by = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
+    if ranks % shared_by:
+        wrong = f"{shared_by} ranks share the model, which does not divide {ranks} ranks"
+        value = {size: engine[size] for size in SIZES}
+        yield Problem(f"{name}.megatron", value, wrong, f"sizes whose product divides {ranks}")
+    kind = model_files.model_type(Path(path).expanduser())
+    if kind is not None and kind not in MEGATRON_FAMILIES:
+        wrong = f"it has no {kind} models ({path})"
+        yield Problem(f"{name}.strategy", "megatron", wrong, "fsdp2", f"or a model of {', '.join(MEGATRON_FAMILIES)}")
+
+
+def only_ppo(config: SupervisedConfig) -> Problems:
+    """Supervised and preference training have FSDP2 alone."""
+    if config.engine.strategy == "megatron":
+        yield Problem("engine.strategy", "megatron", "only main_ppo trains with Megatron yet", "fsdp2")
