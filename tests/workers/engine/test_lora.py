@@ -202,8 +202,10 @@ def test_a_checkpoint_holds_adapters_alone_and_resumes_bit_by_bit(path, folder, 
         assert_close(two[name], values, atol=1e-5, rtol=0)
     with pytest.raises(CheckpointError, match="another model: it lacks"):
         make_engine(path).load_checkpoint(str(tmp_path / "at_2"), STATE)
+    with pytest.raises(CheckpointError, match="trained with lora_alpha=8, and this run has lora_alpha=16"):
+        make_engine(path, lora_rank=4).load_checkpoint(str(tmp_path / "at_2"), STATE)
     with pytest.raises(CheckpointError, match=r"has shape \[4, 28\] in the checkpoint and \[2, 28\] here"):
-        make_engine(path, lora_rank=2).load_checkpoint(str(tmp_path / "at_2"), STATE)
+        make_engine(path, lora_rank=2, lora_alpha=8).load_checkpoint(str(tmp_path / "at_2"), STATE)
 
 
 def test_an_update_of_weights_carries_adapters_alone(path, folder):

@@ -8,6 +8,7 @@ s = α / r. ``peft`` names the parts of layer ``q`` ``q.base_layer.weight``, ``q
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.config import HFModelConfig
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -293,6 +294,28 @@ def scales_of(layers: Mapping[str, Any]) -> dict[str, float]:
 def name_in_file(name: str) -> str:
     """Return the name that peft's files have for a parameter of a model with adapters."""
     return _PREFIX + name.replace(f".{_ADAPTER}.weight", "" if _MAGNITUDE in name else ".weight")
+
+
+def check_same_scale(hf: PreTrainedModel, folder: Path) -> None:
+    """Refuse adapters of a checkpoint that this run would scale otherwise; nothing is checked without their config.
+
+    Raises:
+        CheckpointError: ``lora_alpha`` or the variant of LoRA has changed; the message names the setting.
+    """
+    try:
+        saved = json.loads((folder / CONFIG_FILE).read_text())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / CONFIG_FILE} cannot be read: {error}.") from error
+    config: LoraConfig = hf.peft_config[_ADAPTER]  # type: ignore[index]
+    for name in ("lora_alpha", "use_rslora", "use_dora"):
+        now = getattr(config, name)
+        if saved.get(name, now) != now:
+            raise CheckpointError(
+                f"the adapters in {folder} were trained with {name}={saved[name]}, and this run has {name}={now}, with "
+                "which they are another policy. Set it as it was, or start from them with model.lora_adapter_path."
+            )
 
 
 def write_adapters(hf: PreTrainedModel, head_name: str, weights: Mapping[str, Tensor], folder: Path) -> None:

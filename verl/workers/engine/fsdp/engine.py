@@ -31,6 +31,7 @@ from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.adapters import (
     ADAPTER_FOLDER,
     adapter_layers,
+    check_same_scale,
     merged,
     scales_of,
     without_adapters,
@@ -434,7 +435,10 @@ class FSDPEngine(BaseEngine):
 
     def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
         """Restore from a checkpoint folder; see :class:`BaseEngine`."""
-        numbers = self._training_state().load(Path(local_path).expanduser(), contents)
+        folder = Path(local_path).expanduser()
+        if self.has_adapters and "model" in contents:
+            check_same_scale(self.model.hf, folder / ADAPTER_FOLDER)
+        numbers = self._training_state().load(folder, contents)
         self.weight_version = int(numbers.get("weight_version", self.weight_version))
 
 
