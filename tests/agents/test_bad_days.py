@@ -97,13 +97,25 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
     return run
 
 
+def parting(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """Where two runs of a conversation part: rounding leaves log-probs before that place alike, a fault may not."""
+    pairs = enumerate(zip(ours["tokens"], theirs["tokens"], strict=True))
+    places = [place for place, (one, other) in pairs if one != other]
+    if not places:
+        return "the tokens are the same"
+    first = places[0] - len(ours["tokens"]) + len(ours["mask"])  # in the response
+    near = slice(max(first - 3, 0), first + 3)
+    told = [[run[name][near] for name in ("mask", "log_probs")] for run in (ours, theirs)]
+    return f"tokens {places} of {len(ours['tokens'])} differ; near the first, mask and log-probs: {told}"
+
+
 def check_others(found: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], bad: dict[int, Any]) -> None:
     """Those without a bad call are as in the run without any."""
     assert len(found) == len(expected) == CONVERSATIONS
     for number in found.keys() - bad.keys():
         ours, theirs = found[number], expected[number]
         for name in ("tokens", "mask", "trajectory_status", "tool_failures"):
-            assert ours[name] == theirs[name], (number, name)
+            assert ours[name] == theirs[name], (number, name, parting(ours, theirs))
         assert ours["log_probs"] == pytest.approx(theirs["log_probs"], abs=1e-5)
     ended = Counter(one["trajectory_status"] for one in expected.values())
     assert ended["done"] > CONVERSATIONS / 2, ended

@@ -122,3 +122,5 @@ def test_which_user_a_row_wants():
         SimulatedUser.of_row(users, {"name": "gsm8"}, 1.0, THREADS)
     with pytest.raises(ConfigError, match=r"There are none\. The file of .*interaction_config_path lists them"):
         SimulatedUser.of_row({}, {"name": "gsm8k"}, 1.0, THREADS)
+    with pytest.raises(ConfigError, match=r"interaction_kwargs is 'gsm8k'; it is an object"):
+        SimulatedUser.of_row(users, "gsm8k", 1.0, THREADS)

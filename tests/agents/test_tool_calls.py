@@ -14,6 +14,7 @@ import pytest
 from verl.agents.loop import TrajectoryError
 from verl.agents.parsers import FunctionCall, MalformedCall
 from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner, as_described
+from verl.errors import ConfigError
 from verl.testing.models import tiny_tokenizer
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import ToolResponse
@@ -310,6 +311,25 @@ def test_a_tool_that_never_blocks_needs_no_thread():
     assert threading.get_ident() not in inherits.threads
     results = [result for one in calls for result in run(ToolRunner([quick], shorten), [one])[0]]
     assert [result.failure for result in results] == [None, CallFailure.TIMEOUT, *[CallFailure.RAISED] * 2, None]
+
+
+def test_rows_that_say_tools_kwargs_otherwise_are_refused_or_told_once(caplog):
+    runner = ToolRunner([Counting()], shorten)
+    for wrong in ("count", ["count"], {"count": "first"}, {"count": {"create_kwargs": [7]}}):
+        with pytest.raises(ConfigError, match=r"tools_kwargs.*it is an object that has for each tool by name"):
+            asyncio.run(runner.session(wrong).__aenter__())  # pyright: ignore[reportArgumentType]
+    for _ in range(3):
+        run(runner, [call()], count={"create_kwarg": {"first": 7}}, counts={"create_kwargs": None}, other=None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "tools_kwargs have 'create_kwarg', which is not read. Did you mean 'create_kwargs'?",
+        "tools_kwargs name 'counts', which is no tool of this run. Did you mean 'count'?",
+    ]
+
+
+@pytest.mark.parametrize("config", [{"max_concurrent": "many"}, {"max_concurrent": 0}, {"timeout_s": -3}])
+def test_limits_of_a_tool_are_checked_at_the_start(config):
+    with pytest.raises(ConfigError, match=r"the tool count: config\.\w+=.* must be a"):
+        ToolRunner([Counting(config)], shorten)
 
 
 def test_trajectories_leave_no_threads_and_no_files():

@@ -64,6 +64,8 @@ class SimulatedUser:
         Raises:
             ConfigError: the row's ``interaction_kwargs`` name no interaction that there is.
         """
+        if kwargs is not None and not isinstance(kwargs, Mapping):
+            raise ConfigError(f"interaction_kwargs is {kwargs!r:.100}; it is an object with a name, and arguments.")
         # Files in columns give a row the keys of others, with null.
         given = {key: value for key, value in dict(kwargs or {}).items() if value is not None}
         if not given:

@@ -30,6 +30,7 @@ from verl.agents.parsers.base import properties_of
 from verl.agents.slots import ProcessSlots, Slots, no_limit
 from verl.base.redact import redacted
 from verl.base.registry import suggest
+from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool, ToolTimeoutError
 from verl.tools.schemas import ToolResponse
 from verl.tools.threads import LoopThread, LoopThreads, called
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 Side = Literal["left", "middle", "right"]
 UNBLOCK_S = 0.5
 """How long after a timeout the thread of a trajectory's tools may take to go on before it is given up."""
+ROW_KEYS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+FORM_OF_ROWS = f"it is an object that has for each tool by name an object of {', '.join(ROW_KEYS)}, each an object too."
 MOST_DETAIL = 500
 """Characters of an error message that a model is shown."""
 
@@ -131,9 +134,8 @@ class ToolRunner:
             for tool, described in zip(tools, self.schemas, strict=True)
         }
         self._properties = properties_of(self.schemas)
-        numbers = {tool.name: tool.config.get("max_concurrent") for tool in tools}
         self._slots: dict[str, Slots] = {
-            name: slots(self.tools[name], int(number)) if number else no_limit for name, number in numbers.items()
+            tool.name: slots(tool, number) if (number := _most_concurrent(tool)) else no_limit for tool in tools
         }
         self.threads = LoopThreads()
         """Lend the threads of trajectories."""
@@ -147,12 +149,38 @@ class ToolRunner:
         Args:
             tools_kwargs: of each tool by name, the row's ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs``
                 and ``release_kwargs``.
+
+        Raises:
+            ConfigError: they have another form.
         """
+        self._check_row(tools_kwargs)
         session = ToolSession(self, tools_kwargs or {})
         try:
             yield session
         finally:
             await session.close()
+
+    def _check_row(self, tools_kwargs: Any) -> None:
+        """Refuse a row's arguments of a wrong form, and warn once of those that nothing reads."""
+        if not isinstance(tools_kwargs, Mapping | None):
+            raise ConfigError(f"tools_kwargs is {tools_kwargs!r:.100}; {FORM_OF_ROWS}")
+        for name, given in (tools_kwargs or {}).items():
+            if given is None:  # files in columns give a row the keys of others, with null
+                continue
+            if not isinstance(given, Mapping) or not all(isinstance(value, Mapping | None) for value in given.values()):
+                raise ConfigError(f"tools_kwargs['{name}'] is {given!r:.100}; {FORM_OF_ROWS}")
+            if name not in self.tools:
+                known = sorted(self.tools)
+                self._warn("tools_kwargs name '%s', which is no tool of this run.%s", name, suggest(name, known))
+            for key in set(given) - set(ROW_KEYS):
+                self._warn("tools_kwargs have '%s', which is not read.%s", key, suggest(key, ROW_KEYS))
+
+    def _warn(self, message: str, name: str, suggestion: str) -> None:
+        with self._telling:
+            known = (message, name) in self._told
+            self._told.add((message, name))
+        if not known:
+            logger.warning(message, name, suggestion)
 
     def close(self) -> None:
         """End what the tools hold in this process."""
@@ -379,6 +407,21 @@ class ToolSession:
 
     def _of_row(self, tool: str, key: str) -> dict[str, Any]:
         return dict((self._kwargs.get(tool) or {}).get(key) or {})
+
+
+def _most_concurrent(tool: BaseTool) -> int | None:
+    """Return how many calls of a tool may run at once; None for any number. Check its ``timeout_s`` too.
+
+    Raises:
+        ConfigError: one of the two is no positive number.
+    """
+    limits: dict[str, tuple[type, ...]] = {"max_concurrent": (int,), "timeout_s": (int, float)}
+    for key, kinds in limits.items():
+        value = tool.config.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds) or value <= 0):
+            wanted = "an integer >= 1" if kinds == (int,) else "a number of seconds > 0"
+            raise ConfigError(f"the tool {tool.name}: config.{key}={value!r} must be {wanted}, or left out.")
+    return tool.config.get("max_concurrent")
 
 
 def _has_failed(making: asyncio.Task[Any]) -> bool:

@@ -157,7 +157,7 @@ def check_agent_loops(config: PPOConfig, tokenizer: Any, names: Iterable[str]) -
 def _named_loop(loops: Mapping[str, T], name: str) -> T:
     if name not in loops:
         known = ", ".join(sorted(loops))
-        raise ConfigError(f"unknown agent loop '{name}'.{suggest(name, list(loops))} Known: {known}.")
+        raise ConfigError(f"unknown agent loop '{name}'.{suggest(str(name), list(loops))} Known: {known}.")
     return loops[name]
 
 

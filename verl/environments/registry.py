@@ -86,6 +86,8 @@ def environment_of_row(entries: Mapping[str, EnvironmentEntry], kwargs: object) 
     Raises:
         ConfigError: the row's ``environment_kwargs`` name no environment that there is.
     """
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ConfigError(f"environment_kwargs is {kwargs!r:.100}; it is an object with a name, and arguments.")
     # Files in columns give a row the keys of others, with null.
     given = {key: value for key, value in dict(cast(Any, kwargs) or {}).items() if value is not None}
     if "name" not in given and len(entries) == 1:
