@@ -10,6 +10,7 @@ import pytest
 
 from tests.trainer.config.support import Run, only
 from verl.trainer.config import GenerationConfig
+from verl.trainer.config.rules_engines import without_graphs
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -92,6 +93,14 @@ def test_engines_of_this_process_are_not_split_over_ranks(run: Run, engine: str,
     assert "allowed: 1" in message
     assert f"set {ROLLOUT}.name=vllm or sglang" in message
     run.load({f"{ROLLOUT}.name": engine, key: 1}, explicit={key})
+
+
+def test_engines_without_graphs_are_advised_against_on_a_gpu():
+    (advice,) = without_graphs(ROLLOUT, "native", "cuda")
+    assert advice.advice
+    assert f"{ROLLOUT}.name=native: it has no CUDA graphs" in str(advice)
+    assert f"set {ROLLOUT}.name=vllm" in str(advice)
+    assert not [*without_graphs(ROLLOUT, "native", "cpu"), *without_graphs(ROLLOUT, "vllm", "cuda")]
 
 
 def test_the_usual_tensor_parallel_size_is_that_of_engines_that_are_split(run: Run):

@@ -439,6 +439,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         dynamic_sampling,
         losses,
         rollouts.parallel_sizes,
+        rollouts.speed,
         agent_loops,
         rollout_correction,
         truncated_sampling,
@@ -449,7 +450,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     SFTConfig: (*_SUPERVISED, sizes.sft_batches),
     RMConfig: (*_SUPERVISED, sizes.preference_batches),
     DPOConfig: (*_SUPERVISED, sizes.preference_batches, files.reference),
-    GenerationConfig: (files.generation_files, files.models, rollouts.parallel_sizes, one_response),
+    GenerationConfig: (files.generation_files, files.models, rollouts.parallel_sizes, rollouts.speed, one_response),
     EvalConfig: (files.evaluation_files, files.own_code),
 }
 """Root section → the rules of its entry point."""

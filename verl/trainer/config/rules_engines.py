@@ -1,11 +1,13 @@
-"""Rules about the ranks that share a rollout engine."""
+"""Rules about rollout engines: the ranks that share one, and engines that are slow on the device of the run."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 
 from verl.config import GenerationConfig, PPOConfig, Problem, RolloutConfig
 from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
+from verl.trainer.config.sizes import resolve_device
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -23,6 +25,22 @@ def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
             yield from _of_one_machine(path, rollout, ranks_key, ranks_per_node)
         elif rollout.name in OWN_ENGINES:
             yield from _of_one_rank(path, rollout)
+
+
+def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
+    """Advise against an engine without CUDA graphs on a GPU."""
+    device = resolve_device(config)
+    for path, rollout, _, _ in _engines(config):
+        yield from without_graphs(path, rollout.name, device)
+
+
+def without_graphs(path: str, name: str, device: str) -> Iterator[Problem]:
+    """Advise against engine ``name`` of the section ``path`` if the device is a GPU and it has no CUDA graphs."""
+    if device == "cuda" and name in OWN_ENGINES:
+        wrong = "it has no CUDA graphs: each operation of each token is started from Python, and the GPU waits for it"
+        where = "which is installed here" if importlib.util.find_spec("vllm") else "in an environment of its own too"
+        remedy = f"set {path}.name=vllm ({where}), unless this engine is what you want"
+        yield Problem(f"{path}.name", name, wrong, "vllm, sglang", remedy, advice=True)
 
 
 def _engines(config: PPOConfig | GenerationConfig) -> Iterator[tuple[str, RolloutConfig, str, int]]:
