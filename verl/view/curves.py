@@ -34,6 +34,7 @@ class MetricsFile:
         self.last_time: float | None = None
         self.latest: dict[str, float] = {}
         """The newest value of each metric."""
+        self._is_known = False
         self._forget()
 
     def _forget(self) -> None:
@@ -41,7 +42,6 @@ class MetricsFile:
         self._chunk_end = 0
         self._chunks = 0
         self._fingerprint = ""
-        self._is_known = False
         self._tail: list[tuple[int, float, dict[str, float]]] = []
         self.names: set[str] = set()
         self.latest = {}

@@ -50,15 +50,16 @@ class Index:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        with self.writing() as database:
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-            if version not in (0, VERSION):
-                database.close()
-                path.unlink()
-        with self.writing() as database:
-            (version,) = database.execute("PRAGMA user_version").fetchone()
-            if version == 0:
+        if self._version() not in (0, VERSION):
+            for file in path.parent.glob(f"{path.name}*"):  # with its write-ahead log
+                file.unlink()
+        if self._version() == 0:
+            with self.writing() as database:
                 database.executescript(f"{_TABLES} PRAGMA user_version = {VERSION};")
+
+    def _version(self) -> int:
+        with self.reading() as database:
+            return database.execute("PRAGMA user_version").fetchone()[0]
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
