@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from verl.workers.engine.fsdp.adapters import (
     without_adapters,
     write_adapters,
 )
+from verl.workers.engine.fsdp.experts import ExpertLoad
 from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.model import (
@@ -131,6 +132,7 @@ class FSDPEngine(BaseEngine):
         else:
             model.to(self.device)
         self.model = model.eval()
+        self.expert_load = ExpertLoad(model)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.compute_dtype = mixed_precision(config).param_dtype or dtype
         check = PackingCheck(model, self.device, self.compute_dtype, self.sequence_group)
@@ -278,13 +280,14 @@ class FSDPEngine(BaseEngine):
                 with attempt as limit:
                     metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
                     parts = split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit)
+                    self.expert_load.clear()
                     for part in self.pass_sizes.watched(parts):
-                        columns, loss, found = self._forward_backward(part.data, loss_fn, totals, temperature)
+                        columns, loss, found = self._forward_backward(part, loss_fn, totals, temperature)
                         watch.add(part.rows, part.data, columns, loss, found)
                         if not part.is_filler:
                             metrics.add(found, part.num_tokens)
         reduced, self.non_finite = metrics.reduce(watch.found(), group)
-        return reduced
+        return reduced | self.expert_load.metrics(group)
 
     def _attempts(self, kind: str) -> Iterator[PassAttempt]:
         """Yield attempts at all passes of a batch: one, and another with smaller passes whenever memory ran out."""
@@ -306,10 +309,12 @@ class FSDPEngine(BaseEngine):
                 torch.cuda.empty_cache()
 
     def _forward_backward(
-        self, data: DataProto, loss_fn: LossFunction, totals: BatchTotals, temperature: float
+        self, part: MicroBatch, loss_fn: LossFunction, totals: BatchTotals, temperature: float
     ) -> tuple[dict[str, Tensor], Tensor, LossMetrics]:
-        inputs = self._inputs(data)
-        flat = self.model(inputs, loss_fn.outputs, temperature)
+        data, inputs = part.data, self._inputs(part.data)
+        counts_experts = not part.is_filler and self.model_type == "language_model" and self.sequence_group is None
+        with self.expert_load.counting(inputs.attention_mask) if counts_experts else nullcontext():
+            flat = self.model(inputs, loss_fn.outputs, temperature)
         columns = {name: inputs.scatter(values) for name, values in flat.items()}
         loss, metrics = loss_fn(columns, data.to(self.device), totals)
         if not loss.requires_grad:  # every rank must run the same backward collectives
