@@ -3,7 +3,7 @@
 Trains the same three steps in every layout, each through ``python -m verl.trainer.main_ppo``, and
 compares every logged metric with that of the first layout. ::
 
-    python -m benchmarks.invariance [--output_dir outputs/invariance] [--estimator grpo|gae]
+    python -m benchmarks.invariance [--output_dir outputs/invariance] [--estimator grpo|gae] [--megatron]
 """
 
 from __future__ import annotations
@@ -25,6 +25,33 @@ FLOOR = 1e-2
 # update; the mean of whitened advantages, zero by construction; and explained variance, one minus a ratio near one.
 # Their terms are of size one and rounded in fp32, so they are compared on that scale.
 ROUNDING = ("training/rollout_", "rollout_corr/", "actor/ppo_kl", "critic/advantages/mean", "critic/vf_explained_var")
+
+MEGATRON = [
+    "trainer.controller=ray",
+    "actor_rollout_ref.actor.strategy=megatron",
+    "critic.strategy=megatron",
+    "actor_rollout_ref.actor.megatron.dtype=float32",
+    "actor_rollout_ref.ref.megatron.dtype=float32",
+    "critic.megatron.dtype=float32",
+]
+
+
+def megatron(ranks: int, tensor: int = 1, pipeline: int = 1) -> list[str]:
+    """The settings of a layout of ranks; reference and critic follow the actor."""
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    keys = [f"actor_rollout_ref.actor.megatron.{name}={size}" for name, size in sizes.items()]
+    return [*MEGATRON, f"trainer.n_gpus_per_node={ranks}", *keys]
+
+
+MEGATRON_LAYOUTS = {
+    "Megatron, 1 rank": megatron(1),
+    "Megatron, 2 ranks, 2 copies": megatron(2),
+    "Megatron, TP 2": megatron(2, tensor=2),
+    "Megatron, PP 2": megatron(2, pipeline=2),
+    "Megatron, TP 2 x PP 2": megatron(4, tensor=2, pipeline=2),
+    "Megatron, TP 2, 2 copies": megatron(4, tensor=2),
+}
+"""With --megatron, which needs megatron-core (the extra `megatron`)."""
 
 LAYOUTS: dict[str, list[str]] = {
     "local, 1 rank, packed, micro-batch 8": ["trainer.controller=local"],
@@ -176,15 +203,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/invariance"), help="runs are kept there")
     parser.add_argument("--estimator", default="grpo", help="algorithm.adv_estimator of the runs")
+    parser.add_argument("--megatron", action="store_true", help="layouts of strategy=megatron in place of FSDP's")
     args = parser.parse_args()
     out = args.output_dir.absolute()
     out.mkdir(parents=True, exist_ok=True)
     task = make_inputs(out / "task")
     reference: list[dict[str, float]] = []
     worst_of_all = 0.0
-    print(f"\n`python -m benchmarks.invariance --estimator {args.estimator}`: {STEPS} steps, two mini-batches each\n")
+    command = f"python -m benchmarks.invariance{' --megatron' if args.megatron else ''} --estimator {args.estimator}"
+    print(f"\n`{command}`: {STEPS} steps, two mini-batches each\n")
     print("| layout | metrics compared | largest relative difference | in |\n|---|---|---|---|")
-    for name, overrides in LAYOUTS.items():
+    first = next(iter(LAYOUTS))
+    layouts = {first: LAYOUTS[first], **MEGATRON_LAYOUTS} if args.megatron else LAYOUTS
+    for name, overrides in layouts.items():
         steps = [compared(step) for step in run(name, overrides, task, out, args.estimator)]
         assert len(steps) == STEPS, f"{name}: {len(steps)} steps logged"
         reference = reference or steps

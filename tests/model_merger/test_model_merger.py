@@ -76,8 +76,8 @@ def test_rows_that_no_file_holds_are_an_error(checkpoint, tmp_path, caplog):
 
 def test_refusals(checkpoint, tmp_path, caplog):
     folder, _ = checkpoint
-    assert main(["merge", "--backend", "megatron", "--local_dir", "x"]) == 2
-    assert "Megatron is not in this version" in caplog.text
+    assert main(["merge", "--backend", "megatron", "--local_dir", str(folder / "actor")]) == 1
+    assert "was written by fsdp: use --backend fsdp" in caplog.text
     assert run("merge", folder / "actor", "--is-value-model") == 1
     assert "not a value model" in caplog.text
     assert run("merge", tmp_path) == 1

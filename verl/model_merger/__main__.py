@@ -6,8 +6,9 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from verl.errors import VerlError
+from verl.errors import CheckpointError, VerlError
 from verl.supervision.interruption import interruptible
 
 logger = logging.getLogger("verl.model_merger")
@@ -37,17 +38,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit status: 2 for an unsupported backend, 1 for other errors."""
+    """Run a command and return the exit status, 1 for errors."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     args = parser().parse_args(arguments)
-    if args.backend == "megatron":
-        logger.error("--backend megatron: Megatron is not in this version, so it writes no such checkpoints. Use fsdp.")
-        return 2
     if args.use_cpu_initialization:
         logger.warning("no effect: --use_cpu_initialization (weights are always read into memory of the CPU)")
     from verl.model_merger.fsdp import compare, merge
 
     try:
+        check_backend(args.backend, Path(args.local_dir).expanduser())
         if args.command == "test":
             compare(args.local_dir, args.test_hf_dir, args.trust_remote_code, args.base_model)
             return 0
@@ -65,6 +64,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logger.error("%s", error)
         return 1
     return 0
+
+
+def check_backend(backend: str, folder: Path) -> None:
+    """Raise ``CheckpointError`` if another back end wrote the checkpoint in ``folder``."""
+    from verl.checkpoint.boxes import LAYOUT_FILE
+    from verl.checkpoint.shards import WORLD_SIZE_FILE
+
+    found = {"fsdp": WORLD_SIZE_FILE, "megatron": LAYOUT_FILE}
+    others = [name for name, file in found.items() if name != backend and (folder / file).is_file()]
+    if others:
+        raise CheckpointError(f"{folder} was written by {others[0]}: use --backend {others[0]}.")
 
 
 def upload(folder: str, repository: str, private: bool) -> None:

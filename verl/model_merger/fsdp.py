@@ -1,4 +1,4 @@
-"""Merge the shards of an FSDP checkpoint into one model, and compare the two."""
+"""Merge the files of a checkpoint, by FSDP or Megatron, into one model, and compare the two."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl.checkpoint.boxes import LAYOUT_FILE, Boxes
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
 from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, has_adapters, merged_public
@@ -107,6 +108,9 @@ def _with_adapters(
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:
     """Assemble all weights of a checkpoint, by their Transformers names, tied ones once."""
+    if (folder / LAYOUT_FILE).is_file():
+        boxes = Boxes.read(folder, "model")
+        return {name: boxes.cut(name, (0,) * len(boxes.shape(name)), boxes.shape(name)) for name in boxes.names()}
     shards = read_shards(folder, "model", saved_world_size(folder))
     shapes = shards[0]["shapes"]
     return {name: assemble(shards, name, 0, shape[0] if shape else 0) for name, shape in shapes.items()}

@@ -18,6 +18,7 @@ from tests.workers.support import (
     with_log_probs,
 )
 from verl.errors import ConfigError
+from verl.model_merger.fsdp import whole_weights
 from verl.testing.models import tiny_model_dir
 from verl.testing.tiny_run import same
 from verl.workers.config import ActorConfig
@@ -144,6 +145,14 @@ def folder(path, batch, tmp_path_factory):
 @pytest.fixture(scope="module")
 def updated(path, batch):
     return naive_update(path, batch, CONFIG)
+
+
+def test_layouts_save_the_same_model(folder):
+    saved = [whole_weights(folder / layout) for layout in ("tensor", "pipeline", "data")]
+    for one in saved[1:]:
+        assert one.keys() == saved[0].keys()
+        for name, weight in one.items():
+            assert_close(weight, saved[0][name], atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("case", CASES)
