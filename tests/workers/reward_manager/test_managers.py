@@ -124,6 +124,7 @@ def test_stop_names_the_sample():
     with pytest.raises(RewardError, match=r"1 of 6 .* sample p \(timeout\), and reward_model\.on_failure=stop"):
         leave_out_failed(data, statuses, "stop")
     columns, _ = leave_out_failed(data, ["ok"] * 6, "stop")
+    assert columns.batch["response_mask"] is data.batch["response_mask"]  # it need not travel again
     assert columns.batch["response_mask"].sum() == 18
 
 
