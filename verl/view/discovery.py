@@ -129,7 +129,7 @@ def _short_names(paths: list[Path]) -> dict[Path, str]:
     common = Path(os.path.commonpath([path.parent for path in paths]))
     names = {path: path.relative_to(common).with_suffix("").parts for path in paths}
     if len(paths) == 1:
-        return {path: "/".join((common.name, *parts)) for path, parts in names.items()}
+        return {path: common.name if parts == ("metrics",) else "/".join(parts) for path, parts in names.items()}
     if len({parts[-1] for parts in names.values()}) == 1 and all(len(parts) > 1 for parts in names.values()):
         names = {path: parts[:-1] for path, parts in names.items()}
     return {path: "/".join(parts) for path, parts in names.items()}
