@@ -105,6 +105,26 @@ def test_what_the_driver_has_written_is_what_ranks_get(groups, made):
     assert groups[1].look(replaced).batch["halves_sum"].tolist() == [3.0] * 8
 
 
+def test_writes_that_torch_does_not_count_are_found(groups, made):
+    made.batch["ids"].numpy()[1, 0] = -1
+    made.batch["flags"].data.zero_()
+    assert stored_in(made) == {"ids", "halves", "flags", "nothing"}  # nobody has looked at their bytes yet
+    kept = made.select_idxs([0, 1, 2, 3])
+    made.batch["ids"].numpy()[2, 0] = -2
+    seen = groups[1].look(made)
+    assert seen.batch["first"].tolist() == [0, -1, -2, 3000, 4000, 5000, 6000, 7000]
+    assert not seen.batch["flags"].any()
+    assert groups[1].look(kept).batch["first"].tolist() == [0, -1, 2000, 3000]  # chosen before the second write
+
+
+def test_rows_that_were_chosen_before_a_write_stay(groups, made):
+    assert made.batch["ids"][0, 0] == 0
+    kept = made.select_idxs([1, 0])
+    made.batch["ids"].numpy()[1, 0] = -1
+    assert groups[1].look(kept).batch["first"].tolist() == [1000, 0]
+    assert kept.batch["ids"][0, 0] == 1000
+
+
 def test_copies_and_pickles_outside_of_calls_have_the_values(made):
     assert stored_in(pickle.loads(pickle.dumps(made))) == set()
     assert same(pickle.loads(pickle.dumps(made)), made)

@@ -146,7 +146,7 @@ def _on_the_wire(column: Column) -> OnTheWire:
     if isinstance(column, UnreadColumn):
         return column.wire
     if isinstance(column, StoredColumn):
-        if travels_by_reference() and column.is_as_stored:
+        if travels_by_reference() and column.is_unchanged():
             return column
         column = column.tensor()
     return in_pieces(serialize_single_tensor(column))
@@ -154,7 +154,7 @@ def _on_the_wire(column: Column) -> OnTheWire:
 
 def concat_columns(parts: Sequence[Column]) -> Tensor | StoredColumn:
     """Concatenate along the rows; received columns are read in place, stored ones not at all, where all parts are."""
-    if all(isinstance(part, StoredColumn) and part.is_as_stored for part in parts):
+    if all(isinstance(part, StoredColumn) and part.is_unchanged() for part in parts):
         return StoredColumn.concat(cast("Sequence[StoredColumn]", parts))
     if all(isinstance(part, UnreadColumn) for part in parts):
         return UnreadColumn.concat(cast("Sequence[UnreadColumn]", parts))
