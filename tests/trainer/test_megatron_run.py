@@ -7,7 +7,7 @@ import pytest
 from tests.trainer.test_run import ALL_MODELS, assert_same_steps, comparable, train
 from verl.testing.tiny_run import same
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("verl.workers.engine.megatron.library")
 
 __all__ = ["train"]
 

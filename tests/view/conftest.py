@@ -70,7 +70,8 @@ def serve() -> Iterator[Callable[..., Server]]:
         process.wait(timeout=20)
 
 
-@pytest.fixture(scope="session")
+# Of a module: while Playwright runs, its event loop is the thread's, and no other test could run one of its own.
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     """Debian's Chromium, driven by Playwright."""
     playwright = pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install playwright")

@@ -311,8 +311,9 @@ def leave_out_failed(
     new_uids[out] = [f"{uids[row]}-left-out-{row}" for row in np.flatnonzero(out)]
     columns = batch.select(batch_keys=["response_mask"], non_tensor_batch_keys=[], meta_info_keys=[])
     if out.any():  # else the mask is the one that the ranks have made, and need not travel again
-        keep = torch.from_numpy(~out).to(columns.response_mask).unsqueeze(-1)
-        columns = DataProto.from_dict(tensors={"response_mask": columns.response_mask * keep})
+        mask = columns.batch["response_mask"]
+        keep = torch.from_numpy(~out).to(mask).unsqueeze(-1)
+        columns = DataProto.from_dict(tensors={"response_mask": mask * keep})
     columns = columns | DataProto.from_dict(non_tensors={"uid": new_uids})
     return columns, metrics | {"reward/left_out_rate": float(out[scored].mean())}
 

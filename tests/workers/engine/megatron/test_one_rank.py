@@ -26,7 +26,7 @@ from verl.testing.tiny_run import same
 from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("verl.workers.engine.megatron.library")
 
 CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
 FAMILIES = {
@@ -191,3 +191,9 @@ def test_positions_that_jump_are_refused(paths):
     batch.batch["position_ids"][1] *= 2
     with pytest.raises(SchemaError, match="do not count up by 1"):
         megatron_engine(paths["qwen3"], trained=False).infer_batch(batch, {"log_probs"}, WHOLE)
+
+
+def test_torch_load_reads_no_more_classes_than_before():
+    from megatron.core.safe_globals import SAFE_GLOBALS
+
+    assert not set(SAFE_GLOBALS) & set(torch.serialization.get_safe_globals())

@@ -24,7 +24,7 @@ from verl.testing.tiny_run import same
 from verl.workers.config import ActorConfig
 from verl.workers.losses import PolicyLoss, sft_loss
 
-pytest.importorskip("megatron.core")
+pytest.importorskip("verl.workers.engine.megatron.library")
 
 CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
 TP = {"tensor_model_parallel_size": 2}

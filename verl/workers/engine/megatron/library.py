@@ -5,6 +5,8 @@ import warnings
 from importlib import import_module
 from typing import Any
 
+import torch
+
 
 def _module(name: str) -> Any:
     with warnings.catch_warnings():
@@ -18,6 +20,11 @@ for _name in ("reduce_scatter_tensor", "all_gather_into_tensor"):  # PyTorch's o
     warnings.filterwarnings("ignore", rf".*{_name}. is deprecated", FutureWarning)
 
 parallel_state = _module("parallel_state")
+# It lets torch.load make objects of more classes, from anybody's files. That is undone.
+_more = _module("safe_globals").SAFE_GLOBALS
+_safe = [one for one in torch.serialization.get_safe_globals() if one not in _more]
+torch.serialization.clear_safe_globals()
+torch.serialization.add_safe_globals(_safe)
 tensor_parallel = _module("tensor_parallel")
 
 DistributedDataParallel = _module("distributed").DistributedDataParallel
