@@ -178,8 +178,8 @@ def differences(output: Path, undisturbed: Path, agents: bool) -> Iterator[str]:
     for kind in ("rollouts", "validation"):
         if agents:
             continue  # they hold times and log-probs of the engine; the weights depend on every token
-        texts = [{path.name: path.read_text() for path in (run / kind).glob("*")} for run in (output, undisturbed)]
-        if texts[0] != texts[1]:
+        files = [{path.name: path.read_bytes() for path in (run / kind).glob("*")} for run in (output, undisturbed)]
+        if files[0] != files[1]:
             yield f"{kind} differ"
     last = [run / "checkpoints" / f"global_step_{STEPS}" for run in (output, undisturbed)]
     for path in sorted(last[1].rglob("*.pt")):
