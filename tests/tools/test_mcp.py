@@ -105,6 +105,7 @@ def test_one_server_serves_many_threads(stdio: list[BaseTool]):
 
 
 def test_a_server_that_dies_is_started_again(stdio: list[BaseTool]):
+    calls(stdio, ("counted", {}))
     [before] = calls(stdio, ("counted", {}))
     assert not (before.response.text or "").startswith("1 ")
     died, after = calls(stdio, ("die", {}), ("counted", {}))
