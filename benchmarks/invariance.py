@@ -40,7 +40,7 @@ def megatron(ranks: int, tensor: int = 1, pipeline: int = 1) -> list[str]:
     """The settings of a layout of ranks; reference and critic follow the actor."""
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
     keys = [f"actor_rollout_ref.actor.megatron.{name}={size}" for name, size in sizes.items()]
-    return [*MEGATRON, f"trainer.n_gpus_per_node={ranks}", *keys]
+    return [*MEGATRON, f"trainer.n_gpus_per_node={ranks}", f"ray_kwargs.ray_init.num_cpus={max(2, ranks)}", *keys]
 
 
 MEGATRON_LAYOUTS = {
