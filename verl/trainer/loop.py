@@ -20,11 +20,11 @@ from verl.checkpoint.steps import saved_steps
 from verl.protocol import DataProto
 from verl.supervision.lock import FolderLock
 from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination
+from verl.trainer.health import HealthWatch
 from verl.trainer.recovery import BadSteps, PassLimits, Recovery
 from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import Progress, status
 from verl.utils.dataset.loading import batches, load_position, skip_batches
-from verl.utils.health import HealthWatch
 from verl.utils.metric import Metrics, simple_timer
 from verl.utils.run_log import clock
 from verl.utils.tracking import Tracking

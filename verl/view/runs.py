@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 
 from verl.base.nested import flat
-from verl.utils.health import FINITE, RULES, HealthWatch
+from verl.trainer.health import FINITE, RULES, HealthWatch
 from verl.utils.run_log import clock
 from verl.view.curves import MetricsFile
 from verl.view.discovery import RunFiles, find_runs, read_events

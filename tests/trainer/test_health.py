@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl.utils.health import FINITE, HealthWatch
+from verl.trainer.health import FINITE, HealthWatch
 
 
 def rules(name: str, values: list[float]) -> list[tuple[int, str]]:
