@@ -137,6 +137,10 @@ def load_hf_config(
     else:
         refuse_foreign_kernels(config, path)
     update_model_config(config, fields, "model.override_config")
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        # Training reads routers itself, and the loss that Transformers then adds fails with cached keys.
+        text.output_router_logits = False
     return config
 
 

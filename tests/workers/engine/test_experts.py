@@ -1,10 +1,19 @@
-"""The load of experts: counts of tokens, whatever the passes and ranks."""
+"""The load of experts and the loss that balances it: those of the whole mini-batch, whatever the passes and ranks."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 
-from tests.workers.support import LAYOUTS, make_engine, ragged_batch, run_ranks, share
+from tests.workers.support import (
+    EPS,
+    LAYOUTS,
+    LR,
+    make_engine,
+    naive_outputs,
+    ragged_batch,
+    run_ranks,
+    weights_of,
+)
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir, tiny_tokenizer
 from verl.workers.losses import sft_loss
@@ -54,19 +63,85 @@ def test_each_token_counts_once_and_padding_does_not(path, packed, layout):
     assert loads(engine, ragged_batch(), layout) == pytest.approx(expected(path), rel=1e-6)
 
 
+# ---- the balance loss
+
+WEIGHT = 0.5
+BALANCED = {"router_aux_loss_coef": WEIGHT}
+
+
+def balanced_update(path):
+    """Weights after one AdamW step, and the balance loss, by plain Transformers on the whole batch at once."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, eps=EPS)
+    batch = ragged_batch()
+    columns, mask = batch.batch, batch.batch["response_mask"]
+    of_all = model(
+        columns["input_ids"],
+        attention_mask=columns["attention_mask"],
+        position_ids=columns["position_ids"],
+        output_router_logits=True,
+    ).aux_loss
+    loss = -(naive_outputs(model, batch)[0] * mask).sum() / mask.sum() + WEIGHT * of_all
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}, of_all.item()
+
+
+def balanced_by(engine, batch, layout):
+    with engine.train_mode():
+        metrics = engine.train_batch(batch, sft_loss, LAYOUTS[layout])
+    return weights_of(engine), metrics["moe/aux_loss"]
+
+
+def assert_same_update(found, expected):
+    (weights, loss), (plain, of_all) = found, expected
+    assert loss == pytest.approx(of_all, rel=1e-5)
+    for name, weight in plain.items():
+        assert (weights[name] - weight).abs().max() < 1e-5, name
+
+
+@pytest.mark.parametrize(
+    ("packed", "layout", "checkpointing"),
+    [(True, "whole", False), (True, "three", True), (False, "one by one", False), (False, "by tokens", True)],
+)
+def test_the_balance_loss_is_that_of_all_tokens_at_once(path, packed, layout, checkpointing):
+    settings = {"use_remove_padding": packed, "enable_gradient_checkpointing": checkpointing}
+    engine = make_engine(path, override_config=BALANCED, **settings)
+    assert_same_update(balanced_by(engine, ragged_batch(), layout), balanced_update(path))
+
+
 def on_each_rank(rank, world_size, folder, path):
-    torch.save(loads(make_engine(path), share(ragged_batch(), rank, world_size), "three"), folder / f"{rank}.pt")
+    # Five rows and three: the ranks have different numbers of passes, and one of them computes a filler.
+    rows = [[0, 1, 2, 3, 4], [5, 6, 7]][rank]
+    engine = make_engine(path, override_config=BALANCED)
+    with engine.train_mode():
+        metrics = engine.train_batch(ragged_batch().select_idxs(rows), sft_loss, LAYOUTS["three"])
+    torch.save((weights_of(engine), metrics), folder / f"{rank}.pt")
 
 
-def test_two_ranks_count_together(path, tmp_path):
+def test_two_ranks_count_and_balance_together(path, tmp_path):
     run_ranks(on_each_rank, 2, tmp_path, path)
     for rank in (0, 1):
-        assert torch.load(tmp_path / f"{rank}.pt") == pytest.approx(expected(path), rel=1e-6)
+        weights, metrics = torch.load(tmp_path / f"{rank}.pt")
+        assert {name: metrics[f"moe/{name}"] for name in expected(path)} == pytest.approx(expected(path), rel=1e-6)
+        assert_same_update((weights, metrics["moe/aux_loss"]), balanced_update(path))
 
 
-def test_an_auxiliary_loss_is_refused(path):
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=0.01: the auxiliary loss of experts is not in"):
-        make_engine(path, override_config={"router_aux_loss_coef": 0.01})
+def test_without_a_request_there_is_no_balance_loss(path):
+    with pytest.raises(KeyError, match="moe/aux_loss"):
+        balanced_by(make_engine(path), ragged_batch(), "three")
+
+
+def test_output_router_logits_takes_the_weight_of_the_models_config(path):
+    engine = make_engine(path, override_config={"output_router_logits": True})
+    assert engine.balance_weight == AutoConfig.from_pretrained(path).router_aux_loss_coef > 0
+    assert not engine.model.hf.config.output_router_logits  # or the rollout engines would compute it too
+
+
+def test_a_negative_weight_is_refused(path):
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef=-0.1: a negative weight drives all tokens to a few"):
+        make_engine(path, override_config={"router_aux_loss_coef": -0.1})
 
 
 def test_a_model_without_experts_has_no_such_metrics(tmp_path):

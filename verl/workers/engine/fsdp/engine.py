@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,14 @@ from verl.workers.engine.fsdp.adapters import (
     without_adapters,
     write_adapters,
 )
-from verl.workers.engine.fsdp.experts import ExpertLoad
+from verl.workers.engine.fsdp.experts import (
+    Choices,
+    ExpertLoad,
+    Routers,
+    balance_coefficient,
+    balance_loss,
+    load_metrics,
+)
 from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.model import (
@@ -64,6 +71,7 @@ from verl.workers.engine.loss import (
     LossFunction,
     LossMetrics,
     MetricSum,
+    PartialSum,
     as_loss_function,
     gathered,
 )
@@ -107,6 +115,7 @@ class FSDPEngine(BaseEngine):
         self.optimizer: Optimizer | None = None
         self.scheduler: LambdaLR | None = None
         self.is_packed = False
+        self.balance_weight = 0.0
         self.pass_sizes = PassSizes()
         self._contexts = 0
 
@@ -120,8 +129,17 @@ class FSDPEngine(BaseEngine):
         seed_everything(config.seed + dist.get_rank())
         dtype = torch_dtype(config.model_dtype)
         is_first = dist.get_rank() == 0
+        hf_config = hf_config_of(self.model_config)
         if self.sequence_ranks > 1:
-            check_sequence_sharing(hf_config_of(self.model_config), self.sequence_ranks)
+            check_sequence_sharing(hf_config, self.sequence_ranks)
+        if not config.forward_only:
+            self.balance_weight = balance_coefficient(hf_config, self.model_config.override_config)
+        if self.balance_weight and self.sequence_ranks > 1:
+            raise ConfigError(
+                f"model.override_config.router_aux_loss_coef={self.balance_weight} with "
+                f"ulysses_sequence_parallel_size={self.sequence_ranks}: the load of experts is not counted where ranks "
+                "share sequences. Set one of them to its default."
+            )
         model = build_model(self.model_type, self.model_config, dtype, is_first, is_trained=not config.forward_only)
         if self.model_config.enable_gradient_checkpointing and not config.forward_only:
             enable_gradient_checkpointing(model)
@@ -132,7 +150,7 @@ class FSDPEngine(BaseEngine):
         else:
             model.to(self.device)
         self.model = model.eval()
-        self.expert_load = ExpertLoad(model)
+        self.routers = Routers(model)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.compute_dtype = mixed_precision(config).param_dtype or dtype
         check = PackingCheck(model, self.device, self.compute_dtype, self.sequence_group)
@@ -274,20 +292,38 @@ class FSDPEngine(BaseEngine):
         group, micro = self.get_data_parallel_group(), micro.shared_by(self.sequence_ranks)
         totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
 
-        metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
+        metrics, watch, load = MetricSum(totals), LossWatch(self.get_data_parallel_rank()), ExpertLoad()
         with self.backend.frozen_weights():
             for attempt in self._attempts("train"):
                 with attempt as limit:
                     metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
-                    parts = split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit)
-                    self.expert_load.clear()
+                    parts = [*split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit)]
+                    counts = self._expert_counts(parts) if self.balance_weight and len(parts) > 1 else None
+                    load = ExpertLoad()
                     for part in self.pass_sizes.watched(parts):
-                        columns, loss, found = self._forward_backward(part, loss_fn, totals, temperature)
+                        columns, loss, found = self._forward_backward(part, loss_fn, totals, temperature, load, counts)
                         watch.add(part.rows, part.data, columns, loss, found)
                         if not part.is_filler:
                             metrics.add(found, part.num_tokens)
         reduced, self.non_finite = metrics.reduce(watch.found(), group)
-        return reduced | self.expert_load.metrics(group)
+        # A critic's would have the names of the actor's.
+        return reduced | load_metrics(load.total(group)) if self.model_type == "language_model" else reduced
+
+    @torch.no_grad()
+    def _expert_counts(self, parts: Sequence[MicroBatch]) -> Tensor:
+        """Count the tokens of each expert in all passes of all ranks, (layers, experts), by passes without gradients.
+
+        The balance loss needs them before the first pass with gradients.
+        """
+        load = ExpertLoad()
+        for part in self.pass_sizes.watched(parts):
+            inputs = self._inputs(part.data)
+            with self.routers.watched(inputs.attention_mask) as choices:
+                self.model(inputs, frozenset({"hidden"}), 1.0)
+            if not part.is_filler:
+                load.add(choices)
+        self._reshard()
+        return load.total(self.get_data_parallel_group())
 
     def _attempts(self, kind: str) -> Iterator[PassAttempt]:
         """Yield attempts at all passes of a batch: one, and another with smaller passes whenever memory ran out."""
@@ -309,18 +345,42 @@ class FSDPEngine(BaseEngine):
                 torch.cuda.empty_cache()
 
     def _forward_backward(
-        self, part: MicroBatch, loss_fn: LossFunction, totals: BatchTotals, temperature: float
+        self,
+        part: MicroBatch,
+        loss_fn: LossFunction,
+        totals: BatchTotals,
+        temperature: float,
+        load: ExpertLoad,
+        counts: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor, LossMetrics]:
         data, inputs = part.data, self._inputs(part.data)
-        counts_experts = not part.is_filler and self.model_type == "language_model" and self.sequence_group is None
-        with self.expert_load.counting(inputs.attention_mask) if counts_experts else nullcontext():
+        counts_experts = not part.is_filler and self.sequence_group is None
+        with self.routers.watched(inputs.attention_mask) as choices:
             flat = self.model(inputs, loss_fn.outputs, temperature)
+        if counts_experts:
+            load.add(choices)
         columns = {name: inputs.scatter(values) for name, values in flat.items()}
         loss, metrics = loss_fn(columns, data.to(self.device), totals)
+        if self.balance_weight:
+            counts = load.total(self.get_data_parallel_group()) if counts is None else counts
+            if not part.is_filler:
+                balance = self._balance(choices, counts)
+                loss = loss + self.balance_weight * totals.dp_size * balance
+                if self.model_type == "language_model":
+                    metrics = {**metrics, "moe/aux_loss": PartialSum(balance.detach())}
         if not loss.requires_grad:  # every rank must run the same backward collectives
             loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
         loss.backward()
         return columns, loss, metrics
+
+    def _balance(self, choices: Choices, counts: Tensor) -> Tensor:
+        if not choices.per_token:
+            raise ConfigError(
+                f"model.override_config.router_aux_loss_coef={self.balance_weight}: the routers of "
+                f"{type(self.model.hf).__name__} do not return what they choose, so that their load cannot be "
+                "balanced. Leave it out."
+            )
+        return balance_loss(choices, counts)
 
     def _check_outputs(self, outputs: set[str] | frozenset[str]) -> None:
         if unknown := outputs - self.output_names:

@@ -1,68 +1,163 @@
-"""How evenly the router of a mixture of experts spreads tokens over experts, in passes that train."""
+"""What the routers of a mixture of experts choose in the passes of a mini-batch: the load of experts, and its loss.
+
+Transformers' routers return (router logits, weights, chosen experts), (tokens, experts) and twice (tokens, experts per
+token). Where they do, a hook on each keeps what it returned.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from verl.errors import ConfigError
+
+_COEFFICIENT, _SWITCH = "router_aux_loss_coef", "output_router_logits"
 
 
-class ExpertLoad:
-    """Counts of the tokens that each expert got; none for a model without routers that return their choice.
+def balance_coefficient(config: PretrainedConfig, overrides: Mapping[str, Any]) -> float:
+    """Return the weight of the load balancing loss; 0 unless ``model.override_config`` asks for it.
 
-    Transformers' routers return (router logits, weights, chosen experts), the last (tokens, experts per token).
+    Raises:
+        ConfigError: it is negative.
+    """
+    text = config.get_text_config()
+    asked = {**overrides, **(overrides.get("text_config") or {})}
+    if not asked.get(_SWITCH) and _COEFFICIENT not in asked:
+        return 0.0
+    weight = float(getattr(text, _COEFFICIENT, 0.0))
+    if weight < 0:
+        raise ConfigError(
+            f"model.override_config.{_COEFFICIENT}={weight}: a negative weight drives all tokens to a few experts. "
+            "Use 0 or more; 0.001 is usual."
+        )
+    return weight
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` that are routers, in the order of its layers."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
+
+
+class Choices:
+    """What the routers returned in one forward pass."""
+
+    def __init__(self, real: Tensor | None) -> None:
+        self._found: dict[int, tuple[Tensor, Tensor]] = {}
+        self._real = None if real is None else real.flatten().bool()
+
+    def add(self, router: int, logits: Tensor, chosen: Tensor) -> None:
+        """Keep what a router returned, (tokens, experts) and (tokens, experts per token), padding included."""
+        # As it is: an operation here would be part of what gradient checkpointing computes again.
+        self._found[router] = logits, chosen
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the number, the logits and the choice of each router, without padding."""
+        for router, (logits, chosen) in self._found.items():
+            if self._real is None:
+                yield router, logits, chosen
+            else:
+                yield router, logits[self._real], chosen[self._real]
+
+    @property
+    def per_token(self) -> int:
+        """Experts per token; 0 if no router returned its choice."""
+        return next((chosen.shape[-1] for _, chosen in self._found.values()), 0)
+
+
+class Routers:
+    """The routers of a model, and what they return.
+
+    Args:
+        model: its routers get hooks; it may have none, or some that do not return their choice.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._counts: dict[nn.Module, Tensor] = {}
-        self._mask: Tensor | None = None
-        self._is_counting = False
-        self._routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
-        for router in self._routers:
-            router.register_forward_hook(self._count)
+        self._watched: Choices | None = None
+        for number, router in enumerate(routers_of(model)):
+            router.register_forward_hook(self._hook(number))
 
-    def clear(self) -> None:
-        """Forget all counts."""
-        self._counts.clear()
+    def _hook(self, number: int) -> Any:
+        def keep(router: nn.Module, inputs: Any, output: Any) -> None:
+            if self._watched is None or not isinstance(output, tuple):
+                return
+            logits, chosen = output[0], output[-1]
+            if isinstance(chosen, Tensor) and not chosen.is_floating_point():
+                self._watched.add(number, logits, chosen)
+
+        return keep
 
     @contextmanager
-    def counting(self, mask: Tensor | None) -> Iterator[None]:
-        """Count in forward passes inside; ``mask``, (rows, length), is 0 on padding, None without padding."""
+    def watched(self, real: Tensor | None) -> Iterator[Choices]:
+        """Keep what routers return inside; ``real``, (rows, length), is 0 on padding, None without padding."""
         # Not in the backward pass: gradient checkpointing runs routers again there.
-        self._is_counting, self._mask = True, mask
+        self._watched = choices = Choices(real)
         try:
-            yield
+            yield choices
         finally:
-            self._is_counting, self._mask = False, None
+            self._watched = None
+
+
+class ExpertLoad:
+    """Numbers of tokens that each expert got, over the passes of a mini-batch."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def _count(self, router: nn.Module, _: Any, output: Any) -> None:
-        if not self._is_counting or not isinstance(output, tuple):
-            return
-        logits, chosen = output[0], output[-1]
-        if not isinstance(chosen, Tensor) or chosen.is_floating_point():
-            return
-        if self._mask is not None:
-            chosen = chosen[self._mask.flatten().bool()]
-        found = torch.bincount(chosen.flatten(), minlength=logits.shape[-1])
-        self._counts[router] = self._counts[router] + found if router in self._counts else found
+    def add(self, choices: Choices) -> None:
+        """Count the tokens of one pass."""
+        for router, logits, chosen in choices:
+            found = torch.bincount(chosen.flatten(), minlength=logits.shape[-1])
+            self._counts[router] = self._counts[router] + found if router in self._counts else found
 
-    def metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """Compute the loads of all ranks of ``group``, the same on each; empty without counts. Collective.
-
-        The load of an expert is its number of tokens over the mean of its layer's experts: 1 if all get as many.
-        """
+    def total(self, group: dist.ProcessGroup | None) -> Tensor:
+        """Sum over the ranks of ``group``, (layers, experts); without routers (0, 0). Collective."""
         if not self._counts:
-            return {}
-        counts = torch.stack([self._counts[router] for router in self._routers if router in self._counts])
+            return torch.zeros(0, 0)
+        counts = torch.stack([self._counts[router] for router in sorted(self._counts)])
         dist.all_reduce(counts, group=group)
-        load = counts / counts.float().mean(dim=1, keepdim=True).clamp(min=1e-9)  # (layers, experts)
-        return {
-            "moe/load_max": float(load.max()),
-            "moe/load_min": float(load.min()),
-            "moe/unused_experts": float((counts == 0).sum()),
-        }
+        return counts
+
+
+def load_metrics(counts: Tensor) -> dict[str, float]:
+    """Compute metrics of the loads from (layers, experts) counts; none without layers.
+
+    The load of an expert is its number of tokens over the mean of its layer's experts: 1 if all get as many.
+    """
+    if not counts.numel():
+        return {}
+    load = counts / counts.float().mean(dim=1, keepdim=True).clamp(min=1e-9)
+    return {
+        "moe/load_max": float(load.max()),
+        "moe/load_min": float(load.min()),
+        "moe/unused_experts": float((counts == 0).sum()),
+    }
+
+
+def balance_loss(choices: Choices, counts: Tensor) -> Tensor:
+    """Compute one pass's part of the load balancing loss of Switch Transformers (arXiv:2101.03961, eq. 4 to 6).
+
+    The loss of a mini-batch, with sums over all of its tokens t, on all ranks, and over layers l, is
+
+        E · Σ_e f_e P_e        f_e = 1/N Σ_l,t [t goes to e in l]        P_e = 1/N Σ_l,t p_l,t(e)
+
+    with E experts, router probabilities p, and N = layers · tokens. f has no gradient and is that of the whole
+    mini-batch, so the parts of all passes and ranks add up to the loss, and their gradients to its gradient.
+    Transformers computes the same formula of a single pass.
+
+    Args:
+        choices: of the pass, with gradients.
+        counts: (layers, experts) of the whole mini-batch; see :meth:`ExpertLoad.total`.
+
+    Returns:
+        a scalar; 0 with a graph if the pass has no tokens.
+    """
+    rows = counts.sum() / choices.per_token  # N
+    summed = torch.stack([logits.float().softmax(-1).sum(0) for _, logits, _ in choices]).sum(0)  # (experts,)
+    return counts.shape[-1] * (counts.sum(0) / rows * summed / rows).sum()

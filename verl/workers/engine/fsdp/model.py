@@ -47,7 +47,6 @@ logger = logging.getLogger(__name__)
 
 ModelType = Literal["language_model", "value_model", "reward_model"]
 
-_AUXILIARY_LOSS = {"output_router_logits", "router_aux_loss_coef"}
 _CLASSIFIERS = {
     "ForTokenClassification": AutoModelForTokenClassification,
     "ForSequenceClassification": AutoModelForSequenceClassification,
@@ -170,11 +169,6 @@ def build_model(
     else:
         hf, head_name = _scalar_model(model_type, config, hf_config, dtype, with_weights, is_trained), "score"
     _require_parts(hf, head_name, config.path)
-    if is_trained and (wanted := sorted(_AUXILIARY_LOSS & {key for key, on in config.override_config.items() if on})):
-        raise ConfigError(
-            f"model.override_config.{wanted[0]}={config.override_config[wanted[0]]}: the auxiliary loss of experts is "
-            "not in this version. Leave it out."
-        )
     hf.requires_grad_(is_trained)
     if is_trained and config.has_adapters:
         add_adapters(hf, head_name, config, with_weights)
