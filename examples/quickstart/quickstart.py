@@ -1,6 +1,7 @@
 """A model learns Countdown on a laptop: data, supervised warm-up, then GRPO or PPO, and what that changed.
 
     python examples/quickstart/quickstart.py --algorithm grpo --seed 1 --output_dir outputs/quickstart
+    python examples/quickstart/quickstart.py --strategy megatron --ranks 2    # needs the extra "megatron"
 
 Every stage is a command of its own, and is shown before it runs.
 """
@@ -17,13 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # the clone's root
 
-from examples.quickstart.settings import Settings, command, rl_settings, sft_settings
+from examples.quickstart.settings import Settings, command, megatron_settings, rl_settings, sft_settings
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -184,15 +184,19 @@ def report_files(output: Path, outcome: Outcome) -> None:
     print(f"time        {outcome.seconds:.0f} s in all")
 
 
-def run_quickstart(algorithm: str, seed: int, output: Path) -> Outcome:
-    """All stages, and their outcome, which is also in ``outcome.json``."""
+def run_quickstart(algorithm: str, seed: int, output: Path, changes: Settings | None = None) -> Outcome:
+    """All stages, and their outcome, which is also in ``outcome.json``; ``changes`` are settings of ``main_ppo``."""
+
+    def settings(task: Path, model: Path, rl: Path, seed: int) -> Settings:
+        return rl_settings(algorithm, task, model, rl, seed) | (changes or {})
+
     outcome, pairs = run_stages(
         algorithm,
         seed,
         output,
         HERE / "make_task.py",
         sft_settings,
-        partial(rl_settings, algorithm),
+        settings,
         (f"Countdown, {algorithm.upper()}", ACCURACY),
     )
     report_accuracy(outcome)
@@ -259,8 +263,15 @@ def main() -> None:
     parser.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo")
     parser.add_argument("--seed", type=int, default=1, help="of data, weights and sampling")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/quickstart"))
+    parser.add_argument(
+        "--strategy", choices=["fsdp2", "megatron"], default="fsdp2", help="back end of actor and critic"
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="with megatron: processes that share each weight matrix")
     args = parser.parse_args()
-    run_quickstart(args.algorithm, args.seed, fresh_folder(args.output_dir))
+    if args.ranks > 1 and args.strategy != "megatron":
+        parser.error(f"--ranks {args.ranks} needs --strategy megatron; under fsdp2 the quickstart is one process")
+    changes = megatron_settings(args.ranks) if args.strategy == "megatron" else {}
+    run_quickstart(args.algorithm, args.seed, fresh_folder(args.output_dir), changes)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,19 @@ def rl_settings(algorithm: str, task: Path, model: Path, output: Path, seed: int
     }
 
 
+def megatron_settings(ranks: int) -> Settings:
+    """The changes for megatron-core on Ray; ``ranks`` processes share each weight matrix and compute the same rows."""
+    sections = ("actor_rollout_ref.actor", "critic")
+    return {
+        **{f"{section}.strategy": "megatron" for section in sections},
+        **{f"{section}.megatron.dtype": "float32" for section in sections},
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": ranks,  # the critic follows it
+        "trainer.controller": "ray",
+        "trainer.n_gpus_per_node": ranks,
+        "ray_kwargs.ray_init.num_cpus": max(2, ranks),
+    }
+
+
 def policy_settings(task: Path, model: Path, output: Path, seed: int, steps: int) -> Settings:
     """Reinforcement learning on one CPU, from the model of the warm-up: what every quickstart sets."""
     return {

@@ -32,7 +32,10 @@ class FragileTrainer(RayPPOTrainer):
     def _strike(self, stage: str) -> None:
         for death in [d for d in self.deaths if d[:2] == (self.global_steps, stage)][:1]:
             self.deaths.remove(death)
-            kill_rank(self.actor_rollout_wg, death[2])
+            self._harm(death[2])
+
+    def _harm(self, rank: int) -> None:
+        os.kill(pid_of(self.actor_rollout_wg, rank), signal.SIGKILL)
 
     def rollout(self, *args: Any, **kwargs: Any) -> Any:
         self._strike("gen")
@@ -51,9 +54,8 @@ class FragileTrainer(RayPPOTrainer):
         super()._begin_save()
 
 
-def kill_rank(group: Any, rank: int) -> None:
-    pid = ray.get(group.workers[rank].__ray_call__.remote(lambda _: os.getpid()))
-    os.kill(pid, signal.SIGKILL)
+def pid_of(group: Any, rank: int) -> int:
+    return ray.get(group.workers[rank].__ray_call__.remote(lambda _: os.getpid()))
 
 
 class FragileRunner(TaskRunner):
