@@ -24,7 +24,7 @@ KITS := $(KITS_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-ppo quickstart-study test test-failed test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-megatron quickstart-ppo quickstart-study test test-failed test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers proofs lint docs config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -67,6 +67,9 @@ quickstart: $(RUN) ## data, model, supervised warm-up, GRPO, curves: the whole o
 
 quickstart-ppo: $(RUN) ## the same with PPO and a critic
 	$(BIN)/python examples/quickstart/quickstart.py --algorithm ppo --seed $(SEED) --output_dir $(OUT)-ppo
+
+quickstart-megatron: $(DEV) ## the same with two ranks that share each weight matrix by megatron-core
+	$(BIN)/python examples/quickstart/quickstart.py --strategy megatron --ranks 2 --seed $(SEED) --output_dir $(OUT)-megatron
 
 quickstart-agent: $(RUN) ## a model learns to use a tool that it needs: warm-up, GRPO over conversations, curves
 	$(BIN)/python examples/quickstart_agent/quickstart_agent.py --seed $(SEED) --output_dir $(OUT)-agent

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from examples.quickstart.quickstart import Outcome
-from examples.quickstart.settings import command, rl_settings, sft_settings
+from examples.quickstart.settings import command, megatron_settings, rl_settings, sft_settings
 from tests.forks import run
 from verl.trainer.config import PPOConfig, SFTConfig
 from verl.trainer.config.command_line import compose
@@ -53,8 +53,11 @@ def test_the_settings_are_accepted(task, tmp_path, monkeypatch):
     sft = command("verl.trainer.sft_trainer", sft_settings(task, tmp_path / "sft", seed=1))[3:]
     assert load_config(compose(sft, "sft_trainer"), SFTConfig).data.train_batch_size == 128
     for algorithm, estimator in (("grpo", "grpo"), ("ppo", "gae")):
-        rl = command("verl.trainer.main_ppo", rl_settings(algorithm, task, task / "model", tmp_path / "rl", seed=1))[3:]
+        settings = rl_settings(algorithm, task, task / "model", tmp_path / "rl", seed=1)
+        rl = command("verl.trainer.main_ppo", settings)[3:]
         assert load_config(compose(rl), PPOConfig).algorithm.adv_estimator == estimator
+        megatron = command("verl.trainer.main_ppo", settings | megatron_settings(2))[3:]
+        assert load_config(compose(megatron), PPOConfig).actor_rollout_ref.actor.shared_by == 2
 
 
 def test_standard_error_by_hand():

@@ -35,7 +35,7 @@ def settings(name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(run: Run, name: str, settings: dict[str, Any]) -> Outcome:
-    return run(f"undisturbed, {name}", [], **settings)
+    return run(f"undisturbed {name}", [], **settings)
 
 
 class FrozenTrainer(FragileTrainer):
@@ -74,19 +74,19 @@ def runner(trainer: type[RayPPOTrainer]) -> type[TaskRunner]:
 def test_killed_ranks(run: Run, settings: dict[str, Any], undisturbed: Outcome, name: str) -> None:
     """Rank 1 in the first rollout, rank 0 in the second update, rank 1 while the second step is saved."""
     deaths = [(1, "gen", 1), (2, "update_actor", 0), (2, "save_checkpoint", 1)]
-    disturbed = run(f"killed, {name}", deaths, **settings)
+    disturbed = run(f"killed {name}", deaths, **settings)
     assert_same_run(disturbed, undisturbed)
     assert [disturbed[0][step]["recovery/restarts"] for step in (1, 3)] == [1, 3]
 
 
 def test_a_frozen_rank(run: Run, settings: dict[str, Any], undisturbed: Outcome, name: str) -> None:
     patience = {"trainer__recovery__hang_timeout_s": 60}
-    disturbed = run(f"frozen, {name}", [(2, "update_actor", 1)], runner(FrozenTrainer), **settings, **patience)
+    disturbed = run(f"frozen {name}", [(2, "update_actor", 1)], runner(FrozenTrainer), **settings, **patience)
     assert_same_run(disturbed, undisturbed)
     assert disturbed[0][2]["recovery/restarts"] == 1
 
 
 def test_a_full_disk(run: Run, settings: dict[str, Any], undisturbed: Outcome, name: str) -> None:
-    disturbed = run(f"full, {name}", [(2, "save_checkpoint", 1)], runner(FullDiskTrainer), **settings)
+    disturbed = run(f"full {name}", [(2, "save_checkpoint", 1)], runner(FullDiskTrainer), **settings)
     assert_same_run(disturbed, undisturbed)
     assert disturbed[0][3]["recovery/failed_saves"] == 1

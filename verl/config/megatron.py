@@ -9,11 +9,19 @@ from verl.config.base import BaseConfig, section, setting
 from verl.config.model import DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
 
-MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+MIXTURES = ("mixtral", "qwen3_moe")
+"""``model_type`` of the models with experts among them."""
+
+MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 """``model_type`` of the models that ``strategy=megatron`` builds."""
 
-SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-"""Keys of the numbers of ranks that share one copy of a model; one process has one of each."""
+SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)
+"""Keys of the numbers of ranks that share a model or a part of it; one process has one of each."""
 
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 """Keys of `override_transformer_config` that are honoured."""
@@ -21,8 +29,6 @@ RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers"
 NOT_BUILT = {
     "virtual_pipeline_model_parallel_size": None,
     "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": None,
     "use_dist_checkpointing": False,
     "dist_checkpointing_path": None,
     "dist_checkpointing_prefix": "",
@@ -53,9 +59,9 @@ class McoreEngineConfig(BaseConfig):
     context_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence; not yet, leave it 1."""
     expert_model_parallel_size: int = setting(1, ge=1)
-    """Ranks that share the experts; not yet, leave it 1."""
+    """Ranks that share the experts of each layer, among those that hold copies of the rest; it divides their number."""
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
-    """Ranks that share each expert's matrices; not yet, leave it null."""
+    """Ranks that share each expert's matrices: 1, or `tensor_model_parallel_size`, which null means."""
     param_offload: bool = setting(False)
     """Keep parameters in host memory while the model is idle; not yet, leave it false."""
     grad_offload: bool = setting(False)

@@ -45,9 +45,19 @@ def test_sizes_must_divide_the_ranks_and_be_the_same(run: Run):
     assert "megatron-core has one layout in a process" in message
 
 
+@installed
+def test_experts_must_be_there_and_their_ranks_divide_all(run: Run, tmp_path):
+    experts = {f"{ACTOR}.megatron.expert_model_parallel_size": 2}
+    assert "no model of this run has experts (qwen3)" in run.refusal(
+        TWO | experts | {"actor_rollout_ref.model.path": tiny_model_dir(tmp_path / "dense"), "critic.strategy": "fsdp"}
+    )
+    four = TWO | {f"{ACTOR}.megatron.expert_model_parallel_size": 4}
+    assert "8 ranks share the experts, which does not divide 4 ranks" in run.refusal(four)
+
+
 def test_what_is_not_built_is_refused(run: Run):
     for key, value in (
-        ("expert_model_parallel_size", 2),
+        ("context_parallel_size", 2),
         ("virtual_pipeline_model_parallel_size", 2),
         ("grad_offload", True),
     ):

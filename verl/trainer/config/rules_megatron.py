@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
-from verl.config.megatron import MEGATRON_FAMILIES, SIZES
+from verl.config.megatron import MEGATRON_FAMILIES, MIXTURES, SIZES
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import model_files
@@ -35,6 +35,11 @@ def models(config: PPOConfig) -> Problems:
         if sizes != next(iter(together.values())):
             wrong = f"megatron-core has one layout in a process, and {next(iter(together))} has another one"
             yield Problem(f"{name}.megatron", dict(zip(SIZES, sizes, strict=True)), wrong, "the same sizes")
+    if (size := found[first][0].expert_model_parallel_size) > 1:
+        kinds = [model_files.model_type(Path(path).expanduser()) for _, path, _ in found.values()]
+        if not any(kind is None or kind in MIXTURES for kind in kinds):
+            wrong = f"no model of this run has experts ({', '.join(sorted({str(kind) for kind in kinds}))})"
+            yield Problem(f"{first}.megatron.expert_model_parallel_size", size, wrong, "1")
     adapters = {
         "actor_rollout_ref.actor": config.actor_rollout_ref.model.has_adapters,
         "critic": config.critic.model.lora_rank,
@@ -69,6 +74,12 @@ def _layout(name: str, engine: McoreEngineConfig, path: str, ranks: int) -> Prob
         wrong = f"{shared_by} ranks share the model, which does not divide {ranks} ranks"
         value = {size: engine[size] for size in SIZES}
         yield Problem(f"{name}.megatron", value, wrong, f"sizes whose product divides {ranks}")
+    expert_tensor = engine.expert_tensor_parallel_size or engine.tensor_model_parallel_size
+    experts_by = expert_tensor * engine.expert_model_parallel_size * engine.pipeline_model_parallel_size
+    if ranks % experts_by and not ranks % shared_by:
+        wrong = f"{experts_by} ranks share the experts, which does not divide {ranks} ranks"
+        key = f"{name}.megatron.expert_model_parallel_size"
+        yield Problem(key, engine.expert_model_parallel_size, wrong, f"sizes whose product divides {ranks}")
     kind = model_files.model_type(Path(path).expanduser())
     if kind is not None and kind not in MEGATRON_FAMILIES:
         wrong = f"it has no {kind} models ({path})"

@@ -172,7 +172,7 @@ def test_what_is_not_built_is_refused(paths, tmp_path):
     for key, value in (("context_parallel_size", 2), ("override_ddp_config", {"a": 1}), ("param_offload", True)):
         with pytest.raises(ConfigError, match=f"megatron.{key}=.*not in strategy=megatron yet"):
             megatron_engine(paths["qwen3"], **{key: value})
-    with pytest.raises(ConfigError, match="no gemma2 models, only llama, mistral, qwen2, qwen3"):
+    with pytest.raises(ConfigError, match="no gemma2 models, only llama, mistral, qwen2, qwen3, mixtral, qwen3_moe"):
         megatron_engine(tiny_model_dir(tmp_path / "gemma", "gemma2"))
     with pytest.raises(ConfigError, match="attention_dropout"):
         megatron_engine(tiny_model_dir(tmp_path / "dropout", "qwen3", attention_dropout=0.1))

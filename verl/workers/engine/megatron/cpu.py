@@ -6,12 +6,15 @@ modules, and no others, a ``torch`` whose ``cuda`` is the CPU. PyTorch itself st
 - ``torch.cuda.current_device``, ``set_device``, ``synchronize``: the CPU, and nothing to wait for;
 - ``torch.cuda.manual_seed``, ``get_rng_state``, ``set_rng_state``: the CPU's random state, also in the tracker of
   random states of tensor-parallel ranks;
-- ``device="cuda"`` of ``torch.zeros``, ``empty`` and ``tensor``: the CPU.
+- ``torch.cuda.Stream``, ``current_stream``, ``stream``: one stream, in which all is done when the next line runs;
+- ``device="cuda"`` of ``torch.zeros``, ``empty`` and ``tensor``: the CPU;
+- the copy of numbers of tokens to the CPU, which experts make before they exchange tokens: they are there already.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import ModuleType
 from typing import Any
@@ -22,6 +25,20 @@ from torch import Tensor
 from verl.workers.engine.megatron import library
 
 _CPU = torch.device("cpu")
+
+
+class _Stream:
+    """A stream of work that is always done."""
+
+    def wait_stream(self, stream: _Stream) -> None:
+        """Do nothing."""
+
+    def record_event(self) -> _Stream:
+        """Return this stream as the event, because :meth:`synchronize` is all that is asked of it."""
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing."""
 
 
 class _Cuda(ModuleType):
@@ -41,6 +58,16 @@ class _Cuda(ModuleType):
     @staticmethod
     def synchronize(device: Any = None) -> None:
         """Do nothing: the CPU computes in order."""
+
+    Stream = _Stream
+
+    @staticmethod
+    def current_stream() -> _Stream:
+        return _Stream()
+
+    @staticmethod
+    def stream(stream: _Stream) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @staticmethod
     def manual_seed(seed: int) -> None:
@@ -89,3 +116,8 @@ def install() -> None:
     states = library.tensor_parallel.random
     states._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
     states._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
+    library.token_dispatcher.maybe_move_tensor_to_cpu = _counts_on_cpu
+
+
+def _counts_on_cpu(counts: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return counts.numpy() if as_numpy and isinstance(counts, Tensor) else counts

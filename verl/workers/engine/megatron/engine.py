@@ -23,6 +23,7 @@ from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.engine.base import BaseEngine, EngineRegistry
+from verl.workers.engine.fsdp.experts import ExpertLoad, balance_coefficient, load_metrics
 from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
 from verl.workers.engine.fsdp.model import ModelType
@@ -36,6 +37,7 @@ from verl.workers.engine.loss import (
     gathered,
 )
 from verl.workers.engine.megatron.checkpoint import MegatronState
+from verl.workers.engine.megatron.experts import watched
 from verl.workers.engine.megatron.groups import Layout, join
 from verl.workers.engine.megatron.inputs import megatron_inputs
 from verl.workers.engine.megatron.layers import PackedRow
@@ -94,6 +96,7 @@ class MegatronEngine(BaseEngine):
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: LambdaLR | None = None
         self.pass_sizes = PassSizes()
+        self._load = ExpertLoad()
         self.model: BuiltModel
         self._wrapped: Any
         self._contexts = 0
@@ -116,6 +119,11 @@ class MegatronEngine(BaseEngine):
             )
         if self.optimizer_config is None:
             raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
+        if weight := balance_coefficient(self.model.hf_config, self.model_config.override_config):
+            raise ConfigError(
+                f"strategy=megatron has no balance loss of experts yet, and model.override_config asks for one "
+                f"(weight {weight}). Leave router_aux_loss_coef and output_router_logits out, or use strategy=fsdp2."
+            )
         self._wrapped = DistributedDataParallel(
             config=self.model.module.config,
             ddp_config=DistributedDataParallelConfig(
@@ -236,9 +244,35 @@ class MegatronEngine(BaseEngine):
         for attempt in self._attempts("train"):
             with attempt as limit:
                 metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
+                self._load = ExpertLoad()
                 parts = list(split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit))
                 self._passes(parts, loss_fn.outputs, temperature, add, forward_only=False)
-        return self._on_all_stages(metrics, watch, group)
+        return self._on_all_stages(metrics, watch, group) | self._expert_metrics(group)
+
+    def _expert_metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
+        if self.model.module.config.num_moe_experts is None or self.model_type != "language_model":
+            return {}
+        counts = self._load.total(group)
+        if self._divides_tokens and counts.numel():
+            dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
+        stages = [counts] * self.layout.pipeline
+        dist.all_gather_object(stages, counts.cpu(), group=parallel_state.get_pipeline_model_parallel_group())
+        return load_metrics(torch.cat([part for part in stages if part.numel()]))
+
+    @property
+    def _divides_tokens(self) -> bool:
+        """Whether tensor-parallel ranks each have a part of the tokens between attention and feed-forward."""
+        return self.model.module.config.sequence_parallel
+
+    def _real(self, inputs: ModelInputs) -> Tensor:
+        """Whether each token that this rank's routers see is one of a sequence, (length, bsz)."""
+        assert inputs.attention_mask is not None
+        mask = inputs.attention_mask.t()
+        return (
+            mask.chunk(self.layout.tensor)[parallel_state.get_tensor_model_parallel_rank()]
+            if self._divides_tokens
+            else mask
+        )
 
     def _on_all_stages(self, metrics: MetricSum, watch: LossWatch, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Reduce metrics where they are, on the last pipeline stage, and tell the others."""
@@ -266,7 +300,10 @@ class MegatronEngine(BaseEngine):
             part = next(data)
             inputs = self._inputs(part.data)
             packed = None if inputs.packing is None else PackedRow.of(inputs.packing)
-            hidden = module(inputs.input_ids, inputs.position_ids, None, packed_seq_params=packed)
+            with watched(self.model.module, self._real(inputs)) as choices:
+                hidden = module(inputs.input_ids, inputs.position_ids, None, packed_seq_params=packed)
+            if not forward_only and not part.is_filler:
+                self._load.add(choices)
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
                 found = self._at(hidden, inputs, outputs, temperature)
@@ -287,13 +324,12 @@ class MegatronEngine(BaseEngine):
 
     def _inputs(self, data: DataProto) -> ModelInputs:
         check_token_ids(data, self.model.hf_config.vocab_size)
-        config = self.model.module.config
         return megatron_inputs(
             data,
             self.model_config.use_remove_padding,
             self.device,
             at_token=self.model_type == "reward_model",
-            multiple=self.layout.tensor if config.sequence_parallel else 1,
+            multiple=self.layout.tensor if self._divides_tokens else 1,
         )
 
     def _at(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,10 @@ from torch import Tensor
 from verl.errors import ConfigError
 from verl.utils.model import resolve_model_path
 from verl.workers.engine.megatron.weights import Box
+
+_EXPERTS = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
+_IN_FILES = {"gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2")}
+"""Of each matrix of an expert, its name in the files of Qwen3-MoE and in those of Mixtral."""
 
 
 class ModelFiles:
@@ -57,7 +62,7 @@ class ModelFiles:
             ConfigError: the weight is missing, has another shape, or is not finite.
         """
         if name not in self._file_of:
-            raise ConfigError(f"the files of '{self.folder}' lack the weight {name}. Give the folder of a whole model.")
+            return self._read_under_other_name(name, shape, box)
         weight = self._file(self._file_of[name]).get_slice(name)
         if tuple(weight.get_shape()) != shape:
             raise ConfigError(
@@ -72,3 +77,26 @@ class ModelFiles:
                 "diverged, or a conversion overflowed. Take an earlier checkpoint, or copy the model again."
             )
         return found
+
+    def _read_under_other_name(self, name: str, shape: tuple[int, ...], box: Box) -> Tensor:
+        """Read a box of a weight that Transformers renames, or puts together from those of each expert."""
+        start, size = box
+        if match := _EXPERTS.fullmatch(name):
+            stem, kind = match.groups()
+            half, (expert, *first) = 0, start  # the box is that of one expert
+            rows, columns = shape[1:]
+            if kind == "gate_up_proj":
+                rows //= 2
+                half, first[0] = divmod(first[0], rows)
+            qwen, mixtral = _IN_FILES[("gate", "up")[half] if kind == "gate_up_proj" else "down"]
+            names = (
+                f"{stem}mlp.experts.{expert}.{qwen}.weight",
+                f"{stem}block_sparse_moe.experts.{expert}.{mixtral}.weight",
+            )
+            shape, box = (rows, columns), (tuple(first), size[1:])
+        else:
+            names = (name.replace(".mlp.gate.", ".block_sparse_moe.gate."),)
+        found = next((other for other in names if other in self._file_of), None)
+        if found is None:
+            raise ConfigError(f"the files of '{self.folder}' lack the weight {name}. Give the folder of a whole model.")
+        return self.read(found, shape, box).reshape(size)

@@ -21,11 +21,17 @@ class Layout:
     """Ranks that share each weight matrix."""
     pipeline: int
     """Ranks that share the layers."""
+    expert: int = 1
+    """Ranks that share the experts of a layer, each with some of them; they hold copies of all else, or parts of it."""
+    expert_tensor: int = 1
+    """Ranks that share each expert's matrices."""
 
     @classmethod
     def of(cls, config: McoreEngineConfig) -> Layout:
         """Read it from the configuration."""
-        return cls(config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+        tensor = config.tensor_model_parallel_size
+        expert_tensor = config.expert_tensor_parallel_size or tensor
+        return cls(tensor, config.pipeline_model_parallel_size, config.expert_model_parallel_size, expert_tensor)
 
     @property
     def shared_by(self) -> int:
@@ -33,7 +39,10 @@ class Layout:
         return self.tensor * self.pipeline
 
     def __str__(self) -> str:
-        return f"tensor_model_parallel_size={self.tensor}, pipeline_model_parallel_size={self.pipeline}"
+        said = f"tensor_model_parallel_size={self.tensor}, pipeline_model_parallel_size={self.pipeline}"
+        if self.expert == 1 and self.expert_tensor == self.tensor:
+            return said
+        return f"{said}, expert_model_parallel_size={self.expert}, expert_tensor_parallel_size={self.expert_tensor}"
 
 
 def join(layout: Layout, device: torch.device, seed: int) -> None:
@@ -50,10 +59,17 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
             f"megatron.{layout}: {layout.shared_by} ranks share one copy of the model, which does not divide the "
             f"{ranks} ranks. Use sizes whose product divides them."
         )
+    if ranks % (experts_by := layout.expert_tensor * layout.expert * layout.pipeline):
+        raise ConfigError(
+            f"megatron.{layout}: {experts_by} ranks share the experts, which does not divide the {ranks} ranks. Use "
+            "sizes whose product divides them."
+        )
     if parallel_state.is_initialized():
         known = Layout(
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
         )
         if known != layout:
             raise ConfigError(
@@ -64,6 +80,8 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed)

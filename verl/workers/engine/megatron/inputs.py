@@ -20,8 +20,8 @@ def megatron_inputs(
     """Remove the padding before each sequence, and all padding if ``packed``.
 
     megatron-core takes a token's place in its row for its position, so every sequence begins at place 0; what follows
-    a sequence in its row is never attended to. Arguments as for :func:`prepare_inputs`; the row length is a multiple
-    of ``multiple``.
+    a sequence in its row is never attended to; ``attention_mask`` of the result is False there. Arguments as for
+    :func:`prepare_inputs`; the row length is a multiple of ``multiple``.
 
     Raises:
         SchemaError: as :func:`prepare_inputs`, or positions do not count up by 1 within a sequence.
@@ -46,6 +46,7 @@ def _check_positions(positions: Tensor, lengths: tuple[int, ...]) -> None:
 def _with_rest(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> ModelInputs:
     """Pad a packed row by a sequence of its own, to which no other attends."""
     rest = -sum(lengths) % multiple
+    inputs = replace(inputs, attention_mask=(torch.arange(sum(lengths) + rest) < sum(lengths))[None])
     if not rest:
         return inputs
     return replace(
@@ -66,6 +67,7 @@ def _in_rows(inputs: ModelInputs, lengths: tuple[int, ...], multiple: int) -> Mo
         inputs,
         input_ids=ids,
         position_ids=torch.arange(width).expand(len(lengths), -1),
+        attention_mask=torch.arange(width) < torch.tensor(lengths)[:, None],
         packing=None,
         take=places[inputs.take],
     )

@@ -15,6 +15,7 @@ from verl.config.megatron import MEGATRON_FAMILIES
 from verl.errors import ConfigError
 from verl.utils.model import rope_types, torch_dtype, training_randomness
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state
+from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.layers import CausalAttention, DecoderModel, HiddenHead, RMSNorm, freeze_row
@@ -31,10 +32,11 @@ from verl.workers.engine.megatron.library import (
     TransformerLayerSubmodules,
     get_bias_dropout_add,
     get_num_layers_to_build,
+    get_transformer_layer_offset,
     parallel_state,
     tensor_parallel,
 )
-from verl.workers.engine.megatron.weights import Division, Place, places_of
+from verl.workers.engine.megatron.weights import Division, ExpertDivision, Place, places_of
 
 
 @dataclass(frozen=True)
@@ -74,9 +76,12 @@ def build(
         skeleton = build_model(model_type, config, dtype, with_weights=False, is_trained=is_trained)
     hf = skeleton.hf.config
     _check_family(hf, layout, is_trained)
+    experts = Experts.of(hf)
+    if experts is not None:
+        experts.check(layout, engine.sequence_parallel)
     is_tied = bool(hf.tie_word_embeddings) and model_type == "language_model"
-    settings = _transformer_config(hf, config, engine, layout, dtype)
-    module = _gpt_model(hf, settings, layout, is_tied)
+    settings = _transformer_config(hf, config, engine, layout, dtype, experts)
+    module = _gpt_model(hf, settings, layout, is_tied, experts)
     if module.post_process:
         _replace_head(module, skeleton, settings)
     _set_rotation(module, skeleton)
@@ -85,7 +90,7 @@ def build(
     if module.pre_process and padding is not None:
         freeze_row(module.embedding.word_embeddings, padding)
     shapes = {name: tuple(tensor.shape) for name, tensor in own_state(skeleton).items()}
-    division = Division.of(hf, parallel_state.get_tensor_model_parallel_group())
+    division = Division.of(hf, parallel_state.get_tensor_model_parallel_group(), _expert_division())
     places = places_of(shapes, module, division, is_tied)
     _load(module, places, shapes, config.path, is_new_head=model_type != "language_model")
     return BuiltModel(module.to(device), skeleton, places, shapes)
@@ -108,20 +113,36 @@ def _check_family(hf: PretrainedConfig, layout: Layout, is_trained: bool) -> Non
         )
     if is_trained and (noise := training_randomness(hf)):
         raise ConfigError(
-            f"the model's config has {noise}, and strategy=megatron trains without dropout. Set it to 0 in "
+            f"the model's config has {noise}, and strategy=megatron trains without noise. Set it to 0 in "
             "model.override_config, or use strategy=fsdp2."
         )
     if kinds := rope_types(hf) & {"dynamic", "longrope"}:
         raise ConfigError(f"strategy=megatron has no rotary embedding {', '.join(sorted(kinds))}; use strategy=fsdp2.")
     counts = {"num_attention_heads": layout.tensor, "num_key_value_heads": layout.tensor}
-    counts |= {"intermediate_size": layout.tensor, "num_hidden_layers": layout.pipeline}
+    counts |= {"num_hidden_layers": layout.pipeline}
+    if (experts := Experts.of(hf)) is None or experts.has_dense_layers:
+        counts |= {"intermediate_size": layout.tensor}
     for name, ranks in counts.items():
         if (count := getattr(hf, name)) % ranks:
             raise ConfigError(f"megatron.{layout} does not divide the model's {name}={count}. Use a divisor of it.")
 
 
+def _expert_division() -> ExpertDivision:
+    return ExpertDivision(
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+    )
+
+
 def _transformer_config(
-    hf: PretrainedConfig, model: HFModelConfig, engine: McoreEngineConfig, layout: Layout, dtype: torch.dtype
+    hf: PretrainedConfig,
+    model: HFModelConfig,
+    engine: McoreEngineConfig,
+    layout: Layout,
+    dtype: torch.dtype,
+    experts: Experts | None,
 ) -> Any:
     recompute: dict[str, Any] = {}
     if model.enable_gradient_checkpointing and not engine.forward_only:
@@ -137,7 +158,7 @@ def _transformer_config(
         kv_channels=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
-        qk_layernorm=hf.model_type == "qwen3",
+        qk_layernorm=hf.model_type in ("qwen3", "qwen3_moe"),
         add_qkv_bias=hf.model_type == "qwen2",
         add_bias_linear=False,
         gated_linear_unit=True,
@@ -151,6 +172,7 @@ def _transformer_config(
         pipeline_model_parallel_size=layout.pipeline,
         sequence_parallel=engine.sequence_parallel and layout.tensor > 1,
         variable_seq_lengths=layout.pipeline > 1,
+        **({} if experts is None else experts.settings(layout)),
         moe_token_dispatcher_type="alltoall",  # the only one with sizes that vary, asked for without experts too
         batch_p2p_sync=False,  # a work-around of it for old versions of NCCL
         cuda_graph_scope=[],
@@ -160,26 +182,33 @@ def _transformer_config(
     )
 
 
-def _gpt_model(hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: bool) -> Any:
+def _gpt_model(hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: bool, experts: Experts | None) -> Any:
     column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
     norm = RMSNorm if settings.qk_layernorm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=column, core_attention=CausalAttention, linear_proj=row, q_layernorm=norm, k_layernorm=norm
     )
-    layer = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+    dense = ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row))
+
+    def layer(mlp: Any) -> Any:
+        return ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=RMSNorm,
+                self_attention=ModuleSpec(
+                    module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                ),
+                self_attn_bda=get_bias_dropout_add,
+                pre_mlp_layernorm=RMSNorm,
+                mlp=mlp,
+                mlp_bda=get_bias_dropout_add,
             ),
-            self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(module=MLP, submodules=MLPSubmodules(linear_fc1=column, linear_fc2=row)),
-            mlp_bda=get_bias_dropout_add,
-        ),
-    )
-    layers = [layer] * get_num_layers_to_build(settings)
+        )
+
+    first, count = get_transformer_layer_offset(settings), get_num_layers_to_build(settings)
+    sparse = () if experts is None else experts.sparse[first : first + count]
+    layers = [layer(expert_layer(experts) if experts and is_sparse else dense) for is_sparse in sparse]
+    layers = layers or [layer(dense)] * count
     return DecoderModel(
         config=settings,
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),

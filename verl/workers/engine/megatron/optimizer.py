@@ -44,14 +44,22 @@ class _Share:
     first: int
     """Place of the share in that bucket."""
     bucket_size: int
+    group: dist.ProcessGroup
+    """The ranks that have the other shares of the bucket."""
 
     @classmethod
     def of(
-        cls, weights: Tensor, gradient: Tensor, bounds: Mapping[str, tuple[int, int]], first: int, bucket_size: int
+        cls,
+        weights: Tensor,
+        gradient: Tensor,
+        bounds: Mapping[str, tuple[int, int]],
+        first: int,
+        bucket_size: int,
+        group: dist.ProcessGroup,
     ) -> _Share:
         """Make the share with an fp32 copy of its weights if they have another format."""
         weights = weights.detach()
-        return cls(nn.Parameter(weights.float()), weights, gradient, bounds, first, bucket_size)
+        return cls(nn.Parameter(weights.float()), weights, gradient, bounds, first, bucket_size, group)
 
     def ranges(self) -> Iterator[tuple[str, _Range]]:
         """Iterate over the parameters of which the share has some elements."""
@@ -78,6 +86,7 @@ class MegatronOptimizer:
         self.is_distributed = is_distributed
         self.counted = counted
         self.group = parallel_state.get_data_parallel_group()
+        self.expert_group = parallel_state.get_expert_data_parallel_group()
         self.parameters = {name.removeprefix("module."): p for name, p in model.module.named_parameters()}
         self._shares = list(self._divided() if is_distributed else self._single())
         self.torch = build_optimizer([share.main for share in self._shares], config)
@@ -86,18 +95,21 @@ class MegatronOptimizer:
     def _single(self) -> Iterator[_Share]:
         for name, parameter in self.parameters.items():
             size = parameter.numel()
-            yield _Share.of(parameter, parameter.main_grad, {name: (0, size)}, 0, size)  # type: ignore[attr-defined]
+            gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+            yield _Share.of(parameter, gradient, {name: (0, size)}, 0, size, self.group)
 
     def _divided(self) -> Iterator[_Share]:
         names = {parameter: name for name, parameter in self.parameters.items()}
-        ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        for buffer in self.model.buffers:
+        dense = [(buffer, self.group) for buffer in self.model.buffers]
+        sparse = [(buffer, self.expert_group) for buffer in self.model.expert_parallel_buffers]
+        for buffer, group in dense + sparse:
+            ranks, rank = dist.get_world_size(group), dist.get_rank(group)
             for bucket in buffer.buckets:
                 size = bucket.param_data.numel()
                 ranges = {names[p]: buffer.param_index_map[p][:2] for p in bucket.params_list}
                 bounds = {name: (a - bucket.offset, b - bucket.offset) for name, (a, b) in ranges.items()}
                 weights, gradient = (data.chunk(ranks)[rank] for data in (bucket.param_data, bucket.grad_data))
-                yield _Share.of(weights, gradient, bounds, rank * (size // ranks), size)
+                yield _Share.of(weights, gradient, bounds, rank * (size // ranks), size, group)
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
@@ -112,13 +124,21 @@ class MegatronOptimizer:
 
     def grad_norm(self) -> float:
         """Norm of all gradients, in fp32, the same on every rank. Collective."""
-        parts = [torch.linalg.vector_norm(g, dtype=torch.float32) for n, g in self.gradients() if n in self.counted]
         device = next(iter(self.parameters.values())).device
-        total = torch.stack(parts).square().sum() if parts else torch.zeros((), device=device)
-        dist.all_reduce(total, group=parallel_state.get_model_parallel_group())
-        if self.is_distributed:
-            dist.all_reduce(total, group=self.group)
-        return float(total.sqrt())
+        dense, sparse = torch.zeros((), device=device), torch.zeros((), device=device)
+        for name, gradient in self.gradients():
+            if name in self.counted:
+                square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
+                (dense if getattr(self.parameters[name], "allreduce", True) else sparse).add_(square)
+        totals = [(dense, parallel_state.get_model_parallel_group(), self.group)]
+        if self.model.expert_parallel_buffers:
+            expert_ranks = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+            totals.append((sparse, expert_ranks, self.expert_group))
+        for total, of_one_copy, copies in totals:
+            dist.all_reduce(total, group=of_one_copy)
+            if self.is_distributed:
+                dist.all_reduce(total, group=copies)
+        return float((dense + sparse).sqrt())
 
     @torch.no_grad()
     def step(self, scale: float) -> None:
@@ -165,7 +185,7 @@ class MegatronOptimizer:
             flat = value.detach().reshape(-1)
             if self.is_distributed:
                 bucket = flat.new_empty(share.bucket_size)
-                dist.all_gather_into_tensor(bucket, flat.contiguous(), group=self.group)
+                dist.all_gather_into_tensor(bucket, flat.contiguous(), group=share.group)
                 flat = bucket
             for name, (first, end) in share.bounds.items():
                 found[name] = flat[first:end].view(self.parameters[name].shape)

@@ -54,6 +54,7 @@ class Place:
         view.copy_(values.reshape(view.shape))
 
 
+_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 _OUTSIDE = {
     "model.embed_tokens": "embedding.word_embeddings",
@@ -73,7 +74,43 @@ _INSIDE = {
     "mlp.gate_proj": "mlp.linear_fc1",
     "mlp.up_proj": "mlp.linear_fc1",
     "mlp.down_proj": "mlp.linear_fc2",
+    "mlp.gate": "mlp.router",
 }
+
+
+@dataclass(frozen=True)
+class ExpertDivision:
+    """Which experts this rank has, and which part of each."""
+
+    ranks: int
+    """Ranks that share the experts of a layer."""
+    rank: int
+    tensor_ranks: int
+    """Ranks that share each expert."""
+    tensor_rank: int
+
+    def places(self, name: str, parameters: str, shape: tuple[int, ...]) -> Iterator[Place]:
+        """Iterate over this rank's boxes of ``name``.
+
+        Args:
+            name: of the weight of all experts of a layer: (experts, 2 · width, hidden) of the gate and up projections,
+                (experts, hidden, width) of the down projection.
+            parameters: in megatron-core, to which the number of an expert is added.
+            shape: of the weight.
+        """
+        count = shape[0] // self.ranks
+        for local in range(count):
+            expert, parameter = self.rank * count + local, f"{parameters}.{local}"
+            if name.endswith("down_proj"):
+                width = shape[2] // self.tensor_ranks
+                start, size = (expert, 0, self.tensor_rank * width), (1, shape[1], width)
+                yield Place(name, f"{parameter}.linear_fc2.weight", start, size, _whole, is_divided=True)
+                continue
+            width = shape[1] // 2 // self.tensor_ranks
+            for half, view in enumerate((_first_half, _second_half)):
+                start = (expert, half * shape[1] // 2 + self.tensor_rank * width, 0)
+                size = (1, width, shape[2])
+                yield Place(name, f"{parameter}.linear_fc1.weight", start, size, view, is_divided=True)
 
 
 @dataclass(frozen=True)
@@ -86,13 +123,15 @@ class Division:
     """Of the whole model."""
     kv_heads: int
     head_dim: int
+    experts: ExpertDivision
 
     @classmethod
-    def of(cls, config: PretrainedConfig, group: dist.ProcessGroup) -> Division:
+    def of(cls, config: PretrainedConfig, group: dist.ProcessGroup, experts: ExpertDivision) -> Division:
         """Read the heads from a Transformers config."""
         heads = config.num_attention_heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(dist.get_world_size(group), dist.get_rank(group), heads, config.num_key_value_heads, head_dim)
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        return cls(ranks, rank, heads, config.num_key_value_heads, head_dim, experts)
 
     def place(self, name: str, parameter: str, shape: tuple[int, ...]) -> Place:
         """Return this rank's box of the weight ``name``."""
@@ -100,8 +139,7 @@ class Division:
         if stem in ("q_proj", "k_proj", "v_proj"):
             return self._qkv(name, parameter, shape, "qkv".index(stem[0]))
         if stem in ("gate_proj", "up_proj"):
-            half = int(stem == "up_proj")
-            return self._rows(name, parameter, shape, lambda tensor: tensor.chunk(2)[half])
+            return self._rows(name, parameter, shape, _first_half if stem == "gate_proj" else _second_half)
         if stem in ("embed_tokens", "lm_head"):
             return self._vocabulary(name, parameter, shape)
         if stem in ("o_proj", "down_proj"):
@@ -137,6 +175,14 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _first_half(tensor: Tensor) -> Tensor:
+    return tensor.chunk(2)[0]
+
+
+def _second_half(tensor: Tensor) -> Tensor:
+    return tensor.chunk(2)[1]
+
+
 def places_of(
     shapes: Mapping[str, tuple[int, ...]], module: nn.Module, division: Division, is_tied: bool
 ) -> list[Place]:
@@ -155,6 +201,10 @@ def places_of(
     numbers = {layer.layer_number - 1: index for index, layer in enumerate(module.decoder.layers)}  # type: ignore[union-attr]
     found: list[Place] = []
     for name, shape in shapes.items():
+        if match := _EXPERTS.fullmatch(name):
+            if (index := numbers.get(int(match[1]))) is not None:
+                found += division.experts.places(name, f"decoder.layers.{index}.mlp.experts.local_experts", shape)
+            continue
         targets = [_parameter_of(name, numbers)]
         if is_tied and name == "model.embed_tokens.weight":
             targets.append("output_layer.weight")
@@ -175,8 +225,8 @@ def _parameter_of(name: str, numbers: Mapping[int, int]) -> str | None:
     if stem in _OUTSIDE:
         return f"{_OUTSIDE[stem]}.{kind}"
     raise ConfigError(
-        f"the weight '{name}' has no place in strategy=megatron, which has the layers of Qwen2, Qwen3, Llama and "
-        "Mistral. Use strategy=fsdp2 for this model."
+        f"the weight '{name}' has no place in strategy=megatron, which has the layers of Qwen2, Qwen3, Llama, "
+        "Mistral, Qwen3-MoE and Mixtral. Use strategy=fsdp2 for this model."
     )
 
 

@@ -1,0 +1,177 @@
+"""Mixtures of experts under strategy=megatron: the numbers of plain PyTorch, whoever holds the experts."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from tests.workers.engine.megatron.support import another_engine, megatron_engine
+from tests.workers.engine.test_experts import CONFIGS, expected
+from tests.workers.support import (
+    LAYOUTS,
+    WHOLE,
+    naive_outputs,
+    naive_update,
+    ragged_batch,
+    run_ranks,
+    share,
+    weights_of,
+    with_log_probs,
+)
+from verl.errors import ConfigError
+from verl.testing.models import tiny_tokenizer
+from verl.testing.tiny_run import same
+from verl.workers.config import ActorConfig
+from verl.workers.losses import PolicyLoss, sft_loss
+
+pytest.importorskip("verl.workers.engine.megatron.library")
+
+CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
+EP = {"expert_model_parallel_size": 2}
+TP = {"tensor_model_parallel_size": 2}
+CASES = {
+    "experts": (EP, "three"),
+    "experts, padded, whole optimizer": (
+        EP | {"use_distributed_optimizer": False, "use_remove_padding": False},
+        "whole",
+    ),
+    "tensor": (TP, "by tokens"),
+    "tensor, whole experts": (TP | EP | {"expert_tensor_parallel_size": 1}, "three"),
+    "pipeline": ({"pipeline_model_parallel_size": 2}, "three"),
+    "data": ({}, "three"),
+}
+
+
+def save(folder, name, **changes):
+    torch.manual_seed(0)
+    config = CONFIGS[name].__class__(**(CONFIGS[name].to_dict() | changes))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "mixtral": save(folder / "mixtral", "mixtral"),
+        "qwen3": save(folder / "qwen3", "qwen3", norm_topk_prob=True),
+        # Weights of a token's experts that do not add up to 1, and a dense layer.
+        "qwen3, dense layer": save(folder / "dense", "qwen3", norm_topk_prob=False, mlp_only_layers=[0]),
+    }
+
+
+def batch_of(path):
+    plain = ragged_batch()
+    with torch.no_grad():
+        return with_log_probs(plain, naive_outputs(AutoModelForCausalLM.from_pretrained(path), plain)[0])
+
+
+def loads(metrics):
+    return {name.removeprefix("moe/"): value for name, value in metrics.items() if name.startswith("moe/")}
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3", "qwen3, dense layer"])
+def test_outputs_and_updates_are_those_of_plain_pytorch(paths, name, tmp_path):
+    path = paths[name]
+    batch = batch_of(path)
+    with torch.no_grad():
+        log_probs, entropy = naive_outputs(AutoModelForCausalLM.from_pretrained(path), batch, temperature=0.7)
+    engine = megatron_engine(path)
+    assert same(weights_of(engine), dict(AutoModelForCausalLM.from_pretrained(path).named_parameters()))
+    with engine.eval_mode():
+        found = engine.infer_batch(batch, {"log_probs", "entropy"}, LAYOUTS["three"], temperature=0.7)
+    assert_close(found["log_probs"], log_probs, atol=1e-5, rtol=0)
+    assert_close(found["entropy"], entropy, atol=1e-5, rtol=0)
+    weights, norm = naive_update(path, batch, CONFIG)
+    with engine.train_mode():
+        metrics = engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS["by tokens"])
+        engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS["one by one"])
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    if name != "qwen3, dense layer":
+        assert loads(metrics) == pytest.approx(expected(path), rel=1e-6)
+    for weight, value in weights_of(engine).items():
+        assert_close(value, weights[weight], atol=1e-5, rtol=0, msg=lambda text, weight=weight: f"{weight}: {text}")
+    engine.save_checkpoint(str(tmp_path / "saved"), 1, ("model", "optimizer", "extra", "hf_model"))
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "saved" / "huggingface")
+    assert same(dict(exported.named_parameters()), weights_of(engine))
+    again = another_engine(str(tmp_path / "saved" / "huggingface"))
+    assert same(weights_of(again), weights_of(engine))
+
+
+def on_two_ranks(rank, world_size, folder, path):
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    found = {}
+    for case, (settings, layout) in CASES.items():
+        engine = megatron_engine(path, **settings)
+        mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
+        with engine.train_mode():
+            metrics = engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
+            engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
+        found[case] = metrics, weights_of(engine)
+    torch.save(found, folder / f"rank_{rank}.pt")
+
+
+def reshard(rank, world_size, folder, path):
+    """Each layout saves after a step, makes another one, and so does every layout from what it saved."""
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+
+    def step(engine):
+        mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
+        with engine.train_mode():
+            return engine.train_batch(mine, sft_loss, WHOLE)
+
+    after = {}
+    for writer, (settings, _) in CASES.items():
+        engine = megatron_engine(path, **settings)
+        step(engine)
+        engine.save_checkpoint(str(folder / writer), 1)
+        after[writer] = step(engine), weights_of(engine)
+    for reader, (settings, _) in CASES.items():
+        engine = megatron_engine(path, **settings)
+        for writer, (metrics, weights) in after.items():
+            engine.load_checkpoint(str(folder / writer))
+            found = step(engine)
+            if reader == writer:
+                assert same((found, weights_of(engine)), (metrics, weights))
+            for name, weight in weights_of(engine).items():
+                assert_close(weight, weights[name], atol=2e-5, rtol=0)
+
+
+@pytest.mark.slow
+def test_every_layout_goes_on_from_every_other(paths, tmp_path):
+    torch.save(batch_of(paths["qwen3"]), tmp_path / "batch.pt")
+    run_ranks(reshard, 2, tmp_path, paths["qwen3"])
+
+
+@pytest.fixture(scope="module")
+def folder(paths, tmp_path_factory):
+    """What two ranks left behind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.save(batch_of(paths["qwen3"]), folder / "batch.pt")
+    run_ranks(on_two_ranks, 2, folder, paths["qwen3"])
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_are_plain_pytorch(paths, folder, case):
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    expected_weights, norm = naive_update(paths["qwen3"], batch, CONFIG)
+    ranks = [torch.load(folder / f"rank_{rank}.pt", weights_only=False)[case] for rank in range(2)]
+    assert same(ranks[0], ranks[1])
+    metrics, weights = ranks[0]
+    assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert loads(metrics) == pytest.approx(expected(paths["qwen3"]), rel=1e-6)
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        assert_close(weight, expected_weights[name], atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_what_cannot_be_computed_is_refused(paths, tmp_path):
+    with pytest.raises(ConfigError, match="2 ranks share the experts, which does not divide the 1 ranks"):
+        megatron_engine(paths["qwen3"], **EP)
+    noisy = save(tmp_path / "noisy", "mixtral", router_jitter_noise=0.1)
+    with pytest.raises(ConfigError, match="router_jitter_noise"):
+        megatron_engine(noisy)
+    with pytest.raises(ConfigError, match=r"no balance loss of experts yet.*weight 0\.01"):
+        megatron_engine(paths["qwen3"], override_config={"router_aux_loss_coef": 0.01})

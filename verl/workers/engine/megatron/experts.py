@@ -1,0 +1,163 @@
+"""Mixtures of experts: what a Transformers config says of them, and the layers of megatron-core that compute them.
+
+Each token goes to ``per_token`` experts, whose outputs are added with the weights of the router. Ranks that share the
+experts send tokens to each other, all to all. On every device an expert computes after the other: the kernels that
+compute them together need TransformerEngine or grouped_gemm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PretrainedConfig
+
+from verl.errors import ConfigError
+from verl.workers.engine.fsdp.experts import Choices
+from verl.workers.engine.megatron.groups import Layout
+from verl.workers.engine.megatron.library import (
+    MLPSubmodules,
+    ModuleSpec,
+    MoELayer,
+    MoESubmodules,
+    SequentialMLP,
+    TopKRouter,
+    tensor_parallel,
+)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixtures of experts of a model."""
+
+    count: int
+    """Experts of a layer."""
+    per_token: int
+    """Experts that a token goes to."""
+    width: int
+    """Feed-forward width of one expert."""
+    is_renormalised: bool
+    """Whether the weights of a token's experts add up to 1."""
+    has_fp32_weights: bool
+    """Whether these weights stay in fp32 in a model of another format."""
+    has_dense_layers: bool
+    sparse: tuple[bool, ...]
+    """Of each layer, whether it has experts."""
+
+    @classmethod
+    def of(cls, hf: PretrainedConfig) -> Experts | None:
+        """Read them from a Transformers config; None if all layers are dense."""
+        layers = range(1, hf.num_hidden_layers + 1)
+        if hf.model_type == "mixtral":
+            sparse = (True,) * len(layers)
+            return cls(hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size, True, True, False, sparse)
+        if hf.model_type != "qwen3_moe" or not hf.num_experts:
+            return None
+        dense = set(hf.mlp_only_layers or ())
+        sparse = tuple(n - 1 not in dense and n % hf.decoder_sparse_step == 0 for n in layers)
+        if not any(sparse):
+            return None
+        width, is_renormalised = hf.moe_intermediate_size, bool(hf.norm_topk_prob)
+        return cls(hf.num_experts, hf.num_experts_per_tok, width, is_renormalised, False, not all(sparse), sparse)
+
+    def check(self, layout: Layout, sequence_parallel: bool) -> None:
+        """Raise ``ConfigError`` for what megatron-core cannot compute, or cannot divide."""
+        for name, count, ranks in (
+            ("number of experts", self.count, layout.expert),
+            ("width of an expert", self.width, layout.expert_tensor),
+        ):
+            if count % ranks:
+                raise ConfigError(
+                    f"megatron.{layout} does not divide the model's {name}, {count}. Use a divisor of it."
+                )
+        if layout.tensor > 1 and not sequence_parallel:
+            raise ConfigError(
+                f"megatron.sequence_parallel=false with tensor_model_parallel_size={layout.tensor}: every rank would "
+                "send each token to its experts. Set sequence_parallel=true for a mixture of experts."
+            )
+        if layout.expert_tensor not in (1, layout.tensor):
+            raise ConfigError(
+                f"megatron.expert_tensor_parallel_size={layout.expert_tensor}: it may be 1 or "
+                f"tensor_model_parallel_size, {layout.tensor}."
+            )
+        if layout.expert == 1 and layout.expert_tensor != layout.tensor:
+            raise ConfigError(
+                f"megatron.expert_tensor_parallel_size=1 with tensor_model_parallel_size={layout.tensor} needs "
+                "expert_model_parallel_size above 1: without it ranks that share a layer would hold copies of its "
+                "experts and not add up their gradients."
+            )
+
+    def settings(self, layout: Layout) -> dict[str, Any]:
+        """Return the fields of megatron-core's ``TransformerConfig``."""
+        return {
+            "num_moe_experts": self.count,
+            "moe_router_topk": self.per_token,
+            "moe_ffn_hidden_size": self.width,
+            "moe_router_pre_softmax": True,  # the other order is refused for one expert per token
+            "moe_router_load_balancing_type": "none",
+            "moe_aux_loss_coeff": 0.0,
+            "expert_model_parallel_size": layout.expert,
+            "expert_tensor_parallel_size": layout.expert_tensor,
+        }
+
+
+class TokenRouter(TopKRouter):
+    """Chooses experts as Transformers' routers do: softmax of all logits in fp32, then the largest.
+
+    megatron-core's own computes its logits by TransformerEngine, and fails where that is not installed.
+    """
+
+    def __init__(self, experts: Experts, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.experts = experts
+        self.number = 0
+        self.choices: Choices | None = None
+
+    def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the weight of each expert for each token, and whether it was chosen, both (tokens, experts).
+
+        Args:
+            hidden: (length, bsz, hidden size); tokens are counted along the batch first.
+            padding_mask: not read: every token goes to experts.
+        """
+        logits = functional.linear(hidden.flatten(0, 1), self.weight)
+        top, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.experts.per_token, dim=-1)
+        if self.experts.is_renormalised:
+            top = top / top.sum(-1, keepdim=True)
+        if not self.experts.has_fp32_weights:
+            top = top.to(logits.dtype)
+        if self.choices is not None:
+            self.choices.add(self.number, logits, chosen)
+        weights = top.new_zeros(logits.shape).scatter(1, chosen, top)
+        return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
+
+
+@contextmanager
+def watched(model: nn.Module, real: Tensor) -> Iterator[Choices]:
+    """Keep what routers of ``model`` choose inside; ``real`` is False on padding, with tokens in the routers' order."""
+    # Not in the backward pass: recomputation runs routers again there.
+    choices = Choices(real)
+    routers = [module for module in model.modules() if isinstance(module, TokenRouter)]
+    for number, router in enumerate(routers):
+        router.number, router.choices = number, choices
+    try:
+        yield choices
+    finally:
+        for router in routers:
+            router.choices = None
+
+
+def expert_layer(experts: Experts) -> Any:
+    """Return the specification of a feed-forward layer with experts."""
+    linear = MLPSubmodules(
+        linear_fc1=tensor_parallel.ColumnParallelLinear, linear_fc2=tensor_parallel.RowParallelLinear
+    )
+    one_by_one = ModuleSpec(module=SequentialMLP, submodules=linear)
+    router = partial(TokenRouter, experts)
+    return ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=one_by_one, router=router))
