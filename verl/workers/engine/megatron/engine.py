@@ -268,11 +268,9 @@ class MegatronEngine(BaseEngine):
         """Whether each token that this rank's routers see is one of a sequence, (length, bsz)."""
         assert inputs.attention_mask is not None
         mask = inputs.attention_mask.t()
-        return (
-            mask.chunk(self.layout.tensor)[parallel_state.get_tensor_model_parallel_rank()]
-            if self._divides_tokens
-            else mask
-        )
+        if not self._divides_tokens:
+            return mask
+        return mask.chunk(self.layout.tensor)[parallel_state.get_tensor_model_parallel_rank()]
 
     def _on_all_stages(self, metrics: MetricSum, watch: LossWatch, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Reduce metrics where they are, on the last pipeline stage, and tell the others."""
