@@ -24,7 +24,7 @@ KITS := $(KITS_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-megatron quickstart-ppo quickstart-study test test-failed test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers proofs lint docs config clean
+.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-megatron quickstart-ppo quickstart-study test test-failed test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers proofs lint docs docs-serve config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -161,6 +161,9 @@ lint: $(DEV) ## style and types
 
 docs: $(DEV) ## the documentation, strictly, into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+docs-serve: $(DEV) ## the documentation on loopback, made again at every change
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --quiet
 
 config: $(DEV) ## regenerate YAML groups and docs/configuration.md from the dataclasses
 	$(BIN)/python -m verl.trainer.config.generate

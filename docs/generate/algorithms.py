@@ -1,12 +1,13 @@
-"""Every algorithm and its proofs: runs the tests that are marked as one, and writes three pages.
+"""Every algorithm and its proofs: runs the tests that are marked as one, and writes four pages.
 
     python -m docs.generate.algorithms                # run, print the table, fail if a proof is missing or fails
     python -m docs.generate.algorithms --write        # the same, and write the pages
     python -m docs.generate.algorithms --collect      # only look which proofs there are; --write then goes by the marks
     python -m docs.generate.algorithms --check        # as --collect, and fail if a page says anything else
 
-The pages: docs/algorithms.md (names, each with a sentence); in docs/internals, algorithm_reference.md (formulas,
-papers, settings) and algorithm_proofs.md (which proofs there are of each name).
+The pages: docs/algorithms.md (names, each with a sentence), docs/papers.md (published settings); in
+docs/internals, algorithm_reference.md (formulas and papers) and algorithm_proofs.md (which proofs there are of each
+name).
 
 A test says what it proves by a mark: ``@pytest.mark.proof("by hand", "grpo", "rloo")``, or, if it is
 parametrised over names, ``@pytest.mark.proof("masks", param="name")``. Where an estimator and a loss have one name
@@ -30,7 +31,9 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from markdown.extensions.toc import slugify
 
+from docs.generate import papers
 from verl.algorithms import (
     LOSS_AGG_MODES,
     AdaptiveKLController,
@@ -243,6 +246,11 @@ def described(function: Callable) -> list[str]:
     return lines
 
 
+def proofs_of(marked: Mapping[Claim, int], section: Section, name: str) -> list[str]:
+    """The kinds of proof that a name has."""
+    return [kind for kind in KINDS if marked.get((kind, section.title, name))]
+
+
 def proof_table(marked: Mapping[Claim, int], section: Section) -> list[str]:
     """Which proofs there are of each name."""
     kinds = [kind for kind in KINDS if any(marked.get((kind, section.title, name)) for name in section.names)]
@@ -254,11 +262,10 @@ def proof_table(marked: Mapping[Claim, int], section: Section) -> list[str]:
 
 
 def settings_of(reproduces: Mapping[str, Sequence[str]]) -> list[str]:
-    """Published settings as command-line overrides."""
-    lines = []
-    for name, overrides in reproduces.items():
-        lines += [f"Settings, {linked(name)}:", "", "```text", *overrides, "```", ""]
-    return lines
+    """Links to published settings."""
+    titles = [papers.title_of(setting) for setting in reproduces]
+    links = ", ".join(f"[{title}](papers.md#{slugify(title, '-')})" for title in titles)
+    return [f"Settings: {links}.", ""] if titles else []
 
 
 def paper_of(paper: str) -> list[str]:
@@ -427,11 +434,23 @@ def proofs_page(marked: Mapping[Claim, int]) -> str:
     return _tidy(lines)
 
 
+def published(marked: Mapping[Claim, int]) -> Iterable[papers.Published]:
+    """Estimators and losses with the settings in which papers have used them."""
+    estimators, losses = sections()[:2]
+    for name in estimators.names:
+        needs = adv_needs(name)
+        yield papers.Published(name, needs.paper, name, needs.reproduces, proofs_of(marked, estimators, name))
+    for name in losses.names:
+        info, anchor = policy_loss_info(name), f"{name}_1" if name in estimators.names else name
+        yield papers.Published(name, info.paper, anchor, info.reproduces, proofs_of(marked, losses, name))
+
+
 def pages(marked: Mapping[Claim, int]) -> dict[Path, str]:
     """The text of each page."""
     docs = ROOT / "docs"
     return {
         docs / "algorithms.md": users_page(),
+        docs / "papers.md": papers.page(published(marked), linked),
         docs / "internals" / "algorithm_reference.md": reference_page(),
         docs / "internals" / "algorithm_proofs.md": proofs_page(marked),
     }
