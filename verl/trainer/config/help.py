@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 
 from rich.console import Group, RenderableType
@@ -13,7 +13,7 @@ from rich.text import Text
 from verl.config import BaseConfig, DPOConfig, EvalConfig, GenerationConfig, PPOConfig, RMConfig, SFTConfig
 from verl.config.problems import shown
 from verl.errors import ConfigError
-from verl.trainer.config.keys import Key, all_inactive, allowed_values, iter_keys, nearest
+from verl.trainer.config.keys import Key, all_inactive, allowed_values, keys_of, nearest
 
 _TRAINER = (
     "trainer.total_epochs",
@@ -70,7 +70,7 @@ def help_page(run: FunctionType, root: type[BaseConfig], words: Sequence[str] = 
     Raises:
         ConfigError: a word is no section or key.
     """
-    keys = {key.path: key for key in iter_keys(root)}
+    keys = keys_of(root)
     if words:
         return Group(*(_about(word, keys, root) for word in words))
     says: str = run.__globals__["__doc__"]
@@ -101,7 +101,7 @@ def help_page(run: FunctionType, root: type[BaseConfig], words: Sequence[str] = 
     )
 
 
-def _about(word: str, keys: dict[str, Key], root: type[BaseConfig]) -> RenderableType:
+def _about(word: str, keys: Mapping[str, Key], root: type[BaseConfig]) -> RenderableType:
     """Describe one key, one section, or all keys whose path ends in or contains the word."""
     found = [key for path, key in keys.items() if f"{path}.".startswith(f"{word}.")]
     found = found or [key for path, key in keys.items() if f".{path}".endswith(f".{word}")]

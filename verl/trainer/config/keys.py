@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from pydantic.fields import FieldInfo
@@ -58,7 +61,7 @@ class Key:
         """Whether a default factory, rather than an interpolation, takes the default from another field."""
         return bool(self.field.default_factory_takes_validated_data) and self.meta.interpolation is None
 
-    @property
+    @cached_property
     def yaml_default(self) -> Any:
         """Default in the YAML file: the interpolation, unless the parent section gives the key a default of its own."""
         if self.meta.missing and self.default is None:
@@ -106,10 +109,17 @@ def inactive_keys(root: type[BaseConfig], prefix: str = "") -> Iterator[Inactive
                 yield InactiveKey(prefix + path, default, group.why, group.refused, group.is_spelling, per_rank)
 
 
-def all_inactive(root: type[BaseConfig]) -> dict[str, InactiveKey]:
+@functools.cache
+def keys_of(root: type[BaseConfig]) -> Mapping[str, Key]:
+    """Map dotted path to field, sections too."""
+    return MappingProxyType({key.path: key for key in iter_keys(root)})
+
+
+@functools.cache
+def all_inactive(root: type[BaseConfig]) -> Mapping[str, InactiveKey]:
     """Map dotted path to inactive key, over all sections."""
     sections = [("", root)] + [(f"{key.path}.", key.section) for key in iter_keys(root) if key.section is not None]
-    return {key.path: key for prefix, section in sections for key in inactive_keys(section, prefix)}
+    return MappingProxyType({key.path: key for prefix, section in sections for key in inactive_keys(section, prefix)})
 
 
 def leaves(root: type[BaseConfig]) -> dict[str, Key]:
@@ -122,9 +132,15 @@ def _named_types(annotation: Any) -> set[Any]:
     return {annotation}.union(*map(_named_types, typing.get_args(annotation)))
 
 
+@functools.cache
+def _default_tree(root: type[BaseConfig]) -> Tree:
+    return default_tree(root, root())
+
+
 def default_tree(root: type[BaseConfig], default: BaseConfig | None = None) -> Tree:
     """Build the configuration as the YAML files have it, with interpolations, inactive keys, ``_target_``, ``???``."""
-    default = root() if default is None else default
+    if default is None:
+        return plain(_default_tree(root))
     tree: Tree = {}
     target = getattr(root, "hydra_target", None)
     if target is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from verl.config import BaseConfig
-from verl.trainer.config.keys import iter_keys
+from verl.trainer.config.keys import keys_of
 
 # `name=value`, or a name that no English word could be; with the sections that the message gives before it.
 _SETTING = re.compile(r"(?<![\w./'-])(?:[a-z]\w*\.)*(?:[a-z]\w*(?==[^=])|[a-z]\w*_\w+)(?![\w/(])")
@@ -21,7 +21,7 @@ def keys_named(text: str, root: type[BaseConfig]) -> list[str]:
     """Return the keys of a configuration that a message names without their sections, in the order of the message."""
     if text.partition("\n")[0].endswith("in the configuration:"):  # a report, which has the whole keys
         return []
-    known = {key.path for key in iter_keys(root)}
+    known = keys_of(root).keys()
     found: dict[str, None] = {}
     for name in dict.fromkeys(_SETTING.findall(text)):
         longer = [path for path in known if path.endswith(f".{name}")]

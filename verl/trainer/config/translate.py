@@ -27,7 +27,7 @@ from verl.trainer.config.keys import (
     default_tree,
     drop,
     get,
-    iter_keys,
+    keys_of,
     merged,
     nearest,
     put,
@@ -61,7 +61,7 @@ class Translator:
     @classmethod
     def of(cls, root: type[BaseConfig], explicit: Collection[str], problems: list[Problem]) -> Translator:
         """Make the translator of an entry point from the root section of its configuration."""
-        return cls(root, {key.path: key for key in iter_keys(root)}, all_inactive(root), explicit, problems)
+        return cls(root, keys_of(root), all_inactive(root), explicit, problems)
 
     def translate(self, cfg: DictConfig | Mapping[str, Any]) -> tuple[Tree, Tree, list[str]]:
         """Translate a composed configuration, or a plain dict with any part of it; the rest has its defaults.
@@ -196,10 +196,12 @@ class Translator:
     def _restore_sections(self, tree: Tree) -> None:
         """Report sections that a value has replaced, and restore their defaults."""
         for path, key in self.keys.items():
+            if key.section is None:
+                continue
             value = get(tree, path, key.yaml_default)
             is_absent = value is None and key.takes_null
             is_section = isinstance(value, Mapping) or same(value, key.yaml_default) or str(value).startswith("${")
-            if key.section is not None and not is_section and not is_absent:
+            if not is_section and not is_absent:
                 remedy = "set the keys below it"
                 wrong = "this is a section, it cannot be replaced by a value"
                 self.problems.append(Problem(path, value, wrong, remedy=remedy))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import re
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from verl.algorithms import adv_needs
 from verl.algorithms.loss_registry import policy_loss_info
@@ -78,27 +80,42 @@ def unused(config: PPOConfig | SupervisedConfig, raw: Tree, keys: Mapping[str, K
         keys: path → field or section.
     """
     lines, told = [], set[str]()
-    defaults = OmegaConf.create(raw)
+    defaults = _Defaults(raw)
     for patterns, reason in _turned_off(config) if isinstance(config, PPOConfig) else _turned_off_supervised(config):
-        of_reason = [path for path in keys if any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)]
+        any_of_them = re.compile("|".join(map(fnmatch.translate, patterns)))
+        of_reason = [path for path in keys if any_of_them.match(path)] if patterns else []
         if paths := [path for path in of_reason if path not in told and _is_set(keys[path], raw, defaults)]:
             lines.append(f"no effect: {', '.join(paths)} ({reason})")
             told.update(paths)
     return lines
 
 
-def _is_set(key: Key, raw: Tree, defaults: Any) -> bool:
-    """Whether a key's value is not its default; ``defaults`` is a copy of ``raw`` to resolve defaults in."""
+class _Defaults:
+    """Defaults of keys, with their interpolations resolved in the configuration ``raw``."""
+
+    def __init__(self, raw: Tree) -> None:
+        self._raw = raw
+
+    @cached_property
+    def _config(self) -> DictConfig:
+        return OmegaConf.create(self._raw)  # takes as long as all the rest of this module, and few runs need it
+
+    def of(self, key: Key) -> Any:
+        """Return the default of ``key``."""
+        OmegaConf.update(self._config, key.path, key.yaml_default, merge=False)
+        default = OmegaConf.select(self._config, key.path)
+        return OmegaConf.to_container(default) if OmegaConf.is_config(default) else expanded(default)
+
+
+def _is_set(key: Key, raw: Tree, defaults: _Defaults) -> bool:
+    """Whether a key's value is not its default."""
     written = get(raw, key.path, key.yaml_default)
     if key.section is not None or any(same(written, usual) for usual in (key.yaml_default, key.default)):
         return False
     source = dict(FORWARD_PASSES).get(key.path)
     if source is not None and same(written, get(raw, source)):  # in a configuration that a run saved
         return False
-    OmegaConf.update(defaults, key.path, key.yaml_default, merge=False)
-    default = OmegaConf.select(defaults, key.path)
-    default = OmegaConf.to_container(default) if OmegaConf.is_config(default) else expanded(default)
-    return not same(written, default)
+    return not same(written, defaults.of(key))
 
 
 def _turned_off(config: PPOConfig) -> Iterator[Silent]:
