@@ -195,7 +195,7 @@ ABSENT: dict[str, Absence] = {
         "other design", "verl.utils.profiler.DistProfiler with tool=torch runs PyTorch's profiler."
     ),
     "verl.utils.rollout_skip": Absence(
-        "not yet", "Replaying stored rollouts is missing: set rollout.skip_rollout=false."
+        "other design", "RayPPOTrainer reads and writes stored rollouts itself, with rollout.skip_rollout=true."
     ),
     "verl.utils.rollout_trace.RolloutTraceConfig": _TRACE,
     "verl.utils.rollout_trace.rollout_trace_attr": _TRACE,

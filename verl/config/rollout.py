@@ -174,6 +174,11 @@ class RolloutConfig(BaseConfig):
     """Conversations of several turns, with tools and simulated users."""
     agent: AgentLoopConfig = subsection(AgentLoopConfig)
     """Agent loops: the programs that answer prompts."""
+    skip_rollout: bool = setting(False)
+    """Train on the responses in `skip_dump_dir` in place of sampling; those that are not there are sampled and kept
+    there. For debugging: they are those of the run that wrote them, not of the policy."""
+    skip_dump_dir: str | None = setting(None, path=True)
+    """Folder of these responses; null takes `rollouts` in `trainer.default_local_dir`."""
 
     @property
     def default_agent_loop(self) -> str:

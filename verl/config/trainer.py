@@ -172,6 +172,8 @@ class TrainerConfig(BaseTrainerConfig):
     """Validate before the first step."""
     val_only: bool = setting(False)
     """Validate and stop."""
+    rollout_only: bool = setting(False)
+    """Sample, score and compute advantages as in training, without any update or checkpoint."""
     log_val_generations: int = setting(0, ge=0)
     """Validation samples that are shown in the trackers."""
     rollout_data_dir: str | None = setting(None, path=True)
@@ -191,16 +193,19 @@ class TrainerConfig(BaseTrainerConfig):
 
     @property
     def saves(self) -> bool:
-        """Whether the run saves checkpoints; one that only validates does not."""
-        return super().saves and not self.val_only
+        """Whether the run saves checkpoints; one that trains nothing does not."""
+        return super().saves and not self.val_only and not self.rollout_only
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """`val_only` has a validation to run, and files of tokens a folder."""
+        """`val_only` has a validation to run and no steps, and files of tokens have a folder."""
         yield from super().problems(path)
         if self.rollout_token_dump_freq > 0 and self.rollout_data_dir is None:
             wrong = f"the files have no folder: {path}.rollout_data_dir=null"
             remedy = f"set {path}.rollout_data_dir"
             yield Problem(f"{path}.rollout_token_dump_freq", self.rollout_token_dump_freq, wrong, remedy=remedy)
+        if self.rollout_only and self.val_only:
+            wrong = f"{path}.val_only=true stops before the first step"
+            yield Problem(f"{path}.rollout_only", True, wrong, "false", "set only one of both")
         if self.val_only and not self.val_before_train:
             wrong = f"the run would do nothing: {path}.val_before_train=false"
             yield Problem(f"{path}.val_only", True, wrong, remedy=f"set {path}.val_before_train=true")

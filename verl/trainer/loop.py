@@ -85,9 +85,9 @@ class Schedule:
 
     @classmethod
     def of(cls, trainer: BaseTrainerConfig, total_steps: int) -> Schedule:
-        """Read ``trainer.save_freq`` and ``trainer.test_freq`` as the events ``save`` and ``test``."""
-        at_end = frozenset({"save"} if trainer.save_freq >= 0 else ())
-        return cls(total_steps, {"save": trainer.save_freq, "test": trainer.test_freq}, at_end)
+        """Read ``trainer.save_freq`` (if the run saves) and ``test_freq`` as the events ``save`` and ``test``."""
+        at_end, save_freq = (frozenset({"save"}), trainer.save_freq) if trainer.saves else (frozenset(), -1)
+        return cls(total_steps, {"save": save_freq, "test": trainer.test_freq}, at_end)
 
     def due(self, event: str, step: int) -> bool:
         """Whether ``event`` happens after ``step`` (counted from 1)."""

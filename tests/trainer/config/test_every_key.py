@@ -108,6 +108,7 @@ def test_another_class_in_place_of_a_section_is_refused(run: Run):
             {f"{ROLLOUT}.val_kwargs.temperature": 0.6},
             "actor_rollout_ref.rollout.val_kwargs.do_sample=false",
         ),
+        ({f"{ROLLOUT}.skip_dump_dir": "rollouts"}, f"{ROLLOUT}.skip_rollout=false"),
         (
             {f"{ROLLOUT}.engine_kwargs": {"vllm": {"a": 1}}},
             "vllm: actor_rollout_ref.rollout.name=native",

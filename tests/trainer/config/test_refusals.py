@@ -62,7 +62,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
         "actor_rollout_ref.actor.profiler.enable",
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.rollout.quantization",
-        "actor_rollout_ref.rollout.skip_rollout",
         "actor_rollout_ref.rollout.trace.backend",
         "global_profiler.tool",
         "trainer.default_hdfs_dir",

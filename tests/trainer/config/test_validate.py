@@ -383,6 +383,8 @@ def test_warm_up_of_a_critic_that_is_not_there(run: Run):
 def test_a_run_that_does_nothing(run: Run):
     message = only(run.refusal({"trainer.val_only": True, "trainer.val_before_train": False}))
     assert "the run would do nothing" in message
+    message = only(run.refusal({"trainer.val_only": True, "trainer.rollout_only": True}))
+    assert "trainer.rollout_only=true: trainer.val_only=true stops before the first step" in message
 
 
 def test_resuming(run: Run, caplog: pytest.LogCaptureFixture):

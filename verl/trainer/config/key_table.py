@@ -293,11 +293,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
                 "trace.max_samples_per_step_per_worker": None,
             },
         ),
-        not_yet(
-            "replaying stored rollouts is not in this version; set skip_rollout=false",
-            {"skip_rollout": False},
-        ),
-        no_effect("part of skip_rollout, which is not in this version", {"skip_dump_dir": None}),
         not_yet(_NO_PROFILER, {"profiler.enable": f"${{oc.select:{_ACTOR_PROFILER}.enable,false}}"}),
         no_effect(
             _PART_OF_PROFILING,

@@ -410,8 +410,12 @@ def agent_loops(config: PPOConfig) -> Problems:
 
 
 def one_response(config: GenerationConfig) -> Problems:
-    """A prompt gets one response each, without tools."""
+    """A prompt gets one response each, from the model and without tools."""
     rollout = config.rollout
+    if rollout.skip_rollout:
+        yield Problem(
+            "rollout.skip_rollout", True, "main_generation has no step whose responses it could keep", "false"
+        )
     if rollout.default_agent_loop != SINGLE_TURN:
         wrong = "main_generation answers each prompt by one response"
         key = "rollout.multi_turn.enable" if rollout.multi_turn.enable else "rollout.agent.default_agent_loop"

@@ -128,6 +128,8 @@ def output_folders(config: PPOConfig | SupervisedConfig) -> Problems:
     if isinstance(config, PPOConfig):
         folders["trainer.rollout_data_dir"] = config.trainer.rollout_data_dir
         folders["trainer.validation_data_dir"] = config.trainer.validation_data_dir
+        rollout = config.actor_rollout_ref.rollout
+        folders["actor_rollout_ref.rollout.skip_dump_dir"] = rollout.skip_dump_dir if rollout.skip_rollout else None
     for key, path in folders.items():
         if path is not None:
             yield from _folder(key, path)

@@ -173,6 +173,7 @@ def _turned_off(config: PPOConfig) -> Iterator[Silent]:
             f"{_ROLLOUT}.val_kwargs",
             ("temperature", "top_k", "top_p", "min_p"),
         ),
+        (rollout.skip_rollout, f"{_ROLLOUT}.skip_rollout=false", _ROLLOUT, ("skip_dump_dir",)),
         (not others, f"{', '.join(others)}: {_ROLLOUT}.name={rollout.name}", _ROLLOUT, ("engine_kwargs",)),
     )
     for is_on, reason, section, names in switches:

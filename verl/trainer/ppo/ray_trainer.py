@@ -79,6 +79,7 @@ from verl.trainer.ppo.reward import (
 from verl.trainer.ppo.rollout_corr_helper import apply_bypass_mode
 from verl.trainer.ppo.sequences import Trajectories, mini_batch_sizes, resampled, trajectory_scores, with_prompts
 from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
+from verl.trainer.ppo.stored_rollouts import StoredRollouts
 from verl.trainer.ppo.token_dump import TokenDump
 from verl.trainer.ppo.trajectories import (
     NO_SCORES,
@@ -206,6 +207,7 @@ class RayPPOTrainer(FitParts):
         trainer = config.trainer
         self.token_dump = TokenDump(trainer.rollout_data_dir, tokenizer, trainer.rollout_token_dump_freq)
         self.equal_scores = EqualScores(tokenizer)
+        self.stored_rollouts = StoredRollouts(config, self._sample)
         self.agent_loops: AgentLoopManager | None = None
         self.judge = judge
         if self.needs.judge and judge is None:
@@ -318,7 +320,8 @@ class RayPPOTrainer(FitParts):
         Returns:
             the responses with all columns of the step, including those that the update left out.
         """
-        updates_actor = context.number > self.typed_config.trainer.critic_warmup
+        trains = not self.typed_config.trainer.rollout_only
+        updates_actor = trains and context.number > self.typed_config.trainer.critic_warmup
         # If a batch is one optimizer step, the update's own forward pass gives old_log_probs.
         own_forward = updates_actor and self.old_log_probs_plan.source == "update"
         batch, scores = self.collect(prompts, context)
@@ -335,7 +338,7 @@ class RayPPOTrainer(FitParts):
             batch = batch | self.values(batch, context)
         batch = batch | self.advantages(batch, context)
         chosen = self.to_learn_from(batch, context)
-        if self.needs.critic:
+        if trains and self.needs.critic:
             self.update_critic(chosen, context)
         if updates_actor:
             batch = batch | self.update_actor(chosen, context, own_forward)
@@ -388,7 +391,11 @@ class RayPPOTrainer(FitParts):
             return with_prompts(columns, responses)
 
     def draw_responses(self, prompts: DataProto) -> DataProto:
-        """Answer each row by the engines, or by agent loops if one is asked for, which may make several rows of it."""
+        """Answer each row by stored responses, engines or agent loops, which may make several rows of it."""
+        return self.stored_rollouts.answer(prompts)
+
+    def _sample(self, prompts: DataProto) -> DataProto:
+        """Answer each row by the engines, or by agent loops if one is asked for."""
         if not wants_agents(prompts, self.typed_config.actor_rollout_ref.rollout):
             if not self._told_unused and (unused := unused_arguments(prompts)):
                 self._told_unused = True
@@ -627,6 +634,7 @@ class RayPPOTrainer(FitParts):
             **compute_throughout_metrics(batch, seconds, n_gpus=self.actor_rollout_wg.world_size),
             **compute_mfu_metrics(context.flops, self.arithmetic, seconds),
             **self.bad_steps.metrics(),
+            **self.stored_rollouts.metrics(),
             **(self.judge.metrics() if self.judge else {}),
         }
         failed_dumps = self.dump.failed + self.token_dump.failed
