@@ -3,7 +3,7 @@
 Trains the same three steps in every layout, each through ``python -m verl.trainer.main_ppo``, and
 compares every logged metric with that of the first layout. ::
 
-    python -m benchmarks.invariance [--output_dir outputs/invariance] [--estimator grpo|gae] [--megatron]
+    python -m benchmarks.invariance [--output_dir outputs/invariance] [--estimator grpo|gae] [--megatron | --experts]
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ MEGATRON = [
 ]
 
 
-def megatron(ranks: int, tensor: int = 1, pipeline: int = 1) -> list[str]:
-    """The settings of a layout of ranks; reference and critic follow the actor."""
+def megatron(ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> list[str]:
+    """The settings of a layout of ranks; reference and critic follow the actor. Experts are whole on one rank."""
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    if expert > 1:
+        sizes |= {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": 1}
     keys = [f"actor_rollout_ref.actor.megatron.{name}={size}" for name, size in sizes.items()]
     return [*MEGATRON, f"trainer.n_gpus_per_node={ranks}", f"ray_kwargs.ray_init.num_cpus={max(2, ranks)}", *keys]
 
@@ -52,6 +54,18 @@ MEGATRON_LAYOUTS = {
     "Megatron, TP 2, 2 copies": megatron(4, tensor=2),
 }
 """With --megatron, which needs megatron-core (the extra `megatron`)."""
+
+EXPERT_LAYOUTS = {
+    "ray, 2 ranks": ["trainer.controller=ray", "trainer.n_gpus_per_node=2"],
+    "Megatron, 1 rank": megatron(1),
+    "Megatron, 2 copies": megatron(2),
+    "Megatron, EP 2": megatron(2, expert=2),
+    "Megatron, TP 2": megatron(2, tensor=2),
+    "Megatron, TP 2, EP 2": megatron(2, tensor=2, expert=2),
+    "Megatron, PP 2": megatron(2, pipeline=2),
+    "Megatron, EP 2 x PP 2": megatron(4, pipeline=2, expert=2),
+}
+"""With --experts: a Qwen3-MoE."""
 
 LAYOUTS: dict[str, list[str]] = {
     "local, 1 rank, packed, micro-batch 8": ["trainer.controller=local"],
@@ -170,14 +184,36 @@ def make_inputs(folder: Path) -> Path:
     return folder
 
 
-def run(name: str, overrides: list[str], task: Path, out: Path, estimator: str) -> list[dict[str, float]]:
+def make_mixture(task: Path) -> Path:
+    """A Qwen3-MoE of the size of the tiny model, with random weights."""
+    import torch
+    from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(1)
+    dense = AutoConfig.from_pretrained(task / "model").to_dict()
+    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+    kept += ("max_position_embeddings", "tie_word_embeddings", "pad_token_id", "eos_token_id", "bos_token_id")
+    config = Qwen3MoeConfig(
+        **{key: dense[key] for key in kept},
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(task / "mixture")
+    AutoTokenizer.from_pretrained(task / "model").save_pretrained(task / "mixture")
+    return task / "mixture"
+
+
+def run(name: str, overrides: list[str], model: Path, out: Path, estimator: str) -> list[dict[str, float]]:
     """The metrics of each step of one layout."""
     log = out / (name.replace(", ", "-").replace(" ", "_") + ".jsonl")
     log.unlink(missing_ok=True)
+    task = out / "task"
     command = [
         sys.executable, "-m", "verl.trainer.main_ppo", f"algorithm.adv_estimator={estimator}",
         f"data.train_files={task}/rl_train.parquet", f"data.val_files={task}/rl_test.parquet",
-        f"actor_rollout_ref.model.path={task}/model", f"critic.model.path={task}/model",
+        f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}",
         f"custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={out}/checkpoints",
         *COMMON, *overrides,
     ]  # fmt: skip
@@ -204,19 +240,22 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/invariance"), help="runs are kept there")
     parser.add_argument("--estimator", default="grpo", help="algorithm.adv_estimator of the runs")
     parser.add_argument("--megatron", action="store_true", help="layouts of strategy=megatron in place of FSDP's")
+    parser.add_argument("--experts", action="store_true", help="a mixture of experts, under strategy=megatron")
     args = parser.parse_args()
     out = args.output_dir.absolute()
     out.mkdir(parents=True, exist_ok=True)
     task = make_inputs(out / "task")
+    model = make_mixture(task) if args.experts else task / "model"
     reference: list[dict[str, float]] = []
     worst_of_all = 0.0
-    command = f"python -m benchmarks.invariance{' --megatron' if args.megatron else ''} --estimator {args.estimator}"
+    option = " --experts" if args.experts else " --megatron" if args.megatron else ""
+    command = f"python -m benchmarks.invariance{option} --estimator {args.estimator}"
     print(f"\n`{command}`: {STEPS} steps, two mini-batches each\n")
     print("| layout | metrics compared | largest relative difference | in |\n|---|---|---|---|")
     first = next(iter(LAYOUTS))
-    layouts = {first: LAYOUTS[first], **MEGATRON_LAYOUTS} if args.megatron else LAYOUTS
-    for name, overrides in layouts.items():
-        steps = [compared(step) for step in run(name, overrides, task, out, args.estimator)]
+    others = EXPERT_LAYOUTS if args.experts else MEGATRON_LAYOUTS if args.megatron else LAYOUTS
+    for name, overrides in {first: LAYOUTS[first], **others}.items():
+        steps = [compared(step) for step in run(name, overrides, model, out, args.estimator)]
         assert len(steps) == STEPS, f"{name}: {len(steps)} steps logged"
         reference = reference or steps
         worst, where = 0.0, "-"
