@@ -36,9 +36,10 @@ MEGATRON = [
 ]
 
 
-def megatron(ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> list[str]:
+def megatron(ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, context: int = 1) -> list[str]:
     """The settings of a layout of ranks; reference and critic follow the actor. Experts are whole on one rank."""
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+    sizes["context_parallel_size"] = context
     if expert > 1:
         sizes |= {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": 1}
     keys = [f"actor_rollout_ref.actor.megatron.{name}={size}" for name, size in sizes.items()]
@@ -50,7 +51,9 @@ MEGATRON_LAYOUTS = {
     "Megatron, 2 ranks, 2 copies": megatron(2),
     "Megatron, TP 2": megatron(2, tensor=2),
     "Megatron, PP 2": megatron(2, pipeline=2),
+    "Megatron, CP 2": megatron(2, context=2),
     "Megatron, TP 2 x PP 2": megatron(4, tensor=2, pipeline=2),
+    "Megatron, TP 2 x CP 2": megatron(4, tensor=2, context=2),
     "Megatron, TP 2, 2 copies": megatron(4, tensor=2),
 }
 """With --megatron, which needs megatron-core (the extra `megatron`)."""

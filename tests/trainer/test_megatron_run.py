@@ -20,8 +20,12 @@ SMALL_STEPS = {"actor_rollout_ref__actor__optim__lr": 1e-4, "critic__optim__lr":
 SMALL_STEPS |= {f"{section}__optim__override_optimizer_config": "{eps:1e-4}" for section in (SECTIONS[0], "critic")}
 
 
-def layout(ranks, tensor=1, pipeline=1):
-    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
+def layout(ranks, tensor=1, pipeline=1, context=1):
+    sizes = {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "context_parallel_size": context,
+    }
     actor = {f"actor_rollout_ref__actor__megatron__{name}": size for name, size in sizes.items()}  # others follow it
     return {"trainer__controller": "ray", "trainer__n_gpus_per_node": ranks, **MEGATRON, **actor}
 
@@ -45,8 +49,8 @@ def test_two_tensor_parallel_ranks_give_the_numbers_of_one_and_resume_bit_by_bit
 @pytest.mark.parametrize("settings", [ALL_MODELS, {"algorithm__adv_estimator": "grpo"}], ids=["gae", "grpo"])
 @pytest.mark.parametrize(
     "sizes",
-    [(1, 1, 1), (2, 1, 1), (2, 1, 2), (4, 2, 2), (4, 2, 1), (4, 1, 2)],
-    ids=lambda s: "ranks {} tp {} pp {}".format(*s),
+    [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 2, 1, 2)],
+    ids=lambda s: "ranks {} tp {} pp {} cp {}".format(*s),
 )
 @pytest.mark.parametrize("packed", ["true", "false"])
 def test_every_layout_gives_the_numbers_of_one_local_rank(train, ray_cluster, settings, sizes, packed):

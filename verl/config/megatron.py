@@ -18,6 +18,7 @@ MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 SIZES = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
+    "context_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
@@ -28,7 +29,6 @@ RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers"
 
 NOT_BUILT = {
     "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1,
     "use_dist_checkpointing": False,
     "dist_checkpointing_path": None,
     "dist_checkpointing_prefix": "",
@@ -57,7 +57,7 @@ class McoreEngineConfig(BaseConfig):
     virtual_pipeline_model_parallel_size: int | None = setting(None, ge=1)
     """Parts of layers per pipeline rank; not yet, leave it null."""
     context_parallel_size: int = setting(1, ge=1)
-    """Ranks that share each sequence; not yet, leave it 1."""
+    """Ranks that share each sequence; with `tensor_model_parallel_size` it divides the attention heads."""
     expert_model_parallel_size: int = setting(1, ge=1)
     """Ranks that share the experts of each layer, among those that hold copies of the rest; it divides their number."""
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
@@ -111,5 +111,6 @@ class McoreEngineConfig(BaseConfig):
 def ranks_per_copy(placement: FSDPEngineConfig | McoreEngineConfig) -> int:
     """Return the number of ranks that compute the same rows."""
     if isinstance(placement, McoreEngineConfig):
-        return placement.tensor_model_parallel_size * placement.pipeline_model_parallel_size
+        of_one_layer = placement.tensor_model_parallel_size * placement.context_parallel_size
+        return of_one_layer * placement.pipeline_model_parallel_size
     return placement.ulysses_sequence_parallel_size

@@ -57,7 +57,6 @@ def test_experts_must_be_there_and_their_ranks_divide_all(run: Run, tmp_path):
 
 def test_what_is_not_built_is_refused(run: Run):
     for key, value in (
-        ("context_parallel_size", 2),
         ("virtual_pipeline_model_parallel_size", 2),
         ("grad_offload", True),
     ):

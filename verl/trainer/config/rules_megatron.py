@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
-from verl.config.megatron import MEGATRON_FAMILIES, MIXTURES, SIZES
+from verl.config.megatron import MEGATRON_FAMILIES, MIXTURES, SIZES, ranks_per_copy
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import model_files
@@ -69,7 +69,7 @@ def _sections(config: PPOConfig) -> dict[str, tuple]:
 
 
 def _layout(name: str, engine: McoreEngineConfig, path: str, ranks: int) -> Problems:
-    shared_by = engine.tensor_model_parallel_size * engine.pipeline_model_parallel_size
+    shared_by = ranks_per_copy(engine)
     if ranks % shared_by:
         wrong = f"{shared_by} ranks share the model, which does not divide {ranks} ranks"
         value = {size: engine[size] for size in SIZES}

@@ -35,11 +35,11 @@ CASES = {
         EP | {"use_distributed_optimizer": False, "use_remove_padding": False},
         "whole",
     ),
-    "tensor": (TP, "by tokens"),
     "tensor, whole experts": (TP | EP | {"expert_tensor_parallel_size": 1}, "three"),
+    "context": ({"context_parallel_size": 2}, "by tokens"),
     "pipeline": ({"pipeline_model_parallel_size": 2}, "three"),
-    "data": ({}, "three"),
 }
+ALL = CASES | {"tensor": (TP, "by tokens"), "data": ({}, "three")}
 
 
 def save(folder, name, **changes):
@@ -122,12 +122,12 @@ def reshard(rank, world_size, folder, path):
             return engine.train_batch(mine, sft_loss, WHOLE)
 
     after = {}
-    for writer, (settings, _) in CASES.items():
+    for writer, (settings, _) in ALL.items():
         engine = megatron_engine(path, **settings)
         step(engine)
         engine.save_checkpoint(str(folder / writer), 1)
         after[writer] = step(engine), weights_of(engine)
-    for reader, (settings, _) in CASES.items():
+    for reader, (settings, _) in ALL.items():
         engine = megatron_engine(path, **settings)
         for writer, (metrics, weights) in after.items():
             engine.load_checkpoint(str(folder / writer))

@@ -29,10 +29,13 @@ pytest.importorskip("verl.workers.engine.megatron.library")
 CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
 TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
+CP = {"context_parallel_size": 2}
 CASES = {
     "tensor": (TP, "three"),
     "tensor, padded, whole sequences": (TP | {"sequence_parallel": False, "use_remove_padding": False}, "whole"),
     "pipeline": (PP, "by tokens"),
+    "context": (CP, "by tokens"),
+    "context, padded": (CP | {"use_remove_padding": False}, "three"),
     "data": ({}, "three"),
     "data, whole optimizer": ({"use_distributed_optimizer": False, "use_remove_padding": False}, "one by one"),
 }

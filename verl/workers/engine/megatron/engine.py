@@ -40,7 +40,6 @@ from verl.workers.engine.megatron.checkpoint import MegatronState
 from verl.workers.engine.megatron.experts import watched
 from verl.workers.engine.megatron.groups import Layout, join
 from verl.workers.engine.megatron.inputs import megatron_inputs
-from verl.workers.engine.megatron.layers import PackedRow
 from verl.workers.engine.megatron.library import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -203,6 +202,7 @@ class MegatronEngine(BaseEngine):
         """
         self._check_request(outputs, temperature)
         columns: dict[str, Tensor] = {}
+        micro = micro.shared_by(self.layout.context)
 
         def fill(part: MicroBatch, inputs: ModelInputs, found: dict[str, Tensor]) -> Tensor:
             for name in () if part.is_filler else outputs:
@@ -227,7 +227,7 @@ class MegatronEngine(BaseEngine):
         loss_fn = as_loss_function(loss_fn)
         self._check_request(loss_fn.outputs, temperature)
         self._trained()
-        group = self.get_data_parallel_group()
+        group, micro = self.get_data_parallel_group(), micro.shared_by(self.layout.context)
         totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
         metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
 
@@ -253,8 +253,10 @@ class MegatronEngine(BaseEngine):
         if self.model.module.config.num_moe_experts is None or self.model_type != "language_model":
             return {}
         counts = self._load.total(group)
-        if self._divides_tokens and counts.numel():
-            dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
+        if counts.numel():
+            if self._divides_tokens:
+                dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
+            dist.all_reduce(counts, group=parallel_state.get_context_parallel_group())
         stages = [counts] * self.layout.pipeline
         dist.all_gather_object(stages, counts.cpu(), group=parallel_state.get_pipeline_model_parallel_group())
         return load_metrics(torch.cat([part for part in stages if part.numel()]))
@@ -297,16 +299,16 @@ class MegatronEngine(BaseEngine):
         def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict]]]:
             part = next(data)
             inputs = self._inputs(part.data)
-            packed = None if inputs.packing is None else PackedRow.of(inputs.packing)
             with watched(self.model.module, self._real(inputs)) as choices:
-                hidden = module(inputs.input_ids, inputs.position_ids, None, packed_seq_params=packed)
+                hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing)
             if not forward_only and not part.is_filler:
                 self._load.add(choices)
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
                 found = self._at(hidden, inputs, outputs, temperature)
-                # The schedule divides by the number of passes; our losses are terms of a sum.
-                return function(part, inputs, found) * len(parts), {}
+                # The schedule divides by the number of passes and multiplies by the ranks that share a sequence; our
+                # losses are terms of a sum, and gathering outputs multiplies their gradients already.
+                return function(part, inputs, found) * (len(parts) / self.layout.context), {}
 
             return hidden, loss
 
@@ -328,12 +330,19 @@ class MegatronEngine(BaseEngine):
             self.device,
             at_token=self.model_type == "reward_model",
             multiple=self.layout.tensor if self._divides_tokens else 1,
+            group=parallel_state.get_context_parallel_group() if self.layout.context > 1 else None,
         )
 
     def _at(
         self, hidden: Tensor, inputs: ModelInputs, outputs: frozenset[str], temperature: float
     ) -> dict[str, Tensor]:
         """Compute ``outputs`` at the response tokens, (N,) each, from hidden states (bsz, length, hidden)."""
+        found = self._at_own(hidden, inputs, outputs, temperature)
+        return found if inputs.share is None else {name: inputs.share.collect(x) for name, x in found.items()}
+
+    def _at_own(
+        self, hidden: Tensor, inputs: ModelInputs, outputs: frozenset[str], temperature: float
+    ) -> dict[str, Tensor]:
         chosen = hidden.flatten(0, 1).index_select(0, inputs.take)
         if self.model_type != "language_model":
             head = self.model.module.output_layer
@@ -431,7 +440,8 @@ class MegatronEngine(BaseEngine):
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Return whether this rank is the first of its copy's last pipeline stage."""
-        return parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.is_pipeline_last_stage()
+        is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
+        return is_first and parallel_state.is_pipeline_last_stage()
 
     def arithmetic(self) -> Arithmetic:
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""

@@ -21,6 +21,8 @@ class Layout:
     """Ranks that share each weight matrix."""
     pipeline: int
     """Ranks that share the layers."""
+    context: int = 1
+    """Ranks that share each sequence."""
     expert: int = 1
     """Ranks that share the experts of a layer, each with some of them; they hold copies of all else, or parts of it."""
     expert_tensor: int = 1
@@ -31,15 +33,18 @@ class Layout:
         """Read it from the configuration."""
         tensor = config.tensor_model_parallel_size
         expert_tensor = config.expert_tensor_parallel_size or tensor
-        return cls(tensor, config.pipeline_model_parallel_size, config.expert_model_parallel_size, expert_tensor)
+        pipeline, context = config.pipeline_model_parallel_size, config.context_parallel_size
+        return cls(tensor, pipeline, context, config.expert_model_parallel_size, expert_tensor)
 
     @property
     def shared_by(self) -> int:
         """Number of ranks that compute the same rows."""
-        return self.tensor * self.pipeline
+        return self.tensor * self.pipeline * self.context
 
     def __str__(self) -> str:
         said = f"tensor_model_parallel_size={self.tensor}, pipeline_model_parallel_size={self.pipeline}"
+        if self.context > 1:
+            said += f", context_parallel_size={self.context}"
         if self.expert == 1 and self.expert_tensor == self.tensor:
             return said
         return f"{said}, expert_model_parallel_size={self.expert}, expert_tensor_parallel_size={self.expert_tensor}"
@@ -68,6 +73,7 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
         known = Layout(
             parallel_state.get_tensor_model_parallel_world_size(),
             parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_context_parallel_world_size(),
             parallel_state.get_expert_model_parallel_world_size(),
             parallel_state.get_expert_tensor_parallel_world_size(),
         )
@@ -80,6 +86,7 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         create_gloo_process_groups=False,

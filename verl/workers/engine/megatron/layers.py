@@ -6,38 +6,75 @@ Its own norm cannot divide sequences over ranks without TransformerEngine, and i
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verl.utils.ulysses import gather_heads_scatter_seq, heads_for_sequence
 from verl.workers.engine.megatron.library import GPTModel, PackedSeqParams, parallel_state, tensor_parallel
 from verl.workers.packed_attention import AttentionRule, Packing, attend, attend_packed
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """The sequences of a packed row, for megatron-core's rotary embedding and for :class:`CausalAttention`."""
+    """The sequences of a packed row, for :class:`CausalAttention`."""
 
     packing: Packing | None = None
 
     @classmethod
     def of(cls, packing: Packing) -> PackedRow:
         """Describe a row on the device of ``packing``."""
-        sums, longest = packing.cu_seqlens, packing.longest
-        return cls(
-            qkv_format="thd",
-            cu_seqlens_q=sums,
-            cu_seqlens_kv=sums,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-            packing=packing,
-        )
+        # Without bounds megatron-core rotates the row as a whole, by the angles of :class:`Rotation`.
+        return cls(qkv_format="thd", packing=packing)
+
+
+class Rotation(nn.Module):
+    """Rotary embedding (arXiv:2104.09864) by the tokens' own positions, in the place of megatron-core's.
+
+    Its own takes a token's place in its row for its position, and divides rows in another way over ranks that share
+    them.
+
+    Args:
+        frequencies: (head_dim / 2,) in radians per position.
+    """
+
+    frequencies: Tensor
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self.positions: tuple[Tensor, bool] | None = None
+
+    def get_rotary_seq_len(self, *settings: Any) -> int:
+        """Return 0: the length is that of the positions."""
+        return 0
+
+    def forward(self, length: int, **settings: Any) -> Tensor:
+        """Return the angles, (tokens, 1, head_dim) of a packed row, (length, bsz, 1, head_dim) of padded rows."""
+        assert self.positions is not None
+        positions, is_packed = self.positions
+        angles = positions.t()[..., None].float() * self.frequencies  # (length, bsz, head_dim / 2)
+        angles = torch.cat([angles, angles], dim=-1)
+        return angles if is_packed else angles.unsqueeze(2)
 
 
 class DecoderModel(GPTModel):
     """megatron-core's decoder, whose copies of a tied embedding on two pipeline stages are both read from files."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, packing: Packing | None) -> Tensor:
+        """Compute hidden states of all tokens, (bsz, length, hidden); other stages return what the next one takes.
+
+        Args:
+            input_ids: (bsz, length), this rank's part if several share sequences.
+            position_ids: same shape.
+            packing: of a packed row, None for rows that are padded at their ends.
+        """
+        self.rotary_pos_emb.positions = position_ids, packing is not None
+        packed = None if packing is None else PackedRow.of(packing)
+        return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
 
     def _is_in_embd_group(self) -> bool:
         """Return False, so that the stages do not exchange weights before these are read."""
@@ -79,10 +116,15 @@ class RMSNorm(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Causal attention over packed rows or over rows that are padded at their ends, with the heads of this rank."""
+    """Causal attention over packed rows or over rows that are padded at their ends, with the heads of this rank.
+
+    Ranks of a context-parallel group have a part of each sequence; for attention they exchange these for a part of the
+    heads (:mod:`verl.utils.ulysses`). megatron-core's own exchange needs TransformerEngine.
+    """
 
     def __init__(self, config: Any, layer_number: int, softmax_scale: float | None = None, **settings: Any) -> None:
         super().__init__()
+        self.group = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
         self.rule = AttentionRule(softmax_scale or config.kv_channels**-0.5)
 
     def set_window(self, window: int | None) -> None:
@@ -104,14 +146,22 @@ class CausalAttention(nn.Module):
             (tokens, heads · head_dim), or (length, bsz, heads · head_dim).
         """
         if packed_seq_params is not None and packed_seq_params.packing is not None:
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))  # (1, heads, tokens, head_dim)
+            # (1, heads, tokens, head_dim)
+            q, k, v = self._whole(x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             packing = packed_seq_params.packing
             rule = self.rule
             if rule.window is not None and rule.window >= packing.longest:
                 rule = replace(rule, window=None)
-            return attend_packed(q, k, v, packing, rule).squeeze(0).flatten(1)
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # (bsz, heads, length, head_dim)
-        return attend(q, k, v, self.rule).permute(2, 0, 1, 3).flatten(2)
+            return self._divided(attend_packed(q, k, v, packing, rule)).squeeze(0).flatten(1)
+        q, k, v = self._whole(x.permute(1, 2, 0, 3) for x in (query, key, value))  # (bsz, heads, length, head_dim)
+        return self._divided(attend(q, k, v, self.rule).transpose(1, 2)).transpose(0, 1).flatten(2)
+
+    def _whole(self, tensors: Iterable[Tensor]) -> Sequence[Tensor]:
+        return list(tensors) if self.group is None else heads_for_sequence(list(tensors), self.group)
+
+    def _divided(self, found: Tensor) -> Tensor:
+        """Return all heads of this rank's tokens; (bsz, length, heads, head_dim) both."""
+        return found if self.group is None else gather_heads_scatter_seq(found, 2, 1, self.group)
 
 
 class HiddenHead(nn.Module):

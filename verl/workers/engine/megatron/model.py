@@ -18,7 +18,7 @@ from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, 
 from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
 from verl.workers.engine.megatron.groups import Layout
-from verl.workers.engine.megatron.layers import CausalAttention, DecoderModel, HiddenHead, RMSNorm, freeze_row
+from verl.workers.engine.megatron.layers import CausalAttention, DecoderModel, HiddenHead, RMSNorm, Rotation, freeze_row
 from verl.workers.engine.megatron.library import (
     MLP,
     AttnMaskType,
@@ -118,7 +118,7 @@ def _check_family(hf: PretrainedConfig, layout: Layout, is_trained: bool) -> Non
         )
     if kinds := rope_types(hf) & {"dynamic", "longrope"}:
         raise ConfigError(f"strategy=megatron has no rotary embedding {', '.join(sorted(kinds))}; use strategy=fsdp2.")
-    counts = {"num_attention_heads": layout.tensor, "num_key_value_heads": layout.tensor}
+    counts = {"num_attention_heads": layout.tensor * layout.context, "num_key_value_heads": layout.tensor}
     counts |= {"num_hidden_layers": layout.pipeline}
     if (experts := Experts.of(hf)) is None or experts.has_dense_layers:
         counts |= {"intermediate_size": layout.tensor}
@@ -170,6 +170,7 @@ def _transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        context_parallel_size=layout.context,
         sequence_parallel=engine.sequence_parallel and layout.tensor > 1,
         variable_seq_lengths=layout.pipeline > 1,
         **({} if experts is None else experts.settings(layout)),
@@ -240,7 +241,7 @@ def _set_rotation(module: Any, skeleton: HeadedModel) -> None:
             f"strategy=megatron has no rotary embedding that scales attention ({', '.join(rope_types(hf.config))}). "
             "Use strategy=fsdp2."
         )
-    module.rotary_pos_emb.inv_freq = rotation.inv_freq.detach().clone()
+    module.rotary_pos_emb = Rotation(rotation.inv_freq.detach().clone())
 
 
 def _set_windows(module: Any, hf: PretrainedConfig) -> None:

@@ -85,7 +85,7 @@ class MegatronOptimizer:
         self.model = model
         self.is_distributed = is_distributed
         self.counted = counted
-        self.group = parallel_state.get_data_parallel_group()
+        self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.expert_group = parallel_state.get_expert_data_parallel_group()
         self.parameters = {name.removeprefix("module."): p for name, p in model.module.named_parameters()}
         self._shares = list(self._divided() if is_distributed else self._single())
