@@ -5,21 +5,28 @@
 Both contestants hold the same conversations with the ``native`` engine, all at once: a question, and after each turn
 of the policy another one. In one each turn is a POST to ``/v1/chat/completions`` with all messages so far, as an agent
 program sends it, whose tokens the endpoint finds and records. The other writes tokens and calls
-``server_manager.generate``, as an agent loop does. Both draw the same tokens. The HTTP client runs in the contestant's
-process, so its time counts.
+``server_manager.generate``, as an agent loop does. Both draw the same tokens.
+
+The HTTP client runs in the contestant's process, so its time counts; it is made before the time begins, as a program
+makes it once. ``httpx2`` is the client in the clients of OpenAI and Anthropic. What it costs itself shows in a third
+contestant, which sends the same bodies with the least HTTP that there is over a connection for each conversation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
+import ssl
 import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, Self
+from urllib.parse import urlsplit
 
 from benchmarks import shape
 from benchmarks.shape import TINY, Turns, Work
@@ -28,6 +35,7 @@ TARGET = 0.9
 PROMPT, RESPONSE = 64, 32
 """Tokens that the first question may have, and of each turn of the policy."""
 QUESTION = "and then?"
+WAYS = ("endpoint", "plain HTTP", "direct")
 
 
 class EngineCalls:
@@ -69,8 +77,60 @@ class EngineCall:
         """Do nothing: no conversation is cancelled."""
 
 
-def conversations(folder: str, count: int, turns: int, over_http: bool) -> Callable[[], list[list[int]]]:
-    """All conversations from their first to their last turn; they return the tokens of each."""
+class Post(Protocol):
+    """Sends a body to the endpoint and returns its answer."""
+
+    async def __call__(self, url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Send it."""
+        ...
+
+
+class PlainConnection:
+    """One connection, and HTTP without anything that this endpoint does not need."""
+
+    def __init__(self) -> None:
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def __aenter__(self) -> Self:
+        """Do nothing: the first call connects."""
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the connection."""
+        if self._streams is not None:
+            self._streams[1].close()
+
+    async def post(self, url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
+        """See :class:`Post`."""
+        place, data = urlsplit(url), json.dumps(body).encode()
+        if self._streams is None:
+            self._streams = await asyncio.open_connection(place.hostname, place.port)
+        reader, writer = self._streams
+        head = f"POST {place.path} HTTP/1.1\r\nhost: {place.netloc}\r\nauthorization: Bearer {key}\r\n"
+        writer.write(f"{head}content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+        answer = (await reader.readuntil(b"\r\n\r\n")).lower()
+        assert answer.startswith(b"http/1.1 200 "), answer
+        length = int(answer.partition(b"\r\ncontent-length:")[2].partition(b"\r\n")[0])
+        return json.loads(await reader.readexactly(length))
+
+
+async def connect(way: str, certificates: ssl.SSLContext, count: int, stack: AsyncExitStack) -> list[Post]:
+    """Make what each conversation asks the endpoint by, until ``stack`` is closed."""
+    import httpx2
+
+    if way == "plain HTTP":
+        return [(await stack.enter_async_context(PlainConnection())).post for _ in range(count)]
+    client = await stack.enter_async_context(httpx2.AsyncClient(timeout=600, trust_env=False, verify=certificates))
+
+    async def post(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
+        reply = await client.post(url, json=body, headers={"authorization": f"Bearer {key}"})
+        return reply.raise_for_status().json()
+
+    return [post] * count
+
+
+def conversations(folder: str, count: int, turns: int, way: str) -> Callable[[], list[list[int]]]:
+    """All conversations from their first to their last turn, in one of ``WAYS``; they return the tokens of each."""
     import httpx2
     import torch
     from transformers import AutoModelForCausalLM
@@ -103,7 +163,8 @@ def conversations(folder: str, count: int, turns: int, over_http: bool) -> Calla
         prompt_length=config.prompt_length,
         response_length=config.response_length,
     )
-    endpoint = TrajectoryEndpoint() if over_http else None
+    endpoint = None if way == "direct" else TrajectoryEndpoint()
+    certificates = httpx2.create_ssl_context()  # a client reads them when it is made, also for http
     version = 0
 
     def asked(number: int) -> list[dict[str, Any]]:
@@ -119,17 +180,14 @@ def conversations(folder: str, count: int, turns: int, over_http: bool) -> Calla
                 talk.add_messages([{"role": "user", "content": QUESTION}])
         return talk.ids
 
-    async def over(client: httpx2.AsyncClient, policy: AsyncLLMServerManager, number: int) -> list[int]:
+    async def over(post: Post, policy: AsyncLLMServerManager, number: int) -> list[int]:
         assert endpoint is not None
         recorder, messages = TrajectoryRecorder(policy, settings), asked(number)
         with endpoint.access(recorder) as access:
             for turn in range(turns):
-                reply = await client.post(
-                    f"{access.base_url}/chat/completions",
-                    json={"model": "policy", "messages": messages, "max_tokens": RESPONSE},
-                    headers={"authorization": f"Bearer {access.api_key}"},
-                )
-                said = reply.raise_for_status().json()["choices"][0]["message"]
+                body = {"model": "policy", "messages": messages, "max_tokens": RESPONSE}
+                reply = await post(f"{access.base_url}/chat/completions", access.api_key, body)
+                said = reply["choices"][0]["message"]
                 messages.append({"role": "assistant", "content": said["content"]})
                 if turn + 1 < turns:
                     messages.append({"role": "user", "content": QUESTION})
@@ -142,9 +200,13 @@ def conversations(folder: str, count: int, turns: int, over_http: bool) -> Calla
             AsyncLLMServerManager(config, calls, SampleId(step=0, uid=str(n), sample_index=0), sampling)
             for n in range(count)
         ]
-        async with httpx2.AsyncClient(timeout=600, trust_env=False) as client:
-            hold = partial(over, client) if over_http else direct
-            return await asyncio.gather(*map(hold, policies, range(count)))
+        async with AsyncExitStack() as stack:
+            if way == "direct":
+                holds = [direct] * count
+            else:
+                posts = await connect(way, certificates, count, stack)
+                holds = [partial(over, post) for post in posts]
+            return await asyncio.gather(*map(lambda hold, *of: hold(*of), holds, policies, range(count)))
 
     def run() -> list[list[int]]:
         nonlocal version
@@ -170,13 +232,13 @@ def main() -> None:
     parser = shape.parser(__doc__)
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--contestant", help=shape.argparse.SUPPRESS)
+    parser.add_argument("--contestant", choices=WAYS, help=shape.argparse.SUPPRESS)
     parser.add_argument("--model", help=shape.argparse.SUPPRESS)
     arguments = parser.parse_args()
     work = TINY if arguments.tiny else Work()
     sizes = arguments.conversations, arguments.turns
     if arguments.contestant:
-        run = conversations(arguments.model, *sizes, over_http=arguments.contestant == "endpoint")
+        run = conversations(arguments.model, *sizes, arguments.contestant)
 
         def turn() -> dict[str, int]:
             return {"tokens": sum(map(len, run()))}
@@ -188,19 +250,21 @@ def main() -> None:
         options = ["--conversations", str(sizes[0]), "--turns", str(sizes[1]), *(["--tiny"] if arguments.tiny else [])]
         command: list[Any] = [sys.executable, "-m", "benchmarks.endpoint_overhead", *options, "--model", folder]
         threads = {"OMP_NUM_THREADS": str(arguments.threads)}
-        field = {title: ([*command, "--contestant", title], threads) for title in ("endpoint", "direct")}
+        field = {way: ([*command, "--contestant", way], threads) for way in WAYS}
         found = shape.compare(field, arguments.rounds)
     tokens = {reply["tokens"] for replies in found.replies.values() for reply in replies}
     assert len(tokens) == 1, tokens
     found.print_times()
     what = f"{sizes[0]} conversations of {sizes[1]} turns over the OpenAI endpoint (native)"
-    row = shape.speed_row(what, "direct calls of the engine", found.seconds, "endpoint", "direct", TARGET)
-    print(f"{what}: {row.ratio:.2f} of the rate of direct calls (target {TARGET:g})")
+    against = "direct calls of the engine"
+    row = shape.speed_row(what, against, found.seconds, "endpoint", "direct", TARGET)
+    plain = shape.speed_row("the same with a client of bare HTTP", against, found.seconds, "plain HTTP", "direct", None)
+    print(f"{what}: {row.ratio:.2f} of the rate of direct calls (target {TARGET:g}); with bare HTTP {plain.ratio:.2f}")
     found.write(
         arguments.json,
         part="endpoint_overhead",
         work=f"{work.describe()}; {sizes[0]} conversations at once, {sizes[1]} turns of {RESPONSE} new tokens",
-        rows=[row],
+        rows=[row, plain],
     )
 
 

@@ -314,7 +314,7 @@ def summary(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def speed_row(
-    what: str, against: str, seconds: Mapping[str, Mapping[str, Any]], ours: str, theirs: str, target: float
+    what: str, against: str, seconds: Mapping[str, Mapping[str, Any]], ours: str, theirs: str, target: float | None
 ) -> Row:
     """How many times faster ``ours`` is, by the least time of each: what is added to it is other programs' doing."""
     mine, other = seconds[ours]["min"], seconds[theirs]["min"]

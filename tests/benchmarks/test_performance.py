@@ -162,8 +162,8 @@ def test_conversations_of_both_contestants_come_to_their_end(tmp_path):
 def test_conversations_over_the_endpoint_are_those_of_direct_calls(tmp_path):
     pytest.importorskip("uvicorn", reason="the extra `agents` is not installed")
     folder = shape.TINY.save_model(tmp_path)
-    over, direct = (endpoint_overhead.conversations(folder, 2, 2, over_http)() for over_http in (True, False))
-    assert over == direct
+    over, plain, direct = (endpoint_overhead.conversations(folder, 2, 2, way)() for way in endpoint_overhead.WAYS)
+    assert over == plain == direct
     assert all(len(tokens) > 2 * endpoint_overhead.RESPONSE for tokens in direct)
 
 
