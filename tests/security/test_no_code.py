@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -97,8 +98,21 @@ ALLOWED = {
 }
 
 
-def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Dotted name and node of every call in a file; names that were imported have their module in front."""
+class Call(NamedTuple):
+    """A call in a file, its dotted name with the module that it was imported from in front."""
+
+    name: str
+    line: int
+    keywords: dict[str | None, str]
+    """Source of each argument by name, if it is one of ``WATCHED``; ``None`` stands for ``**``."""
+
+
+WATCHED = {"shell", "verify", "allow_pickle", "allow_all_kernels", "weights_only", "trust_remote_code", None}
+
+
+@functools.cache
+def calls(path: Path) -> list[Call]:
+    """Every call in a file."""
     tree = ast.parse(path.read_text())
     origin: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -106,32 +120,31 @@ def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
             origin |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             origin |= {alias.asname: alias.name for alias in node.names if alias.asname}
+    found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             head, *rest = ast.unparse(node.func).split(".")
             name = ".".join([origin.get(head, head), *rest])
             if name == "ctypes.CDLL" and ast.unparse(node.args[0]) == "None":
                 continue  # the C library, which every process has
-            yield name, node
-
-
-def keyword(node: ast.Call, name: str) -> str | None:
-    return next((ast.unparse(item.value) for item in node.keywords if item.arg == name), None)
+            keywords = {item.arg: ast.unparse(item.value) for item in node.keywords if item.arg in WATCHED}
+            found.append(Call(name, node.lineno, keywords))
+    return found
 
 
 def test_nothing_in_the_sources_runs_what_it_reads():
     found: dict[tuple[str, str], int] = {}
     for path in SOURCES:
-        for name, _ in calls(path):
-            if name in RUNS_CODE:
-                key = (path.relative_to(ROOT / "verl").as_posix(), name)
+        for call in calls(path):
+            if call.name in RUNS_CODE:
+                key = (path.relative_to(ROOT / "verl").as_posix(), call.name)
                 found[key] = found.get(key, 0) + 1
     new = {key: count for key, count in found.items() if count > ALLOWED.get(key, 0)}
     assert not new, f"say in ALLOWED why these are safe: {new}"
 
 
 def test_the_list_of_what_is_allowed_is_no_longer_than_needed():
-    found = {(path.relative_to(ROOT / "verl").as_posix(), name) for path in SOURCES for name, _ in calls(path)}
+    found = {(path.relative_to(ROOT / "verl").as_posix(), call.name) for path in SOURCES for call in calls(path)}
     assert not ALLOWED.keys() - found
 
 
@@ -144,19 +157,19 @@ def test_the_list_of_what_is_allowed_is_no_longer_than_needed():
 )
 def test_loaders_are_called_the_safe_way(wanted: str, argument: str, must_be: str):
     for path in SOURCES:
-        for name, node in calls(path):
-            assert name != wanted or keyword(node, argument) == must_be, f"{path}:{node.lineno}"
+        for call in calls(path):
+            assert call.name != wanted or call.keywords.get(argument) == must_be, f"{path}:{call.line}"
 
 
 def test_no_shell_no_unchecked_certificate_no_pickle_by_argument():
     for path in SOURCES:
-        for name, node in calls(path):
-            place = f"{path}:{node.lineno}: {name}"
-            assert keyword(node, "shell") in (None, "False"), place
-            assert keyword(node, "verify") in (None, "True"), place
-            assert keyword(node, "allow_pickle") in (None, "False"), place
-            assert keyword(node, "allow_all_kernels") is None, place
-            assert keyword(node, "weights_only") in (None, "True"), place
+        for call in calls(path):
+            place = f"{path}:{call.line}: {call.name}"
+            assert call.keywords.get("shell") in (None, "False"), place
+            assert call.keywords.get("verify") in (None, "True"), place
+            assert call.keywords.get("allow_pickle") in (None, "False"), place
+            assert call.keywords.get("allow_all_kernels") is None, place
+            assert call.keywords.get("weights_only") in (None, "True"), place
 
 
 AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoTokenizer", "AutoProcessor", "auto", "loader", "_auto_class")
@@ -165,14 +178,14 @@ AUTO_CLASSES = ("AutoConfig", "AutoModel", "AutoTokenizer", "AutoProcessor", "au
 def test_whoever_loads_from_a_model_folder_says_whether_code_may_run():
     seen = 0
     for path in SOURCES:
-        for name, node in calls(path):
-            owner, _, method = name.rpartition(".")
+        for call in calls(path):
+            owner, _, method = call.name.rpartition(".")
             is_auto = owner.rpartition(".")[2].startswith(AUTO_CLASSES)
             if method in ("from_pretrained", "from_config") and is_auto:
-                said = keyword(node, "trust_remote_code")
-                in_kwargs = any(item.arg is None for item in node.keywords)  # set before: see hf_tokenizer
-                assert said is not None or in_kwargs, f"{path}:{node.lineno}: {name}"
-                assert said != "True", f"{path}:{node.lineno}: {name}"
+                said = call.keywords.get("trust_remote_code")
+                in_kwargs = None in call.keywords  # set before: see hf_tokenizer
+                assert said is not None or in_kwargs, f"{path}:{call.line}: {call.name}"
+                assert said != "True", f"{path}:{call.line}: {call.name}"
                 seen += 1
     assert seen >= 8  # the rule still finds its calls
 

@@ -19,7 +19,7 @@ def resident():
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 before = resident()
-blocks = [b"x" * (mib << 20) for _ in range(384 // mib)]
+blocks = [b"x" * (mib << 20) for _ in range(192 // mib)]
 held = resident() - before
 del blocks
 print(held, resident() - before)
@@ -27,7 +27,7 @@ print(held, resident() - before)
 
 
 def run(how, mib=24, **environment):
-    """What ``keep_freed_memory`` said, and the share of 384 MiB in blocks of ``mib`` that stays when they are freed."""
+    """What ``keep_freed_memory`` said, and the share of 192 MiB in blocks of ``mib`` that stays when they are freed."""
     done = subprocess.run(
         [sys.executable, "-c", FREED, allocator.__file__, how, str(mib)],
         capture_output=True,
@@ -36,7 +36,7 @@ def run(how, mib=24, **environment):
         env=environment,
     )
     said, held, left = done.stdout.split()
-    assert int(held) > 360 * 2**20
+    assert int(held) > 180 * 2**20
     return said, int(left) / int(held)
 
 
