@@ -33,6 +33,7 @@ LAYERS = {
     "verl.sandbox": 1,
     "verl.supervision": 1,
     "verl.environments": 2,
+    "verl.planner": 2,
     "verl.interactions": 2,
     "verl.protocol": 2,
     "verl.schema": 2,

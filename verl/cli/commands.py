@@ -18,6 +18,7 @@ class ModuleCommand:
 
 MODULES: dict[str, ModuleCommand] = {
     "train": ModuleCommand("verl.trainer.main_ppo", "Train a policy: PPO, GRPO and their relatives.", "ppo_trainer"),
+    "plan": ModuleCommand("verl.trainer.plan", "Memory and time of a run, before it starts.", "ppo_trainer"),
     "sft": ModuleCommand("verl.trainer.sft_trainer", "Supervised fine-tuning.", "sft_trainer"),
     "rm": ModuleCommand("verl.trainer.rm_trainer", "Train a reward model from preferences.", "rm_trainer"),
     "dpo": ModuleCommand("verl.trainer.dpo_trainer", "Train a policy from preferences.", "dpo_trainer"),

@@ -24,7 +24,8 @@ from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
 MOST_KEYS = 60
 MOST_PLACES = 8
 MOST_GUESSES = 6
-_COMMANDS = {command.configuration: f"verl {name}" for name, command in MODULES.items()}
+_COMMANDS = {command.configuration: f"verl {name}" for name, command in reversed(MODULES.items())}
+"""Configuration → the first command that takes it."""
 
 
 @dataclass

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-from transformers import PretrainedConfig
+if TYPE_CHECKING:  # counting needs neither; measuring a peak imports PyTorch where it does
+    import torch
+    from torch import Tensor
+    from transformers import PretrainedConfig
 
 # Published peaks of dense bf16 matrix products, FLOP/s. The first key contained in the device's name counts.
 _BF16_PEAKS = {
@@ -32,23 +32,33 @@ _BF16_PEAKS = {
 }
 
 
-def device_peak_flops(device: torch.device | str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+def published_peak(name: str) -> float | None:
+    """Return the published peak FLOP/s of dense bf16 products of a GPU by its name; None for an unknown one."""
+    return next((peak for known, peak in _BF16_PEAKS.items() if known in name), None)
+
+
+def device_peak_flops(device: torch.device | str, dtype: torch.dtype | None = None) -> float | None:
     """Return the peak FLOP/s of matrix products: published for a known GPU, measured on a CPU.
 
-    Returns None for an unknown GPU, and on GPUs for dtypes other than bf16 and fp16, which the table does not cover.
+    ``dtype`` is bf16 unless it is given. Returns None for an unknown GPU, and on GPUs for dtypes other than bf16 and
+    fp16, which the table does not cover.
     """
-    device = torch.device(device)
+    import torch
+
+    device, dtype = torch.device(device), dtype or torch.bfloat16
     if device.type == "cpu":
         return _measured_peak(dtype, torch.get_num_threads())
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for known, peak in _BF16_PEAKS.items() if known in name), None)
+    return published_peak(torch.cuda.get_device_name(device))
 
 
 @cache
 def _measured_peak(dtype: torch.dtype, num_threads: int, size: int = 1024, repeats: int = 4) -> float:
     """Peak FLOP/s over a few square matrix products, cached by dtype and number of threads."""
+    import torch
+    from torch.nn import functional
+
     del num_threads  # only a key of the cache
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     out = torch.empty_like(a)
@@ -138,6 +148,8 @@ class FlopsCounter:
         ``batch_seqlens`` are the tokens of each sequence over all ranks, ``delta_time`` the seconds of the step.
         Public code passes further arguments, on images and the like; they have no effect on a language model.
         """
+        import torch
+
         lengths = [int(length) for length in batch_seqlens]
         peak = device_peak_flops("cuda" if torch.cuda.is_available() else "cpu")
         return self.training_flops(lengths) / delta_time / 1e12, float("nan") if peak is None else peak / 1e12

@@ -12,7 +12,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from verl.algorithms import adv_needs, policy_loss_info
 from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
 from verl.config.megatron import SIZES as MEGATRON_SIZES
 from verl.config.rollout import OTHER_PROGRAMS
@@ -35,6 +34,7 @@ def derive(
     inactive: Mapping[str, InactiveKey],
     explicit: Collection[str],
     problems: list[Problem],
+    with_algorithms: bool = True,
 ) -> list[str]:
     """Fill in all derived values, in place.
 
@@ -45,6 +45,7 @@ def derive(
         inactive: path → key that no code reads.
         explicit: keys that the user set on the command line.
         problems: list to which contradictions between two settings are appended.
+        with_algorithms: ask the registered estimators and losses what they need, which imports PyTorch.
 
     Returns:
         messages about settings that were changed or that have no effect.
@@ -68,8 +69,9 @@ def derive(
     _rows_in_driver(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
         _forward_passes(tree)
-        told += _truncation(tree, explicit)
-        _algorithm(tree, problems)
+        if with_algorithms:
+            told += _truncation(tree, explicit)
+            _algorithm(tree, problems)
     return told
 
 
@@ -256,6 +258,8 @@ def _truncation(tree: Tree, explicit: Collection[str]) -> list[str]:
 
 def takes_weights(loss_mode: Any) -> bool:
     """Whether a policy loss reads importance weights; true for an unknown loss, which the rules report."""
+    from verl.algorithms import policy_loss_info
+
     try:
         return policy_loss_info(loss_mode).takes_weights
     except ConfigError:
@@ -264,6 +268,8 @@ def takes_weights(loss_mode: Any) -> bool:
 
 def _algorithm(tree: Tree, problems: list[Problem]) -> None:
     """Derive the settings of actor and data that follow from the algorithm: seed, Σπ², rollout correction."""
+    from verl.algorithms import adv_needs
+
     if get(tree, "data.seed") is None:
         # One seed for a run: the order of the prompts follows trainer.seed unless it has a seed of its own.
         put(tree, "data.seed", get(tree, "trainer.seed"))

@@ -34,9 +34,7 @@ from verl.trainer.config.keys import (
     merged,
     put,
 )
-from verl.trainer.config.rules import broken_rules
 from verl.trainer.config.translate import Translator
-from verl.trainer.config.unused import unused
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +47,7 @@ def load_config(
     explicit: Collection[str] = (),
     data_only: bool = False,
     with_rules: bool = True,
+    with_algorithms: bool = True,
 ) -> ConfigT:
     """Check a composed configuration and freeze it.
 
@@ -58,6 +57,8 @@ def load_config(
         explicit: keys that the user set on the command line; a key set to its own default counts as set.
         data_only: check only the rules of data and tokenizer; types and bounds of all keys are checked anyway.
         with_rules: check rules at all; without them files need not exist.
+        with_algorithms: derive what follows from the estimator and the loss, which imports PyTorch; only without rules
+            may it be left out.
 
     Raises:
         ConfigError: lists all problems, each with key, value, allowed values and remedy.
@@ -67,17 +68,23 @@ def load_config(
     tree, raw, told = translator.translate(cfg)
     keys, inactive = translator.keys, translator.inactive
     bad = _no_numbers(tree, raw, keys, problems)
-    told += derive(tree, raw, keys, inactive, explicit, problems)
+    told += derive(tree, raw, keys, inactive, explicit, problems, with_algorithms)
     if issubclass(root, PPOConfig):
         tree["composed"] = raw
     config, mistyped = _build(tree, raw, root, keys, problems)
     bad |= mistyped
-    broken = broken_rules(config, data_only) if with_rules else []
+    broken: list[Problem] = []
+    if with_rules:
+        from verl.trainer.config.rules import broken_rules  # needs PyTorch, as do the algorithms that it asks
+
+        broken = broken_rules(config, data_only)
     checked = [problem for problem in broken if problem.key not in bad]
     problems += [problem for problem in checked if not problem.advice]
     if problems:
         raise ConfigError(redacted(report(problems), secrets_in(raw)))
     if isinstance(config, PPOConfig | SupervisedConfig) and with_rules and not data_only:
+        from verl.trainer.config.unused import unused
+
         told += unused(config, raw, keys)
     for advice in (*(problem for problem in checked if problem.advice), *told):
         logger.warning("%s", advice)

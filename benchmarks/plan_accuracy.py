@@ -1,0 +1,224 @@
+"""What `verl plan` says of memory against what real FSDP engines take, part by part, on CPUs.
+
+Each case runs an engine of 1 or 2 ranks in processes of their own, through one step of training. Weights, gradients and
+optimizer state are the bytes of the engine's tensors; activations those that autograd keeps; the pass is how far
+PyTorch's allocator rises at most in a forward and backward pass, by its own records. The engine computes as on a GPU:
+the CPU's own layers and collectives, which keep other tensors, are left out. ::
+
+    python -m benchmarks.plan_accuracy [--quick] [--json plan.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from verl.backends.base import Backend
+from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.planner.memory import ModelMemory, RankLayout
+from verl.planner.shapes import ModelShape
+from verl.protocol import DataProto
+from verl.testing.models import tiny_model_dir
+from verl.utils.sharded_tensor import local_rows
+from verl.workers.engine import EngineRegistry, MicroBatchConfig
+from verl.workers.losses import sft_loss
+
+PARTS = ("weights", "gradients", "optimizer", "kept activations", "pass")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and how it is trained."""
+
+    name: str
+    family: str
+    ranks: int
+    checkpoints: bool
+    tokens: int
+    shape: Mapping[str, Any]
+    dtype: str = "bfloat16"
+
+
+_SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "head_dim": 32, "vocab": 1024}  # fmt: skip
+_MEDIUM = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8, "num_attention_heads": 8,
+           "num_key_value_heads": 4, "head_dim": 64, "vocab": 16384}  # fmt: skip
+CASES = [
+    Case("small qwen3", "qwen3", 1, False, 1024, _SMALL),
+    Case("small llama", "llama", 1, True, 1024, _SMALL),
+    Case("small llama", "llama", 2, False, 1024, _SMALL),
+    Case("small qwen3", "qwen3", 2, True, 1024, _SMALL),
+    Case("medium qwen3", "qwen3", 1, True, 2048, _MEDIUM),
+    Case("medium qwen3", "qwen3", 2, True, 2048, _MEDIUM),
+    Case("medium qwen3", "qwen3", 2, False, 2048, _MEDIUM),
+    Case("medium llama, fp32", "llama", 2, True, 2048, _MEDIUM, "fp32"),
+]
+
+
+def rows(tokens: int, vocabulary: int) -> DataProto:
+    """Four sequences of a short prompt and a response, ``tokens`` tokens in all."""
+    length, prompt = tokens // 4, 16
+    ids = torch.randint(2, vocabulary, (4, length), generator=torch.Generator().manual_seed(0))
+    ones = torch.ones_like(ids)
+    columns = {
+        "input_ids": ids,
+        "attention_mask": ones,
+        "position_ids": torch.arange(length).expand(4, -1).contiguous(),
+        "responses": ids[:, prompt:],
+        "response_mask": ones[:, prompt:],
+    }
+    return DataProto.from_dict(tensors=columns)
+
+
+def nbytes(tensors: Iterator[Tensor]) -> int:
+    """Bytes of this rank's parts."""
+    return sum(part.numel() * part.dtype.itemsize for part in (local_rows(tensor)[0] for tensor in tensors))
+
+
+def on_rank(rank: int, ranks: int, cases: Sequence[tuple[str, Case]], folder: str) -> None:
+    """Measure the cases of so many ranks, and write ``<case>_<rank>.json``."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store_{ranks}", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    for name, case in cases:
+        found = one_engine(case, f"{folder}/{name}", Path(f"{folder}/{name}_{rank}_trace.json"))
+        Path(f"{folder}/{name}_{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def one_engine(case: Case, model: str, trace: Path) -> dict[str, float]:
+    """Run one engine through a step, and measure it."""
+    engine: Any = EngineRegistry.new(
+        "language_model",
+        "fsdp2",
+        model_config=HFModelConfig(path=model, enable_gradient_checkpointing=case.checkpoints),
+        engine_config=FSDPEngineConfig(dtype=case.dtype),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-5),
+        device_name="cpu",
+    )
+    engine.backend = Backend(engine.device)
+    engine.initialize()
+    data, micro = rows(case.tokens, case.shape["vocab"]), MicroBatchConfig(micro_batch_size_per_gpu=4)
+    with engine.train_mode():
+        engine.train_batch(rows(128, case.shape["vocab"]), sft_loss, micro)  # the optimizer makes its state
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(rows(128, case.shape["vocab"]), sft_loss, micro)
+        gradients = nbytes(p.grad for p in engine.model.parameters())
+        # With gradients of an earlier pass, to which this one adds: what it takes besides.
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            engine.forward_backward_batch(data, sft_loss, micro)
+        profile.export_chrome_trace(str(trace))
+        engine.optimizer_zero_grad()
+        kept, gathered = activations(engine, data)
+        engine._reshard()
+    return {
+        "weights": nbytes(engine.model.parameters()),
+        "gradients": gradients,
+        "optimizer": nbytes(v for s in engine.optimizer.state.values() for v in s.values() if v.dim()),
+        "kept activations": sum(size for pointer, size in kept.items() if pointer not in gathered),
+        "pass": allocated_rise(trace),
+    }
+
+
+def activations(engine: Any, data: DataProto) -> tuple[dict[int, int], set[int]]:
+    """Return address and bytes of what autograd keeps of the decoder layers, and addresses of gathered weights."""
+    kept: dict[int, int] = {}
+    gathered: set[int] = set()
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    def weights_of(module: torch.nn.Module, *_: Any) -> None:
+        gathered.update(p.untyped_storage().data_ptr() for p in module.parameters() if not isinstance(p, DTensor))
+
+    handles = [layer.register_forward_hook(weights_of) for layer in engine._units]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        engine.model(engine._inputs(data), frozenset({"hidden"}), 1.0)
+    for handle in handles:
+        handle.remove()
+    return kept, gathered
+
+
+def allocated_rise(trace: Path) -> int:
+    """Largest rise of the allocator's total in a trace of PyTorch's profiler, in bytes."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    totals = [e["args"]["Total Allocated"] for e in sorted(events, key=_time) if e.get("name") == "[memory]"]
+    return max(totals) - totals[0]
+
+
+def _time(event: Mapping[str, Any]) -> float:
+    return event.get("ts", 0.0)
+
+
+def planned(case: Case, model: str) -> dict[str, float]:
+    """What the planner says."""
+    shape = ModelShape.read(model)
+    compute = 4 if case.dtype == "fp32" else 2
+    layout = RankLayout(shards=case.ranks, compute_bytes=compute, is_gathered=case.ranks > 1 or compute != 4)
+    memory = ModelMemory(shape=shape, layout=layout, trained=shape.parameters(), checkpoints=case.checkpoints)
+    return {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "kept activations": memory.kept_activations(case.tokens),
+        "pass": sum(memory.training_pass(case.tokens).values()),
+    }
+
+
+def compare(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, tuple[float, float]]]]:
+    """Yield each case with part → planned bytes, and measured ones (means over the ranks)."""
+    with tempfile.TemporaryDirectory() as folder:
+        named = [(f"case{number}", case) for number, case in enumerate(cases)]
+        for name, case in named:
+            tiny_model_dir(f"{folder}/{name}", case.family, **dict(case.shape))
+        for ranks in sorted({case.ranks for case in cases}):
+            wanted = [(name, case) for name, case in named if case.ranks == ranks]
+            mp.start_processes(on_rank, (ranks, wanted, folder), ranks, start_method="spawn")
+            for name, case in wanted:
+                found = [json.loads(Path(f"{folder}/{name}_{rank}.json").read_text()) for rank in range(ranks)]
+                plan = planned(case, f"{folder}/{name}")
+                yield case, {part: (plan[part], sum(one[part] for one in found) / ranks) for part in PARTS}
+
+
+def main() -> None:
+    """Measure all cases and print a table: planned MiB, and its difference from what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small models only")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    args = parser.parse_args()
+    found, worst = {}, 0.0
+    print(f"| model | ranks | checkpointing | {' | '.join(PARTS)} |")
+    print(f"|---|---|---|{'---|' * len(PARTS)}")
+    for case, pairs in compare([case for case in CASES if case.name.startswith("small") or not args.quick]):
+        errors = {part: plan / real - 1 for part, (plan, real) in pairs.items()}
+        worst = max(worst, *map(abs, errors.values()))
+        cells = (f"{pairs[part][0] / 2**20:.1f} MiB ({errors[part]:+.1%})" for part in PARTS)
+        print(
+            f"| {case.name} | {case.ranks} | {'yes' if case.checkpoints else 'no'} | {' | '.join(cells)} |", flush=True
+        )
+        found[f"{case.name}, {case.ranks} ranks, checkpointing {case.checkpoints}"] = pairs
+    print(f"\nlargest difference: {worst:.1%}")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Bytes of a model on a rank: by hand, and as published for ZeRO."""
+
+from dataclasses import replace
+
+import pytest
+
+from verl.planner.memory import LOGITS_AT_ONCE, ModelMemory, RankLayout
+from verl.planner.shapes import ModelShape
+from verl.workers.engine.fsdp.head import CHUNK_ELEMENTS
+
+SHAPE = ModelShape.of(
+    {
+        "model_type": "qwen3",
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 4,
+        "vocab_size": 10,
+        "tie_word_embeddings": False,
+    },
+    "config.json",
+)
+# A layer: q and o 2·(8·8), k and v 2·(8·4), feed-forward 3·(8·12), norms 2·8, head norms 2·4 = 504.
+# Embedding and head 2·80, last norm 8.
+LAYER, ROOT, ALL = 504, 160, 2 * 504 + 160 + 8
+
+
+def model(**layout):
+    return ModelMemory(shape=SHAPE, layout=RankLayout(**layout), trained=SHAPE.parameters())
+
+
+def test_stored_bytes_by_hand():
+    held = model(shards=4)
+    assert SHAPE.parameters() == ALL
+    assert (held.weights, held.gradients, held.optimizer) == (ALL * 4 / 4, ALL * 4 / 4, ALL * 8 / 4)
+    frozen = replace(held, trained=0)
+    assert (frozen.weights, frozen.gradients, frozen.optimizer) == (ALL, 0, 0)
+    # Adapters of 100 parameters are stored, and trained, in fp32.
+    lora = replace(model(shards=2, stored_bytes=2), trained=100, adapters=100)
+    assert (lora.weights, lora.gradients, lora.optimizer) == ((ALL * 2 + 400) / 2, 200, 400)
+
+
+def test_megatron_divides_weights_by_layout_and_state_by_copies():
+    held = model(tensor=2, pipeline=2, copies=4, stored_bytes=2, is_gathered=False, is_megatron=True)
+    assert held.weights == ALL * 2 / 4
+    assert held.gradients == ALL * 4 / 4
+    assert held.optimizer == ALL * 12 / 4 / 4
+
+
+@pytest.mark.parametrize(("gpus", "gigabytes"), [(1, 120), (64, 1.9)])
+def test_states_of_mixed_precision_training_are_those_of_zero(gpus, gigabytes):
+    # arXiv:1910.02054, figure 1: 7.5 billion parameters take 120 GB, and 1.9 GB where 64 GPUs share all.
+    held = model(shards=gpus)
+    per_parameter = (held.weights + held.gradients + held.optimizer) / SHAPE.parameters()
+    assert per_parameter * 7.5e9 / 1e9 == pytest.approx(gigabytes, rel=0.02)
+
+
+def test_activations_by_hand():
+    # Of one token in bf16: norms 2·(4 + 4)·8 = 128, head norms (4 + 2)·(8 + 4) = 72,
+    # attention 2·(2·8 + 2·4) = 48, feed-forward 4·2·12 = 96.
+    held = model(shards=2)
+    assert held.layer_activations == 128 + 72 + 48 + 96
+    # Kept with checkpointing: the input of each layer, 2·8, and the last norm's input and value, 6·8.
+    assert held.kept_activations(5) == 5 * (2 * 16 + 48)
+    assert replace(held, checkpoints=False).kept_activations(5) == 5 * (2 * 344 + 48)
+
+
+def test_a_training_pass_by_hand():
+    held = model(shards=2)
+    # While a layer is computed again: inputs of layers, one layer and two gradients of 2·(12 + 8) bytes per token;
+    # root and the head's gradient 2·160 + 2·80, two gathered layers and a gradient in bf16 and fp32, 10·504.
+    parts = held.training_pass(100)
+    assert parts["activations"] == 100 * (80 + 344 + 2 * 2 * 20)
+    assert parts["gathered"] == 2 * ROOT + 2 * 80 + 10 * LAYER
+    # At the head all of 100·10 logits, four in fp32 and one in bf16, are the most where the vocabulary is large.
+    wide = replace(held, shape=replace(SHAPE, vocabulary=10_000))
+    assert wide.training_pass(100)["logits"] == 100 * 10_000 * 18
+    assert wide.training_pass(100, head_tokens=50)["logits"] == 50 * 10_000 * 18
+    assert LOGITS_AT_ONCE == CHUNK_ELEMENTS
+
+
+def test_ranks_that_share_a_sequence_share_its_activations():
+    one, two = model(shards=2).training_pass(4096), model(shards=2, sequence=2).training_pass(4096)
+    assert two["activations"] == one["activations"] / 2
+    assert two["gathered"] == one["gathered"]

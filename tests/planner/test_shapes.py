@@ -1,0 +1,59 @@
+"""Parameters counted from config.json alone, against published models and those that Transformers builds."""
+
+import json
+
+import pytest
+
+from verl.errors import ConfigError
+from verl.planner.shapes import ModelShape
+from verl.testing.models import tiny_model
+
+QWEN_7B = {
+    "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
+}  # fmt: skip
+LLAMA_8B = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "count"), [(QWEN_7B, 7_615_616_512), (LLAMA_8B, 8_030_261_248)])
+def test_published_counts(fields, count):
+    assert ModelShape.of(fields, "config.json").parameters() == count
+
+
+@pytest.mark.parametrize("family", ["gemma", "llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_counts_are_those_of_transformers(family, tied):
+    model = tiny_model(family, num_hidden_layers=3, tie_word_embeddings=tied)
+    fields = json.loads(model.config.to_json_string(use_diff=False))
+    assert ModelShape.of(fields, "config.json").parameters() == sum(p.numel() for p in model.parameters())
+
+
+def test_experts_and_value_heads_by_hand():
+    # One layer, hidden 4, 2 heads of 2, 1 key head: q 4·4, k and v 2·(4·2), o 4·4 = 48; norms 2·4, head norms 2·2.
+    # 3 experts of width 5: 3·3·(4·5) = 180, router 3·4 = 12. Embedding and head 2·(7·4) = 56, last norm 4.
+    fields = {
+        "model_type": "qwen3_moe", "hidden_size": 4, "intermediate_size": 9, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 2, "vocab_size": 7, "num_experts": 3,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 5, "tie_word_embeddings": False,
+    }  # fmt: skip
+    shape = ModelShape.of(fields, "config.json")
+    assert shape.parameters() == 48 + 12 + 180 + 12 + 56 + 4
+    # A value head has 4 weights and a bias in place of the 28 weights of the other head.
+    assert shape.parameters(outputs=1) == shape.parameters() - 28 + 5
+    assert shape.kv_bytes(2) == 2 * 1 * 2 * 2
+    # LoRA of rank 2: on q_proj 2·(4 + 4), on v_proj 2·(4 + 2).
+    assert shape.adapter_parameters(2, ("q_proj", "v_proj")) == 16 + 12
+
+
+def test_refused_are_other_models_and_missing_files(tmp_path):
+    with pytest.raises(ConfigError, match="model_type=mamba is not planned for"):
+        ModelShape.of({"model_type": "mamba"}, "config.json")
+    with pytest.raises(ConfigError, match="vocab_size must be"):
+        ModelShape.of({key: value for key, value in QWEN_7B.items() if key != "vocab_size"}, "config.json")
+    with pytest.raises(ConfigError, match=r"holds no config\.json"):
+        ModelShape.read(str(tmp_path))
+    with pytest.raises(ConfigError, match="there is no folder"):
+        ModelShape.read(str(tmp_path / "none"))

@@ -1,0 +1,105 @@
+"""The command `verl plan`: what it loads, what it says, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.planner.test_shapes import QWEN_7B
+from verl.algorithms import adv_needs
+from verl.algorithms.estimator_registry import ESTIMATORS
+from verl.errors import ConfigError
+from verl.planner.advice import changes, with_settings
+from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, make_plan
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN_7B))
+    return tmp_path
+
+
+def plan_of(folder, *words):
+    path = f"actor_rollout_ref.model.path={folder}"
+    usual = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
+    return make_plan([path, *usual, "data.max_response_length=3584", *words])[0]
+
+
+def test_the_command_answers_without_torch(folder):
+    words = ["plan", f"actor_rollout_ref.model.path={folder}", "--gpus", "64", "--gpu", "H100", "--json"]
+    code = (
+        f"import sys; sys.modules.update(torch=None, transformers=None, ray=None); sys.argv[1:] = {words!r}\n"
+        "from verl.cli.main import main; main()"
+    )
+    settings = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
+    code = code.replace("'--gpus'", f"*{settings!r}, '--gpus'")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["fits"]
+    assert found["parameters"] == 7_615_616_512
+    assert [stage["name"] for stage in found["stages"]] == ["rollout", "old log-probs", "actor update"]
+    assert found["tokens_per_second"] > 0
+
+
+def test_estimators_are_those_that_are_registered():
+    ours = {name for name in ESTIMATORS.names() if adv_needs(name).function.__module__.startswith("verl.")}
+    assert {name for name in ours if "values" in adv_needs(name).columns} == set(WITH_CRITIC)
+    assert ours - set(WITH_CRITIC) == set(WITHOUT_CRITIC)
+
+
+def test_a_run_that_is_too_large_is_told_what_makes_it_fit(folder):
+    # 7.6 billion parameters take 16 bytes each: 122 GB on one GPU, 61 GB on two, and activations come on top.
+    alone = plan_of(folder, "--gpus", "1")
+    assert alone.excess > 40e9
+    assert not any(change.fits for change in changes(alone))
+    long = plan_of(folder, "--gpus", "4", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32")
+    assert long.excess > 0
+    advice = changes(long)
+    assert advice[-1].fits
+    config = long.config
+    for change in advice:
+        config = with_settings(config, change.settings)
+    update = plan_of(folder, "--gpus", "4").stages[-1]
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu <= update.largest < 32
+
+
+def test_the_largest_micro_batch_is_the_largest(folder):
+    largest = plan_of(folder, "--gpus", "8").stages[-1].largest
+    key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    assert plan_of(folder, "--gpus", "8", f"{key}={largest}").excess <= 0
+    assert plan_of(folder, "--gpus", "8", f"{key}={largest + 1}").excess > 0
+
+
+def test_offload_ulysses_and_adapters_take_less(folder):
+    def peak(*words):
+        return max(stage.bytes for stage in plan_of(folder, "--gpus", "8", *words).stages[1:])
+
+    usual = peak()
+    assert peak("actor_rollout_ref.model.lora_rank=32") < usual
+    assert peak("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2") < usual
+    assert peak("actor_rollout_ref.model.enable_gradient_checkpointing=false") > usual
+    critic = ["algorithm.adv_estimator=gae", f"critic.model.path={folder}", "critic.ppo_micro_batch_size_per_gpu=2"]
+    assert peak(*critic) > usual
+    assert peak(*critic, "critic.model.fsdp_config.optimizer_offload=true") < peak(*critic)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--gpu", "h1000"], "no figures of it are known. Did you mean 'h100'"),
+        (["--gpus", "12"], "nodes of 8 GPUs do not add up"),
+        (["--gpus", "16", "trainer.nnodes=3"], "nodes of 8 GPUs are another number"),
+        (["data.train_batch_sise=4"], "train_batch_size"),
+        (["actor_rollout_ref.actor.fsdp_config.fsdp_size=3", "--gpus", "8"], "must divide"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(folder, words, said):
+    with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
+        _ = plan_of(folder, *words).stages

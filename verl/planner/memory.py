@@ -1,0 +1,210 @@
+"""Bytes of one model on one rank: what it keeps, and what a pass over some tokens takes besides.
+
+Under FSDP2 every rank stores a part of each parameter in ``model_dtype``, its gradient and Adam's two moments in the
+same format. A pass gathers one decoder layer after another in the format of the computation, and the root (embedding
+and head) for the whole of it. Under Megatron a rank computes with the weights that it stores; gradients lie in fp32
+buffers, and the optimizer has fp32 weights and two moments.
+
+Activations are those that autograd keeps of Transformers' layers. With b bytes per number of the computation, H the
+hidden size, A the width of queries, K that of keys, I the inner width of the feed-forward layer, one layer keeps of
+each token
+
+    norms          2 · (4 + 2b) H     input in fp32, normed value, output
+    head norms     (4 + b) (A + K)    where queries and keys are normalised
+    attention      b · (2A + 2K)      queries, keys, values, output
+    feed-forward   4b · I             gate, its activation, up, their product
+
+or with gradient checkpointing only its input, b · H, while one layer at a time is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from verl.planner.shapes import ModelShape
+
+LOGITS_AT_ONCE = 2**25
+"""Logits in memory at once: as :data:`verl.workers.engine.fsdp.head.CHUNK_ELEMENTS`."""
+_ADAM_MOMENTS = 2
+BYTES = {"fp32": 4, "float32": 4, "bf16": 2, "bfloat16": 2, "fp16": 2, "float16": 2}
+"""Bytes of one number by the name of its format."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLayout:
+    """How ranks share one model."""
+
+    shards: int = 1
+    """Ranks over which stored weights, gradients and optimizer state are divided (FSDP)."""
+    tensor: int = 1
+    """Ranks that share each weight matrix (Megatron)."""
+    pipeline: int = 1
+    """Ranks that share the layers (Megatron)."""
+    copies: int = 1
+    """Ranks over which Megatron divides the optimizer state."""
+    sequence: int = 1
+    """Ranks that share each sequence (Ulysses)."""
+    stored_bytes: int = 4
+    """Bytes of a stored parameter."""
+    compute_bytes: int = 2
+    """Bytes of a number inside the passes."""
+    is_gathered: bool = True
+    """Whether a pass computes with gathered copies: under FSDP, unless one rank stores what it computes with."""
+    reshards: bool = True
+    """Whether a layer's copy is freed after its forward pass."""
+    is_megatron: bool = False
+
+    @property
+    def ranks_per_model(self) -> int:
+        """Ranks that compute the same rows."""
+        return self.sequence * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMemory:
+    """One model on one rank.
+
+    Attributes:
+        outputs: width of the head; None is the vocabulary size.
+        trained: parameters that are trained: all, those of adapters, or 0 for a frozen model.
+        checkpoints: whether layers are computed again in the backward pass.
+    """
+
+    shape: ModelShape
+    layout: RankLayout
+    trained: int
+    checkpoints: bool = True
+    outputs: int | None = None
+    adapters: int = 0
+    """Parameters of adapters, stored in fp32 beside the model's."""
+
+    # ---- what lies in memory between passes
+
+    @property
+    def _model_ranks(self) -> int:
+        return self.layout.tensor * self.layout.pipeline
+
+    @property
+    def weights(self) -> float:
+        """Bytes of the stored weights."""
+        lay = self.layout
+        stored = self.shape.parameters(self.outputs) * lay.stored_bytes + self.adapters * 4
+        return stored / lay.shards / self._model_ranks
+
+    @property
+    def gradients(self) -> float:
+        """Bytes of the gradients between backward pass and optimizer step."""
+        lay = self.layout
+        size = 4 if lay.is_megatron or self.adapters else lay.stored_bytes
+        return self.trained * size / lay.shards / self._model_ranks
+
+    @property
+    def optimizer(self) -> float:
+        """Bytes of Adam's moments, and under Megatron of the fp32 weights."""
+        lay = self.layout
+        if lay.is_megatron:
+            per_parameter = 4 * _ADAM_MOMENTS + (4 if lay.stored_bytes < 4 else 0)
+            return self.trained * per_parameter / self._model_ranks / lay.copies
+        size = 4 if self.adapters else lay.stored_bytes
+        return self.trained * size * _ADAM_MOMENTS / lay.shards
+
+    # ---- what a pass takes
+
+    @property
+    def layer_activations(self) -> float:
+        """Bytes that one layer keeps for its backward pass, per token of this rank's part."""
+        s, b = self.shape, self.layout.compute_bytes
+        dense_share = s.dense_layers / s.layers
+        width = dense_share * s.feed_forward + (1 - dense_share) * s.active_experts * s.expert_width
+        # Experts' inputs and outputs are copies, sorted by expert.
+        routed = (1 - dense_share) * s.active_experts * s.hidden * b * 3
+        norms = 2 * (4 + 2 * b) * s.hidden
+        head_norms = (4 + b) * (s.attention_width + s.kv_width) if s.has_head_norms else 0
+        attention = b * (2 * s.attention_width + 2 * s.kv_width)
+        return (norms + head_norms + attention + 4 * b * width + routed) / self.layout.tensor
+
+    def kept_activations(self, tokens: float) -> float:
+        """Bytes that all layers keep of ``tokens`` tokens of this rank's part until their backward passes."""
+        s, lay = self.shape, self.layout
+        per_layer = lay.compute_bytes * s.hidden / lay.tensor if self.checkpoints else self.layer_activations
+        # Megatron's first stage keeps as many micro-batches as there are stages, of its part of the layers each.
+        return tokens * (per_layer * s.layers + (4 + lay.compute_bytes) * s.hidden)
+
+    def logits(self, tokens: float, with_gradient: bool) -> float:
+        """Bytes of the logits that are in memory at once: four copies in fp32, and one in another compute format."""
+        if self.outputs is not None:
+            return 0.0
+        vocabulary = self.shape.vocabulary / self.layout.tensor
+        at_once = min(tokens * vocabulary, max(LOGITS_AT_ONCE, vocabulary))
+        converted = self.layout.compute_bytes if self.layout.compute_bytes < 4 else 0
+        return at_once * ((4 * 4 if with_gradient else 2 * 4) + converted)
+
+    def _gathered_layers(self, with_gradient: bool) -> float:
+        lay = self.layout
+        if lay.is_megatron or not lay.is_gathered:
+            return 0.0
+        size = self.shape.layer_parameters
+        if not lay.reshards:
+            return size * self.shape.layers * lay.compute_bytes + (
+                size * (lay.compute_bytes + 4) if with_gradient else 0
+            )
+        # This layer's, the next one's, and the gradient in the format of the computation and of the reduction.
+        trains = with_gradient and not self.adapters
+        return size * (2 * lay.compute_bytes + (lay.compute_bytes + 4 if trains else 0))
+
+    def _root(self) -> tuple[float, float]:
+        """Bytes of embedding and head as gathered, and of the gradient of the head alone."""
+        s, b = self.shape, self.layout.compute_bytes
+        if self.layout.is_megatron or not self.layout.is_gathered:
+            return 0.0, 0.0
+        head = s.head_parameters(self.outputs) or s.embedding_parameters
+        total = s.embedding_parameters + s.head_parameters(self.outputs)
+        trains = self.trained > 0 and not self.adapters
+        return total * b, head * b if trains else 0.0
+
+    def training_pass(self, tokens: float, head_tokens: float | None = None) -> Mapping[str, float]:
+        """Bytes at the highest point of a forward and backward pass, by part.
+
+        Args:
+            tokens: tokens of the micro-batch over the ranks that share it.
+            head_tokens: those at which log-probs are computed; None is all.
+        """
+        lay = self.layout
+        own = tokens / lay.sequence
+        kept = self.kept_activations(own)
+        root, head_gradient = self._root()
+        head = self.logits((tokens if head_tokens is None else head_tokens) / lay.sequence, with_gradient=True)
+        layer = own * (self.layer_activations if self.checkpoints else 0)
+        layer += own * 2 * lay.compute_bytes * (self.shape.feed_forward / lay.tensor + self.shape.hidden)  # gradients
+        s = self.shape
+        everything = s.embedding_parameters + s.head_parameters(self.outputs)
+        moments = {
+            "logits": {
+                "activations": kept + own * lay.compute_bytes * self.shape.hidden,
+                "gathered": root + head_gradient,
+                "logits": head,
+            },
+            "layer": {
+                "activations": kept + layer,
+                "gathered": root + head_gradient + self._gathered_layers(with_gradient=True),
+                "logits": 0.0,
+            },
+            "root": {  # its gradients, once more in the format of the reduction
+                "activations": 0.0,
+                "gathered": root * 2 + everything * 4 if head_gradient else root,
+                "logits": 0.0,
+            },
+        }
+        return max(moments.values(), key=lambda parts: sum(parts.values()))
+
+    def inference_pass(self, tokens: float, head_tokens: float | None = None) -> Mapping[str, float]:
+        """As :meth:`training_pass`, without gradients."""
+        s, lay = self.shape, self.layout
+        own, b = tokens / lay.sequence, lay.compute_bytes
+        root, _ = self._root()
+        at_once = own * ((4 + 3 * b) * s.hidden + 3 * b * s.feed_forward / lay.tensor)
+        head = self.logits((tokens if head_tokens is None else head_tokens) / lay.sequence, with_gradient=False)
+        layers = {"activations": at_once, "gathered": root + self._gathered_layers(with_gradient=False), "logits": 0.0}
+        last = {"activations": own * 2 * b * s.hidden, "gathered": root, "logits": head}
+        return max((layers, last), key=lambda parts: sum(parts.values()))

@@ -1,0 +1,385 @@
+"""The stages of one training step: what lies in a rank's memory in each, and how long it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from verl.config import FSDPEngineConfig, HFModelConfig, PPOConfig
+from verl.config.megatron import McoreEngineConfig
+from verl.config.rollout import OTHER_PROGRAMS
+from verl.errors import ConfigError
+from verl.planner.hardware import Cluster
+from verl.planner.memory import BYTES, ModelMemory, RankLayout
+from verl.planner.shapes import ModelShape
+from verl.planner.timing import Work, generation_seconds, pass_seconds
+
+_ENGINE_RESERVE = 2e9
+"""Bytes that vLLM and SGLang need for activations and graphs beside weights and keys. An assumption."""
+
+
+@dataclass(frozen=True)
+class OtherModels:
+    """Models of a run besides the policy."""
+
+    critic: bool
+    reference: bool
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a step."""
+
+    name: str
+    parts: Mapping[str, float]
+    """Part → bytes on one rank at the stage's highest point."""
+    seconds: float
+    micro_batch_key: str = ""
+    """Key of the micro-batch size of its passes."""
+    micro_batch: int | None = None
+    """Sequences, or with dynamic batches tokens, of a pass on one rank; None is not set."""
+    largest: int | None = None
+    """The largest that fits, at most the rows or tokens that a rank has; 0 if none does."""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model on the ranks of the run, and what of it leaves the device while it is idle."""
+
+    name: str
+    memory: ModelMemory
+    keeps_weights: bool
+    keeps_optimizer: bool
+
+    @property
+    def idle_bytes(self) -> float:
+        """Bytes on the device while other models work."""
+        weights = self.memory.weights if self.keeps_weights else 0.0
+        buffers = self.memory.gradients if self.memory.layout.is_megatron else 0.0
+        return weights + buffers + (self.memory.optimizer if self.keeps_optimizer else 0.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Memory and time of a step.
+
+    Args:
+        config: checked for types and bounds; files need not exist.
+        cluster: where it is to run.
+        needs: models besides the policy.
+        shapes: path → shape of a model, to be filled: each config.json is read once.
+        prompt: tokens of a prompt; None is the longest.
+        response: tokens of a response; None is the longest.
+    """
+
+    config: PPOConfig
+    cluster: Cluster
+    needs: OtherModels
+    shapes: dict[str, ModelShape] = field(default_factory=dict, compare=False)
+    prompt: int | None = None
+    response: int | None = None
+
+    # ---- sizes
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of the run."""
+        return self.cluster.gpus
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of the longest row, which memory must hold."""
+        data = self.config.data
+        return data.max_prompt_length + data.max_response_length
+
+    def rows(self, shared_by: int) -> int:
+        """Rows of a step on each group of ranks that share them."""
+        total = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        return max(1, total * shared_by // self.ranks)
+
+    def work(self, shared_by: int) -> Work:
+        """Rows of a step, with their expected lengths."""
+        data = self.config.data
+        return Work(
+            self.rows(shared_by), self.prompt or data.max_prompt_length, self.response or data.max_response_length
+        )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of prompts and responses of one step over all ranks."""
+        rows = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        work = self.work(1)
+        return rows * (work.prompt + work.response)
+
+    # ---- models
+
+    def _shape(self, path: str, overrides: Mapping[str, object]) -> ModelShape:
+        if path not in self.shapes:
+            self.shapes[path] = ModelShape.read(path, overrides)
+        return self.shapes[path]
+
+    @cached_property
+    def models(self) -> dict[str, Held]:
+        """Models on the ranks, by name."""
+        roles = self.config.actor_rollout_ref
+        model = roles.model
+        shape = self._shape(model.hf_config_path or model.path, model.override_config)
+        held = {"actor": self._held("actor", shape, model, roles.actor.placement, True, None)}
+        if self.needs.reference and not model.has_adapters:
+            held["reference"] = self._held("reference", shape, model, roles.ref.placement, False, None)
+        if self.needs.critic:
+            critic = self.config.critic
+            own = HFModelConfig(
+                path=critic.model.path,
+                lora_rank=critic.model.lora_rank,
+                target_modules=critic.model.target_modules,
+                enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+            )
+            value_shape = self._shape(critic.model.path, critic.model.override_config)
+            held["critic"] = self._held("critic", value_shape, own, critic.placement, True, 1)
+        return held
+
+    def _held(
+        self,
+        name: str,
+        shape: ModelShape,
+        model: HFModelConfig,
+        placement: FSDPEngineConfig | McoreEngineConfig,
+        is_trained: bool,
+        outputs: int | None,
+    ) -> Held:
+        adapters = _adapter_parameters(shape, model) if is_trained else 0
+        memory = ModelMemory(
+            shape=shape,
+            layout=layout_of(placement, self.ranks, adapters > 0),
+            trained=(adapters or shape.parameters(outputs)) if is_trained else 0,
+            checkpoints=model.enable_gradient_checkpointing,
+            outputs=outputs,
+            adapters=adapters,
+        )
+        return Held(name, memory, not placement.param_offload, not placement.optimizer_offload)
+
+    # ---- stages
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """All stages of a step, in their order."""
+        roles = self.config.actor_rollout_ref
+        actor, rollout = roles.actor, roles.rollout
+        section = "actor_rollout_ref"
+        found = [self._rollout()]
+        size = rollout.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
+        if self._recomputes:
+            found.append(
+                self._pass(
+                    "old log-probs",
+                    "actor",
+                    False,
+                    f"{section}.rollout.log_prob",
+                    rollout.log_prob_max_token_len_per_gpu if rollout.log_prob_use_dynamic_bsz else None,
+                    size,
+                )
+            )
+        if "reference" in self.models:
+            ref = roles.ref
+            found.append(
+                self._pass(
+                    "reference log-probs",
+                    "reference",
+                    False,
+                    f"{section}.ref.log_prob",
+                    ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,
+                    ref.log_prob_micro_batch_size_per_gpu or size,
+                )
+            )
+        if "critic" in self.models:
+            critic = self.config.critic
+            dynamic = critic.forward_max_token_len_per_gpu if critic.use_dynamic_bsz else None
+            forward = critic.forward_micro_batch_size_per_gpu or critic.ppo_micro_batch_size_per_gpu
+            found.append(self._pass("values", "critic", False, "critic.forward", dynamic, forward))
+            dynamic = critic.ppo_max_token_len_per_gpu if critic.use_dynamic_bsz else None
+            size = critic.ppo_micro_batch_size_per_gpu
+            found.append(self._pass("critic update", "critic", True, "critic.ppo", dynamic, size, critic.ppo_epochs))
+        dynamic = actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None
+        size = actor.ppo_micro_batch_size_per_gpu
+        found.append(self._pass("actor update", "actor", True, f"{section}.actor.ppo", dynamic, size, actor.ppo_epochs))
+        return found
+
+    @property
+    def _recomputes(self) -> bool:
+        actor, data = self.config.actor_rollout_ref.actor, self.config.data
+        one_update = actor.ppo_mini_batch_size >= data.train_batch_size and actor.ppo_epochs == 1
+        return actor.recompute_old_log_probs == "always" or not one_update
+
+    def _idle(self, except_for: str) -> dict[str, float]:
+        return {name: held.idle_bytes for name, held in self.models.items() if name != except_for and held.idle_bytes}
+
+    @property
+    def _engine_leaves(self) -> float:
+        """Bytes that the rollout engine keeps while models are trained."""
+        rollout = self.config.actor_rollout_ref.rollout
+        return 0.0 if rollout.free_cache_engine else sum(self._engine(0.0)[0].values())
+
+    def _pass(
+        self,
+        name: str,
+        model: str,
+        trains: bool,
+        key: str,
+        tokens: int | None,
+        sequences: int | None,
+        epochs: int = 1,
+    ) -> Stage:
+        held = self.models[model]
+        memory, lay = held.memory, held.memory.layout
+        base = self._idle(model) | {f"{model} weights": memory.weights}
+        if trains:
+            base |= {f"{model} gradients": memory.gradients, f"{model} optimizer": memory.optimizer}
+        elif held.keeps_optimizer and memory.optimizer:
+            base |= {f"{model} optimizer": memory.optimizer}
+        if self._engine_leaves:
+            base["rollout engine"] = self._engine_leaves
+        share = self.config.data.max_response_length / self.row_tokens
+        # A micro-batch of tokens counts those of one rank, and Ulysses multiplies it.
+        unit = lay.sequence if tokens is not None else self.row_tokens
+        count = tokens if tokens is not None else sequences
+        rows = self.rows(lay.ranks_per_model)
+        most = rows if tokens is None else rows * self.row_tokens // lay.sequence
+
+        def parts(size: int) -> dict[str, float]:
+            measure = memory.training_pass if trains else memory.inference_pass
+            return base | dict(measure(size * unit, size * unit * share))
+
+        least = 1 if tokens is None else max(1, self.row_tokens // lay.sequence)
+        largest = self._largest(lambda size: sum(parts(size).values()), least, max(least, most))
+        shown = count or max(least, largest)
+        seconds = epochs * pass_seconds(memory, self.cluster, self.work(lay.ranks_per_model), shown * unit, trains)
+        full = f"{key}_max_token_len_per_gpu" if tokens is not None else f"{key}_micro_batch_size_per_gpu"
+        return Stage(name, parts(min(shown, max(least, most))), seconds, full, count, largest)
+
+    def _largest(self, bytes_of: Callable[[int], float], least: int, most: int) -> int:
+        """Return the largest size from ``least`` to ``most`` that fits into memory; 0 if none does."""
+        if bytes_of(least) > self.cluster.usable_bytes:
+            return 0
+        low, high = least, most
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if bytes_of(middle) <= self.cluster.usable_bytes else (low, middle - 1)
+        return low
+
+    # ---- the rollout
+
+    def _engine(self, resident: float) -> tuple[dict[str, float], int]:
+        """Return part → bytes of the rollout engine on one rank, and how many rows it runs at once."""
+        rollout, actor = self.config.actor_rollout_ref.rollout, self.models["actor"].memory
+        size, ranks = BYTES[rollout.dtype], rollout.tensor_model_parallel_size
+        shape = actor.shape
+        weights = shape.parameters() * size / ranks / rollout.pipeline_model_parallel_size
+        row = self.row_tokens * shape.kv_bytes(size) / ranks / rollout.pipeline_model_parallel_size
+        rows = min(self.rows(ranks * rollout.pipeline_model_parallel_size), rollout.max_num_seqs)
+        if rollout.name in OTHER_PROGRAMS:
+            memory = self.cluster.memory_gb * 1e9 * rollout.gpu_memory_utilization
+            room = memory - weights - _ENGINE_RESERVE
+            parts = {"engine weights": weights, "engine reserve": _ENGINE_RESERVE, "KV cache": max(0.0, room)}
+            return parts, min(rows, int(max(0.0, room) // row))
+        if not actor.layout.is_gathered and not actor.adapters and actor.layout.stored_bytes == size:
+            weights = 0.0  # the trainer's own
+        free = self.cluster.usable_bytes - resident - weights
+        allowed = max(0.0, free) * rollout.gpu_memory_utilization
+        at_once = min(rows, int(allowed // row))
+        return {"engine weights": weights, "KV cache": max(1, at_once) * row}, at_once
+
+    def _rollout(self) -> Stage:
+        rollout = self.config.actor_rollout_ref.rollout
+        resident = self._idle("")
+        parts, at_once = self._engine(sum(resident.values()))
+        ranks = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
+        memory = self.models["actor"].memory
+        work = self.work(ranks)
+        seconds = generation_seconds(memory, self.cluster, work, ranks, max(1, at_once), BYTES[rollout.dtype])
+        return Stage("rollout", resident | parts, seconds, "rows at once", self.rows(ranks), at_once)
+
+    # ---- the whole
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def excess(self) -> float:
+        """Bytes by which the worst stage is too large; at most 0 if all fit."""
+        worst = max(stage.bytes for stage in self.stages) - self.cluster.usable_bytes
+        no_row = self.stages[0].largest == 0
+        return max(worst, 1.0) if no_row else worst
+
+
+def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_adapters: bool) -> RankLayout:
+    """Return how ``ranks`` ranks share a model.
+
+    Raises:
+        ConfigError: its sizes do not divide the ranks.
+    """
+    if isinstance(placement, McoreEngineConfig):
+        tensor, pipeline = placement.tensor_model_parallel_size, placement.pipeline_model_parallel_size
+        if ranks % (tensor * pipeline):
+            raise ConfigError(
+                f"megatron.tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline}: their "
+                f"product does not divide the {ranks} GPUs of the plan."
+            )
+        if placement.expert_model_parallel_size > 1:
+            raise ConfigError(
+                f"megatron.expert_model_parallel_size={placement.expert_model_parallel_size}: experts that ranks share "
+                "are not planned for. Plan with 1."
+            )
+        size = BYTES[placement.dtype]
+        return RankLayout(
+            sequence=placement.context_parallel_size,
+            tensor=tensor,
+            pipeline=pipeline,
+            copies=ranks // tensor // pipeline if placement.use_distributed_optimizer else 1,
+            stored_bytes=size,
+            compute_bytes=size,
+            is_gathered=False,
+            is_megatron=True,
+        )
+    sequence = placement.ulysses_sequence_parallel_size
+    shards = ranks if not 0 < placement.fsdp_size < ranks else placement.fsdp_size
+    if ranks % sequence or ranks % shards:
+        raise ConfigError(
+            f"fsdp_config.ulysses_sequence_parallel_size={sequence} and fsdp_size={placement.fsdp_size} must divide "
+            f"the {ranks} GPUs of the plan."
+        )
+    chosen = placement.mixed_precision
+    compute = BYTES[chosen.param_dtype if chosen else placement.dtype]
+    stored = BYTES[placement.model_dtype]
+    return RankLayout(
+        shards=shards,
+        sequence=sequence,
+        stored_bytes=stored,
+        compute_bytes=compute,
+        is_gathered=shards > 1 or stored != compute or placement.offload_policy or has_adapters,
+        reshards=placement.reshard_after_forward,
+    )
+
+
+def _adapter_parameters(shape: ModelShape, model: HFModelConfig) -> int:
+    if not model.has_adapters:
+        return 0
+    if model.lora_rank <= 0:
+        raise ConfigError("lora_adapter_path: a plan does not read adapters. Set lora_rank to theirs instead.")
+    names = model.target_modules
+    if isinstance(names, str):
+        if names != "all-linear":
+            raise ConfigError(
+                f"target_modules={names}: a plan does not read regular expressions. Use all-linear, or a list of names "
+                "such as [q_proj,v_proj]."
+            )
+        return shape.adapter_parameters(model.lora_rank)
+    return shape.adapter_parameters(model.lora_rank, names)

@@ -1,0 +1,212 @@
+"""Sizes of a decoder's parts, from its ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from verl.errors import ConfigError
+from verl.utils.flops_counter import FlopsCounter
+
+FAMILIES = ("gemma", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""``model_type`` of models whose parameters and activations are counted; each is compared with Transformers."""
+
+_TIED = ("gemma",)
+"""Families whose head is their embedding unless the file says otherwise."""
+_HEAD_NORMS = ("qwen3", "qwen3_moe")
+"""Families that normalise queries and keys."""
+_BIASED_INPUTS = ("qwen2",)
+"""Families whose projections to queries, keys and values have a bias."""
+_FIELDS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+class _Fields(SimpleNamespace):
+    """Entries of config.json as attributes, in the form that FlopsCounter reads."""
+
+    def get_text_config(self) -> _Fields:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A decoder with rotary attention, RMS norms and gated feed-forward layers, dense or of experts."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    feed_forward: int
+    """Inner width of a dense layer."""
+    vocabulary: int
+    is_tied: bool
+    """Whether the head is the embedding."""
+    has_biases: bool
+    """Whether all projections of attention have a bias."""
+    dense_layers: int
+    """Layers without experts."""
+    experts: int
+    """Experts of the other layers."""
+    active_experts: int
+    """Experts that each token takes."""
+    expert_width: int
+    fields: Mapping[str, Any]
+    """Entries of config.json."""
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any], where: str) -> ModelShape:
+        """Read the entries of a config.json; ``where`` names it in errors.
+
+        Raises:
+            ConfigError: it is of a family that is not counted, or lacks an entry.
+        """
+        family = fields.get("model_type")
+        if family not in FAMILIES:
+            raise ConfigError(
+                f"{where}: model_type={family} is not planned for; its parts are of other sizes. Planned for are "
+                f"{', '.join(FAMILIES)}."
+            )
+        if missing := [name for name in _FIELDS if not isinstance(fields.get(name), int)]:
+            raise ConfigError(f"{where}: {', '.join(missing)} must be whole numbers. Take the model's own config.json.")
+        heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
+        experts = fields.get("num_experts") or fields.get("num_local_experts") or 0
+        dense = len(fields.get("mlp_only_layers") or ()) if experts else layers
+        return cls(
+            family=family,
+            layers=layers,
+            hidden=fields["hidden_size"],
+            heads=heads,
+            kv_heads=fields.get("num_key_value_heads") or heads,
+            head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
+            feed_forward=fields["intermediate_size"],
+            vocabulary=fields["vocab_size"],
+            is_tied=bool(fields.get("tie_word_embeddings", family in _TIED)),
+            has_biases=bool(fields.get("attention_bias", False)) and family not in _BIASED_INPUTS,
+            dense_layers=dense,
+            experts=experts,
+            active_experts=(fields.get("num_experts_per_tok") or 0) if experts else 0,
+            expert_width=fields.get("moe_intermediate_size") or fields["intermediate_size"],
+            fields=fields,
+        )
+
+    @classmethod
+    def read(cls, name_or_path: str, overrides: Mapping[str, Any] | None = None) -> ModelShape:
+        """Read the shape of a model folder, or of a name on the Hugging Face hub.
+
+        ``overrides`` replace entries of the file (``model.override_config``).
+
+        Raises:
+            ConfigError: there is no such file, or it describes another kind of model.
+        """
+        file = _config_file(name_or_path)
+        try:
+            fields = json.loads(file.read_text())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read as the config of a model: {error}.") from error
+        return cls.of({**fields, **(overrides or {})}, str(file))
+
+    @property
+    def attention_width(self) -> int:
+        """Width of all queries."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all keys."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def has_head_norms(self) -> bool:
+        """Whether queries and keys are normalised."""
+        return self.family in _HEAD_NORMS
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding."""
+        return self.vocabulary * self.hidden
+
+    def head_parameters(self, outputs: int | None = None) -> int:
+        """Parameters that only the head has; ``outputs`` is its width if it is not the vocabulary's."""
+        if outputs is not None:
+            return (self.hidden + 1) * outputs
+        return 0 if self.is_tied else self.embedding_parameters
+
+    @property
+    def linear_sizes(self) -> dict[str, tuple[int, int, int]]:
+        """Linear layers of all decoder layers: name → (inputs, outputs, how many there are)."""
+        h, a, kv = self.hidden, self.attention_width, self.kv_width
+        sparse = (self.layers - self.dense_layers) * self.experts
+        found = {
+            "q_proj": (h, a, self.layers),
+            "k_proj": (h, kv, self.layers),
+            "v_proj": (h, kv, self.layers),
+            "o_proj": (a, h, self.layers),
+        }
+        for name, width, count in (
+            ("", self.feed_forward, self.dense_layers),
+            ("experts.", self.expert_width, sparse),
+        ):
+            if count:
+                found |= {f"{name}gate_proj": (h, width, count), f"{name}up_proj": (h, width, count)}
+                found[f"{name}down_proj"] = (width, h, count)
+        return found
+
+    @property
+    def layer_parameters(self) -> float:
+        """Parameters of a decoder layer, on average."""
+        h = self.hidden
+        linear = sum(inputs * outputs * count for inputs, outputs, count in self.linear_sizes.values())
+        routers = (self.layers - self.dense_layers) * self.experts * h
+        norms = 2 * h + (2 * self.head_dim if self.has_head_norms else 0)
+        biases = self.attention_width + 2 * self.kv_width if self.has_biases or self.family in _BIASED_INPUTS else 0
+        biases += h if self.has_biases else 0
+        return (linear + routers) / self.layers + norms + biases
+
+    def parameters(self, outputs: int | None = None) -> int:
+        """All parameters; ``outputs`` as in :meth:`head_parameters`."""
+        layers = round(self.layer_parameters * self.layers)
+        return layers + self.hidden + self.embedding_parameters + self.head_parameters(outputs)
+
+    def adapter_parameters(self, rank: int, names: tuple[str, ...] | None = None) -> int:
+        """Parameters of LoRA adapters of a rank on the linear layers with these endings; None is all of them."""
+        wanted = {
+            name: size
+            for name, size in self.linear_sizes.items()
+            if names is None or any(name.endswith(ending) for ending in names)
+        }
+        return sum(rank * (inputs + outputs) * count for inputs, outputs, count in wanted.values())
+
+    def kv_bytes(self, bytes_per_number: int) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+        return 2 * self.layers * self.kv_width * bytes_per_number
+
+    def flops(self, outputs: int | None = None, is_frozen: bool = False) -> FlopsCounter:
+        """Return the counter of the FLOPs of this model's passes."""
+        fields = {"num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, **self.fields}
+        config: Any = _Fields(**fields)
+        return FlopsCounter(config, outputs, is_frozen)
+
+
+def _config_file(name_or_path: str) -> Path:
+    folder = Path(name_or_path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{folder} holds no config.json. Name the folder of a model.")
+        return folder / "config.json"
+    if folder.is_absolute() or len(folder.parts) > 2:
+        raise ConfigError(f"there is no folder {folder}. Name the folder of a model, or its name on the hub.")
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(name_or_path, "config.json"))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"config.json of {name_or_path} is neither in a folder of that name nor to be had from the hub "
+            f"({type(error).__name__}). A file config.json in a folder is all that a plan needs."
+        ) from error

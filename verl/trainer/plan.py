@@ -1,0 +1,215 @@
+"""``python -m verl.trainer.plan``: memory and time of a run before it starts, on GPUs that need not be here.
+
+::
+
+    python -m verl.trainer.plan actor_rollout_ref.model.path=… data.train_batch_size=… --gpus 64 --gpu h100
+    verl plan … --gpus 8 --response_tokens 900 --mfu 0.35
+
+The settings are those of ``verl.trainer.main_ppo``; of the model only ``config.json`` is read. Exit status 1 says that
+a stage does not fit. docs/planning.md says what is counted and how well it agrees with what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from verl.config import PPOConfig
+from verl.config.problems import report
+from verl.errors import ConfigError, VerlError
+from verl.planner.advice import Change, changes
+from verl.planner.hardware import GPUS, Cluster, gpu_named
+from verl.planner.plan import OtherModels, Plan, Stage
+from verl.trainer.config.command_line import compose, keys_set, override_problems
+from verl.trainer.config.load import load_config
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.console import console, show
+
+_GB = 1e9
+PER_NODE = 8
+WITH_CRITIC = ("bi_level_gae", "gae")
+"""Estimators that read values."""
+WITHOUT_CRITIC = (
+    "gdpo", "gpg", "grpo", "grpo_passk", "grpo_per_turn", "grpo_vectorized", "maxrl", "opo", "optimal_token_baseline",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized",
+    "tir_optimal_token_baseline",
+)  # fmt: skip
+"""Estimators that read none. Of others the registry is asked, which imports PyTorch."""
+
+
+def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse a command line into options and settings."""
+    parser = argparse.ArgumentParser(
+        prog="verl plan",
+        usage="verl plan KEY=VALUE ... --gpus N --gpu NAME",
+        description="Memory and time of a run before it starts. KEY=VALUE are the settings of verl train.",
+    )
+    parser.add_argument("--gpus", type=int, help="number of GPUs; else that of trainer.nnodes and n_gpus_per_node")
+    parser.add_argument("--gpu", default="h100", help=f"their kind: {', '.join(GPUS)}; default h100")
+    parser.add_argument("--memory_gb", type=float, help="memory of one in 10^9 bytes, if not that of the data sheet")
+    parser.add_argument("--prompt_tokens", type=int, help="expected tokens of a prompt; else the longest")
+    parser.add_argument("--response_tokens", type=int, help="expected tokens of a response; else the longest")
+    parser.add_argument("--mfu", type=float, default=0.4, help="part of the peak FLOP/s that passes reach (0.4)")
+    parser.add_argument(
+        "--bandwidth_use", type=float, default=0.6, help="part of the memory bandwidth that decoding reaches (0.6)"
+    )
+    parser.add_argument(
+        "--network_gbit_s", type=float, default=400, help="bandwidth between nodes per GPU, in Gbit/s (400)"
+    )
+    parser.add_argument("--json", action="store_true", help="write the plan as JSON")
+    parser.add_argument("--config-name", "-cn", default="ppo_trainer", help="configuration file (ppo_trainer)")
+    options, rest = parser.parse_known_args(words)
+    if unknown := [word for word in rest if word.startswith("-")]:
+        parser.error(f"{' '.join(unknown)}: not an option here; --help lists all")
+    for name in ("gpus", "memory_gb", "prompt_tokens", "response_tokens", "mfu", "bandwidth_use", "network_gbit_s"):
+        value = getattr(options, name)
+        if value is not None and value <= 0:
+            parser.error(f"--{name} {value}: must be above 0")
+    return options, rest
+
+
+def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
+    """Make the plan of a command line.
+
+    Raises:
+        ConfigError: settings, model or GPUs cannot be planned with.
+    """
+    options, settings = arguments(words)
+    gpu = gpu_named(options.gpu)
+    if problems := override_problems(settings, PPOConfig):
+        raise ConfigError(report(problems))
+    if options.gpus:
+        settings = [*settings, *_placement(options.gpus, settings)]
+    composed = compose(settings, options.config_name)
+    config = load_config(composed, explicit=keys_set(settings), with_rules=False, with_algorithms=False)
+    cluster = Cluster(
+        gpu=gpu,
+        gpus=config.trainer.ranks,
+        gpus_per_node=config.trainer.n_gpus_per_node,
+        memory_gb=options.memory_gb or gpu.memory_gb,
+        mfu=options.mfu,
+        bandwidth_use=options.bandwidth_use,
+        network_bytes_per_s=options.network_gbit_s / 8 * 1e9,
+    )
+    estimator, critic = config.algorithm.adv_estimator, config.critic.enable
+    if critic is None:
+        known = estimator in (*WITH_CRITIC, *WITHOUT_CRITIC)
+        critic = estimator in WITH_CRITIC if known else need_critic(config)
+    needs = OtherModels(critic=critic, reference=need_reference_policy(config))
+    return Plan(config, cluster, needs, prompt=options.prompt_tokens, response=options.response_tokens), options
+
+
+def _placement(gpus: int, settings: list[str]) -> list[str]:
+    """Return the settings of nodes for ``gpus`` GPUs."""
+    given = {key: setting.partition("=")[2] for setting in settings for key in keys_set([setting])}
+    per_node = int(given.get("trainer.n_gpus_per_node", min(gpus, PER_NODE)))
+    if gpus % per_node:
+        raise ConfigError(
+            f"--gpus {gpus}: nodes of {per_node} GPUs do not add up to that. Use a multiple of {per_node}, or set "
+            "trainer.n_gpus_per_node."
+        )
+    nodes = gpus // per_node
+    if int(given.get("trainer.nnodes", nodes)) != nodes:
+        raise ConfigError(
+            f"--gpus {gpus}: trainer.nnodes={given['trainer.nnodes']} nodes of {per_node} GPUs are another number. "
+            "Leave one of them out."
+        )
+    return [f"trainer.n_gpus_per_node={per_node}", f"trainer.nnodes={nodes}"]
+
+
+def as_json(plan: Plan, advice: list[Change]) -> dict[str, Any]:
+    """Return the plan as plain values: bytes and seconds."""
+    return {
+        "gpus": plan.cluster.gpus,
+        "gpu": plan.cluster.gpu.name,
+        "usable_bytes": plan.cluster.usable_bytes,
+        "parameters": plan.models["actor"].memory.shape.parameters(),
+        "fits": plan.excess <= 0,
+        "stages": [
+            {
+                "name": stage.name,
+                "bytes": stage.bytes,
+                "parts": dict(stage.parts),
+                "seconds": stage.seconds,
+                "micro_batch_key": stage.micro_batch_key,
+                "micro_batch": stage.micro_batch,
+                "largest": stage.largest,
+            }
+            for stage in plan.stages
+        ],
+        "step_seconds": plan.seconds,
+        "tokens_per_second": plan.tokens_per_step / plan.seconds,
+        "changes": [
+            {"settings": dict(change.settings), "bytes": change.bytes, "fits": change.fits} for change in advice
+        ],
+    }
+
+
+def show_plan(plan: Plan, advice: list[Change]) -> None:
+    """Print the plan for people."""
+    from rich.table import Table
+
+    cluster, shape = plan.cluster, plan.models["actor"].memory.shape
+    nodes, usable = cluster.gpus // cluster.gpus_per_node, cluster.usable_bytes / _GB
+    show(
+        f"{shape.family}, {shape.parameters() / 1e9:.2f} billion parameters, on {cluster.gpus} x {cluster.gpu.name} "
+        f"({nodes} nodes): {usable:.0f} GB of each are for tensors, {cluster.reserved_gb:.0f} GB are kept for CUDA, "
+        "NCCL and the allocator"
+    )
+    memory = Table(title="Memory of one GPU at the highest point of each stage, GB", title_justify="left")
+    for name in ("stage", "in all", "parts"):
+        memory.add_column(name, justify="right" if name == "in all" else "left")
+    for stage in plan.stages:
+        parts = ", ".join(f"{name} {size / _GB:.1f}" for name, size in stage.parts.items() if size >= 0.05 * _GB)
+        fits = stage.bytes <= cluster.usable_bytes
+        memory.add_row(stage.name, f"{stage.bytes / _GB:.1f}{'' if fits else ' !'}", parts)
+    console().print(memory)
+    time = Table(title="One step", title_justify="left")
+    for name in ("stage", "seconds", "passes at a time", "largest that fits", "key"):
+        time.add_column(name, justify="left" if name in ("stage", "key") else "right")
+    for stage in plan.stages:
+        now = "not set" if stage.micro_batch is None else f"{stage.micro_batch:,}"
+        time.add_row(stage.name, f"{stage.seconds:.1f}", now, f"{stage.largest:,}", _short(stage))
+    console().print(time)
+    work, speed = plan.work(1), plan.tokens_per_step / plan.seconds
+    show(
+        f"{plan.seconds:.1f} s per step of {plan.tokens_per_step:,} tokens ({work.prompt} + {work.response} per row): "
+        f"{speed:,.0f} tokens/s, {speed / cluster.gpus:,.0f} per GPU, if passes reach {cluster.mfu:.0%} of the peak "
+        f"and decoding {cluster.bandwidth_use:.0%} of the bandwidth. Rewards and the driver are not counted."
+    )
+    if plan.excess <= 0:
+        return
+    worst = max(plan.stages, key=lambda stage: stage.bytes)
+    if worst.bytes > cluster.usable_bytes:
+        show(f"{worst.name} does not fit: {worst.bytes / _GB:.1f} GB of {cluster.usable_bytes / _GB:.1f} GB.")
+    else:
+        show("rollout does not fit: there is no room for the keys and values of one row.")
+    for change in advice:
+        show(f"  {change}   ({change.bytes / _GB:.1f} GB{', fits' if change.fits else ''})")
+    if not advice or not advice[-1].fits:
+        show("  No setting makes room enough: take more GPUs, shorter responses, or LoRA (model.lora_rank).")
+
+
+def _short(stage: Stage) -> str:
+    return stage.micro_batch_key.removeprefix("actor_rollout_ref.")
+
+
+def main() -> None:
+    """Plan, print, and end with status 1 if a stage does not fit, 2 if settings cannot be planned with."""
+    try:
+        plan, options = make_plan(sys.argv[1:])
+        advice = changes(plan)
+        if options.json:
+            sys.stdout.write(json.dumps(as_json(plan, advice), indent=2) + "\n")
+        else:
+            show_plan(plan, advice)
+    except VerlError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        raise SystemExit(2) from None
+    raise SystemExit(1 if plan.excess > 0 else 0)
+
+
+if __name__ == "__main__":
+    main()
