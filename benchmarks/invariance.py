@@ -26,6 +26,9 @@ FLOOR = 1e-2
 # Their terms are of size one and rounded in fp32, so they are compared on that scale.
 ROUNDING = ("training/rollout_", "rollout_corr/", "actor/ppo_kl", "critic/advantages/mean", "critic/vf_explained_var")
 
+NOT_STARTED = "The current node timed out during startup"
+"""Ray gives its processes 30 seconds, which a machine that computes other things may need; then we try again."""
+
 MEGATRON = [
     "trainer.controller=ray",
     "actor_rollout_ref.actor.strategy=megatron",
@@ -221,7 +224,10 @@ def run(name: str, overrides: list[str], model: Path, out: Path, estimator: str)
         *COMMON, *overrides,
     ]  # fmt: skip
     environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(log), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    for _ in range(5):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if NOT_STARTED not in done.stderr:
+            break
     if done.returncode:
         raise SystemExit(f"{name} failed:\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}")
     steps = []
