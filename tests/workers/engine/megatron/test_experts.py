@@ -6,7 +6,14 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
 from tests.workers.engine.megatron.support import another_engine, megatron_engine
-from tests.workers.engine.test_experts import CONFIGS, expected
+from tests.workers.engine.test_experts import (
+    BALANCED,
+    CONFIGS,
+    assert_same_update,
+    balanced_by,
+    balanced_update,
+    expected,
+)
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
@@ -99,6 +106,22 @@ def test_outputs_and_updates_are_those_of_plain_pytorch(paths, name, tmp_path):
     assert same(weights_of(again), weights_of(engine))
 
 
+@pytest.mark.parametrize(
+    ("name", "layout"), [("mixtral", "whole"), ("qwen3", "three"), ("qwen3, dense layer", "three")]
+)
+def test_the_balance_loss_is_that_of_all_tokens_at_once(paths, name, layout):
+    engine = megatron_engine(
+        paths[name], override_config=BALANCED, enable_gradient_checkpointing=layout == "three", use_remove_padding=False
+    )
+    assert_same_update(balanced_by(engine, ragged_batch(), layout), balanced_update(paths[name]))
+
+
+def balance(path, settings, layout, checkpointing):
+    engine = megatron_engine(path, override_config=BALANCED, enable_gradient_checkpointing=checkpointing, **settings)
+    mine = share(ragged_batch(), engine.get_data_parallel_rank(), engine.get_data_parallel_size())
+    return balanced_by(engine, mine, layout)
+
+
 def on_two_ranks(rank, world_size, folder, path):
     batch = torch.load(folder / "batch.pt", weights_only=False)
     found = {}
@@ -109,7 +132,8 @@ def on_two_ranks(rank, world_size, folder, path):
             metrics = engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
             engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
         found[case] = metrics, weights_of(engine)
-    torch.save(found, folder / f"rank_{rank}.pt")
+    balanced = balance(path, *CASES["pipeline"], checkpointing=True)
+    torch.save((found, balanced), folder / f"rank_{rank}.pt")
 
 
 def reshard(rank, world_size, folder, path):
@@ -157,7 +181,7 @@ def folder(paths, tmp_path_factory):
 def test_two_ranks_are_plain_pytorch(paths, folder, case):
     batch = torch.load(folder / "batch.pt", weights_only=False)
     expected_weights, norm = naive_update(paths["qwen3"], batch, CONFIG)
-    ranks = [torch.load(folder / f"rank_{rank}.pt", weights_only=False)[case] for rank in range(2)]
+    ranks = [torch.load(folder / f"rank_{rank}.pt", weights_only=False)[0][case] for rank in range(2)]
     assert same(ranks[0], ranks[1])
     metrics, weights = ranks[0]
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -167,11 +191,28 @@ def test_two_ranks_are_plain_pytorch(paths, folder, case):
         assert_close(weight, expected_weights[name], atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
+def test_stages_of_a_pipeline_balance_together(paths, folder):
+    for rank in range(2):
+        found = torch.load(folder / f"rank_{rank}.pt", weights_only=False)[1]
+        assert_same_update(found, balanced_update(paths["qwen3"]))
+
+
+def balance_in_all(rank, world_size, folder, path):
+    expected_update = torch.load(folder / "expected.pt", weights_only=False)
+    for settings, layout in ALL.values():
+        for checkpointing in (False, True):
+            assert_same_update(balance(path, settings, layout, checkpointing), expected_update)
+
+
+@pytest.mark.slow
+def test_every_layout_balances_alike(paths, tmp_path):
+    torch.save(balanced_update(paths["qwen3"]), tmp_path / "expected.pt")
+    run_ranks(balance_in_all, 2, tmp_path, paths["qwen3"])
+
+
 def test_what_cannot_be_computed_is_refused(paths, tmp_path):
     with pytest.raises(ConfigError, match="2 ranks share the experts, which does not divide the 1 ranks"):
         megatron_engine(paths["qwen3"], **EP)
     noisy = save(tmp_path / "noisy", "mixtral", router_jitter_noise=0.1)
     with pytest.raises(ConfigError, match="router_jitter_noise"):
         megatron_engine(noisy)
-    with pytest.raises(ConfigError, match=r"no balance loss of experts yet.*weight 0\.01"):
-        megatron_engine(paths["qwen3"], override_config={"router_aux_loss_coef": 0.01})

@@ -23,7 +23,7 @@ from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.engine.base import BaseEngine, EngineRegistry
-from verl.workers.engine.fsdp.experts import ExpertLoad, balance_coefficient, load_metrics
+from verl.workers.engine.fsdp.experts import balance_coefficient
 from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
 from verl.workers.engine.fsdp.model import ModelType
@@ -36,8 +36,8 @@ from verl.workers.engine.loss import (
     as_loss_function,
     gathered,
 )
+from verl.workers.engine.megatron.balance import Mixtures
 from verl.workers.engine.megatron.checkpoint import MegatronState
-from verl.workers.engine.megatron.experts import watched
 from verl.workers.engine.megatron.groups import Layout, join
 from verl.workers.engine.megatron.inputs import megatron_inputs
 from verl.workers.engine.megatron.library import (
@@ -95,7 +95,6 @@ class MegatronEngine(BaseEngine):
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: LambdaLR | None = None
         self.pass_sizes = PassSizes()
-        self._load = ExpertLoad()
         self.model: BuiltModel
         self._wrapped: Any
         self._contexts = 0
@@ -109,6 +108,8 @@ class MegatronEngine(BaseEngine):
         self.model = build(self.model_type, self.model_config, config, self.layout, self.device)
         self.model.module.requires_grad_(not config.forward_only).eval()
         self.weights = WeightGatherer(self.model.shapes, self.model.places)
+        weight = balance_coefficient(self.model.hf_config, self.model_config.override_config)
+        self.mixtures = Mixtures(self.model.module, self.layout, 0.0 if config.forward_only else weight)
         self._wrapped = self.model.module
         if config.forward_only:
             return
@@ -118,11 +119,6 @@ class MegatronEngine(BaseEngine):
             )
         if self.optimizer_config is None:
             raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
-        if weight := balance_coefficient(self.model.hf_config, self.model_config.override_config):
-            raise ConfigError(
-                f"strategy=megatron has no balance loss of experts yet, and model.override_config asks for one "
-                f"(weight {weight}). Leave router_aux_loss_coef and output_router_logits out, or use strategy=fsdp2."
-            )
         self._wrapped = DistributedDataParallel(
             config=self.model.module.config,
             ddp_config=DistributedDataParallelConfig(
@@ -241,38 +237,22 @@ class MegatronEngine(BaseEngine):
                 metrics.add(terms, part.num_tokens)
             return loss
 
+        def nothing(part: MicroBatch, inputs: ModelInputs, found: dict[str, Tensor]) -> Tensor:
+            return torch.zeros((), device=self.device)
+
         for attempt in self._attempts("train"):
             with attempt as limit:
                 metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
-                self._load = ExpertLoad()
+                self.mixtures.begin()
                 parts = list(split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit))
-                self._passes(parts, loss_fn.outputs, temperature, add, forward_only=False)
-        return self._on_all_stages(metrics, watch, group) | self._expert_metrics(group)
-
-    def _expert_metrics(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        if self.model.module.config.num_moe_experts is None or self.model_type != "language_model":
-            return {}
-        counts = self._load.total(group)
-        if counts.numel():
-            if self._divides_tokens:
-                dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
-            dist.all_reduce(counts, group=parallel_state.get_context_parallel_group())
-        stages = [counts] * self.layout.pipeline
-        dist.all_gather_object(stages, counts.cpu(), group=parallel_state.get_pipeline_model_parallel_group())
-        return load_metrics(torch.cat([part for part in stages if part.numel()]))
-
-    @property
-    def _divides_tokens(self) -> bool:
-        """Whether tensor-parallel ranks each have a part of the tokens between attention and feed-forward."""
-        return self.model.module.config.sequence_parallel
-
-    def _real(self, inputs: ModelInputs) -> Tensor:
-        """Whether each token that this rank's routers see is one of a sequence, (length, bsz)."""
-        assert inputs.attention_mask is not None
-        mask = inputs.attention_mask.t()
-        if not self._divides_tokens:
-            return mask
-        return mask.chunk(self.layout.tensor)[parallel_state.get_tensor_model_parallel_rank()]
+                if self.mixtures.weight:  # the loss needs the load of all tokens before the first gradient
+                    with torch.no_grad():
+                        self._passes(parts, frozenset(), temperature, nothing, forward_only=True, is_counted=True)
+                    self.mixtures.aim(group)
+                self._passes(parts, loss_fn.outputs, temperature, add, forward_only=False, is_counted=True)
+        found = self._on_all_stages(metrics, watch, group)
+        # A critic's would have the names of the actor's.
+        return found | self.mixtures.metrics(group) if self.model_type == "language_model" else found
 
     def _on_all_stages(self, metrics: MetricSum, watch: LossWatch, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Reduce metrics where they are, on the last pipeline stage, and tell the others."""
@@ -293,16 +273,17 @@ class MegatronEngine(BaseEngine):
         temperature: float,
         function: PassFunction,
         forward_only: bool,
+        is_counted: bool = False,
     ) -> None:
         """Run the passes by megatron-core's schedule: one after the other, or through the pipeline. Collective."""
 
         def step(data: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, dict]]]:
             part = next(data)
             inputs = self._inputs(part.data)
-            with watched(self.model.module, self._real(inputs)) as choices:
-                hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing)
-            if not forward_only and not part.is_filler:
-                self._load.add(choices)
+            assert inputs.attention_mask is not None
+            padding = torch.ones_like(inputs.attention_mask) if part.is_filler else ~inputs.attention_mask
+            with self.mixtures.watched(is_counted):
+                hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing, padding)
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
                 found = self._at(hidden, inputs, outputs, temperature)
@@ -329,7 +310,7 @@ class MegatronEngine(BaseEngine):
             self.model_config.use_remove_padding,
             self.device,
             at_token=self.model_type == "reward_model",
-            multiple=self.layout.tensor if self._divides_tokens else 1,
+            multiple=self.layout.tensor if self.model.module.config.sequence_parallel else 1,
             group=parallel_state.get_context_parallel_group() if self.layout.context > 1 else None,
         )
 
@@ -337,7 +318,7 @@ class MegatronEngine(BaseEngine):
         self, hidden: Tensor, inputs: ModelInputs, outputs: frozenset[str], temperature: float
     ) -> dict[str, Tensor]:
         """Compute ``outputs`` at the response tokens, (N,) each, from hidden states (bsz, length, hidden)."""
-        found = self._at_own(hidden, inputs, outputs, temperature)
+        found = self._at_own(hidden, inputs, outputs, temperature) if outputs else {}
         return found if inputs.share is None else {name: inputs.share.collect(x) for name, x in found.items()}
 
     def _at_own(

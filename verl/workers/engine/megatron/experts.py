@@ -7,14 +7,12 @@ compute them together need TransformerEngine or grouped_gemm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig
 
@@ -118,39 +116,43 @@ class TokenRouter(TopKRouter):
         self.experts = experts
         self.number = 0
         self.choices: Choices | None = None
+        """Where to keep what is chosen."""
+        self.pull: Tensor | None = None
+        """(experts,): gradient of the balance loss with respect to the router probability of each real token."""
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the weight of each expert for each token, and whether it was chosen, both (tokens, experts).
 
         Args:
             hidden: (length, bsz, hidden size); tokens are counted along the batch first.
-            padding_mask: not read: every token goes to experts.
+            padding_mask: (length, bsz), True on padding, which goes to experts but is not counted.
         """
         logits = functional.linear(hidden.flatten(0, 1), self.weight)
-        top, chosen = logits.softmax(-1, dtype=torch.float32).topk(self.experts.per_token, dim=-1)
+        probabilities = logits.softmax(-1, dtype=torch.float32)
+        top, chosen = probabilities.topk(self.experts.per_token, dim=-1)
         if self.experts.is_renormalised:
             top = top / top.sum(-1, keepdim=True)
         if not self.experts.has_fp32_weights:
             top = top.to(logits.dtype)
-        if self.choices is not None:
-            self.choices.add(self.number, logits, chosen)
         weights = top.new_zeros(logits.shape).scatter(1, chosen, top)
+        real = slice(None) if padding_mask is None else ~padding_mask.flatten()
+        if self.choices is not None:
+            self.choices.add(self.number, logits.detach()[real], chosen[real])
+        if self.pull is not None and torch.is_grad_enabled():
+            weights = _WithLoss.apply(weights, (probabilities[real] * self.pull).sum())
         return weights, torch.zeros_like(logits, dtype=torch.bool).scatter(1, chosen, True)
 
 
-@contextmanager
-def watched(model: nn.Module, real: Tensor) -> Iterator[Choices]:
-    """Keep what routers of ``model`` choose inside; ``real`` is False on padding, with tokens in the routers' order."""
-    # Not in the backward pass: recomputation runs routers again there.
-    choices = Choices(real)
-    routers = [module for module in model.modules() if isinstance(module, TokenRouter)]
-    for number, router in enumerate(routers):
-        router.number, router.choices = number, choices
-    try:
-        yield choices
-    finally:
-        for router in routers:
-            router.choices = None
+class _WithLoss(torch.autograd.Function):
+    """Adds a term to the loss, wherever that is computed: on another pipeline stage, after recomputation."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, term: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        return grads[0], torch.ones((), dtype=torch.float32, device=grads[0].device)
 
 
 def expert_layer(experts: Experts) -> Any:

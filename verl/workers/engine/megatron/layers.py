@@ -64,17 +64,21 @@ class Rotation(nn.Module):
 class DecoderModel(GPTModel):
     """megatron-core's decoder, whose copies of a tied embedding on two pipeline stages are both read from files."""
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, packing: Packing | None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor, packing: Packing | None, padding: Tensor) -> Tensor:
         """Compute hidden states of all tokens, (bsz, length, hidden); other stages return what the next one takes.
 
         Args:
             input_ids: (bsz, length), this rank's part if several share sequences.
             position_ids: same shape.
             packing: of a packed row, None for rows that are padded at their ends.
+            padding: (bsz, length), True on padding, which routers of experts do not count.
         """
         self.rotary_pos_emb.positions = position_ids, packing is not None
         packed = None if packing is None else PackedRow.of(packing)
-        return super().forward(input_ids, position_ids, None, packed_seq_params=packed)
+        if self.config.sequence_parallel and not self.pre_process:  # the first stage divides it with the embeddings
+            parts = padding.chunk(parallel_state.get_tensor_model_parallel_world_size(), dim=1)
+            padding = parts[parallel_state.get_tensor_model_parallel_rank()]
+        return super().forward(input_ids, position_ids, None, packed_seq_params=packed, padding_mask=padding)
 
     def _is_in_embd_group(self) -> bool:
         """Return False, so that the stages do not exchange weights before these are read."""

@@ -1,0 +1,98 @@
+"""The load of experts and their balance loss, where ranks have parts of the layers and of the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.workers.engine.fsdp.experts import Choices, ExpertLoad, balance_loss, load_metrics
+from verl.workers.engine.megatron.experts import TokenRouter
+from verl.workers.engine.megatron.groups import Layout
+from verl.workers.engine.megatron.layers import DecoderModel
+from verl.workers.engine.megatron.library import parallel_state
+
+
+class Mixtures:
+    """What the routers of this rank choose in the passes of a mini-batch.
+
+    Args:
+        model: this rank's part of a model; other pipeline stages may have routers where it has none.
+        layout: of the ranks.
+        weight: of the balance loss; 0 for none.
+    """
+
+    def __init__(self, model: DecoderModel, layout: Layout, weight: float) -> None:
+        self.has_experts = model.config.num_moe_experts is not None
+        self.per_token = model.config.moe_router_topk
+        self.layout = layout
+        self.weight = weight if self.has_experts else 0.0
+        self._routers = [module for module in model.modules() if isinstance(module, TokenRouter)]
+        for number, router in enumerate(self._routers):
+            router.number = number
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the passes of the last mini-batch."""
+        self._load = ExpertLoad()
+        self._counts: Tensor | None = None
+        self._balance = torch.zeros(())
+        for router in self._routers:
+            router.pull = None
+
+    @contextmanager
+    def watched(self, is_counted: bool) -> Iterator[None]:
+        """Count what is chosen in a forward pass inside; after :meth:`aim` compute its part of the balance loss."""
+        # Not in the backward pass: recomputation runs routers again there.
+        choices = Choices(None)
+        for router in self._routers if is_counted else ():
+            router.choices = choices
+        try:
+            yield
+        finally:
+            for router in self._routers:
+                router.choices = None
+        if self._counts is None:
+            self._load.add(choices)
+        elif choices.per_token:
+            self._balance = self._balance + balance_loss(choices, self._counts).cpu()
+
+    def aim(self, copies: dist.ProcessGroup | None) -> None:
+        """Let the passes from here on add the balance loss of all tokens that were counted. Collective.
+
+        It is :func:`balance_loss`: E · Σ_e f_e P_e with P the mean of router probabilities, so that each real token's
+        probability of expert e has the gradient weight · E · f_e / N in every layer.
+        """
+        counts = self._total(copies)
+        tokens = counts.sum() / self.per_token  # N, over all layers
+        # The gradient buffers divide by the copies and by the ranks that share a sequence.
+        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        pull = self.weight * ranks * counts.shape[-1] * counts.sum(0) / tokens.square()
+        for router in self._routers:
+            router.pull = pull.to(router.weight.device)
+        self._counts = counts.to(pull.device)
+
+    def metrics(self, copies: dist.ProcessGroup | None) -> dict[str, float]:
+        """Compute the metrics of the mini-batch, the same on all ranks. Collective."""
+        if not self.has_experts:
+            return {}
+        found = load_metrics(self._total(copies) if self._counts is None else self._counts)
+        if self._counts is not None:
+            total = self._balance.to(self._counts.device)
+            dist.all_reduce(total)
+            found["moe/aux_loss"] = float(total)
+        return found
+
+    def _total(self, copies: dist.ProcessGroup | None) -> Tensor:
+        """Sum over all ranks, (layers, experts) of all stages. Collective."""
+        counts = self._load.total(copies)
+        if counts.numel():
+            dist.all_reduce(counts, group=parallel_state.get_context_parallel_group())
+            if self.layout.tensor > 1:  # its ranks divide tokens: without sequence_parallel there are no experts
+                dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
+        stages = [counts] * self.layout.pipeline
+        dist.all_gather_object(stages, counts.cpu(), group=parallel_state.get_pipeline_model_parallel_group())
+        return torch.cat([part for part in stages if part.numel()])
