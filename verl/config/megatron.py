@@ -34,8 +34,6 @@ NOT_BUILT = {
     "dist_checkpointing_prefix": "",
     "override_ddp_config": {},
     "override_mcore_model_config": {},
-    "param_offload": False,
-    "grad_offload": False,
 }
 """Keys that must keep their defaults in this version."""
 
@@ -63,11 +61,11 @@ class McoreEngineConfig(BaseConfig):
     expert_tensor_parallel_size: int | None = setting(None, ge=1)
     """Ranks that share each expert's matrices: 1, or `tensor_model_parallel_size`, which null means."""
     param_offload: bool = setting(False)
-    """Keep parameters in host memory while the model is idle; not yet, leave it false."""
+    """Keep parameters in host memory while the model is idle."""
     grad_offload: bool = setting(False)
-    """Keep gradients in host memory while the model is idle; not yet, leave it false."""
+    """Free the memory of gradients while the model is idle; those of an unfinished update are kept in host memory."""
     optimizer_offload: bool = setting(False)
-    """Keep the optimizer state in host memory while the model is idle."""
+    """Keep the optimizer state and its fp32 weights in host memory while the model is idle."""
     use_dist_checkpointing: bool = setting(False)
     """Read megatron-core's own checkpoints; not yet: models come from Hugging Face folders."""
     dist_checkpointing_path: str | None = setting(None, path=True)

@@ -58,7 +58,7 @@ def test_experts_must_be_there_and_their_ranks_divide_all(run: Run, tmp_path):
 def test_what_is_not_built_is_refused(run: Run):
     for key, value in (
         ("virtual_pipeline_model_parallel_size", 2),
-        ("grad_offload", True),
+        ("use_dist_checkpointing", True),
     ):
         assert "this is not in strategy=megatron yet" in run.refusal({f"{ACTOR}.megatron.{key}": value})
     override = {"recompute_granularity": "full", "num_layers": 3}

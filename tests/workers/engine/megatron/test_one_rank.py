@@ -156,6 +156,41 @@ def test_an_update_that_is_not_finite_changes_nothing(paths):
     assert engine.weight_version == 0
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bfloat16"])
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_model_that_left_the_device_goes_on_bit_by_bit(paths, dtype, distributed):
+    """The CPU's memory in the place of a GPU's: it is freed and filled again below all views of it."""
+    batch = ragged_batch()
+    found = []
+    for leaves in (False, True):
+        engine = megatron_engine(paths["qwen3"], dtype=dtype, use_distributed_optimizer=distributed)
+        engine.train_batch(batch, sft_loss, WHOLE)
+        parts = [*engine.model.module.parameters(), *engine.optimizer.tensors(), *engine._wrapped_gradients()]
+        for part in ("weights", "optimizer", "gradients") if leaves else ():
+            engine._move(part, leaves=True)
+            engine._move(part, leaves=True)
+        assert leaves == (not any(tensor.untyped_storage().nbytes() for tensor in parts))
+        for part in ("weights", "optimizer", "gradients"):
+            engine._move(part, leaves=False)
+        found.append((engine.train_batch(batch, sft_loss, WHOLE), weights_of(engine)))
+    assert same(*found)
+
+
+def test_gradients_of_an_unfinished_update_are_kept(paths):
+    engine = megatron_engine(paths["qwen3"])
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(ragged_batch(), sft_loss, WHOLE)
+    before = [gradient.clone() for gradient in engine._wrapped_gradients()]
+    assert any(gradient.any() for gradient in before)
+    engine._move("gradients", leaves=True)
+    engine._move("gradients", leaves=False)
+    assert same(engine._wrapped_gradients(), before)
+    engine.optimizer_step()
+    engine._move("gradients", leaves=True)
+    engine._move("gradients", leaves=False)
+    assert not any(gradient.any() for gradient in engine._wrapped_gradients())
+
+
 def test_bfloat16_keeps_fp32_weights(paths):
     """A step of 1e-3 on weights around 0.2 is below what bfloat16 resolves in most of them, 2^-8 of their size."""
     engine = megatron_engine(paths["qwen3"], dtype="bfloat16")
@@ -172,7 +207,7 @@ def test_what_is_not_built_is_refused(paths, tmp_path):
     for key, value in (
         ("virtual_pipeline_model_parallel_size", 2),
         ("override_ddp_config", {"a": 1}),
-        ("param_offload", True),
+        ("use_dist_checkpointing", True),
     ):
         with pytest.raises(ConfigError, match=f"megatron.{key}=.*not in strategy=megatron yet"):
             megatron_engine(paths["qwen3"], **{key: value})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ from verl.workers.engine.megatron.library import (
     tensor_parallel,
 )
 from verl.workers.engine.megatron.model import BuiltModel, build
+from verl.workers.engine.megatron.offload import HostCopy
 from verl.workers.engine.megatron.optimizer import MegatronOptimizer
 from verl.workers.engine.megatron.vocab_parallel import vocab_parallel_log_probs
 from verl.workers.engine.megatron.weights import WeightGatherer
@@ -95,6 +96,8 @@ class MegatronEngine(BaseEngine):
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: LambdaLR | None = None
         self.pass_sizes = PassSizes()
+        self._offloaded: dict[str, HostCopy] = {}
+        self._has_gradients = False
         self.model: BuiltModel
         self._wrapped: Any
         self._contexts = 0
@@ -171,20 +174,45 @@ class MegatronEngine(BaseEngine):
                 self._offload()
 
     def _offload(self) -> None:
-        self.to("cpu", optimizer=self.engine_config.optimizer_offload)
+        config = self.engine_config
+        if config.grad_offload and self.device.type != "cpu":
+            self._move("gradients", leaves=True)
+        self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move the optimizer state; weights stay where they are. No-op on a CPU."""
-        if self.device.type == "cpu" or not optimizer or self.optimizer is None:
+        """Move weights, and the state of the optimizer with the gradients that it reads. No-op on a CPU."""
+        if self.device.type == "cpu":
             return
-        target = torch.device("cpu") if device == "cpu" else self.device
-        for state in self.optimizer.torch.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.dim():
-                    state[key] = value.to(target, non_blocking=True)
-        if target.type == "cpu":
+        leaves = device == "cpu"
+        if model:
+            self._move("weights", leaves)
+        if optimizer and self.optimizer is not None:
+            self._move("optimizer", leaves)
+            if not leaves:
+                self._move("gradients", leaves=False)
+        if leaves:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+
+    def _move(self, part: str, leaves: bool) -> None:
+        """Move a part of the engine's memory to the host, or back."""
+        if not leaves:
+            if copy := self._offloaded.pop(part, None):
+                copy.back()
+            return
+        if part in self._offloaded:
+            return
+        if part == "weights":
+            tensors: Iterable[Tensor] = self.model.module.parameters()
+        elif self.optimizer is None:
+            return
+        else:
+            tensors = self.optimizer.tensors() if part == "optimizer" else self._wrapped_gradients()
+        self._offloaded[part] = HostCopy(tensor.detach() for tensor in tensors)
+        self._offloaded[part].leave(keep=part != "gradients" or self._has_gradients)
+
+    def _wrapped_gradients(self) -> list[Tensor]:
+        return [buffer.grad_data for buffer in self._wrapped.buffers + self._wrapped.expert_parallel_buffers]
 
     # ---- computing ----------------------------------------------------------------------------
 
@@ -223,6 +251,7 @@ class MegatronEngine(BaseEngine):
         loss_fn = as_loss_function(loss_fn)
         self._check_request(loss_fn.outputs, temperature)
         self._trained()
+        self._has_gradients = True
         group, micro = self.get_data_parallel_group(), micro.shared_by(self.layout.context)
         totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
         metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
@@ -375,10 +404,12 @@ class MegatronEngine(BaseEngine):
     def optimizer_zero_grad(self) -> None:
         """Clear the gradients."""
         self._trained()[0].zero_grad()
+        self._has_gradients = False
 
     def optimizer_step(self) -> float:
         """Sum the gradients over ranks, clip them, and update the weights; see :class:`BaseEngine`."""
         optimizer, _, config = self._trained()
+        self._has_gradients = False  # they are of no use after this
         finalize_model_grads([self._wrapped])
         norm = optimizer.grad_norm()
         if not math.isfinite(norm):
@@ -439,8 +470,9 @@ class MegatronEngine(BaseEngine):
     ) -> RankState:
         """Collect this rank's part of a checkpoint; see :mod:`verl.checkpoint.boxes`."""
         numbers = {"weight_version": self.weight_version, "global_step": global_step}
-        states = self._state().states(contents, numbers, copied)
-        weights = weights_on_first_rank(self.get_per_tensor_param()) if "hf_model" in contents else None
+        with self._awake(optimizer=True):
+            states = self._state().states(contents, numbers, copied)
+            weights = weights_on_first_rank(self.get_per_tensor_param()) if "hf_model" in contents else None
         if dist.get_rank():
             return RankState(states)
 
@@ -454,11 +486,13 @@ class MegatronEngine(BaseEngine):
 
     def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
-        self._take(self._state().restore(states))
+        with self._awake(optimizer=True):
+            self._take(self._state().restore(states))
 
     def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
         """Restore from a checkpoint folder; see :class:`BaseEngine`."""
-        self._take(self._state().load(Path(local_path).expanduser(), contents))
+        with self._awake(optimizer=True):
+            self._take(self._state().load(Path(local_path).expanduser(), contents))
 
     def _take(self, numbers: Mapping[str, Any]) -> None:
         self.weight_version = int(numbers.get("weight_version", self.weight_version))

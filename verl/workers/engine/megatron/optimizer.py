@@ -159,6 +159,13 @@ class MegatronOptimizer:
         if self.is_distributed:
             self.model.start_param_sync(force_sync=True)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """Tensors that an update alone needs: fp32 weights where the model has another format, and the state."""
+        for share in self._shares:
+            if share.main.data_ptr() != share.weights.data_ptr():
+                yield share.main.detach()
+            yield from (v for v in self.torch.state.get(share.main, {}).values() if isinstance(v, Tensor) and v.dim())
+
     # ---- state by parameter -----------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
