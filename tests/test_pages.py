@@ -15,7 +15,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")], key=str)
 ROOTS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward_model", "trainer")
 KEY = re.compile(rf"(?<![\w./])\+?((?:{'|'.join(ROOTS)})\.[a-z_.]*[a-z_])(?==|`)")
-OPEN = ("reward_kwargs", "scorer_kwargs", "engine_kwargs")
+OPEN = ("reward_kwargs", "scorer_kwargs", "engine_kwargs", "override_config")
 """Sections that take any name."""
 NO_KEYS = {"data.pt", "reward_model.ground_truth", "actor_rollout_ref.rollout.temprature"}
 """A file, a column of the data, and the misspelt key of docs/errors.md."""
