@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Mapping
@@ -80,11 +81,13 @@ def _new_files(index: Index, run: RunFiles, folder: DumpFolder) -> list[tuple[st
         query = "SELECT path, size, mtime FROM dump WHERE run = ? AND kind = ?"
         known = {path: (size, mtime) for path, size, mtime in database.execute(query, (run.id, folder.kind))}
     found = []
-    for path in folder.path.glob("*.jsonl"):
-        if path.stem.isdecimal():
-            stat = path.stat()
-            if known.get(str(path)) != (stat.st_size, stat.st_mtime_ns):
-                found.append((folder.kind, path, int(path.stem), stat.st_size, stat.st_mtime_ns))
+    with os.scandir(folder.path) as entries:
+        for entry in entries:
+            step, ending = os.path.splitext(entry.name)
+            if ending == ".jsonl" and step.isdecimal():
+                stat = entry.stat()
+                if known.get(entry.path) != (stat.st_size, stat.st_mtime_ns):
+                    found.append((folder.kind, Path(entry.path), int(step), stat.st_size, stat.st_mtime_ns))
     return found
 
 

@@ -9,6 +9,7 @@ import logging
 import math
 import sqlite3
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ logger = logging.getLogger(__name__)
 
 PAGE = Path(__file__).parent / "page"
 REFRESH_S = 1.0
-"""Seconds between two looks at the files."""
+"""Seconds between two looks at the files, at least."""
+REST = 10
+"""Between two looks at the files, this many times as long as a look takes: a long run costs a tenth of a core."""
 POINTS = 2000
 """Points of a curve that the page is sent."""
 MOST_NAMES = 64
@@ -174,6 +177,7 @@ def _keep_fresh(look: Callable[[], list[str]], news: News, ended: threading.Even
     """Look at the files again and again; a look that fails is told once and tried again."""
     told = ""
     while not ended.is_set():
+        began = time.monotonic()
         try:
             if changed := look():
                 news.tell({"changed": changed})
@@ -181,7 +185,7 @@ def _keep_fresh(look: Callable[[], list[str]], news: News, ended: threading.Even
             if str(error) != told:
                 told = str(error)
                 logger.warning("files of runs cannot be read (%s); trying again.", error)
-        ended.wait(REFRESH_S)
+        ended.wait(max(REFRESH_S, REST * (time.monotonic() - began)))
 
 
 def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
