@@ -39,6 +39,7 @@ LAYERS = {
     "verl.schema": 2,
     "verl.tools": 2,
     "verl.utils": 1,
+    "verl.vision": 1,
     "verl.utils.dataset": 2,
     "verl.config": 1,
     "verl.errors": 0,

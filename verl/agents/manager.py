@@ -15,7 +15,7 @@ from verl.agents.servers import SampleId
 from verl.agents.worker import Trajectory, TrajectoryResult, agent_loops
 from verl.config import PPOConfig
 from verl.config.agent import TrajectoryStatus
-from verl.errors import RolloutError
+from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
 from verl.workers.rollout.request import joined_columns, padded, requests_from_prompts
 
@@ -80,6 +80,10 @@ class AgentLoopManager:
             ``agent``, ``trajectory_status``, ``trajectory_message``, ``__num_turns__``, ``agent_loop_metrics``,
             ``trajectory_conversation``, ``agent_name`` if the prompts lack it, and those of ``extra_fields``.
         """
+        if any(len(images) for images in prompts.non_tensor_batch.get("multi_modal_inputs", ())):
+            raise DataError(
+                "agent loops do not take prompts with images in this version. Take agent_name out of rows with images."
+            )
         trajectories = self._trajectories(prompts)
         results = self._agents.run(trajectories, self.worker_group)
         for attempt in range(1, REDRAWS + 1):

@@ -40,7 +40,11 @@ _ASYNCHRONOUS = Absence(
     "between updates (verl.workers.rollout.base.BaseRollout) and takes new weights by load_weights.",
 )
 _MEGATRON = Absence("other design", "verl.workers.engine.megatron builds, trains and converts models.")
-_VISION = Absence("not yet", "Prompts with images and videos are missing.")
+_VISION = Absence(
+    "not yet",
+    "Images in prompts are read by RLHFDataset and verl.vision (docs/images.md); videos, and tools that return images, "
+    "are missing.",
+)
 _LORA = Absence(
     "other design",
     "Adapters are those of peft: verl.workers.engine.fsdp.adapters adds, merges and writes them, and an engine's "
@@ -147,7 +151,6 @@ ABSENT: dict[str, Absence] = {
     "verl.utils.config.ConfigParser": Absence(
         "other design", "verl.trainer.config.load_config checks a configuration and makes typed sections of it."
     ),
-    "verl.utils.dataset.vision_utils": _VISION,
     "verl.utils.dataset.rl_dataset.RLHFDataset.dataframe": Absence(
         "other design", "Rows are read by source_row(item), columns by source_column(name)."
     ),
@@ -155,6 +158,8 @@ ABSENT: dict[str, Absence] = {
         "other design", "Prompts are filtered when a data set is made, by filter_overlong_prompts of its config."
     ),
     "verl.utils.dataset.rl_dataset.RLHFDataset.process_vision_info": _VISION,
+    "verl.utils.dataset.vision_utils.process_multi_modal_inputs_for_minicpmo": _VISION,
+    "verl.utils.dataset.vision_utils.process_video": _VISION,
     "verl.utils.dataset.rl_dataset.RLHFDataset.resume_dataset_state": Absence(
         "no use", "A data set that was pickled has all of its rows and opens its files by itself; leave the call out."
     ),

@@ -108,7 +108,7 @@ class DataConfig(BaseConfig):
     truncation: Truncation = setting("error")
     """What happens to a longer prompt: an error, or a cut at the left, right or middle."""
     image_key: str = setting("images")
-    """Column of images; rows that have any are refused in this version."""
+    """Column of images, a list in each row, for models with an image processor (docs/images.md)."""
     video_key: str = setting("videos")
     """Column of videos; rows that have any are refused in this version."""
     custom_cls: CustomClassConfig = subsection(CustomClassConfig)

@@ -12,6 +12,9 @@ from verl.utils.metric import Metrics
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.engine.non_finite import NonFinite, in_batch_order
 
+INPUTS_OF_ROWS = ("multi_modal_inputs",)
+"""Columns of objects that passes of a model read."""
+
 
 def layout_for_ranks(
     seqlens: Sequence[int], *, dp_size: int, sizes: Sequence[int], balance: bool
@@ -99,7 +102,7 @@ def deal(
         batch: rows in the order of the data.
         num_ranks: number of data-parallel ranks.
         balance: assign by length.
-        columns: tensors sent to the ranks; None sends all columns.
+        columns: tensors sent to the ranks, with the inputs of images; None sends all columns.
         sizes: units of each mini-batch; None for one of all.
         rows_per_unit: adjacent rows that stay together: 1, or 2 for the sides of a pair.
         pads: fill up mini-batches that do not divide over the ranks. A padding row repeats the shortest row of its
@@ -111,7 +114,8 @@ def deal(
     lengths = [lengths[i] for i in taken]
     order, ranks = layout_for_ranks(lengths, dp_size=num_ranks, sizes=padded_sizes, balance=balance)
     by_row = [unit * taken[i] + row for i in order for row in range(unit)]
-    sent = batch if columns is None else batch.select(batch_keys=list(columns), non_tensor_batch_keys=[])
+    kept = [name for name in INPUTS_OF_ROWS if name in batch.non_tensor_batch]
+    sent = batch if columns is None else batch.select(batch_keys=list(columns), non_tensor_batch_keys=kept)
     rows = sent.select_idxs(by_row)
     padding = frozenset(n for n, i in enumerate(order) if is_padding[i])
     if padding:

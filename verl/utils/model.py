@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -33,6 +34,7 @@ from verl.errors import ConfigError
 from verl.utils.console import show
 from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
 from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention, without_load_report
+from verl.vision.families import FAMILIES
 
 logger = logging.getLogger(__name__)
 
@@ -179,12 +181,16 @@ def update_model_config(
 def load_causal_lm(
     name_or_path: str, hf_config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False
 ) -> PreTrainedModel:
-    """Load the pretrained causal language model of a folder or hub name, on the CPU.
+    """Load the pretrained causal language model of a folder or hub name, also one with images, on the CPU.
 
     Raises:
         ConfigError: it cannot be read, or files lack some of its weights, which Transformers would initialise randomly.
     """
-    return load_pretrained(AutoModelForCausalLM, name_or_path, hf_config, dtype, trust_remote_code)
+    return load_pretrained(_auto_of(hf_config), name_or_path, hf_config, dtype, trust_remote_code)
+
+
+def _auto_of(hf_config: PretrainedConfig) -> Any:
+    return AutoModelForImageTextToText if hf_config.model_type in FAMILIES else AutoModelForCausalLM
 
 
 def load_pretrained(
@@ -254,7 +260,7 @@ def empty_causal_lm(
 ) -> PreTrainedModel:
     """Create the causal language model of ``hf_config`` on ``device`` with uninitialised, frozen weights."""
     with no_init_weights(), torch.device(device):
-        module = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
+        module = _auto_of(hf_config).from_config(hf_config, dtype=dtype, trust_remote_code=trust_remote_code)
     module.tie_weights()
     return module.eval().requires_grad_(False)
 

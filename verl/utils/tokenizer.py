@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import (
-    AutoProcessor,
     AutoTokenizer,
     PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
@@ -21,6 +20,7 @@ from verl.utils.model import require_on_hub, resolve_model_path
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.model_files import tokenizer_problem
 from verl.utils.transformers_private import get_tokenizer_config
+from verl.vision.processor import load_processor
 
 logger = logging.getLogger(__name__)
 
@@ -95,22 +95,27 @@ def _pad_with_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 
 
 def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
-    """Load the processor of a multi-modal model; return None for a text model."""
+    """Load the processor of a multi-modal model; return None for a text model.
+
+    Images of the families of :mod:`verl.vision.families` are prepared by Pillow, whatever else is installed. Their
+    processors have no part for videos where torchvision is not installed.
+    """
     path = resolve_model_path(name_or_path)
     kwargs.setdefault("trust_remote_code", False)
     files = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
     if Path(path).is_dir() and not any((Path(path) / file).exists() for file in files):
         return None
     try:
-        processor = AutoProcessor.from_pretrained(path, **kwargs)
+        processor = load_processor(
+            path, lambda: hf_tokenizer(path, trust_remote_code=kwargs["trust_remote_code"]), **kwargs
+        )
     except LOADING_ERRORS as error:
         raise ConfigError(f"the processor of '{path}' cannot be read: {why_unreadable(error, path)}") from error
-    warn_if_code_runs(processor, path)
-    if isinstance(processor, ProcessorMixin):
-        return processor
-    if Path(path).is_dir():
+    if processor is not None:
+        warn_if_code_runs(processor, path)
+    elif Path(path).is_dir():
         logger.warning("'%s' has files of a processor, but Transformers makes none of them: text alone is used.", path)
-    return None
+    return processor
 
 
 def normalize_token_ids(tokenized_output: Any) -> list[int]:

@@ -63,6 +63,13 @@ def attention_of(config: PretrainedConfig) -> str | None:
     return config._attn_implementation
 
 
+def use_attention(module: PreTrainedModel, name: str | None) -> None:
+    """Switch the language model to another attention; a vision tower keeps its own."""
+    text = module.config.get_text_config()
+    own = next((part for part in module.config.sub_configs if getattr(module.config, part) is text), None)
+    module.set_attn_implementation(name if own is None else {own: name})  # pyright: ignore[reportArgumentType]
+
+
 def set_attention(config: PretrainedConfig, name: str) -> None:
     """Set the attention implementation, overriding the one in ``config.json``."""
     config._attn_implementation = name

@@ -341,7 +341,7 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         older_name("tokenizer", "actor_rollout_ref.model.tokenizer_path"),
         no_effect(_NO_SHM, {"use_shm": False}),
         no_effect(
-            "images and videos are not in this version",
+            "the model's image processor has the size of a patch, and the data set always makes the inputs of images",
             {"image_patch_size": 14, "return_multi_modal_inputs": True},
         ),
         no_effect(
@@ -378,7 +378,7 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     ),
     JudgeRolloutConfig: (
         no_effect("the engine gets the weights from the worker that holds it", {"load_format": "auto"}),
-        no_effect("images and videos are not in this version", {"limit_images": None}),
+        no_effect("a judge that the run serves reads texts", {"limit_images": None}),
         no_effect("the endpoint tokenizes, whatever the engine does", {"skip_tokenizer_init": False}),
     ),
     ModuleConfig: (no_effect("reward_manager.name names the class", {"name": "custom_reward_manager"}),),

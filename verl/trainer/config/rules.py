@@ -35,6 +35,7 @@ from verl.trainer.config import rules_engines as rollouts
 from verl.trainer.config import rules_files as files
 from verl.trainer.config import rules_megatron as megatron
 from verl.trainer.config import rules_sizes as sizes
+from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
@@ -439,6 +440,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         order_of_rows,
         engines,
         megatron.models,
+        vision.models_with_images,
         estimator,
         dynamic_sampling,
         losses,

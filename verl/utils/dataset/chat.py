@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -101,7 +101,10 @@ def _parts(content: Any, place: str) -> Iterator[str]:
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in MEDIA:
-            raise DataError(f"{place} contains {kind}, and verl trains on text only for now. Take such rows out.")
+            raise DataError(
+                f"{place} contains {kind}, which is not read here: prompts of main_ppo may have images, for a model "
+                "with an image processor. Take such rows out."
+            )
         if kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"{place} has the part {_shown(part)}. Expected {{'type': 'text', 'text': ...}}.")
         yield part["text"]
@@ -204,10 +207,3 @@ def truncate(items: list[T], max_length: int, truncation: Truncation, place: str
 def common_prefix_length(a: Sequence[Any], b: Sequence[Any]) -> int:
     """How many first items two sequences share."""
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def rendered(
-    prompts: Iterable[tuple[str, list[Message]]], tokenizer: Any, template_kwargs: Mapping[str, Any]
-) -> list[str]:
-    """Render prompts, given as (place, messages), up to the generation prompt."""
-    return [render_prompt(messages, tokenizer, place, **template_kwargs) for place, messages in prompts]

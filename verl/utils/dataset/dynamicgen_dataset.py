@@ -81,9 +81,7 @@ class DynamicGenDataset(RLHFDataset):
             return
         complete = False
         try:
-            for key in self._media_keys():
-                if key in self.generated.columns:
-                    self._refuse_media(self.generated, key)
+            self.images.refuse_media(self.generated)
             kept = self._usable(numbers)
             complete = True
         finally:

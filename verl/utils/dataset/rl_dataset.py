@@ -5,6 +5,7 @@ Columns of a file (only ``prompt`` is required; others are passed on)::
     data_source   str                      selects the scorer and the validation metric
     prompt        [{role, content}, ...]   or a plain string: one user message
     reward_model  {style, ground_truth}    reference for the scorer
+    images        [image, ...]             where the messages have <image>; for models with an image processor
     extra_info    {index, split, ...}      free; also holds tools_kwargs, interaction_kwargs, environment_kwargs
 
 ``data.reward_fn_key`` and ``data.prompt_key`` select other column names for the first two.
@@ -13,7 +14,6 @@ Columns of a file (only ``prompt`` is required; others are passed on)::
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
@@ -26,20 +26,20 @@ from torch.utils.data import Dataset
 from verl.base.doors import AbsentAttributes
 from verl.config import DataConfig
 from verl.errors import DataError
+from verl.protocol.shared import SharedTensors
 from verl.schema import COLUMNS
 from verl.utils.control_tokens import plain
 from verl.utils.dataset.chat import (
-    Message,
-    as_messages,
     encode,
     render_prompt,
-    rendered,
     require_usable,
     token_lengths,
     truncate,
 )
 from verl.utils.dataset.content_checks import ContentChecks
-from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
+from verl.utils.dataset.files import Row, choose_rows, open_files, require_columns
+from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages
+from verl.vision.positions import left_padded
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +69,22 @@ class RLHFDataset(AbsentAttributes, Dataset):
     Data errors are raised on opening, so that no run stops half-way: the messages of every row are checked, and every
     prompt's length is measured (unless ``data.truncation`` cuts long prompts and the filter is off).
 
+    Images are decoded on opening; a row with one that cannot be read is left out, and named in a warning. A prompt with
+    images is never cut: one that is too long is dropped by the filter or refused.
+
     An item holds ``input_ids``, ``attention_mask``, ``position_ids`` (each (max_prompt_length,) int64), ``index``
     (``extra_info.index``, else a column ``index`` of the file, else ``row_index``), ``row_index`` (the item's number),
     ``data_source``, ``extra_info``, ``tools_kwargs``, ``interaction_kwargs``, ``environment_kwargs``, every other
     column of the file unchanged, and by config ``raw_prompt`` (messages), ``raw_prompt_ids`` (unpadded),
-    ``full_prompts`` (text).
+    ``full_prompts`` (text). For a model with images ``position_ids`` are (4, max_prompt_length), see
+    :mod:`verl.vision.positions`, and ``multi_modal_inputs`` holds what the image processor made, which is empty for a
+    row of text.
 
     Args:
         data_files: one path or several; globs, ``~`` and ``$VARIABLES`` are expanded.
         tokenizer: has a chat template and a pad token.
         config: the ``data`` section, or a mapping with any part of it.
-        processor: multi-modal processor; unused, rows with media are refused.
+        processor: the model's, if it takes images; without one rows with images are refused.
         max_samples: number of prompts to keep, -1 for all: a random choice by ``data.seed`` if ``data.shuffle``, else
             the first.
 
@@ -102,6 +107,7 @@ class RLHFDataset(AbsentAttributes, Dataset):
         self.tokenizer = tokenizer
         self.config = config = DataConfig.of(config)
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
+        self.images = PromptImages(processor, config)
         self.files = open_files(data_files, "data_files")
         require_columns(self.files, {config.prompt_key: "prompt_key"})
         if config.reward_fn_key != "data_source":
@@ -118,31 +124,50 @@ class RLHFDataset(AbsentAttributes, Dataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         place = self.place(item)
         source = self.source_row(item)
-        messages, text = self._prompt(source, place)
+        prompt = self._prompt(source, place)
+        text = self._render(prompt, place)
         longest = self.config.max_prompt_length
         ids = encode(text, self.tokenizer)
-        ids = truncate(ids, longest, self.config.truncation, f"{place}: the prompt", "max_prompt_length")
         row = self._side_columns(item, source)
+        images, counts = self.images.read(prompt, place)
+        if images:
+            ids = self._expanded(ids, counts)
+        truncation = "error" if images else self.config.truncation
+        ids = truncate(ids, longest, truncation, f"{place}: the prompt", "max_prompt_length")
         row.update(left_pad(ids, longest, self.tokenizer.pad_token_id))
+        if self.images.maker is not None:
+            made = dict(self.images.columns(images, ids, place))
+            row["position_ids"] = left_padded(made.pop("positions"), longest)
+            row["multi_modal_inputs"] = SharedTensors(made)
         if self.config.return_raw_chat:
-            row["raw_prompt"] = messages
+            row["raw_prompt"] = prompt.messages
         if self.config.return_raw_input_ids:
             row["raw_prompt_ids"] = ids
         if self.config.return_full_prompt:
             row["full_prompts"] = plain(text)
         return row
 
-    def _prompt(self, source: Row, place: str) -> tuple[list[Message], str]:
-        messages = as_messages(source[self.config.prompt_key], place)
-        return messages, render_prompt(messages, self.tokenizer, place, **self.template_kwargs)
+    def _prompt(self, source: Row, place: str) -> ImagePrompt:
+        return self.images.prompt(source[self.config.prompt_key], source.get(self.config.image_key), place)
+
+    def _render(self, prompt: ImagePrompt, place: str) -> str:
+        return render_prompt(prompt.messages, self.tokenizer, place, **self.template_kwargs)
+
+    def _expanded(self, ids: list[int], counts: list[int]) -> list[int]:
+        assert self.images.maker is not None
+        return self.images.maker.expanded(ids, counts)
 
     def texts(self, item: int) -> list[str]:
         """The rendered prompt, as :func:`verl.utils.dataset.chat.encode` takes it, in a list of one."""
-        return [self._prompt(self.source_row(item), self.place(item))[1]]
+        place = self.place(item)
+        return [self._render(self._prompt(self.source_row(item), place), place)]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
         """Token ids before truncation and an all-zero loss mask, in a list of one."""
         ids = encode(self.texts(item)[0], self.tokenizer)
+        place = self.place(item)
+        if counts := self.images.read(self._prompt(self.source_row(item), place), place)[1]:
+            ids = self._expanded(ids, counts)
         return [(ids, [0] * len(ids))]
 
     def place(self, item: int) -> str:
@@ -186,7 +211,7 @@ class RLHFDataset(AbsentAttributes, Dataset):
 
     def _side_columns(self, item: int, source: Row) -> Row:
         row = dict.fromkeys(self.columns) | source
-        for key in (self.config.prompt_key, *self._media_keys()):
+        for key in (self.config.prompt_key, *self.images.keys):
             row.pop(key, None)
         row["extra_info"] = extra = row.get("extra_info") or {}
         row["data_source"] = row.get(self.config.reward_fn_key) or UNKNOWN_SOURCE
@@ -199,26 +224,12 @@ class RLHFDataset(AbsentAttributes, Dataset):
 
     # ---- checks at opening ----------------------------------------------------------------------
 
-    def _media_keys(self) -> tuple[str, ...]:
-        return (self.config.image_key, self.config.video_key, "audios")
-
     def _refuse_unusable_columns(self) -> None:
         for file in self.files:
             taken = [name for name in file.columns if name in MADE_HERE and name != self.config.prompt_key]
             if taken:
                 raise DataError(f"{file.path} has columns that a run makes itself: {', '.join(taken)}. Rename them.")
-            for key in self._media_keys():
-                if key in file.columns:
-                    self._refuse_media(file, key)
-
-    @staticmethod
-    def _refuse_media(file: DataFile, key: str) -> None:
-        for number, value in enumerate(file.column(key)):
-            if value:
-                raise DataError(
-                    f"{file.path}, row {number}: column '{key}' holds {len(value)} item(s), and verl trains on text "
-                    "only for now. Remove these rows, or the column if the text stands alone."
-                )
+            self.images.refuse_media(file)
 
     def _place(self, row: tuple[int, int]) -> str:
         file, number = row
@@ -232,11 +243,12 @@ class RLHFDataset(AbsentAttributes, Dataset):
             column = columns[file]
             yield self._place((file, number)), None if column is None else column[number]
 
-    def _messages(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[str, list[Message]]]:
-        for place, value in self._column(self.config.prompt_key, rows):
-            messages = as_messages(value, place)
-            self.checks.prompt(messages, place)
-            yield place, messages
+    def _prompts(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str, ImagePrompt]]:
+        prompts, images = self._column(self.config.prompt_key, rows), self._column(self.config.image_key, rows)
+        for row, (place, value), (_, media) in zip(rows, prompts, images, strict=True):
+            prompt = self.images.prompt(value, media, place)
+            self.checks.prompt(prompt.plain, place)
+            yield row, place, prompt
 
     def _check_side_columns(self, rows: Sequence[tuple[int, int]]) -> None:
         key = self.config.reward_fn_key
@@ -264,38 +276,52 @@ class RLHFDataset(AbsentAttributes, Dataset):
     def _fitting(self, rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
         config = self.config
         self._check_side_columns(rows)
-        if not config.filter_overlong_prompts and config.truncation != "error":
-            for _ in self._messages(rows):
-                pass
+        workers = config.filter_overlong_prompts_workers or 1
+        cuts = not config.filter_overlong_prompts and config.truncation != "error"
+        readable, must_fit, texts, added = [], [], [], []
+        for row, prompt, image_tokens in self.images.measured(self._prompts(rows), workers):
+            readable.append(row)
+            if not cuts or prompt.images:
+                must_fit.append(row)
+                texts.append(self._render(prompt, self._place(row)))
+                added.append(image_tokens)
+        if not must_fit:
+            return readable
+        lengths = [sum(n) for n in zip(token_lengths(texts, self.tokenizer, workers), added, strict=True)]
+        return self._without_long(readable, dict(zip(must_fit, lengths, strict=True)))
+
+    def _without_long(
+        self, rows: list[tuple[int, int]], lengths: Mapping[tuple[int, int], int]
+    ) -> list[tuple[int, int]]:
+        """Drop the rows whose prompts are too long; ``lengths`` are the tokens of those that must not be cut."""
+        config, limit = self.config, self.config.max_prompt_length
+        long = [row for row, length in lengths.items() if length > limit]
+        if not long:
             return rows
-        texts = rendered(self._messages(rows), self.tokenizer, self.template_kwargs)
-        lengths = token_lengths(texts, self.tokenizer, config.filter_overlong_prompts_workers or 1)
-        limit = config.max_prompt_length
-        fits = [length <= limit for length in lengths]
-        if not any(fits) and not self.rows:
+        longest = max(lengths.values())
+        if len(long) == len(rows) and not self.rows:
             raise DataError(
-                f"all {len(lengths)} prompts are longer than max_prompt_length={limit}: the shortest has "
-                f"{min(lengths)} tokens, the longest {max(lengths)} (with the chat template). "
-                f"Set max_prompt_length to {max(lengths)} to keep them all."
+                f"all {len(long)} prompts are longer than max_prompt_length={limit}: the shortest has "
+                f"{min(lengths.values())} tokens, the longest {longest} (with the chat template). "
+                f"Set max_prompt_length to {longest} to keep them all."
             )
-        if not all(fits) and not config.filter_overlong_prompts:
-            first = fits.index(False)
+        if not config.filter_overlong_prompts:
+            why = "truncation is 'error'" if config.truncation == "error" else "prompts with images are never cut"
+            cut = ", or set truncation to left, right or middle" if config.truncation == "error" else ""
             raise DataError(
-                f"{fits.count(False)} of {len(fits)} prompts are longer than max_prompt_length={limit} and "
-                f"truncation is 'error': the first is {self._place(rows[first])} with {lengths[first]} tokens, "
-                f"the longest has {max(lengths)}. Raise max_prompt_length, drop them with "
-                "filter_overlong_prompts=true, or set truncation to left, right or middle."
+                f"{len(long)} of {len(rows)} prompts are longer than max_prompt_length={limit} and {why}: the first is "
+                f"{self._place(long[0])} with {lengths[long[0]]} tokens, the longest has {longest}. Raise "
+                f"max_prompt_length, drop them with filter_overlong_prompts=true{cut}."
             )
-        kept = list(itertools.compress(rows, fits))
-        if len(kept) < len(rows):
-            logger.info(
-                "filter_overlong_prompts: kept %d of %d prompts, those of at most %d tokens; the longest had %d",
-                len(kept),
-                len(rows),
-                limit,
-                max(lengths),
-            )
-        return kept
+        dropped = set(long)
+        logger.info(
+            "filter_overlong_prompts: kept %d of %d prompts, those of at most %d tokens; the longest had %d",
+            len(rows) - len(dropped),
+            len(rows),
+            limit,
+            longest,
+        )
+        return [row for row in rows if row not in dropped]
 
 
 def left_pad(ids: list[int], length: int, pad_token_id: int) -> dict[str, torch.Tensor]:

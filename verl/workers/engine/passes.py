@@ -94,12 +94,12 @@ def split_micro_batches(
     parts = [list(range(start, min(start + size, units))) for start in range(0, units, size)]
     if micro.use_dynamic_bsz:
         assert micro.max_token_len_per_gpu is not None
-        longest = _largest_of_ranks(max(lengths), device)
+        longest = largest_of_ranks(max(lengths), device)
         budget = micro.max_token_len_per_gpu
         # The longest of all ranks, so that each raises if one is over the budget and none waits for the others.
         parts = micro_batches_by_tokens(lengths if longest <= budget else [longest], budget)
     parts = cut(parts, lengths, limit)
-    count = _largest_of_ranks(len(parts), device)
+    count = largest_of_ranks(len(parts), device)
     # Spread the rows over as many passes as the rank with the most has, instead of adding fillers.
     if micro.use_dynamic_bsz and limit is None:
         assert micro.max_token_len_per_gpu is not None
@@ -120,10 +120,11 @@ def _filler(batch: DataProto, rows_per_unit: int) -> DataProto:
     unit = batch.select_idxs(list(range(rows_per_unit)))
     columns = dict(unit.batch.items())
     columns["response_mask"] = torch.zeros_like(columns["response_mask"])
-    return DataProto.from_dict(tensors=columns, meta_info=unit.meta_info)
+    return DataProto.from_dict(tensors=columns, non_tensors=unit.non_tensor_batch, meta_info=unit.meta_info)
 
 
-def _largest_of_ranks(value: int, device: torch.device) -> int:
+def largest_of_ranks(value: int, device: torch.device) -> int:
+    """Return the largest ``value`` of all ranks. Collective."""
     largest = torch.tensor(value, dtype=torch.int64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return int(largest)

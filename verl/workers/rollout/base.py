@@ -67,6 +67,8 @@ class BaseRollout(AbsentAttributes, ABC):
     """
 
     absent_at = "verl.workers.rollout.base.BaseRollout"
+    takes_images = False
+    """Whether requests may have images."""
 
     def __init__(
         self,
@@ -223,6 +225,10 @@ class BaseRollout(AbsentAttributes, ABC):
             RolloutError: no weights are loaded, a prompt is empty or has a token outside of the vocabulary, or prompt
                 and response together exceed ``max_model_len``.
         """
+        if not self.takes_images and any(request.images for request in requests):
+            raise RolloutError(
+                f"a prompt has images, which {type(self).__name__} does not take in this version. Set rollout.name=hf."
+            )
         if self.weight_version == NO_WEIGHTS:
             raise RolloutError(
                 f"{type(self).__name__} holds no weights. Generate inside `with rollout.awake(weights, version):`."

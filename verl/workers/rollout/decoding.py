@@ -7,13 +7,17 @@ that is allocated once, and attention reads a view of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from verl.protocol.shared import SharedTensors, joined
 from verl.utils.transformers_private import DynamicLayer
+from verl.vision.families import IMAGE_INPUTS, VisionConfig
+from verl.vision.positions import left_padded, mrope_positions
 
 
 class _BufferedLayer(DynamicLayer):
@@ -85,6 +89,16 @@ class DecodingCache(Cache):
         return sum(layer.nbytes for layer in self._buffered)
 
 
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt: equal ones have the same tokens and the same images."""
+
+    ids: tuple[int, ...]
+    """Its tokens, at least one."""
+    images: SharedTensors | None = None
+    """``pixel_values`` and ``image_grid_thw``; prompts with other objects are different."""
+
+
 class DecodingBatch:
     """A batch of responses that are decoded one token at a time.
 
@@ -92,7 +106,7 @@ class DecodingBatch:
     longest prompt.
 
     Args:
-        prompts: token ids of each row's prompt.
+        prompts: each row's prompt.
         max_new_tokens: largest length of a response.
         module: causal language model, in eval mode.
         prefill_tokens: limit of prompt tokens, with padding, in one forward pass; at least one prompt is processed.
@@ -103,46 +117,67 @@ class DecodingBatch:
     """
 
     def __init__(
-        self, prompts: list[list[int]], max_new_tokens: int, module: PreTrainedModel, prefill_tokens: int
+        self, prompts: Sequence[Prompt], max_new_tokens: int, module: PreTrainedModel, prefill_tokens: int
     ) -> None:
-        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        lengths = torch.tensor([len(prompt) for prompt in distinct])
+        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        lengths = torch.tensor([len(prompt.ids) for prompt in distinct])
         width = int(lengths.max())
         mask = torch.arange(width) >= width - lengths[:, None]  # (distinct, width)
         ids = torch.zeros(len(distinct), width, dtype=torch.long)
-        ids[mask] = torch.tensor([token for prompt in distinct for token in prompt])
-        prompt_of_row = torch.tensor([distinct[tuple(prompt)] for prompt in prompts])
+        ids[mask] = torch.tensor([token for prompt in distinct for token in prompt.ids])
+        prompt_of_row = torch.tensor([distinct[prompt] for prompt in prompts])
 
         self._module = module
+        self._vision = VisionConfig.of(module.config)
         self._is_padded = not bool(mask.all())
         device = module.device
-        logits, caches = self._prefill(ids.to(device), mask.to(device), max(1, prefill_tokens // width))
-        prompt_of_row, mask, lengths = prompt_of_row.to(device), mask.to(device), lengths.to(device)
+        rows_at_once = max(1, prefill_tokens // width)
+        logits, caches, self._positions = self._prefill(ids.to(device), mask.to(device), list(distinct), rows_at_once)
+        prompt_of_row, mask = prompt_of_row.to(device), mask.to(device)
         self.rows = torch.arange(len(prompts), device=device)
         self.logits = logits[prompt_of_row]
         capacity = width + max_new_tokens
         self._cache = DecodingCache(caches, prompt_of_row, capacity)
         self._mask = torch.cat([mask[prompt_of_row], mask.new_ones(len(prompts), max_new_tokens)], dim=-1)
-        self._positions = lengths[prompt_of_row]  # (n,) of the next token
+        self._positions = self._positions[prompt_of_row]  # (n,) of the next token, or (n, 4) with images
         self._filled = width
 
-    def _prefill(self, ids: Tensor, mask: Tensor, rows_at_once: int) -> tuple[Tensor, list[DynamicCache]]:
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    def _prefill(
+        self, ids: Tensor, mask: Tensor, prompts: list[Prompt], rows_at_once: int
+    ) -> tuple[Tensor, list[DynamicCache], Tensor]:
+        """Return the logits after each prompt, the states of all prompts, and the positions of the next tokens."""
+        positions = self._positions_of(mask, prompts)
         logits, caches = [], []
         for start in range(0, len(ids), rows_at_once):
             part = slice(start, start + rows_at_once)
             caches.append(DynamicCache())
-            logits.append(self._forward(ids[part], mask[part], positions[part], caches[-1]))
-        return torch.cat(logits), caches
+            images = _images_of(prompts[part], ids.device)
+            logits.append(self._forward(ids[part], mask[part], positions[part], caches[-1], **images))
+        following = positions[..., -1] + 1
+        if self._vision is not None:
+            # After an image that ends a prompt the next token goes on from the largest position of any axis.
+            following[:, 1:] = positions[:, 1:].amax((1, 2)).unsqueeze(1) + 1
+        return torch.cat(logits), caches, following
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+    def _positions_of(self, mask: Tensor, prompts: list[Prompt]) -> Tensor:
+        """Positions of the prompts' tokens, (distinct, width), or (distinct, 4, width) of a model with images."""
+        if self._vision is None:
+            return (mask.cumsum(-1) - 1).clamp(min=0)
+        rows = [
+            mrope_positions(torch.tensor(p.ids), None if p.images is None else p.images["image_grid_thw"], self._vision)
+            for p in prompts
+        ]
+        return torch.stack([left_padded(row, mask.shape[1]) for row in rows]).to(mask.device)
+
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, **images: Tensor) -> Tensor:
         output = self._module(
             input_ids=ids,
             attention_mask=mask if self._is_padded else None,
-            position_ids=positions,
+            position_ids=positions if self._vision is None else positions.transpose(0, 1),
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **images,
         )
         return output.logits[:, -1]
 
@@ -150,7 +185,7 @@ class DecodingBatch:
         """Append one token to each row, (n,) in the order of ``rows``, and update ``logits``."""
         self._filled += 1
         self.logits = self._forward(
-            tokens[:, None], self._mask[:, : self._filled], self._positions[:, None], self._cache
+            tokens[:, None], self._mask[:, : self._filled], self._positions.unsqueeze(-1), self._cache
         )
         self._positions = self._positions + 1
 
@@ -163,3 +198,10 @@ class DecodingBatch:
     def nbytes(self) -> int:
         """Size of the cached keys and values in bytes."""
         return self._cache.nbytes
+
+
+def _images_of(prompts: Sequence[Prompt], device: torch.device) -> dict[str, Tensor]:
+    """Join the images of prompts as arguments of the model; empty if there are none."""
+    rows = [prompt.images for prompt in prompts if prompt.images is not None]
+    found = {name: joined(rows, name) for name in IMAGE_INPUTS} if rows else {}
+    return {name: value.to(device) for name, value in found.items() if value is not None}

@@ -24,7 +24,7 @@ from verl.workers.rollout.base import (
     RolloutRegistry,
     RolloutRequest,
 )
-from verl.workers.rollout.decoding import DecodingBatch
+from verl.workers.rollout.decoding import DecodingBatch, Prompt
 from verl.workers.rollout.sampling import StopRules, TokenSampler
 from verl.workers.rollout.weights import ExpectedWeights
 
@@ -53,6 +53,8 @@ class HFRollout(BaseRollout):
                 f"{type(self.hf_config).__name__} has layers of type {', '.join(sorted(other))}; the hf engine "
                 "decodes attention layers only. Choose another rollout.name."
             )
+
+    takes_images = True
 
     # ---- weights and memory
 
@@ -115,7 +117,7 @@ class HFRollout(BaseRollout):
         params = [request.sampling for request in requests]
         longest = max(p.max_tokens for p in params)
         batch = DecodingBatch(
-            [request.prompt_ids for request in requests],
+            [Prompt(tuple(request.prompt_ids), request.images) for request in requests],
             longest,
             self._awake_module(),
             self.config.max_num_batched_tokens,

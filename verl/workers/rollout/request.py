@@ -3,6 +3,8 @@
 Input (rows are prompts, each already repeated ``n`` times by the driver):
     input_ids, attention_mask    (bsz, prompt_length), padded on the left
     uid, sample_index            id of the prompt, and position of the response within its group
+    multi_modal_inputs           of a model with images: those of each row, (see verl.vision)
+    position_ids                 of a model with images: (bsz, 4, prompt_length)
     meta_info                    global_steps; validate: sample with rollout.val_kwargs;
                                  do_sample: overrides the configured one (False: greedy)
 
@@ -11,14 +13,14 @@ Output:
     responses, response_mask,
     rollout_log_probs                (bsz, response_length), padded on the right
     input_ids, attention_mask,
-    position_ids                     (bsz, prompt_length + response_length)
+    position_ids                     (bsz, prompt_length + response_length), with images (bsz, 4, ...)
     finish_reason, weight_version    one per row
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -29,7 +31,9 @@ from torch import Tensor
 from verl.config import RolloutConfig
 from verl.errors import ConfigError, RolloutError, SchemaError
 from verl.protocol import DataProto
+from verl.protocol.shared import SharedTensors
 from verl.schema import require
+from verl.vision.positions import continued
 
 FinishReason = Literal["stop", "length", "abort"]
 NO_WEIGHTS = -1
@@ -94,6 +98,8 @@ class RolloutRequest:
     prompt_ids: list[int]
     """Tokens of the prompt, without padding; at least one."""
     sampling: SamplingParams
+    images: SharedTensors | None = None
+    """``pixel_values`` and ``image_grid_thw`` of the images whose tokens the prompt has; None if it has none."""
 
 
 @dataclass(frozen=True)
@@ -140,10 +146,15 @@ def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[Rol
     template = sampling_for(config, bool(prompts.meta_info.get("validate", False)), prompts.meta_info.get("do_sample"))
     uids, indices = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample_index"]
     rows = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"], uids, config.prompt_length)
+    images = prompts.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
     return [
-        RolloutRequest(row, replace(template, seed=sample_seed(config.seed, step, uid, int(index))))
-        for row, uid, index in zip(rows, uids, indices, strict=True)
+        RolloutRequest(row, replace(template, seed=sample_seed(config.seed, step, uid, int(index))), _shared(found))
+        for row, uid, index, found in zip(rows, uids, indices, images, strict=True)
     ]
+
+
+def _shared(images: Mapping[str, Tensor] | None) -> SharedTensors | None:
+    return images if isinstance(images, SharedTensors) and images else SharedTensors(images) if images else None
 
 
 def sampling_for(config: RolloutConfig, validate: bool, do_sample: bool | None = None) -> SamplingParams:
@@ -194,9 +205,12 @@ def columns_from_outputs(
     responses, response_mask = padded([output.token_ids for output in outputs], response_length, pad_token_id)
     log_probs, _ = padded([output.log_probs for output in outputs], response_length, 0.0)
     prompt = prompts.batch["input_ids"].cpu(), prompts.batch["attention_mask"].cpu()
+    joined = joined_columns(prompt, (responses, response_mask))
+    if "position_ids" in prompts.batch.keys() and prompts.batch["position_ids"].dim() == 3:
+        joined["position_ids"] = continued(prompts.batch["position_ids"].cpu(), response_mask)
     return DataProto.from_dict(
         tensors={
-            **joined_columns(prompt, (responses, response_mask)),
+            **joined,
             "response_mask": response_mask,
             "rollout_log_probs": log_probs,
         },

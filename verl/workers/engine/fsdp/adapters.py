@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from verl.config import HFModelConfig
 from verl.errors import CheckpointError, ConfigError
+from verl.vision.families import TOWER
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -89,6 +90,7 @@ def add_adapters(hf: PreTrainedModel, head_name: str, config: HFModelConfig, wit
     linear = _linear_layers(hf, head_name)
     if chosen.target_modules == ALL_LINEAR:
         chosen.target_modules = _endings(linear)
+    _of_language(hf, chosen, linear)
     try:
         peft().inject_adapter_in_model(chosen, hf)
     except ValueError as error:
@@ -152,8 +154,21 @@ def _config_in(config: HFModelConfig) -> LoraConfig:
 
 
 def _linear_layers(hf: PreTrainedModel, head_name: str) -> list[str]:
-    modules = hf.named_modules()
-    return [name for name, module in modules if isinstance(module, nn.Linear) and name != head_name]
+    """Names of the linear layers below the head, without those of a vision tower."""
+    linear = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear) and name != head_name]
+    return [name for name in linear if not _in_tower(name)]
+
+
+def _in_tower(name: str) -> bool:
+    return TOWER in name.split(".")
+
+
+def _of_language(hf: PreTrainedModel, chosen: LoraConfig, linear: Sequence[str]) -> None:
+    """Restrict endings of names to the language model, as layers of a vision tower may have the same ones."""
+    if not isinstance(chosen.target_modules, (set, list)) or not any(_in_tower(name) for name, _ in hf.named_modules()):
+        return
+    endings = set(chosen.target_modules)
+    chosen.target_modules = {n for n in linear if any(n == e or n.endswith(f".{e}") for e in endings)} or endings
 
 
 def _endings(names: Sequence[str]) -> list[str]:
@@ -181,6 +196,11 @@ def _check_bound(
     hf: PreTrainedModel, chosen: LoraConfig, head_name: str, linear: Sequence[str], config: HFModelConfig
 ) -> None:
     bound = adapter_layers(hf)
+    if tower := [name for name in bound if _in_tower(name)]:
+        raise ConfigError(
+            f"{_settings(config)} gives adapters to {tower[0]}, a layer of the vision tower; adapters are for the "
+            f"language model alone. {_those_that_exist(linear)}"
+        )
     other = [name for name, layer in bound.items() if name == head_name or not isinstance(layer.base_layer, nn.Linear)]
     if other:
         raise ConfigError(

@@ -65,6 +65,7 @@ from verl.workers.engine.fsdp.sharding import (
     needs_sharding,
     shard_model,
 )
+from verl.workers.engine.images import has_images
 from verl.workers.engine.loss import (
     BatchTotals,
     LossCallable,
@@ -76,7 +77,14 @@ from verl.workers.engine.loss import (
     gathered,
 )
 from verl.workers.engine.non_finite import LossWatch, in_gradients
-from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
+from verl.workers.engine.passes import (
+    MicroBatch,
+    MicroBatchConfig,
+    PassAttempt,
+    PassSizes,
+    largest_of_ranks,
+    split_micro_batches,
+)
 
 
 class FSDPEngine(BaseEngine):
@@ -244,11 +252,18 @@ class FSDPEngine(BaseEngine):
 
     # ---- computing ----------------------------------------------------------------------------
 
+    def _look_for_images(self, batch: DataProto) -> None:
+        """Let the vision tower run in all passes of a batch of which any rank has an image. Collective, if there is one."""
+        if self.model.vision is not None:
+            self._runs_tower = bool(largest_of_ranks(int(has_images(batch)), self.device))
+
     def _inputs(self, data: DataProto) -> ModelInputs:
         check_token_ids(data, self.model.hf.config.get_text_config().vocab_size)
         check_one_rotation(data, longrope_threshold(self.model.hf.config))
         at_token = self.model_type == "reward_model"
-        return prepare_inputs(data, self.is_packed, self.device, at_token, self.sequence_group)
+        vision = self.model.vision
+        group, tower = self.sequence_group, self._runs_tower
+        return prepare_inputs(data, self.is_packed, self.device, at_token, group, vision, tower)
 
     @torch.no_grad()
     def infer_batch(
@@ -259,6 +274,8 @@ class FSDPEngine(BaseEngine):
         _check_temperature(temperature)
         shape = batch.batch["response_mask"].shape
         micro = micro.shared_by(self.sequence_ranks)
+
+        self._look_for_images(batch)
 
         columns: dict[str, Tensor] = {}
         with self.backend.frozen_weights():
@@ -291,6 +308,7 @@ class FSDPEngine(BaseEngine):
         _check_temperature(temperature)
         group, micro = self.get_data_parallel_group(), micro.shared_by(self.sequence_ranks)
         totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
+        self._look_for_images(batch)
 
         metrics, watch, load = MetricSum(totals), LossWatch(self.get_data_parallel_rank()), ExpertLoad()
         with self.backend.frozen_weights():

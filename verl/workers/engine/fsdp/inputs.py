@@ -13,6 +13,9 @@ from torch.nn import functional
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.utils.ulysses import place_outputs
+from verl.vision.families import VisionConfig
+from verl.vision.model import ImageInputs
+from verl.workers.engine.images import image_places, images_of
 from verl.workers.packed_attention import Packing
 from verl.workers.padded_attention import Padding
 
@@ -43,7 +46,7 @@ class ModelInputs:
     input_ids: Tensor
     """(1, tokens) if packed, (bsz, length) if padded."""
     position_ids: Tensor
-    """Same shape as ``input_ids``."""
+    """Same shape as ``input_ids``; (4, ...) for a model with images (:mod:`verl.vision.positions`)."""
     attention_mask: Tensor | None
     """(bsz, length) if padded, None if packed or shared."""
     packing: Packing | None
@@ -63,6 +66,8 @@ class ModelInputs:
     """What is padding, if rows are padded and shared."""
     share: SequenceShare | None = None
     """Which tokens this rank computes; None: all."""
+    images: ImageInputs | None = None
+    """Images of the sequences, if the vision tower runs."""
 
     def scatter(self, flat: Tensor) -> Tensor:
         """Place (N,) values at their tokens in (bsz, response_length), 0 elsewhere."""
@@ -78,6 +83,8 @@ class ModelInputs:
             moved["packing"] = replace(self.packing, cu_seqlens=sums)
         if self.padding is not None:
             moved["padding"] = replace(self.padding, real=self.padding.real.to(device))
+        if self.images is not None:
+            moved["images"] = self.images.to(device)
         if self.share is not None:
             moved["share"] = replace(self.share, places=self.share.places.to(device))
         return replace(self, **moved)
@@ -89,6 +96,8 @@ def prepare_inputs(
     device: torch.device,
     at_token: bool = False,
     group: dist.ProcessGroup | None = None,
+    vision: VisionConfig | None = None,
+    runs_tower: bool = False,
 ) -> ModelInputs:
     """Remove the padding of a micro-batch: all of it if ``packed``, else the columns that are padding in every row.
 
@@ -96,9 +105,12 @@ def prepare_inputs(
     and response_mask, (bsz, response_length). With ``at_token`` the model is read at each response token itself
     instead of at the token before it. With ``group`` its ranks share the sequences; see :func:`divide`.
 
+    For a model with images, whose config is ``vision``, position_ids are (bsz, 4, length), and ``multi_modal_inputs``
+    holds the images of each row. ``runs_tower`` adds a filler to a micro-batch without images.
+
     Raises:
         SchemaError: a response token has no token before it (allowed with ``at_token``) or is masked out, padding lies
-            between tokens, or a row has no tokens.
+            between tokens, a row has no tokens, or its image tokens are not those of its images.
     """
     columns = batch.batch
     mask, chosen = columns["attention_mask"].bool(), columns["response_mask"].bool()
@@ -110,7 +122,7 @@ def prepare_inputs(
     if packed:
         place_of = (mask.flatten().cumsum(0) - 1).view_as(mask)  # (bsz, length): place in the packed row
         input_ids = columns["input_ids"][mask].unsqueeze(0)
-        position_ids = columns["position_ids"][mask].unsqueeze(0)
+        position_ids = _of_tokens(columns["position_ids"], mask)
         lengths = [n for n in mask.sum(-1).tolist() if n]
         take = place_of[rows, where]
         attention_mask = None
@@ -119,10 +131,18 @@ def prepare_inputs(
         used = mask.any(0).nonzero().flatten()
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
         input_ids = columns["input_ids"][:, first:last]
-        position_ids = columns["position_ids"][:, first:last]
+        position_ids = columns["position_ids"][..., first:last]
+        position_ids = position_ids.transpose(0, 1) if position_ids.dim() == 3 else position_ids
         attention_mask = mask[:, first:last]
         take = rows * (last - first) + where - first
         packing = None
+    images = None
+    if vision is not None:
+        of_images = image_places(batch, vision)
+        of_images = of_images[mask].unsqueeze(0) if packed else of_images[:, first:last]
+        images = images_of(batch, of_images)
+        if images is None and runs_tower:
+            images = ImageInputs.filler(vision, input_ids)
     inputs = ModelInputs(
         input_ids=input_ids,
         position_ids=position_ids,
@@ -133,8 +153,16 @@ def prepare_inputs(
         rows=rows,
         columns=places,
         shape=(mask.shape[0], response_length),
+        images=images,
     )
     return (inputs if group is None else divide(inputs, group)).to(device)
+
+
+def _of_tokens(positions: Tensor, mask: Tensor) -> Tensor:
+    """Positions of the tokens of a packed row: (1, tokens), or (4, 1, tokens) of (bsz, 4, length)."""
+    if positions.dim() == 2:
+        return positions[mask].unsqueeze(0)
+    return positions.transpose(0, 1)[:, mask].unsqueeze(1)
 
 
 def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:

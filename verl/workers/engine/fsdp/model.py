@@ -36,9 +36,10 @@ from verl.utils.transformers_private import (
     layer_class_names,
     no_init_weights,
     sequence_classifier_of,
-    takes_any_attention,
 )
 from verl.utils.ulysses import validate_ulysses_config
+from verl.vision.families import VisionConfig
+from verl.vision.model import hidden_states
 from verl.workers.engine.fsdp.adapters import adapter_layers, add_adapters, merged, scales_of
 from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
 from verl.workers.engine.fsdp.inputs import ModelInputs
@@ -69,6 +70,8 @@ class HeadedModel(nn.Module):
         self.add_module(self.backbone_name, hf.base_model)
         self.add_module(head_name, getattr(hf, head_name))
         self.rule = LogitRule.of(hf.config)
+        self.vision = VisionConfig.of(hf.config)
+        """What passes with images need; None for a model of text."""
 
     @property
     def hf(self) -> PreTrainedModel:
@@ -100,7 +103,11 @@ class HeadedModel(nn.Module):
         if "reference" in outputs:
             logits = self.hf(**arguments).logits.flatten(0, 1).index_select(0, inputs.take).float()
             return {"reference": logits.log_softmax(-1).gather(-1, inputs.targets.unsqueeze(-1)).squeeze(-1)}
-        hidden = self.get_submodule(self.backbone_name)(**arguments).last_hidden_state
+        backbone = self.get_submodule(self.backbone_name)
+        if inputs.images is None:
+            hidden = backbone(**arguments).last_hidden_state
+        else:
+            hidden = hidden_states(backbone, arguments, inputs.images)
         chosen = hidden.flatten(0, 1).index_select(0, inputs.take)  # (N, hidden), or this rank's of them
         found = self._at(chosen, inputs.targets, outputs, temperature)
         return found if inputs.share is None else {name: inputs.share.collect(x) for name, x in found.items()}
@@ -133,6 +140,11 @@ def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:
             of a pass, of which each rank sees only a part.
     """
     text = config.get_text_config()
+    if VisionConfig.of(config) is not None:
+        raise ConfigError(
+            f"ulysses_sequence_parallel_size={ranks}: ranks cannot share the sequences of a model with images in this "
+            "version. Use 1."
+        )
     validate_ulysses_config(text.num_attention_heads, ranks)
     kinds = rope_types(config) & {"dynamic", "longrope"}
     if kinds:
@@ -289,14 +301,6 @@ def _require_parts(hf: PreTrainedModel, head_name: str, path: str) -> None:
             f"'{head_name}', which this engine needs. Use a decoder model of Transformers such as Qwen, Llama, "
             "Mistral or Gemma."
         )
-
-
-def use_attention(model: HeadedModel, name: str) -> bool:
-    """Switch the model to a registered attention; return False, changing nothing, if its own cannot be replaced."""
-    if not takes_any_attention(model.hf):
-        return False
-    model.hf.set_attn_implementation(name)
-    return True
 
 
 def enable_gradient_checkpointing(model: HeadedModel) -> None:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.utils.transformers_private import attention_of
+from verl.utils.transformers_private import attention_of, takes_any_attention, use_attention
 from verl.workers.engine.fsdp.inputs import ModelInputs, divide
-from verl.workers.engine.fsdp.model import HeadedModel, use_attention
+from verl.workers.engine.fsdp.model import HeadedModel
 from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences, short_windows
 from verl.workers.packed_attention import PACKED_ATTENTION, Packing
 from verl.workers.padded_attention import PADDED_ATTENTION
@@ -58,11 +58,11 @@ class PackingCheck:
     def use_packed(self) -> bool:
         """Switch the model to packed attention; if its results would differ, undo it, warn and return False."""
         hf = self._model.hf
-        before = attention_of(hf.config)
+        before = attention_of(hf.config.get_text_config())
         reason = self._why_not(PACKED_ATTENTION, packed=True)
         if reason is None:
             return True
-        hf.set_attn_implementation(before)  # pyright: ignore[reportArgumentType]
+        use_attention(hf, before)
         logger.warning(
             "%s runs padded: %s. Results are the same, at the cost of the padding; set use_remove_padding=false to "
             "silence this.",
@@ -86,8 +86,9 @@ class PackingCheck:
 
     def _why_not(self, attention: str, packed: bool) -> str | None:
         """Switch to ``attention``; return why the model cannot run with it, or None."""
-        if not use_attention(self._model, attention):
+        if not takes_any_attention(self._model.hf):
             return "its code has no exchangeable attention"
+        use_attention(self._model.hf, attention)
         try:
             difference = self.difference(packed)
         except (ConfigError, TypeError) as error:
@@ -129,7 +130,7 @@ class PackingCheck:
             columns=everything,
             shape=(1, len(ids)),
         )
-        is_shared = attention_of(self._model.hf.config) in (PACKED_ATTENTION, PADDED_ATTENTION)
+        is_shared = attention_of(self._model.hf.config.get_text_config()) in (PACKED_ATTENTION, PADDED_ATTENTION)
         inputs = whole if self._group is None or not is_shared else divide(whole, self._group)
         language = "reference" if reference else "log_probs"
         name = "hidden" if self._model.head.out_features == 1 else language

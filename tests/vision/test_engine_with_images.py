@@ -1,0 +1,152 @@
+"""The engine with images: log-probs and updates of a plain forward pass, in every layout, on one rank and on two."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from tests.vision.batches import P, naive_log_probs, naive_steps, picture_batch
+from tests.workers.support import make_engine, run_ranks, share, weights_of, with_log_probs
+from verl.errors import ConfigError, SchemaError
+from verl.testing.vision_models import tiny_vision_model_dir
+from verl.vision.families import FAMILIES
+from verl.workers.config import ActorConfig
+from verl.workers.engine import MicroBatchConfig
+from verl.workers.engine.fsdp.model import check_sequence_sharing
+from verl.workers.losses import PolicyLoss
+
+LAYOUTS = {
+    "whole": MicroBatchConfig(),
+    "one by one": MicroBatchConfig(micro_batch_size_per_gpu=1),
+    "by tokens": MicroBatchConfig(use_dynamic_bsz=True, max_token_len_per_gpu=60),
+}
+CONFIG = ActorConfig(loss_agg_mode="token-mean", entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_path(request, tmp_path_factory):
+    return tiny_vision_model_dir(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_vision_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def ppo_batch(path, folder):
+    plain = picture_batch(path, folder)
+    with torch.no_grad():
+        log_probs, _ = naive_log_probs(AutoModelForImageTextToText.from_pretrained(path), plain)
+    return with_log_probs(plain, log_probs)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_log_probs_are_those_of_the_models_own_forward(family_path, packed, tmp_path):
+    batch = picture_batch(family_path, tmp_path)
+    with torch.no_grad():
+        log_probs, entropy = naive_log_probs(AutoModelForImageTextToText.from_pretrained(family_path), batch)
+    engine = make_engine(family_path, trained=False, use_remove_padding=packed)
+    assert engine.is_packed == packed
+    for micro in LAYOUTS.values():
+        found = engine.infer_batch(batch, {"log_probs", "entropy"}, micro)
+        assert_close(found["log_probs"], log_probs, atol=1e-5, rtol=0)
+        assert_close(found["entropy"], entropy, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_steps_are_those_of_plain_pytorch(family_path, layout, tmp_path):
+    batch = ppo_batch(family_path, tmp_path)
+    expected, norm = naive_steps(family_path, batch, CONFIG)
+    engine = make_engine(family_path)
+    with engine.train_mode():
+        first = engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS[layout])
+        engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS[layout])
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    found = weights_of(engine)
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert_close(found[name], weight, atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    start = AutoModelForImageTextToText.from_pretrained(family_path)
+    moved = {n for n, p in start.named_parameters() if not torch.equal(p, found[n])}
+    assert {"model.visual.patch_embed.proj.weight"} < moved  # the gradient went through the projector and the tower
+
+
+def test_a_token_of_images_that_the_policy_drew_is_text(path, tmp_path):
+    batch = picture_batch(path, tmp_path)
+    columns = {name: tensor.clone() for name, tensor in batch.batch.items()}
+    columns["input_ids"][1, P + 1] = columns["responses"][1, 1] = 106
+    drawn = type(batch).from_dict(tensors=columns, non_tensors=batch.non_tensor_batch)
+    engine = make_engine(path, trained=False)
+    before, after = (engine.infer_batch(b, {"log_probs"}, LAYOUTS["whole"])["log_probs"] for b in (batch, drawn))
+    assert torch.equal(before[1, :1], after[1, :1])
+    assert bool((before[1, 1:] != after[1, 1:]).all())
+    others = [0, 2, 3, 4, 5]
+    assert_close(before[others], after[others], atol=1e-6, rtol=0)
+
+
+def test_image_tokens_without_their_images_are_refused(path, tmp_path):
+    batch = picture_batch(path, tmp_path)
+    engine = make_engine(path, trained=False)
+    with pytest.raises(SchemaError, match=r"row 0 of the batch has 4 image tokens, and the images .* make 0"):
+        engine.infer_batch(batch.select(non_tensor_batch_keys=[]), {"log_probs"}, LAYOUTS["whole"])
+    flat = {name: t[:, 0] if t.dim() == 3 else t for name, t in batch.batch.items()}
+    flat_batch = type(batch).from_dict(tensors=flat, non_tensors=batch.non_tensor_batch)
+    with pytest.raises(SchemaError, match=r"need \(bsz, 4, length\)"):
+        engine.infer_batch(flat_batch, {"log_probs"}, LAYOUTS["whole"])
+    texts = flat_batch.select_idxs([2, 5])  # which need no axes
+    expected = engine.infer_batch(batch.select_idxs([2, 5]), {"log_probs"}, LAYOUTS["whole"])["log_probs"]
+    assert torch.equal(engine.infer_batch(texts, {"log_probs"}, LAYOUTS["whole"])["log_probs"], expected)
+
+
+def test_values_with_images(path, tmp_path):
+    batch = picture_batch(path, tmp_path)
+    engine = make_engine(path, "value_model", trained=False)
+    torch.nn.init.normal_(engine.model.head.weight, std=0.5)
+    values = engine.infer_batch(batch, {"values"}, LAYOUTS["whole"])["values"]
+    for micro in LAYOUTS.values():
+        assert_close(engine.infer_batch(batch, {"values"}, micro)["values"], values, atol=1e-5, rtol=0)
+    assert float(values.abs().max()) > 0.1
+
+
+def test_shared_sequences_are_refused(path):
+    with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size=2: .* images"):
+        check_sequence_sharing(AutoConfig.from_pretrained(path), 2)
+
+
+def on_each_rank(rank, world_size, folder, path):
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    result = {}
+    for case, micro in LAYOUTS.items():
+        mine = share(batch, rank, world_size)
+        engine = make_engine(path)
+        found = engine.infer_batch(mine, {"log_probs"}, micro)["log_probs"]
+        with engine.train_mode():
+            norm = engine.train_batch(mine, PolicyLoss(CONFIG), micro)["grad_norm"]
+            engine.train_batch(mine, PolicyLoss(CONFIG), micro)
+        result[case] = found, norm, weights_of(engine)
+    # One rank has all images, the other only texts: rows 2 and 5.
+    mine = batch.select_idxs([0, 1, 3, 4] if rank == 0 else [2, 5])
+    engine = make_engine(path)
+    with engine.train_mode():
+        norm = engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS["one by one"])["grad_norm"]
+        engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS["one by one"])
+    result["apart"] = None, norm, weights_of(engine)
+    torch.save(result, folder / f"rank_{rank}.pt")
+
+
+def test_two_ranks_make_the_steps_of_one_also_if_one_has_only_texts(path, tmp_path):
+    batch = ppo_batch(path, tmp_path)
+    torch.save(batch, tmp_path / "batch.pt")
+    expected, norm = naive_steps(path, batch, CONFIG)
+    run_ranks(on_each_rank, 2, tmp_path, path)
+    with torch.no_grad():
+        log_probs, _ = naive_log_probs(AutoModelForImageTextToText.from_pretrained(path), batch)
+    for rank in range(2):
+        for case, (found, own_norm, weights) in torch.load(tmp_path / f"rank_{rank}.pt").items():
+            if found is not None:
+                assert_close(found, log_probs[rank::2], atol=1e-5, rtol=0)
+            assert own_norm == pytest.approx(norm, rel=1e-4), case
+            for name, weight in expected.items():
+                assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=lambda t, n=name, c=case: f"{c} {n}: {t}")

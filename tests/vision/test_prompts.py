@@ -1,0 +1,232 @@
+"""Rows with images become prompts: placeholders, tokens, positions, pixels, limits, and rows that cannot be used."""
+
+from __future__ import annotations
+
+import base64
+import io
+import logging
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from verl.errors import DataError
+from verl.protocol import DataProto
+from verl.protocol.shared import SharedTensors, bytes_held
+from verl.testing.models import tiny_model_dir
+from verl.testing.vision_models import picture, picture_rows, png, tiny_vision_model_dir, write_parquet
+from verl.utils import hf_processor, hf_tokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.vision.families import FAMILIES, VisionConfig
+from verl.vision.images import process_image, read_image, smart_resize
+from verl.vision.messages import with_image_parts, with_placeholders
+from verl.vision.positions import continued, mrope_positions
+
+START, END, IMAGE = 104, 105, 106
+QWEN = VisionConfig(image_token_id=IMAGE, merge_size=2, patch_values=96)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_vision_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def dataset(path, file, **config):
+    return RLHFDataset(file, hf_tokenizer(path), {"max_prompt_length": 40} | config, hf_processor(path))
+
+
+def test_positions_by_hand():
+    # a b [2 x 3 tokens] c: the image starts at 2, and c follows its largest position, 2 + 2.
+    ids = torch.tensor([5, 6, *[IMAGE] * 6, 7])
+    found = mrope_positions(ids, torch.tensor([[1, 4, 6]]), QWEN)
+    assert found.tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 7, 8],
+        [0, 1, 2, 2, 2, 2, 2, 2, 5],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5],
+    ]
+    text = mrope_positions(torch.tensor([5, 6, 7]), None, QWEN)
+    assert text.tolist() == [[0, 1, 2]] * 4
+    with pytest.raises(DataError, match=r"6 image tokens, and its 1 images make 4"):
+        mrope_positions(ids, torch.tensor([[1, 4, 4]]), QWEN)
+
+
+def test_responses_go_on_from_the_largest_position():
+    prompt = torch.nn.functional.pad(
+        mrope_positions(torch.tensor([5, *[IMAGE] * 4]), torch.tensor([[1, 4, 4]]), QWEN), (1, 0)
+    )
+    found = continued(prompt[None], torch.tensor([[1, 1, 0]]))
+    assert found[0, :, 1:].tolist() == [
+        [0, 1, 2, 3, 4, 5, 6, 6],
+        [0, 1, 1, 1, 1, 3, 4, 4],
+        [0, 1, 1, 2, 2, 3, 4, 4],
+        [0, 1, 2, 1, 2, 3, 4, 4],
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_positions_and_pixels_are_those_of_transformers(family, tmp_path):
+    path = tiny_vision_model_dir(tmp_path / family, family)
+    processor, model = hf_processor(path), AutoModelForImageTextToText.from_pretrained(path)
+    rows = picture_rows(2)
+    rows[0]["prompt"][0]["content"] = "one <image> and <image>two"
+    rows[0]["images"] = [{"bytes": png(picture("red", size=s)), "path": None} for s in ((24, 16), (16, 40))]
+    item = dataset(path, write_parquet(tmp_path / "rows.parquet", rows))[0]
+    images = [picture("red", size=s) for s in ((24, 16), (16, 40))]
+    mark = "<|vision_start|><|image_pad|><|vision_end|>"
+    text = f"<user>one {mark} and {mark}two<assistant>"
+    expected = processor(text=[text], images=images, return_tensors="pt")
+    ids = item["input_ids"][item["attention_mask"].bool()]
+    assert torch.equal(ids, expected["input_ids"][0])
+    assert (ids == IMAGE).sum() == 6 + 10
+    inputs = item["multi_modal_inputs"]
+    assert torch.equal(inputs["pixel_values"], expected["pixel_values"])
+    assert torch.equal(inputs["image_grid_thw"], expected["image_grid_thw"])
+    positions, _ = model.model.get_rope_index(
+        expected["input_ids"], expected["mm_token_type_ids"], image_grid_thw=expected["image_grid_thw"]
+    )
+    own = item["position_ids"][:, item["attention_mask"].bool()]
+    assert torch.equal(own[1:], positions[:, 0])
+    assert own[0].tolist() == list(range(len(ids)))
+
+
+def test_text_rows_of_a_model_with_images_and_a_model_of_text(path, tmp_path):
+    file = write_parquet(tmp_path / "rows.parquet", picture_rows(4, text_every=2))
+    item = dataset(path, file)[1]
+    assert len(item["multi_modal_inputs"]) == 0
+    assert item["raw_prompt"] == [{"role": "user", "content": "say green"}]
+    assert item["position_ids"].shape == (4, 40)
+    text_model = tiny_model_dir(tmp_path / "text")
+    with pytest.raises(DataError, match=r"row 0: column 'images' holds 1 item\(s\)\. The model has no image processor"):
+        RLHFDataset(file, hf_tokenizer(text_model), {"max_prompt_length": 40}, hf_processor(text_model))
+
+
+def test_forms_of_an_image_give_the_same_pixels(tmp_path):
+    image = picture("blue", "circle", (20, 12))
+    file = tmp_path / "a.png"
+    file.write_bytes(png(image))
+    text = "data:image/png;base64," + base64.b64encode(png(image)).decode()
+    forms = [image, png(image), str(file), f"file://{file}", file, text, {"bytes": png(image), "path": "gone.png"}]
+    forms += [{"path": str(file), "bytes": None}, {"image": str(file)}, {"type": "image", "image": image}]
+    for form in forms:
+        assert np.array_equal(np.asarray(read_image(form, "here")), np.asarray(image)), form
+    half = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
+    half.putpixel((0, 0), (10, 20, 30, 255))
+    assert np.asarray(read_image(half, "here")).tolist() == [[[10, 20, 30], [255, 255, 255]]]
+
+
+def test_limits_of_pixels():
+    # 100 x 50 pixels, patches of 14: multiples of 28 are 112 x 56, an area of 6272.
+    assert smart_resize(100, 50, 28) == (112, 56)
+    # at most 3136 = 56 · 56 pixels: scale √(5000 / 3136) = 1.263, 100 / 1.263 / 28 = 2.8, 50 / 1.263 / 28 = 1.4
+    assert smart_resize(100, 50, 28, max_pixels=3136) == (56, 28)
+    # at least 12544 = 112 · 112: scale √(12544 / 5000) = 1.584, 158.4 / 28 = 5.7 and 79.2 / 28 = 2.8, both up
+    assert smart_resize(100, 50, 28, min_pixels=12544) == (168, 84)
+    image = picture("red", size=(50, 100))
+    assert process_image(image).size == (50, 100)
+    assert process_image({"image": image, "min_pixels": 12544}).size == (84, 168)
+    # 60 x 30 is below the least area of 3136: scale √(3136 / 1800) = 1.32, 79.2 / 28 = 2.8 and 39.6 / 28 = 1.4, both up
+    assert process_image({"image": image, "resized_height": 60, "resized_width": 30}).size == (56, 84)
+    assert process_image({"bytes": png(image), "max_pixels": 3136}, image_patch_size=14).size == (28, 56)
+    with pytest.raises(DataError, match="one edge may be at most 200 times"):
+        process_image({"image": Image.new("RGB", (2, 500)), "min_pixels": 3136})
+    with pytest.raises(DataError, match=r"{'max_pixels': -1}; limits of pixels"):
+        process_image({"image": image, "max_pixels": -1})
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b"no image", "of 8 bytes cannot be read: cannot identify image file"),
+        (png(picture("red", size=(64, 64)))[:90], "cannot be read"),
+        ("/nowhere/a.png", "'/nowhere/a.png' cannot be read: .*No such file"),
+        ("https://example.org/a.png", "is a remote address"),
+        ({"width": 3}, "a mapping with width. It needs one of bytes, path and image"),
+        (7, "an image is int 7"),
+        ("data:image/png;base64,###", "base64 text of an image is damaged"),
+    ],
+)
+def test_what_is_no_image_is_named(value, said):
+    with pytest.raises(DataError, match=f"^file, row 3: .*{said}"):
+        read_image(value, "file, row 3")
+
+
+def test_rows_with_broken_images_are_named_and_left_out(path, tmp_path, caplog):
+    rows = picture_rows(5)
+    rows[1]["images"][0]["bytes"] = b"broken"
+    rows[3]["images"][0]["bytes"] = rows[3]["images"][0]["bytes"][:60]
+    file = write_parquet(tmp_path / "rows.parquet", rows)
+    with caplog.at_level(logging.WARNING):
+        found = dataset(path, file)
+    assert [found[i]["index"] for i in range(len(found))] == [0, 2, 4]
+    assert "2 of 5 rows have images that cannot be used" in caplog.text
+    assert f"{file}, row 1: the image of 6 bytes cannot be read" in caplog.text
+    assert f"{file}, row 3: the image of 60 bytes cannot be read" in caplog.text
+    file = write_parquet(tmp_path / "broken.parquet", [rows[1], rows[3]])
+    with pytest.raises(DataError, match="2 of 2 rows have images that cannot be used"):
+        dataset(path, file)
+
+
+def test_the_filter_counts_image_tokens_and_no_prompt_with_images_is_cut(path, tmp_path):
+    rows = picture_rows(3)  # 4, 6 and 8 image tokens, and <user> START END color? <assistant>: 10 more
+    file = write_parquet(tmp_path / "rows.parquet", rows)
+    kept = dataset(path, file, max_prompt_length=16, filter_overlong_prompts=True)
+    assert [int(kept[i]["attention_mask"].sum()) for i in range(len(kept))] == [14, 16]
+    assert [len(ids) for ids, _ in kept.sequences(1)] == [16]
+    with pytest.raises(DataError, match=r"1 of 3 prompts are longer than max_prompt_length=16 .*row 2 with 18 tokens"):
+        dataset(path, file, max_prompt_length=16)
+    with pytest.raises(DataError, match="prompts with images are never cut"):
+        dataset(path, file, max_prompt_length=16, truncation="left")
+
+
+def test_messages_place_images():
+    image, a, b = {"type": "image"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}
+    found = with_image_parts([{"role": "user", "content": "a<image>b<image>"}], 2, "x")
+    assert found == [{"role": "user", "content": [a, image, b, image]}]
+    parts = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "what?"}]
+    messages, images = with_placeholders([{"role": "user", "content": parts}], None, "x")
+    assert images == [{"image": "1.png"}]
+    assert [part["text"] for part in messages[0]["content"]] == ["<image>", "what?"]
+    with pytest.raises(DataError, match=r"f, row 1: the messages have 2 <image> placeholder\(s\), and the row has 1"):
+        with_image_parts([{"role": "user", "content": "<image><image>"}], 1, "f, row 1")
+    with pytest.raises(DataError, match="Keep all images in the column"):
+        with_placeholders([{"role": "user", "content": parts}], ["2.png"], "x")
+    with pytest.raises(DataError, match="the images of a row are a list, and this is str"):
+        with_placeholders("hello", "2.png", "x")
+    plain = [{"role": "user", "content": "the text <image> itself"}]
+    assert with_image_parts(plain, 0, "x") == plain
+
+
+def test_a_user_who_writes_the_token_of_images_writes_text(path, tmp_path):
+    rows = picture_rows(1)
+    rows[0]["prompt"][0]["content"] = "<image>is <|image_pad|> a token?"
+    item = dataset(path, write_parquet(tmp_path / "rows.parquet", rows))[0]
+    assert int((item["input_ids"] == IMAGE).sum()) == 4
+
+
+def test_siblings_share_their_images(path, tmp_path):
+    found = dataset(path, write_parquet(tmp_path / "rows.parquet", picture_rows(4)))
+    batch = DataProto.from_single_dict(collate_fn([found[i] for i in range(4)])).repeat(8, interleave=True)
+    once, copied = bytes_held(batch.non_tensor_batch["multi_modal_inputs"])
+    assert copied == 8 * once
+    assert once == sum(found[i]["multi_modal_inputs"].nbytes for i in range(4))
+    import pickle
+
+    arrived = pickle.loads(pickle.dumps(batch))  # rows that shared an object share one again
+    assert bytes_held(arrived.non_tensor_batch["multi_modal_inputs"]) == (once, copied)
+    a, b = (x.non_tensor_batch["multi_modal_inputs"][9] for x in (batch, arrived))
+    assert isinstance(a, SharedTensors)
+    assert torch.equal(a["pixel_values"], b["pixel_values"])
+    a["pixel_values"].zero_()  # a copy
+    assert float(a["pixel_values"].abs().max()) > 0
+
+
+def test_the_image_processor_is_that_of_pillow(path):
+    processor = hf_processor(path)
+    assert type(processor).__name__ == "Qwen2_5_VLProcessor"
+    assert type(processor.image_processor).__name__ == "Qwen2VLImageProcessorPil"
+    buffer = io.BytesIO()
+    picture("red").save(buffer, format="JPEG")
+    assert read_image(buffer.getvalue(), "x").mode == "RGB"

@@ -1,0 +1,67 @@
+"""Whole runs with images through the command line's road: what is trained, what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from verl.errors import ConfigError
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.testing.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
+from verl.trainer.config.command_line import compose
+from verl.trainer.config.load import load_config
+from verl.trainer.main_ppo import run_ppo
+
+REWARD = "def compute_score(solution_str, ground_truth, **_):\n    return float(ground_truth[0] in solution_str)\n"
+
+
+@pytest.fixture
+def paths(tmp_path):
+    made = make_tiny_run(tmp_path)
+    (tmp_path / "reward.py").write_text(REWARD)
+    return made | {
+        "model": tiny_vision_model_dir(tmp_path / "vision"),
+        "train": write_parquet(tmp_path / "train.parquet", picture_rows(8, text_every=4)),
+        "val": write_parquet(tmp_path / "val.parquet", picture_rows(4, text_every=4)),
+    }
+
+
+def settings(paths, folder, **changes):
+    given = {"custom_reward_function__path": str(folder / "reward.py"), "data__max_prompt_length": 40} | changes
+    return compose(overrides(paths, folder, **given))
+
+
+def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
+    log = tmp_path / "metrics.jsonl"
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+    changes = {
+        "algorithm__adv_estimator": "gae",
+        "actor_rollout_ref__actor__use_kl_loss": "true",
+        "actor_rollout_ref__actor__ppo_mini_batch_size": 4,
+        "actor_rollout_ref__actor__use_dynamic_bsz": "true",
+        "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 100,
+        "trainer__save_freq": 2,
+        "trainer__test_freq": 2,
+    }
+    run_ppo(settings(paths, tmp_path, **changes))
+    steps = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
+    assert steps[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-8)
+    assert steps[2]["actor/kl_loss"] > 1e-5
+    assert max(steps[n]["training/rollout_probs_diff_max"] for n in (1, 2)) < 1e-5
+    assert steps[2]["critic/grad_norm"] > 0
+    assert "val-core/pictures/reward/mean@1" in steps[2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"actor_rollout_ref__rollout__name": "native"}, "does not take a model with images"),
+        ({"actor_rollout_ref__rollout__multi_turn__enable": "true"}, "conversations with images"),
+        ({"reward_model__enable": "true"}, "knows nothing of its images"),
+        ({"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2}, "ranks cannot share the sequences"),
+    ],
+)
+def test_what_is_refused_before_a_model_loads(paths, tmp_path, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        load_config(settings(paths, tmp_path, **changes))

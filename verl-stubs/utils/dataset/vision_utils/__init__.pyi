@@ -1,0 +1,1 @@
+from verl.vision.images import process_image as process_image

@@ -1,0 +1,121 @@
+"""Tensors of one sample that many rows of batches share, such as the pixels of a prompt's images.
+
+Rows refer to one object: the n responses of a prompt, and all batches of a step, hold its bytes once. On Ray the driver
+puts the bytes into the object store once, calls carry a reference, and a process that reads it maps the store's memory:
+
+    data set ─► driver ─► object store ◄── rank 0, rank 1: read where they lie, joined per pass
+                  └─ rows: references ──►
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.errors import SchemaError
+from verl.protocol.stored import LEAST_BYTES, travels_by_reference
+
+Arrays = dict[str, np.ndarray]
+
+
+class SharedTensors(Mapping[str, Tensor]):
+    """Named tensors of one sample on the CPU, to be read only.
+
+    Reading one gives a copy; :func:`joined` reads many without one copy more.
+
+    Args:
+        tensors: by name; their memory is shared, not copied, if they are contiguous and on the CPU.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._arrays: Arrays | None = {name: t.detach().cpu().contiguous().numpy() for name, t in tensors.items()}
+        self._reference: Any = None
+        self.nbytes = sum(array.nbytes for array in self._arrays.values())
+        """Bytes of all tensors."""
+
+    def arrays(self) -> Arrays:
+        """Return the values as arrays, which may lie in read-only memory that other processes map."""
+        if self._arrays is None:
+            self._arrays = sys.modules["ray"].get(self._reference)  # where there are references, Ray is loaded
+        return self._arrays
+
+    def store(self, put: Callable[[Arrays], Any]) -> None:
+        """Move the bytes to Ray's object store by ``put``, once; small ones stay, as those of small columns do."""
+        if self._reference is None and self.nbytes >= LEAST_BYTES:
+            self._reference = put(self.arrays())
+            self._arrays = None
+            _known[self._reference] = self
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.from_numpy(self.arrays()[name].copy())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.arrays())
+
+    def __len__(self) -> int:
+        return len(self.arrays())
+
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+    def __repr__(self) -> str:
+        return f"SharedTensors({self.nbytes} bytes)"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._reference is not None and travels_by_reference():
+            return _referred, (self._reference, self.nbytes)
+        return _given, (self.arrays(),)
+
+
+_known: WeakValueDictionary[Any, SharedTensors] = WeakValueDictionary()
+"""What this process holds by reference, so that rows that arrive in several calls share it."""
+
+
+def _given(arrays: Arrays) -> SharedTensors:
+    made = SharedTensors({})
+    made._arrays, made.nbytes = arrays, sum(array.nbytes for array in arrays.values())
+    return made
+
+
+def _referred(reference: Any, nbytes: int) -> SharedTensors:
+    known = _known.get(reference)
+    if known is None:
+        known = _known[reference] = SharedTensors({})
+        known._arrays, known._reference, known.nbytes = None, reference, nbytes
+    return known
+
+
+def store_all(columns: Iterable[np.ndarray], put: Callable[[Arrays], Any]) -> None:
+    """Store the shared tensors in columns of objects; see :meth:`SharedTensors.store`."""
+    for column in columns:
+        if column.dtype == object:
+            for value in {id(value): value for value in column.ravel() if isinstance(value, SharedTensors)}.values():
+                value.store(put)
+
+
+def joined(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor | None:
+    """Concatenate a tensor of all rows along its first dimension, in new memory; None if no row has it.
+
+    Raises:
+        SchemaError: a row of a column holds no mapping.
+    """
+    parts = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise SchemaError(f"row {number} has {type(row).__name__} where the inputs of its images are expected.")
+        if name in row:
+            parts.append(row.arrays()[name] if isinstance(row, SharedTensors) else np.asarray(row[name]))
+    return torch.from_numpy(np.concatenate(parts)) if parts else None
+
+
+def bytes_held(column: np.ndarray) -> tuple[int, int]:
+    """Return the bytes of the distinct objects of a column, and what they would be if each row had its own."""
+    values = [value for value in column if isinstance(value, SharedTensors)]
+    once = {id(value): value.nbytes for value in values}
+    return sum(once.values()), sum(value.nbytes for value in values)

@@ -1,0 +1,50 @@
+"""Rules about models with images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.config import PPOConfig, Problem
+from verl.config.agent import SINGLE_TURN
+from verl.trainer.config.rules_sizes import needs_critic
+from verl.utils import model_files
+from verl.vision.families import FAMILIES
+
+Problems = Iterator[Problem]
+
+ENGINES = ("hf",)
+"""Rollout engines that take images."""
+
+
+def models_with_images(config: PPOConfig) -> Problems:
+    """A policy with images has engines that take them, whole sequences, and a critic that sees them too."""
+    roles = config.actor_rollout_ref
+    kind = model_files.model_type(Path(roles.model.path).expanduser())
+    if kind not in FAMILIES:
+        return
+    rollout = roles.rollout
+    if rollout.name not in ENGINES:
+        wrong = f"this engine does not take a model with images ({kind}) in this version"
+        yield Problem("actor_rollout_ref.rollout.name", rollout.name, wrong, ", ".join(ENGINES))
+    if rollout.default_agent_loop != SINGLE_TURN:
+        wrong = "conversations with images are not in this version"
+        remedy = "set multi_turn.enable=false, so that prompts are answered in one turn"
+        key = "actor_rollout_ref.rollout.agent.default_agent_loop"
+        yield Problem(key, rollout.default_agent_loop, wrong, SINGLE_TURN, remedy)
+    if roles.actor.ulysses_sequence_parallel_size > 1:
+        key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+        wrong = "ranks cannot share the sequences of a model with images in this version"
+        yield Problem(key, roles.actor.ulysses_sequence_parallel_size, wrong, "1")
+    if roles.actor.strategy == "megatron":
+        wrong = f"it has no models with images ({kind})"
+        yield Problem("actor_rollout_ref.actor.strategy", "megatron", wrong, "fsdp2")
+    if config.reward_model.enable and config.judge is None:
+        wrong = "a reward model reads the policy's tokens, and knows nothing of its images"
+        remedy = "score by a reward function (custom_reward_function.path)"
+        yield Problem("reward_model.enable", True, wrong, "false", remedy)
+    if needs_critic(config):
+        critic = model_files.model_type(Path(config.critic.model.path).expanduser())
+        if critic is not None and critic != kind:
+            wrong = f"it holds a {critic}, and the policy with images is a {kind}, whose tokens the critic reads"
+            yield Problem("critic.model.path", config.critic.model.path, wrong, "a model of the same kind")

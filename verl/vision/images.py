@@ -1,0 +1,162 @@
+"""Images of a data row: read from bytes, files or PIL, and brought to a size within limits."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import math
+import struct
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from verl.errors import DataError
+
+MERGE = 2
+"""Patches along an edge that become one token in all families of :mod:`verl.vision.families`."""
+MIN_PIXELS, MAX_PIXELS = 4 * 28**2, 16384 * 28**2
+"""Limits of an image that names its own size, as in the package qwen-vl-utils."""
+LARGEST_RATIO = 200
+_LIMITS = ("min_pixels", "max_pixels", "resized_height", "resized_width")
+# What Pillow's decoders raise for files that are damaged, cut off or enormous.
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError)
+
+
+def read_image(value: Any, place: str) -> Image.Image:
+    """Decode an image to RGB; transparent parts become white.
+
+    Args:
+        value: a PIL image, the bytes of a file, a path, a ``data:`` URL with base64, or a mapping with one of these as
+            ``image``, ``bytes`` or ``path`` (``bytes`` first, as data sets of Hugging Face have both).
+        place: file and row, for errors.
+
+    Raises:
+        DataError: it is none of these, or cannot be decoded; the message names ``place``.
+    """
+    source = _source(value, place)
+    try:
+        image = source if isinstance(source, Image.Image) else Image.open(source)
+        image.load()
+    except _BROKEN as error:
+        raise DataError(
+            f"{place}: the image {_shown(value)} cannot be read: {error or type(error).__name__}. Replace the file, or "
+            "take the row out."
+        ) from error
+    if image.mode in ("RGBA", "LA", "PA") or (image.mode == "P" and "transparency" in image.info):
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _source(value: Any, place: str) -> Image.Image | io.BytesIO | str:
+    """The PIL image, the bytes or the path that a value stands for."""
+    while isinstance(value, Mapping):
+        found = next(
+            (value[key] for key in ("bytes", "image", "path", "image_url") if value.get(key) is not None), None
+        )
+        if found is None:
+            raise DataError(
+                f"{place}: an image is a mapping with {', '.join(map(str, value)) or 'nothing'}. It needs one of "
+                "bytes, path and image."
+            )
+        value = found
+    if isinstance(value, Image.Image):
+        return value
+    if isinstance(value, bytes | bytearray | memoryview):
+        return io.BytesIO(value)
+    if isinstance(value, Path):
+        return str(value)
+    if not isinstance(value, str):
+        raise DataError(
+            f"{place}: an image is {_shown(value)}. Give the bytes of an image file, its path, or a PIL image."
+        )
+    if value.startswith("data:"):
+        try:
+            return io.BytesIO(base64.b64decode(value.partition("base64,")[2], validate=True))
+        except binascii.Error as error:
+            raise DataError(f"{place}: the base64 text of an image is damaged: {error}.") from error
+    if "://" in value and not value.startswith("file://"):
+        raise DataError(
+            f"{place}: the image '{value:.120}' is a remote address, and a run reads local files only. Download it "
+            "first, or put its bytes into the data file."
+        )
+    return value.removeprefix("file://")
+
+
+def process_image(image: Any, image_patch_size: int = 14, place: str = "process_image") -> Image.Image:
+    """Decode an image and bring it to the size that it asks for.
+
+    A mapping may have ``min_pixels`` and ``max_pixels``, or ``resized_height`` and ``resized_width``; see
+    :func:`smart_resize`. Without any of them the size stays: the model's image processor has limits of its own.
+
+    Args:
+        image: see :func:`read_image`.
+        image_patch_size: edge of a patch in pixels; edges become multiples of twice that.
+        place: file and row, for errors.
+
+    Raises:
+        DataError: it cannot be decoded, or its edges differ too much.
+    """
+    found = read_image(image, place)
+    limits = {key: image[key] for key in _LIMITS if image.get(key) is not None} if isinstance(image, Mapping) else {}
+    if not limits:
+        return found
+    wrong = {key: value for key, value in limits.items() if not isinstance(value, int | float) or value < 1}
+    if wrong:
+        raise DataError(f"{place}: an image has {wrong}; limits of pixels are numbers of at least 1.")
+    factor = MERGE * image_patch_size
+    least, most = limits.get("min_pixels", MIN_PIXELS), limits.get("max_pixels", MAX_PIXELS)
+    height = limits.get("resized_height", found.height)
+    width = limits.get("resized_width", found.width)
+    try:
+        height, width = smart_resize(int(height), int(width), factor, int(least), int(most))
+    except ValueError as error:
+        raise DataError(f"{place}: {error}") from error
+    return found.resize((width, height))
+
+
+def smart_resize(
+    height: int, width: int, factor: int = 28, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS
+) -> tuple[int, int]:
+    """Return the nearest height and width that are multiples of ``factor``, with an area within the limits.
+
+    An area outside of them is scaled by one factor for both edges, rounded down at the upper and up at the lower
+    limit, as in the image processor of Qwen2-VL (arXiv:2409.12191).
+
+    >>> smart_resize(100, 50, 28)
+    (112, 56)
+
+    Raises:
+        ValueError: one edge is more than 200 times the other, or the limits contradict each other.
+    """
+    if max(height, width) > LARGEST_RATIO * min(height, width):
+        raise ValueError(
+            f"an image of {width} x {height} pixels is too narrow: one edge may be at most {LARGEST_RATIO} times the "
+            "other."
+        )
+    if min_pixels > max_pixels:
+        raise ValueError(f"min_pixels={min_pixels} is more than max_pixels={max_pixels}.")
+    rows, columns = round(height / factor), round(width / factor)
+    area = rows * columns * factor**2
+    if area > max_pixels:
+        scale = math.sqrt(height * width / max_pixels)
+        rows, columns = math.floor(height / scale / factor), math.floor(width / scale / factor)
+    elif area < min_pixels:
+        scale = math.sqrt(min_pixels / (height * width))
+        rows, columns = math.ceil(height * scale / factor), math.ceil(width * scale / factor)
+    return max(1, rows) * factor, max(1, columns) * factor
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("path", "image", "bytes") if value.get(key) is not None), value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"of {len(value)} bytes"
+    if isinstance(value, Image.Image):
+        return f"of {value.width} x {value.height} pixels"
+    return f"'{value:.120}'" if isinstance(value, str) else f"{type(value).__name__} {value!r:.120}"

@@ -1,0 +1,72 @@
+"""Positions of tokens in prompts with images: M-RoPE (arXiv:2409.12191).
+
+A text token has one position on all axes. The tokens of an image, T x H x W of them, have the position before which
+the image stands plus their place along time, height and width; the token after it goes on from the largest of them.
+Position ids have four axes: the number of the token, then time, height and width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.errors import DataError
+from verl.vision.families import VisionConfig
+
+AXES = 4
+
+
+def mrope_positions(input_ids: Tensor, grid: Tensor | None, config: VisionConfig) -> Tensor:
+    """Return the positions of a sequence without padding, (4, tokens) int64.
+
+    Args:
+        input_ids: (tokens,) with all image tokens; tokens with the image's id stand for the images in turn.
+        grid: (images, 3) patches along time, height and width, ``image_grid_thw``; None if there are no images.
+        config: of the model.
+
+    Raises:
+        DataError: the image tokens are not those of the images.
+    """
+    is_image = input_ids == config.image_token_id
+    grids = [] if grid is None else grid.tolist()
+    wanted = 0 if grid is None else config.tokens_of(grid)
+    if int(is_image.sum()) != wanted:
+        raise DataError(
+            f"a sequence has {int(is_image.sum())} image tokens, and its {len(grids)} images make {wanted}."
+        )
+    steps = torch.ones(len(input_ids) + 1, dtype=torch.int64)
+    offsets = torch.zeros(AXES - 1, len(input_ids), dtype=torch.int64)  # from the position before the image
+    places = is_image.nonzero().flatten()
+    for frames, height, width in grids:
+        rows, columns = height // config.merge_size, width // config.merge_size
+        own, places = places[: frames * rows * columns], places[frames * rows * columns :]
+        time, row, column = torch.meshgrid(
+            torch.arange(frames), torch.arange(rows), torch.arange(columns), indexing="ij"
+        )
+        offsets[:, own] = torch.stack([time.flatten(), row.flatten(), column.flatten()])
+        steps[own + 1] = 0  # the tokens of an image start at one position
+        steps[own[-1] + 1] = max(rows, columns)
+    starts = steps[:-1].cumsum(0) - 1
+    return torch.cat([torch.arange(len(input_ids)).unsqueeze(0), starts + offsets])
+
+
+def left_padded(positions: Tensor, length: int) -> Tensor:
+    """Pad positions, (4, tokens), with zeros on the left to (4, length)."""
+    return torch.nn.functional.pad(positions, (length - positions.shape[-1], 0))
+
+
+def continued(prompt: Tensor, response_mask: Tensor) -> Tensor:
+    """Append the positions of responses, which are text, to those of prompts.
+
+    Args:
+        prompt: (bsz, 4, prompt_length), padded on the left.
+        response_mask: (bsz, response_length), 1 on tokens, padded on the right.
+
+    Returns:
+        (bsz, 4, prompt_length + response_length); padding repeats the position of the last token.
+    """
+    numbers = response_mask.cumsum(-1)  # (bsz, response_length): 1, 2, ...
+    last = torch.stack([prompt[:, 0].amax(-1), prompt[:, 1:].amax((1, 2))], dim=1)  # (bsz, 2)
+    text, rest = (last[:, axis, None] + numbers for axis in (0, 1))
+    response = torch.stack([text, rest, rest, rest], dim=1)
+    return torch.cat([prompt, response], dim=-1)
