@@ -90,7 +90,7 @@ class DecodingCache(Cache):
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptWithImages:
     """A prompt: equal ones have the same tokens and the same images."""
 
     ids: tuple[int, ...]
@@ -117,7 +117,7 @@ class DecodingBatch:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], max_new_tokens: int, module: PreTrainedModel, prefill_tokens: int
+        self, prompts: Sequence[PromptWithImages], max_new_tokens: int, module: PreTrainedModel, prefill_tokens: int
     ) -> None:
         distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         lengths = torch.tensor([len(prompt.ids) for prompt in distinct])
@@ -143,7 +143,7 @@ class DecodingBatch:
         self._filled = width
 
     def _prefill(
-        self, ids: Tensor, mask: Tensor, prompts: list[Prompt], rows_at_once: int
+        self, ids: Tensor, mask: Tensor, prompts: list[PromptWithImages], rows_at_once: int
     ) -> tuple[Tensor, list[DynamicCache], Tensor]:
         """Return the logits after each prompt, the states of all prompts, and the positions of the next tokens."""
         positions = self._positions_of(mask, prompts)
@@ -159,7 +159,7 @@ class DecodingBatch:
             following[:, 1:] = positions[:, 1:].amax((1, 2)).unsqueeze(1) + 1
         return torch.cat(logits), caches, following
 
-    def _positions_of(self, mask: Tensor, prompts: list[Prompt]) -> Tensor:
+    def _positions_of(self, mask: Tensor, prompts: list[PromptWithImages]) -> Tensor:
         """Positions of the prompts' tokens, (distinct, width), or (distinct, 4, width) of a model with images."""
         if self._vision is None:
             return (mask.cumsum(-1) - 1).clamp(min=0)
@@ -200,7 +200,7 @@ class DecodingBatch:
         return self._cache.nbytes
 
 
-def _images_of(prompts: Sequence[Prompt], device: torch.device) -> dict[str, Tensor]:
+def _images_of(prompts: Sequence[PromptWithImages], device: torch.device) -> dict[str, Tensor]:
     """Join the images of prompts as arguments of the model; empty if there are none."""
     rows = [prompt.images for prompt in prompts if prompt.images is not None]
     found = {name: joined(rows, name) for name in IMAGE_INPUTS} if rows else {}

@@ -24,7 +24,7 @@ from verl.workers.rollout.base import (
     RolloutRegistry,
     RolloutRequest,
 )
-from verl.workers.rollout.decoding import DecodingBatch, Prompt
+from verl.workers.rollout.decoding import DecodingBatch, PromptWithImages
 from verl.workers.rollout.sampling import StopRules, TokenSampler
 from verl.workers.rollout.weights import ExpectedWeights
 
@@ -117,7 +117,7 @@ class HFRollout(BaseRollout):
         params = [request.sampling for request in requests]
         longest = max(p.max_tokens for p in params)
         batch = DecodingBatch(
-            [Prompt(tuple(request.prompt_ids), request.images) for request in requests],
+            [PromptWithImages(tuple(request.prompt_ids), request.images) for request in requests],
             longest,
             self._awake_module(),
             self.config.max_num_batched_tokens,
