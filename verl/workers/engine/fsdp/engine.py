@@ -123,6 +123,7 @@ class FSDPEngine(BaseEngine):
         self.optimizer: Optimizer | None = None
         self.scheduler: LambdaLR | None = None
         self.is_packed = False
+        self._runs_tower = False
         self.balance_weight = 0.0
         self.pass_sizes = PassSizes()
         self._contexts = 0
