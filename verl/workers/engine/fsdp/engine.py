@@ -254,7 +254,7 @@ class FSDPEngine(BaseEngine):
     # ---- computing ----------------------------------------------------------------------------
 
     def _look_for_images(self, batch: DataProto) -> None:
-        """Let the vision tower run in all passes of a batch of which any rank has an image. Collective, if there is one."""
+        """Let the vision tower run in all passes of a batch if any rank has an image in it. Collective with a tower."""
         if self.model.vision is not None:
             self._runs_tower = bool(largest_of_ranks(int(has_images(batch)), self.device))
 
