@@ -33,7 +33,7 @@ def load_processor(path: str, tokenizer: Callable[[], Any], **kwargs: Any) -> Pr
     Raises:
         OSError, ValueError: the files cannot be read, as Transformers has it.
     """
-    family = _family_in(path)
+    family = _family_in(path, kwargs.get("trust_remote_code", False))
     if family is None:
         found = AutoProcessor.from_pretrained(path, **kwargs)
         return found if isinstance(found, ProcessorMixin) else None
@@ -46,14 +46,14 @@ def load_processor(path: str, tokenizer: Callable[[], Any], **kwargs: Any) -> Pr
     return processor
 
 
-def _family_in(path: str) -> str | None:
+def _family_in(path: str, trust_remote_code: bool) -> str | None:
     """The class of the processor of a model folder, if its config is of one of our families."""
     config = Path(path) / "config.json"
     if config.is_file():
         return FAMILIES.get(json.loads(config.read_text()).get("model_type", ""))
     if Path(path).is_dir():  # a folder of a tokenizer alone
         return None
-    return FAMILIES.get(transformers.AutoConfig.from_pretrained(path).model_type)
+    return FAMILIES.get(transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).model_type)
 
 
 @cache
