@@ -17,10 +17,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import ssl
-import sys
-import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -229,12 +226,7 @@ def conversations(folder: str, count: int, turns: int, way: str) -> Callable[[],
 
 def main() -> None:
     """The command line."""
-    parser = shape.parser(__doc__)
-    parser.add_argument("--conversations", type=int, default=16)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--contestant", choices=WAYS, help=shape.argparse.SUPPRESS)
-    parser.add_argument("--model", help=shape.argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = shape.conversations_parser(__doc__, conversations=16, turns=4).parse_args()
     work = TINY if arguments.tiny else Work()
     sizes = arguments.conversations, arguments.turns
     if arguments.contestant:
@@ -245,13 +237,7 @@ def main() -> None:
 
         Turns().serve(turn, versions=shape.versions("torch", "transformers", "httpx2", "uvicorn"))
         return
-    with tempfile.TemporaryDirectory() as name:
-        folder = work.save_model(os.path.join(name, "model"))
-        options = ["--conversations", str(sizes[0]), "--turns", str(sizes[1]), *(["--tiny"] if arguments.tiny else [])]
-        command: list[Any] = [sys.executable, "-m", "benchmarks.endpoint_overhead", *options, "--model", folder]
-        threads = {"OMP_NUM_THREADS": str(arguments.threads)}
-        field = {way: ([*command, "--contestant", way], threads) for way in WAYS}
-        found = shape.compare(field, arguments.rounds)
+    found = shape.compare_conversations("endpoint_overhead", arguments, work, WAYS)
     tokens = {reply["tokens"] for replies in found.replies.values() for reply in replies}
     assert len(tokens) == 1, tokens
     found.print_times()

@@ -9,12 +9,8 @@ same number of tokens; of the prompts, one computes only what is new (``rollout.
 
 from __future__ import annotations
 
-import os
 import random
-import sys
-import tempfile
 from collections.abc import Callable
-from typing import Any
 
 from benchmarks import shape
 from benchmarks.shape import FIRST_ORDINARY_TOKEN, TINY, Turns, Work
@@ -88,12 +84,7 @@ def conversations(folder: str, work: Work, count: int, turns: int, reuses: bool)
 
 def main() -> None:
     """The command line."""
-    parser = shape.parser(__doc__)
-    parser.add_argument("--conversations", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=8)
-    parser.add_argument("--contestant", help=shape.argparse.SUPPRESS)
-    parser.add_argument("--model", help=shape.argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = shape.conversations_parser(__doc__, conversations=8, turns=8).parse_args()
     work = TINY if arguments.tiny else Work()
     sizes = arguments.conversations, arguments.turns
     if arguments.contestant:
@@ -103,13 +94,7 @@ def main() -> None:
             versions=shape.versions("torch", "transformers"),
         )
         return
-    with tempfile.TemporaryDirectory() as name:
-        folder = work.save_model(os.path.join(name, "model"))
-        options = ["--conversations", str(sizes[0]), "--turns", str(sizes[1]), *(["--tiny"] if arguments.tiny else [])]
-        command: list[Any] = [sys.executable, "-m", "benchmarks.prefix_reuse", *options, "--model", folder]
-        threads = {"OMP_NUM_THREADS": str(arguments.threads)}
-        field = {title: ([*command, "--contestant", title], threads) for title in ("reuse", "without")}
-        found = shape.compare(field, arguments.rounds)
+    found = shape.compare_conversations("prefix_reuse", arguments, work, ("reuse", "without"))
     found.print_times()
     what = f"{sizes[0]} conversations of {sizes[1]} turns, turns/s (native)"
     row = shape.speed_row(what, "without reuse of prefixes", found.seconds, "reuse", "without", TARGET)

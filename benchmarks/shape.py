@@ -365,3 +365,24 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=5, help="turns of each contestant that count")
     made.add_argument("--threads", type=int, default=cores(), help="of each process; the cores by default")
     return made
+
+
+def conversations_parser(description: str | None, conversations: int, turns: int) -> argparse.ArgumentParser:
+    """The arguments of parts that hold conversations; each contestant is the same command with ``--contestant``."""
+    made = parser(description)
+    made.add_argument("--conversations", type=int, default=conversations)
+    made.add_argument("--turns", type=int, default=turns)
+    made.add_argument("--contestant", help=argparse.SUPPRESS)
+    made.add_argument("--model", help=argparse.SUPPRESS)
+    return made
+
+
+def compare_conversations(part: str, arguments: argparse.Namespace, work: Work, names: Sequence[str]) -> Comparison:
+    """Start ``python -m benchmarks.PART`` once for each contestant, with a model of the shape of ``work``."""
+    sizes = [f"--conversations={arguments.conversations}", f"--turns={arguments.turns}"]
+    options = [*sizes, *(["--tiny"] if arguments.tiny else [])]
+    with tempfile.TemporaryDirectory() as folder:
+        model = work.save_model(os.path.join(folder, "model"))
+        command = [sys.executable, "-m", f"benchmarks.{part}", *options, "--model", model]
+        threads = {"OMP_NUM_THREADS": str(arguments.threads)}
+        return compare({name: ([*command, "--contestant", name], threads) for name in names}, arguments.rounds)

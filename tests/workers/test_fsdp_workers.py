@@ -6,18 +6,17 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.workers.groups import FP32, N, prompts, start
 from tests.workers.support import P, R, ragged_batch
 from verl.config import RewardModelModelConfig
 from verl.errors import CheckpointError, ConfigError, SchemaError
 from verl.protocol import DataProto
-from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import (
     ActorRolloutRefConfig,
     FSDPActorConfig,
     FSDPCriticConfig,
     FSDPCriticModelCfg,
-    FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
     RefConfig,
@@ -26,19 +25,10 @@ from verl.workers.config import (
 )
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 
-FP32 = FSDPEngineConfig(dtype="fp32")
-N = 2
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-def start(worker, **arguments):
-    group = LocalWorkerGroup(ray_cls_with_init=LocalWorkerGroup.describe(worker, device_name="cpu", **arguments))
-    group.init_model()
-    return group
 
 
 def policy(path, role="actor_rollout_ref", calculate_sum_pi_squared=False, actor=None, **rollout):
@@ -59,18 +49,6 @@ def policy(path, role="actor_rollout_ref", calculate_sum_pi_squared=False, actor
         ref=RefConfig(fsdp_config=FP32),
     )
     return start(ActorRolloutRefWorker, config=config, role=role)
-
-
-def prompts(count=4, step=1):
-    batch = ragged_batch(count)
-    return DataProto.from_dict(
-        tensors={"input_ids": batch.batch["prompts"], "attention_mask": batch.batch["attention_mask"][:, :P]},
-        non_tensors={
-            "uid": np.array([f"{i // N}" for i in range(count)], dtype=object),
-            "sample_index": np.arange(count) % N,
-        },
-        meta_info={"global_steps": step, "validate": False},
-    )
 
 
 def test_one_step_of_the_policy(path):

@@ -1,21 +1,19 @@
 """The workers with LoRA: rollout in step with merged weights, the reference without a copy, a critic."""
 
-import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.workers.groups import FP32, N, prompts, start
 from tests.workers.support import P, R, ragged_batch
 from verl.config import LoRAConfig
 from verl.protocol import DataProto
-from verl.single_controller.local import LocalWorkerGroup
 from verl.testing.models import tiny_model_dir
 from verl.workers.config import (
     ActorRolloutRefConfig,
     FSDPActorConfig,
     FSDPCriticConfig,
     FSDPCriticModelCfg,
-    FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
     RefConfig,
@@ -23,19 +21,10 @@ from verl.workers.config import (
 )
 from verl.workers.fsdp_workers import ActorRolloutRefWorker, CriticWorker
 
-FP32 = FSDPEngineConfig(dtype="fp32")
-N = 2
-
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     return tiny_model_dir(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-def start(worker, **arguments):
-    group = LocalWorkerGroup(ray_cls_with_init=LocalWorkerGroup.describe(worker, device_name="cpu", **arguments))
-    group.init_model()
-    return group
 
 
 def policy(path, role="actor_rollout", engine="native", **model):
@@ -62,21 +51,9 @@ def policy(path, role="actor_rollout", engine="native", **model):
     return start(ActorRolloutRefWorker, config=config, role=role)
 
 
-def prompts(step, count=4):
-    batch = ragged_batch(count)
-    return DataProto.from_dict(
-        tensors={"input_ids": batch.batch["prompts"], "attention_mask": batch.batch["attention_mask"][:, :P]},
-        non_tensors={
-            "uid": np.array([f"{i // N}" for i in range(count)], dtype=object),
-            "sample_index": np.arange(count) % N,
-        },
-        meta_info={"global_steps": step, "validate": False},
-    )
-
-
 def one_step(group, step):
     """Sample, score and update; the batch with all log-probs."""
-    batch = prompts(step).select(batch_keys=[]) | group.generate_sequences(prompts(step))
+    batch = prompts(step=step).select(batch_keys=[]) | group.generate_sequences(prompts(step=step))
     batch = batch | group.compute_log_prob(batch) | group.compute_ref_log_prob(batch)
     noise = torch.randn(batch.batch["response_mask"].shape, generator=torch.Generator().manual_seed(step))
     group.update_actor(batch | DataProto.from_dict(tensors={"advantages": noise, "returns": noise}))
@@ -103,9 +80,9 @@ def test_a_rollout_alone_has_the_trained_adapters(path, tmp_path):
     group = policy(path, lora_rank=4)
     one_step(group, 0)
     group.save_checkpoint(str(tmp_path))
-    expected = group.generate_sequences(prompts(1)).batch
+    expected = group.generate_sequences(prompts()).batch
     found = policy(path, role="rollout", lora_adapter_path=str(tmp_path / "lora_adapter"))
-    found = found.generate_sequences(prompts(1)).batch
+    found = found.generate_sequences(prompts()).batch
     assert torch.equal(found["responses"], expected["responses"])
     assert_close(found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=0)
 
