@@ -150,6 +150,7 @@ def make_engine(
     model_type: str = "language_model",
     trained: bool = True,
     optimizer: dict[str, Any] | None = None,
+    device_name: str = "cpu",
     **settings: Any,
 ) -> FSDPEngine:
     """An initialised fp32 engine; ``settings`` go to the section that has them, those of the optimizer apart."""
@@ -166,7 +167,7 @@ def make_engine(
         )
         if trained
         else None,
-        device_name="cpu",
+        device_name=device_name,
     )
     engine.initialize()
     assert isinstance(engine, FSDPEngine)

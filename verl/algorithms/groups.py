@@ -20,9 +20,13 @@ GroupIds = np.ndarray | Tensor | Sequence
 
 def group_numbers(index: GroupIds, device: torch.device | None = None) -> Tensor:
     """Renumber group ids of any hashable type as 0, 1, 2, ... in order of appearance; (bsz,) int64."""
+    return torch.tensor(_numbered(index), dtype=torch.int64, device=device)
+
+
+def _numbered(index: GroupIds) -> list[int]:
     seen: dict = {}
     ids = index if isinstance(index, Sequence) else index.tolist()
-    return torch.tensor([seen.setdefault(group, len(seen)) for group in ids], dtype=torch.int64, device=device)
+    return [seen.setdefault(group, len(seen)) for group in ids]
 
 
 @dataclass(frozen=True)
@@ -47,12 +51,13 @@ class Groups:
         Such a response was rejected or failed. Its reward says nothing about the policy, and counting it as 0 would
         shift the baseline of its siblings.
         """
-        number = group_numbers(index, response_mask.device)
+        number = _numbered(index)
         if len(number) != len(response_mask):
             raise SchemaError(
                 f"index has {len(number)} group ids, and there are {len(response_mask)} rows: give one id for each row."
             )
-        return cls(number, response_mask.bool().any(-1), int(number.max()) + 1 if len(number) else 0)
+        rows = torch.tensor(number, dtype=torch.int64, device=response_mask.device)
+        return cls(rows, response_mask.bool().any(-1), max(number, default=-1) + 1)
 
     @cached_property
     def size(self) -> Tensor:

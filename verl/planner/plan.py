@@ -56,12 +56,14 @@ class Held:
     memory: ModelMemory
     keeps_weights: bool
     keeps_optimizer: bool
+    keeps_gradients: bool = False
+    """Whether gradients have buffers for the whole run (Megatron)."""
 
     @property
     def idle_bytes(self) -> float:
         """Bytes on the device while other models work."""
         weights = self.memory.weights if self.keeps_weights else 0.0
-        buffers = self.memory.gradients if self.memory.layout.is_megatron else 0.0
+        buffers = self.memory.gradients if self.keeps_gradients else 0.0
         return weights + buffers + (self.memory.optimizer if self.keeps_optimizer else 0.0)
 
 
@@ -163,7 +165,8 @@ class Plan:
             outputs=outputs,
             adapters=adapters,
         )
-        return Held(name, memory, not placement.param_offload, not placement.optimizer_offload)
+        has_buffers = is_trained and isinstance(placement, McoreEngineConfig) and not placement.grad_offload
+        return Held(name, memory, not placement.param_offload, not placement.optimizer_offload, has_buffers)
 
     # ---- stages
 

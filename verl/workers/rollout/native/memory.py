@@ -270,7 +270,7 @@ class CopiedPromptMemory(KeyValueMemory):
     ) -> None:
         """See :meth:`KeyValueMemory.admit`."""
         super().admit(prompt_lengths, counts, known)
-        self._filled = int(self.positions.max())
+        self._filled = max(self._filled, *prompt_lengths)
 
     def _make_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         keys, values = self._memory

@@ -1,0 +1,77 @@
+"""On a GPU: the branches of docs/internals/cuda.md, each against the same computation on the CPU. ``pytest -m gpu``."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.workers.support import make_engine, ragged_batch
+from verl.checkpoint.states import rng_state, set_rng_state
+from verl.testing.models import tiny_model_dir
+from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, request
+from verl.utils.device import get_device, get_device_name, memory_metrics
+from verl.utils.flops_counter import device_peak_flops
+from verl.workers.engine import MicroBatchConfig
+from verl.workers.losses import sft_loss
+from verl.workers.packed_attention import AttentionRule, Packing, attend_packed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_kernels_for_packed_rows_compute_what_plain_attention_does(window):
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 40, 64, generator=draw) for heads in (4, 2, 2))
+    lengths, rule = [7, 20, 1, 12], AttentionRule(64**-0.5, window=window)
+    cpu = attend_packed(query, key, value, Packing.of(lengths, torch.device("cpu")), rule)
+    states = (states.to("cuda", torch.bfloat16) for states in (query, key, value))
+    gpu = attend_packed(*states, Packing.of(lengths, torch.device("cuda")), rule)
+    assert_close(gpu.float().cpu(), cpu, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_engine_computes_what_it_does_on_a_cpu(tmp_path, packed):
+    path, micro = tiny_model_dir(tmp_path / "model"), MicroBatchConfig(micro_batch_size_per_gpu=2)
+    found = {}
+    for device in ("cpu", "cuda"):
+        engine = make_engine(path, device_name=device, use_remove_padding=packed)
+        with engine.eval_mode():
+            log_probs = engine.infer_batch(ragged_batch(), {"log_probs"}, micro)["log_probs"]
+        with engine.train_mode():
+            metrics = engine.train_batch(ragged_batch(), sft_loss, micro)
+        found[device] = log_probs, torch.tensor([metrics["loss"], metrics["grad_norm"]])
+    assert_close(found["cuda"], found["cpu"], atol=1e-4, rtol=1e-4)
+
+
+def test_weights_and_optimizer_leave_the_device_and_come_back(tmp_path):
+    engine = make_engine(tiny_model_dir(tmp_path / "model"), device_name="cuda")
+    with engine.train_mode():
+        engine.train_batch(ragged_batch(), sft_loss, MicroBatchConfig(micro_batch_size_per_gpu=2))
+        assert memory_metrics(engine.device)["perf/max_memory_allocated_gb"] > 0
+    engine.to("cpu")
+    assert {parameter.device.type for parameter in engine.model.parameters()} == {"cpu"}
+    engine.to("cuda")
+    assert {parameter.device.type for parameter in engine.model.parameters()} == {"cuda"}
+
+
+def test_native_draws_what_the_cpu_draws(tmp_path):
+    asked = [request(p, seed=i) for i, p in enumerate(PROMPTS * 4)]
+    cpu, gpu = (EngineUnderTest("native", tmp_path, device=device).ready() for device in ("cpu", "cuda"))
+    assert [output.token_ids for output in gpu.generate(asked)] == [output.token_ids for output in cpu.generate(asked)]
+
+
+def test_random_states_are_restored():
+    state = rng_state()
+    first = torch.rand(4, device="cuda")
+    set_rng_state(state)
+    assert torch.equal(torch.rand(4, device="cuda"), first)
+
+
+def test_the_device_is_found():
+    assert get_device_name() == "cuda"
+    assert get_device("cuda").type == "cuda"
+    assert device_peak_flops("cuda") is None or device_peak_flops("cuda") > 1e13
