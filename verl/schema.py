@@ -29,7 +29,7 @@ class Column:
 
     Args:
         name: its key in ``batch`` or, with dtype ``object``, in ``non_tensor_batch``.
-        dtype: torch's name of the dtype; ``object`` for Python values.
+        dtype: torch's name of the dtype, or two with "or" between them; ``object`` for Python values.
         dims: a name for each dimension; equal names mean equal sizes; ``...`` is any number of further dimensions.
         producer: the stage that makes it.
         consumers: the stages that read it.
@@ -204,10 +204,10 @@ _PREPARED = (
 _OTHER_TENSORS = (
     Column(
         "routed_experts",
-        "int64",
+        "uint8 or int16",
         ("bsz", "sequence_length", "layers", "top_k"),
-        "experts that the rollout engine chose, to be replayed in training",
-        "generate_sequences, for mixture-of-experts models",
+        "experts that each token went to, the largest number of the format where that is unknown",
+        "actor.compute_log_prob with actor.router_replay.mode=R2, generate_sequences with R3",
         ("actor",),
     ),
     Column(
@@ -329,7 +329,7 @@ def _check_dtype(column: Column, value: Any) -> None:
         place = "a tensor, in batch" if column.is_tensor else "an array, in non_tensor_batch"
         raise SchemaError(f"column '{column.name}' is a {type(value).__name__}; it should be {place}.")
     dtype = str(value.dtype).removeprefix("torch.")
-    if is_tensor and dtype != column.dtype:
+    if is_tensor and dtype not in column.dtype.split(" or "):
         raise SchemaError(
             f"column '{column.name}' has dtype {dtype}, it should be {column.dtype}; convert it where it is made "
             f"({column.producer})."

@@ -5,6 +5,7 @@ from verl.config.actor import (
     FSDPActorConfig,
     PolicyLossConfig,
     RefConfig,
+    RouterReplayConfig,
 )
 from verl.config.agent import (
     AgentLoopConfig,
@@ -154,6 +155,7 @@ __all__ = [
     "RewardModelModelConfig",
     "RolloutConfig",
     "RolloutCorrectionConfig",
+    "RouterReplayConfig",
     "SFTConfig",
     "SFTDataConfig",
     "SFTTrainerConfig",

@@ -56,6 +56,17 @@ class PolicyLossConfig(BaseConfig):
             yield Problem(f"{path}.clip_cov_lb", self.clip_cov_lb, wrong, f"< {self.clip_cov_ub}")
 
 
+@section
+class RouterReplayConfig(BaseConfig):
+    """Replay of the experts that tokens went to earlier, for mixtures of experts (docs/mixtures_of_experts.md)."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.RouterReplayConfig"
+
+    mode: Literal["disabled", "R2", "R3"] = setting("disabled")
+    """`R2` repeats in the update the choice of the pass that computed `old_log_probs`; `R3` repeats the rollout's in
+    that pass and in the update."""
+
+
 def _follows_clip_ratio(data: dict[str, Any]) -> float:
     return data["clip_ratio"]
 
@@ -121,6 +132,8 @@ class ActorConfig(BaseConfig):
     """Take the mini-batches in a random order; which samples are in each does not change."""
     data_loader_seed: int = setting(42, ge=0)
     """Seed of that order."""
+    router_replay: RouterReplayConfig = subsection(RouterReplayConfig)
+    """Replay of the experts that tokens went to earlier."""
     checkpoint: CheckpointConfig = subsection(CheckpointConfig)
     """What a checkpoint holds."""
     optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig)

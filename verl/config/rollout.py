@@ -115,6 +115,8 @@ class RolloutConfig(BaseConfig):
     """Do not capture CUDA graphs (`vllm`, `sglang`)."""
     cudagraph_capture_sizes: tuple[int, ...] | None = setting(None)
     """Batch sizes for which CUDA graphs are captured (`vllm`, `sglang`)."""
+    enable_rollout_routing_replay: bool = setting(False)
+    """Return the experts that each token went to, for `actor.router_replay.mode=R3` (`native`, `hf`)."""
     free_cache_engine: bool = setting(True)
     """Free the engine's memory during training; it receives the weights again for the next rollout."""
     data_parallel_size: int = setting(1, ge=1)

@@ -142,7 +142,8 @@ class ActorRolloutRefWorker(EngineWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Compute ``old_log_probs`` and ``entropys`` under the current policy, each (bsz, response_length).
 
-        With ``actor.calculate_sum_pi_squared`` also ``sum_pi_squared``.
+        With ``actor.calculate_sum_pi_squared`` also ``sum_pi_squared``, with router replay R2 ``routed_experts``. If
+        the batch has that column, it is replayed.
         """
         rollout = self.config.rollout
         micro = MicroBatchConfig(
@@ -160,6 +161,8 @@ class ActorRolloutRefWorker(EngineWorker):
         columns = {"log_probs": "old_log_probs", "entropy": "entropys"}
         if self.config.actor.calculate_sum_pi_squared:
             columns["sum_pi_squared"] = "sum_pi_squared"
+        if self.config.actor.router_replay.mode == "R2":
+            columns["routed_experts"] = "routed_experts"
         return columns
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="ref"))

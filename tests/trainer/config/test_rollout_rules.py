@@ -114,3 +114,28 @@ def test_agent_loops_get_the_messages_of_prompts(run: Run):
     assert run.load(enable).actor_rollout_ref.rollout.default_agent_loop == "tool_agent"
     message = only(run.refusal(enable | {"data.return_raw_chat": False}))
     assert "data.return_raw_chat=false: the agent loop tool_agent answers prompts by their messages" in message
+
+
+MODE = "actor_rollout_ref.actor.router_replay.mode"
+RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({MODE: "R3"}, f"{RECORDS}=false: {MODE}=R3 replays the choice of the rollout, which must record it"),
+        ({RECORDS: True}, f"{RECORDS}=true: nothing reads what the rollout records with {MODE}=disabled"),
+        ({MODE: "R3", RECORDS: True, "actor_rollout_ref.rollout.name": "vllm"}, "vllm does not return the experts"),
+        ({MODE: "R3", RECORDS: True, "actor_rollout_ref.rollout.multi_turn.enable": True}, "agent loops"),
+        ({MODE: "R2", "algorithm.rollout_correction.bypass_mode": True}, "bypass_mode skips the pass of the actor"),
+        ({MODE: "R2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}, "where ranks share sequences"),
+        ({MODE: "R1"}, "R1"),
+    ],
+)
+def test_router_replay_that_cannot_be(run: Run, changes, said):
+    assert said in run.refusal(changes)
+
+
+def test_router_replay(run: Run):
+    assert run.load({MODE: "R3", RECORDS: True}).actor_rollout_ref.rollout.enable_rollout_routing_replay
+    assert run.load({MODE: "R2"}).actor_rollout_ref.actor.router_replay.mode == "R2"

@@ -97,20 +97,9 @@ _PART_OF_TILED_MLP = "part of the tiled MLP, which is not in this version"
 _NO_PROFILER = "profilers are not in this version; leave it at its default (timing_s/* is always logged)"
 _PART_OF_PROFILING = "part of profiling, which is not in this version"
 
-_ROUTER_REPLAY = (
-    not_yet(
-        "router replay is not in this version; leave it disabled",
-        {
-            "router_replay.mode": "disabled",
-            "router_replay.record_file": None,
-            "router_replay.replay_file": None,
-        },
-    ),
-    no_effect(
-        "part of router replay, which is not in this version",
-        {"router_replay._target_": "verl.workers.config.RouterReplayConfig"},
-    ),
-)
+_ROUTING_FILES = {"router_replay.record_file": None, "router_replay.replay_file": None}
+_NO_ROUTING_FILES = "choices of routers are not written to files; leave it null"
+_FREE_REFERENCE = "the reference always routes by itself; leave it disabled"
 _MEMORY = "global_profiler.global_tool_config.torch_memory"
 _ACTOR_PROFILER = "actor_rollout_ref.actor.profiler"
 _PROFILER = {
@@ -232,7 +221,7 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"use_fused_kernels": "${oc.select:actor_rollout_ref.model.use_fused_kernels,false}"},
         ),
         *_PROFILED,
-        *_ROUTER_REPLAY,
+        not_yet(_NO_ROUTING_FILES, _ROUTING_FILES),
     ),
     FSDPActorConfig: (
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
@@ -252,7 +241,11 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"use_torch_compile": "${oc.select:actor_rollout_ref.actor.use_torch_compile,true}"},
         ),
         *_PROFILED,
-        *_ROUTER_REPLAY,
+        not_yet(_FREE_REFERENCE, {"router_replay.mode": "disabled"} | _ROUTING_FILES),
+        no_effect(
+            "part of router replay, which the reference does not have",
+            {"router_replay._target_": "verl.workers.config.RouterReplayConfig"},
+        ),
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
     ),
     FSDPEngineConfig: (
@@ -321,10 +314,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"quantization": None},
         ),
         no_effect("part of quantized rollout, which is not in this version", {"quantization_config_file": None}),
-        not_yet(
-            "router replay is not in this version; set enable_rollout_routing_replay=false",
-            {"enable_rollout_routing_replay": False},
-        ),
         not_yet(
             "multi-token prediction is not in this version; leave it out",
             {"mtp": "${oc.select:actor_rollout_ref.model.mtp, null}"},

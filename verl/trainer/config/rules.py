@@ -30,6 +30,7 @@ from verl.config import (
     SupervisedConfig,
 )
 from verl.config.agent import SINGLE_TURN
+from verl.config.rollout import OWN_ENGINES
 from verl.errors import ConfigError
 from verl.trainer.config import rules_engines as rollouts
 from verl.trainer.config import rules_files as files
@@ -75,6 +76,36 @@ def section_problems(section: BaseConfig, path: str = "") -> Problems:
     for name, value in section.items():
         if isinstance(value, BaseConfig):
             yield from section_problems(value, f"{path}.{name}".lstrip("."))
+
+
+def router_replay(config: PPOConfig) -> Problems:
+    """Something records the choice of experts that is to be replayed, and what is recorded is replayed."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    mode, key = actor.router_replay.mode, f"{ACTOR}.router_replay.mode"
+    records_key = f"{ROLLOUT}.enable_rollout_routing_replay"
+    if mode != "R3" and rollout.enable_rollout_routing_replay:
+        remedy = f"set {key}=R3, which replays it in training"
+        yield Problem(records_key, True, f"nothing reads what the rollout records with {key}={mode}", "false", remedy)
+    if mode == "disabled":
+        return
+    if actor.strategy == "megatron":
+        yield Problem(key, mode, "megatron does not replay the choice of experts", "disabled")
+    if actor.ulysses_sequence_parallel_size > 1:
+        wrong = f"it is not replayed where ranks share sequences ({ACTOR}.ulysses_sequence_parallel_size)"
+        yield Problem(key, mode, wrong, "disabled")
+    if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
+        wrong = f"{CORRECTION}.bypass_mode skips the pass of the actor that would record the choice"
+        yield Problem(key, mode, wrong, "disabled, R3")
+    if mode != "R3":
+        return
+    if not rollout.enable_rollout_routing_replay:
+        yield Problem(records_key, False, f"{key}=R3 replays the choice of the rollout, which must record it", "true")
+    if rollout.name not in OWN_ENGINES:
+        wrong = f"{ROLLOUT}.name={rollout.name} does not return the experts that it chose"
+        yield Problem(key, mode, wrong, "disabled, R2", f"or set {ROLLOUT}.name to one of {', '.join(OWN_ENGINES)}")
+    if rollout.multi_turn.enable:
+        wrong = f"agent loops ({ROLLOUT}.multi_turn.enable) do not hand on the choice of the rollout"
+        yield Problem(key, mode, wrong, "disabled, R2")
 
 
 # ---- algorithm and loss ----------------------------------------------------------------------------
@@ -444,6 +475,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         estimator,
         dynamic_sampling,
         losses,
+        router_replay,
         rollouts.parallel_sizes,
         rollouts.speed,
         agent_loops,

@@ -40,5 +40,8 @@ class OrderedGroup:
         return functools.partial(self._by_row, name, method) if name in BY_ROW else method
 
     def _by_row(self, name: str, method: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
-        dealt = deal(batch, self.group.num_parts(name), balance=self._balance, columns=ACTOR_COLUMNS, pads=True)
+        # The policy alone repeats the choice of experts in the rollout; reference and critic choose for themselves.
+        routing = ("routed_experts",) if name == "compute_log_prob" and "routed_experts" in batch.batch.keys() else ()
+        columns = (*ACTOR_COLUMNS, *routing)
+        dealt = deal(batch, self.group.num_parts(name), balance=self._balance, columns=columns, pads=True)
         return dealt.restore(method(dealt.rows))

@@ -267,6 +267,9 @@ def policy_columns(batch: DataProto, actor: ActorConfig, own_forward: bool = Fal
     needed = {*ACTOR_COLUMNS, "advantages", *update_columns(actor)}
     needed |= set() if own_forward else {"old_log_probs"}
     needed |= {"ref_log_prob"} if actor.use_kl_loss else set()
+    # With R2 the pass that records the choice is the update's own if there is no other.
+    replays = {"R2": not own_forward, "R3": True}
+    needed |= {"routed_experts"} if replays.get(actor.router_replay.mode) else set()
     require(batch, sorted(needed), "the policy update")
     optional = info.optional_columns | {"rollout_is_weights", "row_weights", "trajectory_count"}
     return tuple(sorted(needed | (optional & set(batch.batch.keys()))))

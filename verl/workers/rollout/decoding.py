@@ -7,6 +7,7 @@ that is allocated once, and attention reads a view of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,6 +19,8 @@ from verl.protocol.shared import SharedTensors, joined
 from verl.utils.transformers_private import DynamicLayer
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.vision.positions import left_padded, mrope_positions
+from verl.workers.rollout.routing import RoutingTable
+from verl.workers.routers import Choices, Routers
 
 
 class _BufferedLayer(DynamicLayer):
@@ -110,14 +113,21 @@ class DecodingBatch:
         max_new_tokens: largest length of a response.
         module: causal language model, in eval mode.
         prefill_tokens: limit of prompt tokens, with padding, in one forward pass; at least one prompt is processed.
+        routers: of the module, to record what they choose; None records nothing.
 
     Attributes:
         rows: (n,) the rows still in the batch, as indices into ``prompts``.
         logits: (n, vocab) next-token logits of these rows.
+        routing: what the routers chose for each row, if it is recorded.
     """
 
     def __init__(
-        self, prompts: Sequence[PromptWithImages], max_new_tokens: int, module: PreTrainedModel, prefill_tokens: int
+        self,
+        prompts: Sequence[PromptWithImages],
+        max_new_tokens: int,
+        module: PreTrainedModel,
+        prefill_tokens: int,
+        routers: Routers | None = None,
     ) -> None:
         distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         lengths = torch.tensor([len(prompt.ids) for prompt in distinct])
@@ -127,12 +137,19 @@ class DecodingBatch:
         ids[mask] = torch.tensor([token for prompt in distinct for token in prompt.ids])
         prompt_of_row = torch.tensor([distinct[prompt] for prompt in prompts])
 
-        self._module = module
+        self._module, self._routers = module, routers
         self._vision = VisionConfig.of(module.config)
         self._is_padded = not bool(mask.all())
         device = module.device
         rows_at_once = max(1, prefill_tokens // width)
-        logits, caches, self._positions = self._prefill(ids.to(device), mask.to(device), list(distinct), rows_at_once)
+        chosen: list[Tensor] = []
+        logits, caches, self._positions = self._prefill(
+            ids.to(device), mask.to(device), list(distinct), rows_at_once, chosen
+        )
+        self.routing = None if routers is None else RoutingTable()
+        if self.routing is not None:
+            of_prompts = torch.cat(chosen).split(lengths.tolist())
+            self.routing.start(range(len(prompts)), [of_prompts[prompt] for prompt in prompt_of_row.tolist()])
         prompt_of_row, mask = prompt_of_row.to(device), mask.to(device)
         self.rows = torch.arange(len(prompts), device=device)
         self.logits = logits[prompt_of_row]
@@ -143,21 +160,30 @@ class DecodingBatch:
         self._filled = width
 
     def _prefill(
-        self, ids: Tensor, mask: Tensor, prompts: list[PromptWithImages], rows_at_once: int
+        self, ids: Tensor, mask: Tensor, prompts: list[PromptWithImages], rows_at_once: int, chosen: list[Tensor]
     ) -> tuple[Tensor, list[DynamicCache], Tensor]:
-        """Return the logits after each prompt, the states of all prompts, and the positions of the next tokens."""
+        """Return the logits after each prompt, the states of all prompts, and the positions of the next tokens.
+
+        What routers choose, (tokens, layers, experts per token), is appended to ``chosen`` if it is recorded.
+        """
         positions = self._positions_of(mask, prompts)
         logits, caches = [], []
         for start in range(0, len(ids), rows_at_once):
             part = slice(start, start + rows_at_once)
             caches.append(DynamicCache())
             images = _images_of(prompts[part], ids.device)
-            logits.append(self._forward(ids[part], mask[part], positions[part], caches[-1], **images))
+            with self._watched(mask[part]) as choices:
+                logits.append(self._forward(ids[part], mask[part], positions[part], caches[-1], **images))
+            if choices is not None:
+                chosen.append(choices.stacked(self._module))
         following = positions[..., -1] + 1
         if self._vision is not None:
             # After an image that ends a prompt the next token goes on from the largest position of any axis.
             following[:, 1:] = positions[:, 1:].amax((1, 2)).unsqueeze(1) + 1
         return torch.cat(logits), caches, following
+
+    def _watched(self, real: Tensor | None) -> AbstractContextManager[Choices | None]:
+        return nullcontext() if self._routers is None else self._routers.watched(real)
 
     def _positions_of(self, mask: Tensor, prompts: list[PromptWithImages]) -> Tensor:
         """Positions of the prompts' tokens, (distinct, width), or (distinct, 4, width) of a model with images."""
@@ -181,12 +207,15 @@ class DecodingBatch:
         )
         return output.logits[:, -1]
 
-    def forward(self, tokens: Tensor) -> None:
-        """Append one token to each row, (n,) in the order of ``rows``, and update ``logits``."""
+    def forward(self, tokens: Tensor, step: int) -> None:
+        """Append token ``step`` of the response to each row, (n,) in the order of ``rows``, and update ``logits``."""
         self._filled += 1
-        self.logits = self._forward(
-            tokens[:, None], self._mask[:, : self._filled], self._positions.unsqueeze(-1), self._cache
-        )
+        with self._watched(None) as choices:
+            self.logits = self._forward(
+                tokens[:, None], self._mask[:, : self._filled], self._positions.unsqueeze(-1), self._cache
+            )
+        if choices is not None and self.routing is not None:
+            self.routing.add(self.rows, step, choices.stacked(self._module))
         self._positions = self._positions + 1
 
     def keep(self, places: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from threading import Event
 
 import torch
@@ -27,6 +28,7 @@ from verl.workers.rollout.base import (
 from verl.workers.rollout.decoding import DecodingBatch, PromptWithImages
 from verl.workers.rollout.sampling import StopRules, TokenSampler
 from verl.workers.rollout.weights import ExpectedWeights
+from verl.workers.routers import Routers
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,7 @@ class HFRollout(BaseRollout):
             self._module = empty_causal_lm(
                 self.hf_config, self._dtype, self.device, self.model_config.trust_remote_code
             )
+            self._routers = Routers(self._module)
 
     def sleep(self) -> None:
         """Free the weights if ``rollout.free_cache_engine``."""
@@ -116,11 +119,13 @@ class HFRollout(BaseRollout):
     def _generate_batch(self, requests: list[RolloutRequest], aborted: Event) -> list[RolloutOutput]:
         params = [request.sampling for request in requests]
         longest = max(p.max_tokens for p in params)
+        returns_routing = any(request.returns_routing for request in requests)
         batch = DecodingBatch(
             [PromptWithImages(tuple(request.prompt_ids), request.images) for request in requests],
             longest,
             self._awake_module(),
             self.config.max_num_batched_tokens,
+            self._routers if returns_routing else None,
         )
         raw = self.config.logprobs_mode == "raw_logprobs"
         sampler = TokenSampler(params, self.device, raw, never=self.unknown_ids)
@@ -135,9 +140,17 @@ class HFRollout(BaseRollout):
                 break
             if len(going_on) < _COMPACT_BELOW * len(batch.rows):
                 batch.keep(going_on)
-            batch.forward(tokens[batch.rows, step])
+            batch.forward(tokens[batch.rows, step], step)
         logger.debug("hf engine: %d rows, %.1f MiB of keys and values", len(requests), batch.nbytes / 2**20)
-        return self._outputs(tokens, log_probs, *stop.results(drawn=step + 1))
+        outputs = self._outputs(tokens, log_probs, *stop.results(drawn=step + 1))
+        if batch.routing is None:
+            return outputs
+        return [
+            replace(output, routed_experts=batch.routing.of(row, len(output.token_ids)))
+            if requests[row].returns_routing
+            else output
+            for row, output in enumerate(outputs)
+        ]
 
     def _outputs(
         self,

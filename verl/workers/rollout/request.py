@@ -14,6 +14,8 @@ Output:
     rollout_log_probs                (bsz, response_length), padded on the right
     input_ids, attention_mask,
     position_ids                     (bsz, prompt_length + response_length), with images (bsz, 4, ...)
+    routed_experts                   (bsz, prompt_length + response_length, layers, experts per token), with
+                                     rollout.enable_rollout_routing_replay, but not to validate
     finish_reason, weight_version    one per row
 """
 
@@ -34,6 +36,7 @@ from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
 from verl.schema import require
 from verl.vision.positions import continued
+from verl.workers.routers import unknown
 
 FinishReason = Literal["stop", "length", "abort"]
 NO_WEIGHTS = -1
@@ -100,6 +103,8 @@ class RolloutRequest:
     sampling: SamplingParams
     images: SharedTensors | None = None
     """``pixel_values`` and ``image_grid_thw`` of the images whose tokens the prompt has; None if it has none."""
+    returns_routing: bool = False
+    """Return the experts that each token went to."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,9 @@ class RolloutOutput:
     :meth:`~verl.workers.rollout.base.BaseRollout.abort`, with the tokens drawn until then, possibly none."""
     weight_version: int
     """Version of the weights that the response was drawn with."""
+    routed_experts: Tensor | None = None
+    """(tokens of prompt and response, layers, experts per token), if the request asks for it; the last token, which
+    has not gone into the model, has unknown ones. See :mod:`verl.workers.routers`."""
 
 
 def sample_seed(global_seed: int, step: int, uid: object, sample_index: int) -> int:
@@ -143,12 +151,16 @@ def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[Rol
     """
     require(prompts, ("input_ids", "attention_mask", "uid", "sample_index"), "generate_sequences")
     step = int(prompts.meta_info.get("global_steps", 0))
-    template = sampling_for(config, bool(prompts.meta_info.get("validate", False)), prompts.meta_info.get("do_sample"))
+    validates = bool(prompts.meta_info.get("validate", False))
+    template = sampling_for(config, validates, prompts.meta_info.get("do_sample"))
+    routing = config.enable_rollout_routing_replay and not validates
     uids, indices = prompts.non_tensor_batch["uid"], prompts.non_tensor_batch["sample_index"]
     rows = _unpadded(prompts.batch["input_ids"], prompts.batch["attention_mask"], uids, config.prompt_length)
     images = prompts.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
     return [
-        RolloutRequest(row, replace(template, seed=sample_seed(config.seed, step, uid, int(index))), _shared(found))
+        RolloutRequest(
+            row, replace(template, seed=sample_seed(config.seed, step, uid, int(index))), _shared(found), routing
+        )
         for row, uid, index, found in zip(rows, uids, indices, images, strict=True)
     ]
 
@@ -213,12 +225,29 @@ def columns_from_outputs(
             **joined,
             "response_mask": response_mask,
             "rollout_log_probs": log_probs,
+            **_routing_column(outputs, prompt[0].shape[1], response_length),
         },
         non_tensors={
             "finish_reason": np.array([output.finish_reason for output in outputs], dtype=object),
             "weight_version": np.array([output.weight_version for output in outputs]),
         },
     )
+
+
+def _routing_column(outputs: list[RolloutOutput], prompt_length: int, response_length: int) -> dict[str, Tensor]:
+    """Return the column ``routed_experts`` if the outputs have it."""
+    found = [output.routed_experts for output in outputs]
+    known = [routing for routing in found if routing is not None]
+    if not known:
+        return {}
+    first = known[0]
+    size = len(outputs), prompt_length + response_length, *first.shape[1:]
+    column = torch.full(size, unknown(first.dtype), dtype=first.dtype)
+    for row, output, routing in zip(column, outputs, found, strict=True):
+        if routing is not None:
+            end = prompt_length + len(output.token_ids)
+            row[end - len(routing) : end] = routing.cpu()
+    return {"routed_experts": column}
 
 
 def padded(rows: Sequence[Sequence[float]], length: int, padding: float, left: bool = False) -> tuple[Tensor, Tensor]:

@@ -22,6 +22,7 @@ from verl.config import RefConfig as RefConfig
 from verl.config import RewardModelConfig as RewardModelConfig
 from verl.config import RolloutConfig as RolloutConfig
 from verl.config import RolloutCorrectionConfig as RolloutCorrectionConfig
+from verl.config import RouterReplayConfig as RouterReplayConfig
 from verl.config import SamplingConfig as SamplingConfig
 from verl.config import SandboxFusionConfig as SandboxFusionConfig
 from verl.config import WrapPolicyConfig as WrapPolicyConfig

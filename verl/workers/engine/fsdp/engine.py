@@ -37,14 +37,7 @@ from verl.workers.engine.fsdp.adapters import (
     without_adapters,
     write_adapters,
 )
-from verl.workers.engine.fsdp.experts import (
-    Choices,
-    ExpertLoad,
-    Routers,
-    balance_coefficient,
-    balance_loss,
-    load_metrics,
-)
+from verl.workers.engine.fsdp.experts import ExpertLoad, balance_coefficient, balance_loss, load_metrics
 from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.model import (
@@ -85,6 +78,10 @@ from verl.workers.engine.passes import (
     largest_of_ranks,
     split_micro_batches,
 )
+from verl.workers.routers import Choices, Routers, unknown
+
+ROUTING = "routed_experts"
+"""Output and column: the experts that each token goes to."""
 
 
 class FSDPEngine(BaseEngine):
@@ -99,7 +96,7 @@ class FSDPEngine(BaseEngine):
     """
 
     model_type: ModelType = "language_model"
-    output_names = frozenset({"log_probs", "entropy", "sum_pi_squared"})
+    output_names = frozenset({"log_probs", "entropy", "sum_pi_squared", ROUTING})
 
     def __init__(
         self,
@@ -282,19 +279,38 @@ class FSDPEngine(BaseEngine):
         with self.backend.frozen_weights():
             for attempt in self._attempts("infer"):
                 with attempt as limit:
-                    columns = {name: torch.zeros(shape) for name in outputs}
+                    columns = {name: torch.zeros(shape) for name in outputs - {ROUTING}}
                     for part in self.pass_sizes.watched(split_micro_batches(batch, micro, self.device, limit=limit)):
-                        self._infer(part, columns, temperature)
+                        self._infer(part, columns, temperature, len(batch) if ROUTING in outputs else None)
         self._reshard()
         return columns
 
-    def _infer(self, part: MicroBatch, columns: dict[str, Tensor], temperature: float) -> None:
-        """Fill the rows of one micro-batch in ``columns``."""
+    def _infer(self, part: MicroBatch, columns: dict[str, Tensor], temperature: float, bsz: int | None = None) -> None:
+        """Fill the rows of one micro-batch in ``columns``; add routing for a batch of ``bsz`` rows if that is given."""
         # A function of its own, so that the tensors of this pass are freed before the next one.
         inputs = self._inputs(part.data)
-        flat = self.model(inputs, frozenset(columns), temperature)
-        for name in () if part.is_filler else columns:
-            columns[name][part.rows] = inputs.scatter(flat[name]).float().cpu()
+        with self._routing(inputs) as choices:
+            flat = self.model(inputs, frozenset(columns.keys() - {ROUTING}), temperature)
+        if part.is_filler:
+            return
+        for name, values in flat.items():
+            columns[name][part.rows] = inputs.scatter(values).float().cpu()
+        if bsz is None:
+            return
+        found = choices.stacked(self.model.hf).cpu()
+        mask = part.data.batch["attention_mask"].bool().cpu()
+        if ROUTING not in columns:
+            free = unknown(found.dtype)
+            columns[ROUTING] = torch.full((bsz, mask.shape[1], *found.shape[1:]), free, dtype=found.dtype)
+        rows = torch.full((*mask.shape, *found.shape[1:]), unknown(found.dtype), dtype=found.dtype)
+        rows[mask] = found
+        columns[ROUTING][part.rows] = rows
+
+    @contextmanager
+    def _routing(self, inputs: ModelInputs) -> Iterator[Choices]:
+        """Watch the routers in a pass without gradients, and replay the choices of its ``routed_experts``."""
+        with self.routers.replayed(inputs.routed_experts), self.routers.watched(inputs.attention_mask) as choices:
+            yield choices
 
     def forward_backward_batch(
         self,
@@ -337,7 +353,7 @@ class FSDPEngine(BaseEngine):
         load = ExpertLoad()
         for part in self.pass_sizes.watched(parts):
             inputs = self._inputs(part.data)
-            with self.routers.watched(inputs.attention_mask) as choices:
+            with self._routing(inputs) as choices:
                 self.model(inputs, frozenset({"hidden"}), 1.0)
             if not part.is_filler:
                 load.add(choices)
@@ -373,23 +389,23 @@ class FSDPEngine(BaseEngine):
         counts: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor, LossMetrics]:
         data, inputs = part.data, self._inputs(part.data)
-        counts_experts = not part.is_filler and self.sequence_group is None
-        with self.routers.watched(inputs.attention_mask) as choices:
-            flat = self.model(inputs, loss_fn.outputs, temperature)
-        if counts_experts:
-            load.add(choices)
-        columns = {name: inputs.scatter(values) for name, values in flat.items()}
-        loss, metrics = loss_fn(columns, data.to(self.device), totals)
-        if self.balance_weight:
-            counts = load.total(self.get_data_parallel_group()) if counts is None else counts
-            if not part.is_filler:
-                balance = self._balance(choices, counts)
-                loss = loss + self.balance_weight * totals.dp_size * balance
-                if self.model_type == "language_model":
-                    metrics = {**metrics, "moe/aux_loss": PartialSum(balance.detach())}
-        if not loss.requires_grad:  # every rank must run the same backward collectives
-            loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
-        loss.backward()
+        with self.routers.replayed(inputs.routed_experts):
+            with self.routers.watched(inputs.attention_mask) as choices:
+                flat = self.model(inputs, loss_fn.outputs, temperature)
+            if not part.is_filler and self.sequence_group is None:
+                load.add(choices)
+            columns = {name: inputs.scatter(values) for name, values in flat.items()}
+            loss, metrics = loss_fn(columns, data.to(self.device), totals)
+            if self.balance_weight:
+                counts = load.total(self.get_data_parallel_group()) if counts is None else counts
+                if not part.is_filler:
+                    balance = self._balance(choices, counts)
+                    loss = loss + self.balance_weight * totals.dp_size * balance
+                    if self.model_type == "language_model":
+                        metrics = {**metrics, "moe/aux_loss": PartialSum(balance.detach())}
+            if not loss.requires_grad:  # every rank must run the same backward collectives
+                loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
+            loss.backward()
         return columns, loss, metrics
 
     def _balance(self, choices: Choices, counts: Tensor) -> Tensor:

@@ -1,21 +1,17 @@
-"""What the routers of a mixture of experts choose in the passes of a mini-batch: the load of experts, and its loss.
-
-Transformers' routers return (router logits, weights, chosen experts), (tokens, experts) and twice (tokens, experts per
-token). Where they do, a hook on each keeps what it returned.
-"""
+"""The load of experts in the passes of a mini-batch, and the loss that balances it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from verl.errors import ConfigError
+from verl.workers.routers import Choices
 
 _COEFFICIENT, _SWITCH = "router_aux_loss_coef", "output_router_logits"
 
@@ -37,70 +33,6 @@ def balance_coefficient(config: PretrainedConfig, overrides: Mapping[str, Any]) 
             "Use 0 or more; 0.001 is usual."
         )
     return weight
-
-
-def routers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of ``model`` that are routers, in the order of its layers."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
-
-
-class Choices:
-    """What the routers returned in one forward pass."""
-
-    def __init__(self, real: Tensor | None) -> None:
-        self._found: dict[int, tuple[Tensor, Tensor]] = {}
-        self._real = None if real is None else real.flatten().bool()
-
-    def add(self, router: int, logits: Tensor, chosen: Tensor) -> None:
-        """Keep what a router returned, (tokens, experts) and (tokens, experts per token), padding included."""
-        # As it is: an operation here would be part of what gradient checkpointing computes again.
-        self._found[router] = logits, chosen
-
-    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield the number, the logits and the choice of each router, without padding."""
-        for router, (logits, chosen) in self._found.items():
-            if self._real is None:
-                yield router, logits, chosen
-            else:
-                yield router, logits[self._real], chosen[self._real]
-
-    @property
-    def per_token(self) -> int:
-        """Experts per token; 0 if no router returned its choice."""
-        return next((chosen.shape[-1] for _, chosen in self._found.values()), 0)
-
-
-class Routers:
-    """The routers of a model, and what they return.
-
-    Args:
-        model: its routers get hooks; it may have none, or some that do not return their choice.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._watched: Choices | None = None
-        for number, router in enumerate(routers_of(model)):
-            router.register_forward_hook(self._hook(number))
-
-    def _hook(self, number: int) -> Any:
-        def keep(router: nn.Module, inputs: Any, output: Any) -> None:
-            if self._watched is None or not isinstance(output, tuple):
-                return
-            logits, chosen = output[0], output[-1]
-            if isinstance(chosen, Tensor) and not chosen.is_floating_point():
-                self._watched.add(number, logits, chosen)
-
-        return keep
-
-    @contextmanager
-    def watched(self, real: Tensor | None) -> Iterator[Choices]:
-        """Keep what routers return inside; ``real``, (rows, length), is 0 on padding, None without padding."""
-        # Not in the backward pass: gradient checkpointing runs routers again there.
-        self._watched = choices = Choices(real)
-        try:
-            yield choices
-        finally:
-            self._watched = None
 
 
 class ExpertLoad:

@@ -68,6 +68,9 @@ class ModelInputs:
     """Which tokens this rank computes; None: all."""
     images: ImageInputs | None = None
     """Images of the sequences, if the vision tower runs."""
+    routed_experts: Tensor | None = None
+    """(tokens, routers, experts per token) experts to be chosen for the flattened ``input_ids``; None: the routers
+    choose. See :mod:`verl.workers.routers`."""
 
     def scatter(self, flat: Tensor) -> Tensor:
         """Place (N,) values at their tokens in (bsz, response_length), 0 elsewhere."""
@@ -102,8 +105,9 @@ def prepare_inputs(
     """Remove the padding of a micro-batch: all of it if ``packed``, else the columns that are padding in every row.
 
     The batch needs input_ids, attention_mask and position_ids, (bsz, prompt_length + response_length), and responses
-    and response_mask, (bsz, response_length). With ``at_token`` the model is read at each response token itself
-    instead of at the token before it. With ``group`` its ranks share the sequences; see :func:`divide`.
+    and response_mask, (bsz, response_length). If it has ``routed_experts``, they are replayed. With ``at_token`` the
+    model is read at each response token itself instead of at the token before it. With ``group`` its ranks share the
+    sequences; see :func:`divide`.
 
     For a model with images, whose config is ``vision``, position_ids are (bsz, 4, length), and ``multi_modal_inputs``
     holds the images of each row. ``runs_tower`` adds a filler to a micro-batch without images.
@@ -119,6 +123,7 @@ def prepare_inputs(
     _check(mask, chosen, prompt_length, at_token)
     rows, places = chosen.nonzero(as_tuple=True)
     where = places + prompt_length - (0 if at_token else 1)
+    routed = columns.get("routed_experts", None)  # (bsz, length, routers, experts per token)
     if packed:
         place_of = (mask.flatten().cumsum(0) - 1).view_as(mask)  # (bsz, length): place in the packed row
         input_ids = columns["input_ids"][mask].unsqueeze(0)
@@ -127,6 +132,7 @@ def prepare_inputs(
         take = place_of[rows, where]
         attention_mask = None
         packing = Packing.of(lengths, mask.device)
+        routed = None if routed is None else routed[mask]
     else:
         used = mask.any(0).nonzero().flatten()
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
@@ -136,6 +142,7 @@ def prepare_inputs(
         attention_mask = mask[:, first:last]
         take = rows * (last - first) + where - first
         packing = None
+        routed = None if routed is None else routed[:, first:last].flatten(0, 1)
     images = None
     if vision is not None:
         of_images = image_places(batch, vision)
@@ -154,7 +161,13 @@ def prepare_inputs(
         columns=places,
         shape=(mask.shape[0], response_length),
         images=images,
+        routed_experts=routed,
     )
+    if routed is not None and group is not None:
+        raise ConfigError(
+            "where ranks share sequences, the choice of experts is not replayed. Set ulysses_sequence_parallel_size=1, "
+            "or actor.router_replay.mode=disabled."
+        )
     return (inputs if group is None else divide(inputs, group)).to(device)
 
 

@@ -6,19 +6,21 @@ import functools
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Event
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.errors import RolloutError
 from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native.prefixes import PAGE, Prefix, PrefixCache
 from verl.workers.rollout.request import FinishReason, RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.routing import RoutingTable
 from verl.workers.rollout.sampling import StopRules, TokenSampler, enlarged
 from verl.workers.rollout.serving import RequestQueue
+from verl.workers.routers import unknown
 
 # Share of rows that must be free before requests are admitted: several prompts cost about the same pass as one.
 _REFILL_AT = 0.125
@@ -81,6 +83,10 @@ class Generation:
         self._free = list(range(memory.room))
         """A heap of the rows that are not in use."""
         none = torch.zeros(0, dtype=torch.long, device=model.device)
+        self._routing: RoutingTable | None = None
+        """What routers chose for the rows, once a request has asked for it."""
+        self._routed: set[int] = set()
+        """Numbers of the requests that asked."""
         self._drawn = none
         """(rows,) number of tokens drawn."""
         self._tokens = none.view(0, 0)
@@ -101,7 +107,7 @@ class Generation:
             if logits is None:
                 return
             rows, newest = self._draw(logits, rows)
-            logits = self._model.decode(self._memory, newest) if len(rows) else None
+            logits = self._decode(rows, newest) if len(rows) else None
         self._finish(rows, places=None)
         for group in self._waiting:
             for number, _ in group.members:
@@ -124,6 +130,9 @@ class Generation:
                 group = self._open[prompt] = Group(request.prompt_ids)
                 self._waiting.append(group)
             group.members.append((number, request.sampling))
+            if request.returns_routing:
+                self._routing = self._routing or RoutingTable()
+                self._routed.add(number)
 
     def _admit(self, aborted: Event) -> list[tuple[Tensor, Tensor]]:
         """Prefill requests for which there is room; one pair of rows and logits of their first tokens per pass."""
@@ -139,7 +148,7 @@ class Generation:
         passes = []
         while not aborted.is_set() and (chosen := self._next_pass(memory.room - memory.rows)):
             rows = [heapq.heappop(self._free) for group in chosen for _ in group.members]
-            passes.append((self._start(chosen, rows), self._prefill(chosen)))
+            passes.append((self._start(chosen, rows), self._prefill(chosen, rows)))
         return passes
 
     def _next_pass(self, free: int) -> list[Group]:
@@ -188,17 +197,38 @@ class Generation:
         self._drawn[index] = 0
         return index
 
-    def _prefill(self, groups: Sequence[Group]) -> Tensor:
+    def _prefill(self, groups: Sequence[Group], rows: list[int]) -> Tensor:
         """Compute the groups' prompts; return the logits of the first token of each of their rows."""
         cache, prompts = self._cache, [group.prompt_ids for group in groups]
         counts = [len(group.members) for group in groups]
         known = None if cache is None else [cache.states(group.known) if group.known else None for group in groups]
         self._memory.admit([len(prompt) for prompt in prompts], counts, known)
-        logits = self._model.prefill(self._memory, prompts, [len(group.known) for group in groups])
+        starts = [len(group.known) for group in groups]
+        with self._model.routers.watched(None) as choices:
+            logits = self._model.prefill(self._memory, prompts, starts)
+        if self._routing is not None:
+            chosen = choices.stacked(self._model.module)
+            new = chosen.split([len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)])
+            # Of tokens whose keys and values were kept the choice is not known any more.
+            of_prompts = [
+                nn.functional.pad(x, (0, 0, 0, 0, n, 0), value=unknown(x.dtype))
+                for x, n in zip(new, starts, strict=True)
+            ]
+            repeated = [x for x, count in zip(of_prompts, counts, strict=True) for _ in range(count)]
+            self._routing.start(rows, repeated)
         if cache is not None:
             for place, prompt in enumerate(prompts):
                 cache.add(prompt, functools.partial(self._memory.prompt_states, place))
         return logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
+
+    def _decode(self, rows: Tensor, newest: Tensor) -> Tensor:
+        """Compute the newest token of each row; return the logits of the next."""
+        if self._routing is None:
+            return self._model.decode(self._memory, newest)
+        with self._model.routers.watched(None) as choices:
+            logits = self._model.decode(self._memory, newest)
+        self._routing.add(rows, self._drawn[rows] - 1, choices.stacked(self._model.module))
+        return logits
 
     # ---- tokens that are drawn
 
@@ -226,6 +256,8 @@ class Generation:
         for at, (row, n, reason) in enumerate(zip(rows.tolist(), lengths, reasons, strict=True)):
             number, prompt = self._running[row]
             answer = self._answer(tokens[at][:n], log_probs[at][:n], reason)
+            if self._routing is not None and number in self._routed:
+                answer = replace(answer, routed_experts=self._routing.of(row, n))
             if self._cache is not None and places is not None:  # the last token has not gone into the model
                 text = prompt + answer.token_ids[:-1]
                 self._cache.add(text, functools.partial(self._memory.row_states, places[at]))
@@ -251,6 +283,8 @@ class Generation:
     def _release(self, rows: list[int]) -> None:
         self._sampler.drop(rows)
         self._stop.drop(rows)
+        if self._routing is not None:
+            self._routing.drop(rows)
         for row in rows:
-            del self._running[row]
+            self._routed.discard(self._running.pop(row)[0])
             heapq.heappush(self._free, row)

@@ -19,6 +19,7 @@ from verl.utils.model import causal_lm_without_weights
 from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS, attention_of, takes_any_attention
 from verl.workers.packed_attention import AttentionRule, Packing, packed_attention_forward
 from verl.workers.rollout.native.memory import CacheShape, CopiedPromptMemory, KeyValueMemory, SharedPromptMemory
+from verl.workers.routers import Routers
 
 NATIVE_ATTENTION = "verl_native"
 OTHER_ENGINES = "vllm, sglang, hf"
@@ -40,6 +41,7 @@ class NativeModel:
         self.buffers = ReclaimableBuffers() if device.type == "cpu" else None
         """Memory of keys and values, reused from one rollout to the next."""
         _check_architecture(self.module)
+        self.routers = Routers(self.module)
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
         self._standard_attention = attention_of(self.module.config)
         self._places = _places_of_parameters(self.module)

@@ -1,0 +1,191 @@
+"""Routers of mixtures of experts: what they choose in a forward pass, and how a choice made earlier is repeated.
+
+Transformers' routers return (router logits, weights, chosen experts), (tokens, experts) and twice (tokens, experts per
+token). A choice that travels is a tensor (..., layers, experts per token), of uint8 where the model has at most 255
+experts and else of int16; the largest number of its format stands where no choice is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from verl.errors import ConfigError
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of ``model`` that are routers, in the order of its layers."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
+
+
+def choice_dtype(experts: int) -> torch.dtype:
+    """Return the format of choices among so many experts."""
+    return torch.uint8 if experts <= torch.iinfo(torch.uint8).max else torch.int16
+
+
+def unknown(dtype: torch.dtype) -> int:
+    """Return the number that stands for an unknown choice."""
+    return torch.iinfo(dtype).max
+
+
+class Choices:
+    """What the routers returned in one forward pass.
+
+    Args:
+        real: (rows, length) or (tokens,), 0 on padding, which is left out; None without padding.
+    """
+
+    def __init__(self, real: Tensor | None) -> None:
+        self._found: dict[int, tuple[Tensor, Tensor]] = {}
+        self._real = None if real is None else real.flatten().bool()
+
+    def add(self, router: int, logits: Tensor, chosen: Tensor) -> None:
+        """Keep what a router returned, (tokens, experts) and (tokens, experts per token), padding included."""
+        # As it is: an operation here would be part of what gradient checkpointing computes again.
+        self._found[router] = logits, chosen
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield the number, the logits and the choice of each router, without padding."""
+        for router, (logits, chosen) in sorted(self._found.items()):
+            if self._real is None:
+                yield router, logits, chosen
+            else:
+                yield router, logits[self._real], chosen[self._real]
+
+    @property
+    def per_token(self) -> int:
+        """Experts per token; 0 if no router returned its choice."""
+        return next((chosen.shape[-1] for _, chosen in self._found.values()), 0)
+
+    def stacked(self, model: nn.Module) -> Tensor:
+        """Return the choices, (tokens, layers, experts per token), in the format in which they travel.
+
+        Raises:
+            ConfigError: the routers of ``model`` do not return what they choose, or it has none.
+        """
+        if not self._found:
+            raise ConfigError(
+                f"{type(model).__name__} has no routers that return what they choose, so that router replay has "
+                "nothing to repeat. Set actor.router_replay.mode=disabled."
+            )
+        dtype = choice_dtype(next(iter(self._found.values()))[0].shape[-1])
+        return torch.stack([chosen for _, _, chosen in self], dim=1).to(dtype)
+
+
+class Routers:
+    """The routers of a model: what they choose, and what they are made to choose.
+
+    Args:
+        model: its routers get hooks; it may have none, or some that do not return their choice.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._watched: Choices | None = None
+        self._replayed: Tensor | None = None
+        self._is_checked = False
+        self._routers = routers_of(model)
+        for number, router in enumerate(self._routers):
+            router.register_forward_hook(self._hook(number))
+            router.forward = self._forward(number, router.forward)
+
+    def __len__(self) -> int:
+        """Return the number of routers."""
+        return len(self._routers)
+
+    def _hook(self, number: int) -> Any:
+        def keep(router: nn.Module, inputs: Any, output: Any) -> None:
+            if self._watched is not None and (found := _choice(output)) is not None:
+                self._watched.add(number, output[0], found)
+
+        return keep
+
+    def _forward(self, number: int, own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._replayed is None:
+                return own(*args, **kwargs)
+            wanted = self._replayed[:, number]
+            with _Chosen(wanted, _experts(self._routers[number])):
+                output = own(*args, **kwargs)
+            if not self._is_checked:
+                self._check(self._routers[number], _choice(output), wanted)
+            return output
+
+        return forward
+
+    def _check(self, router: nn.Module, found: Tensor | None, wanted: Tensor) -> None:
+        known = wanted != unknown(wanted.dtype)
+        if found is None or found.shape != wanted.shape or not torch.equal(found[known], wanted[known].to(found.dtype)):
+            raise ConfigError(
+                f"{type(router).__name__} does not choose its experts by torch.topk over all of them, so that their "
+                "choice cannot be replayed. Set actor.router_replay.mode=disabled."
+            )
+        self._is_checked = True
+
+    @contextmanager
+    def watched(self, real: Tensor | None) -> Iterator[Choices]:
+        """Keep what routers return inside; ``real``, (rows, length), is 0 on padding, None without padding."""
+        # Not in the backward pass: gradient checkpointing runs routers again there.
+        self._watched = choices = Choices(real)
+        try:
+            yield choices
+        finally:
+            self._watched = None
+
+    @contextmanager
+    def replayed(self, choices: Tensor | None) -> Iterator[None]:
+        """Make routers choose ``choices`` inside; the backward pass of gradient checkpointing must be inside too.
+
+        Args:
+            choices: (tokens, routers, experts per token), in the order of the tokens of the pass, padding included;
+                None leaves the choice to the routers.
+
+        Weights of the experts follow from the router's probabilities of the given experts, so its gradient flows.
+
+        Raises:
+            ConfigError: the model has another number of routers.
+        """
+        if choices is not None and choices.shape[1] != len(self):
+            raise ConfigError(
+                f"the column routed_experts has the choices of {choices.shape[1]} layers, and the model has "
+                f"{len(self)} routers: it was recorded with another model."
+            )
+        self._replayed = choices
+        try:
+            yield
+        finally:
+            self._replayed = None
+
+
+def _choice(output: Any) -> Tensor | None:
+    """Return the chosen experts in what a router returned, if it says them."""
+    chosen = output[-1] if isinstance(output, tuple) else None
+    return chosen if isinstance(chosen, Tensor) and not chosen.is_floating_point() else None
+
+
+def _experts(router: nn.Module) -> int:
+    return int(getattr(router, "num_experts", 0) or router.get_parameter("weight").shape[0])
+
+
+class _Chosen(TorchFunctionMode):
+    """Context in which ``torch.topk`` over experts takes the given ones where they are known."""
+
+    def __init__(self, wanted: Tensor, experts: int) -> None:
+        super().__init__()
+        self._wanted, self._experts = wanted, experts
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores, (_, own) = args[0], result
+        # Routers that choose among groups of experts first call it with other shapes.
+        if scores.shape != (len(self._wanted), self._experts) or own.shape != self._wanted.shape:
+            return result
+        known = self._wanted != unknown(self._wanted.dtype)
+        chosen = torch.where(known, self._wanted.to(own.dtype), own)
+        return torch.return_types.topk((scores.gather(-1, chosen), chosen))
