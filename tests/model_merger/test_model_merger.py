@@ -5,11 +5,12 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from tests.workers.support import make_engine, weights_of
 from verl.model_merger.__main__ import main
-from verl.testing.models import tiny_model_dir
+from verl.testing.models import tiny_model_dir, tiny_tokenizer
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -72,6 +73,48 @@ def test_rows_that_no_file_holds_are_an_error(checkpoint, tmp_path, caplog):
     shutil.copy(copy / "model_world_size_3_rank_2.pt", copy / "model_world_size_3_rank_1.pt")
     assert run("merge", copy, "--target_dir", str(tmp_path / "out")) == 1
     assert "hold rows up to" in caplog.text
+
+
+def test_a_config_that_does_not_belong_to_the_weights_is_told(checkpoint, tmp_path, caplog):
+    folder, _ = checkpoint
+    copy, out = tmp_path / "copy", tmp_path / "out"
+    assert run("merge", folder / "actor", "--target_dir", str(out)) == 0
+    config = out / "config.json"
+    fields = json.loads(config.read_text())
+    config.write_text(json.dumps(fields | {"rms_norm_eps": 0.1}))
+    assert run("test", folder / "actor", "--test_hf_dir", str(out)) == 1
+    assert "has the weights of the checkpoint, but its logits differ by" in caplog.text
+    shutil.copytree(folder / "actor", copy)
+    (copy / "huggingface" / "config.json").write_text(json.dumps(fields | {"intermediate_size": 96}))
+    assert run("merge", copy, "--target_dir", str(tmp_path / "other")) == 1
+    assert "has shape [128, 64] in the shards, and [96, 64] by huggingface/config.json beside them" in caplog.text
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["joined", "as Transformers 4 kept them"])
+def test_experts(tmp_path, caplog, apart):
+    sizes = {"vocab_size": 104, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
+    sizes |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes))
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer().save_pretrained(tmp_path / "model")
+    actor = tmp_path / "actor"
+    make_engine(str(tmp_path / "model")).save_checkpoint(str(actor))
+    if apart:  # a file of Transformers has the names of version 4, which the shards of verl 0.8 have too
+        weights = load_file(tmp_path / "model" / "model.safetensors")
+        assert "model.layers.0.mlp.experts.3.up_proj.weight" in weights
+        torch.save(weights, actor / "model_world_size_1_rank_0.pt")
+    assert run("merge", actor, "--target_dir", str(tmp_path / "out")) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    for name, weight in model.state_dict().items():
+        assert torch.equal(found[name], weight), name
+    assert run("test", actor, "--test_hf_dir", str(tmp_path / "out")) == 0
+    if apart:
+        del weights["model.layers.0.mlp.experts.3.up_proj.weight"]
+        torch.save(weights, actor / "model_world_size_1_rank_0.pt")
+        assert run("merge", actor, "--target_dir", str(tmp_path / "fewer")) == 1
+        assert "the experts cannot be joined" in caplog.text
+        assert not (tmp_path / "fewer").exists()
 
 
 def test_refusals(checkpoint, tmp_path, caplog):

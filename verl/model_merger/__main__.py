@@ -78,12 +78,25 @@ def check_backend(backend: str, folder: Path) -> None:
 
 
 def upload(folder: str, repository: str, private: bool) -> None:
-    """Upload a model folder to the Hugging Face hub, with the credentials stored on this machine."""
-    from huggingface_hub import HfApi
+    """Upload a model folder to the Hugging Face hub (``HF_ENDPOINT``), with the credentials stored on this machine.
 
+    Raises:
+        CheckpointError: the hub refuses it or does not answer; the folder stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    # The client's errors, also those of connections, have the base class of its HTTP library's.
+    not_uploaded = (*HfHubHTTPError.__bases__, HFValidationError)
     api = HfApi()
-    api.create_repo(repository, private=private, exist_ok=True)
-    api.upload_folder(folder_path=folder, repo_id=repository, repo_type="model")
+    try:
+        repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
+        api.upload_folder(folder_path=folder, repo_id=repository, repo_type="model")
+    except not_uploaded as error:
+        raise CheckpointError(
+            f"{folder} is written, but was not uploaded to {repository}: {error} Log in by 'hf auth login' or "
+            f"HF_TOKEN, then upload the folder itself by 'hf upload {repository} {folder}'."
+        ) from error
     logger.info("uploaded to %s", repository)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,13 @@ from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, has_adapters, merged_
 from verl.utils.model import load_hf_config
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.transformers_private import no_init_weights
 from verl.workers.engine.fsdp.model import own_state
+from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences
 
 logger = logging.getLogger(__name__)
+
+_ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 _AUTO = {
     "ForCausalLM": transformers.AutoModelForCausalLM,
@@ -50,9 +55,7 @@ def merge(
         base_model: of LoRA adapters, the model that they were trained on, if it is not where it was.
     """
     source = Path(local_dir).expanduser()
-    if not (source / "huggingface" / "config.json").is_file():
-        raise CheckpointError(f"{source / 'huggingface' / 'config.json'} is missing; give a checkpoint's actor folder.")
-    config = load_hf_config(str(source / "huggingface"), trust_remote_code=trust_remote_code)
+    config = _config_of(source, trust_remote_code)
     if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
         raise CheckpointError(f"{source} holds a {(config.architectures or ['?'])[0]}, not a value model.")
     weights = whole_weights(source)
@@ -61,9 +64,9 @@ def merge(
         weights, adapted = _with_adapters(weights, source, config, base_model, trust_remote_code)
     if tie_word_embedding:
         _tie(weights, config)
-    model = _empty_model(config, trust_remote_code)
-    _drop_tied(weights, set(own_state(model)))
-    _check_names(weights, set(own_state(model)), source)
+    with torch.device("meta"):
+        model = _empty_model(config, trust_remote_code)
+    weights = _fitted(weights, model, config, source)
     target = Path(target_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     # An earlier merge may have split the weights into other files.
@@ -75,24 +78,32 @@ def merge(
     merged = _compare(weights, target, trust_remote_code, tolerance=0.0)
     if adapted is not None:
         adapted.check_logits(merged, target)
+    else:
+        _compare_logits(weights, config, merged, target, trust_remote_code)
     logger.info("wrote %s: %d weights, read back and equal", target, len(weights))
 
 
 def compare(
     local_dir: str | Path, hf_dir: str | Path, trust_remote_code: bool = False, base_model: str | None = None
 ) -> None:
-    """Check that a checkpoint and a model folder hold the same weights, up to 1e-6, else ``CheckpointError``.
+    """Check that a checkpoint and a model folder hold the same model, else ``CheckpointError``.
 
-    LoRA adapters are merged into ``base_model``, by default the model that they were trained on.
+    Weights are the same up to 1e-6, and logits up to rounding, so that a folder with another config is told too. LoRA
+    adapters are merged into ``base_model``, by default the model that they were trained on.
     """
     source, target = Path(local_dir).expanduser(), Path(hf_dir).expanduser()
     weights, adapted = whole_weights(source), None
+    config = _config_of(source, trust_remote_code)
     if has_adapters(weights):
-        config = load_hf_config(str(source / "huggingface"), trust_remote_code=trust_remote_code)
         weights, adapted = _with_adapters(weights, source, config, base_model, trust_remote_code)
+    with torch.device("meta"):
+        empty = _empty_model(config, trust_remote_code)
+    weights = _fitted(weights, empty, config, source)
     model = _compare(weights, target, trust_remote_code, tolerance=1e-6)
     if adapted is not None:
         adapted.check_logits(model, target)
+    else:
+        _compare_logits(weights, config, model, target, trust_remote_code)
     logger.info("%s and %s hold the same %d weights", local_dir, hf_dir, len(weights))
 
 
@@ -124,9 +135,17 @@ def _auto_class(config: PretrainedConfig) -> Any:
     raise CheckpointError(f"architecture '{architecture}' is none of ...{', ...'.join(_AUTO)}.")
 
 
+def _config_of(source: Path, trust_remote_code: bool) -> PretrainedConfig:
+    folder = source / "huggingface"
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(f"{folder / 'config.json'} is missing; give a checkpoint's actor folder.")
+    return load_hf_config(str(folder), trust_remote_code=trust_remote_code)
+
+
 def _empty_model(config: PretrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
+    """Make the model of ``config`` with weights that are not set."""
     try:
-        with torch.device("meta"):
+        with no_init_weights():
             model = _auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         raise CheckpointError(f"no model can be made: {why_unreadable(error, str(config.name_or_path))}") from error
@@ -143,11 +162,47 @@ def _tie(weights: dict[str, Tensor], config: PretrainedConfig) -> None:
     config.tie_word_embeddings = True
 
 
-def _drop_tied(weights: dict[str, Tensor], expected: set[str]) -> None:
-    """Leave out weights that the model does not have and that equal one it has: tied ones, which verl 0.8 saves too."""
-    for name in sorted(weights.keys() - expected):
-        if any(torch.equal(weights[name], weights[other]) for other in expected & weights.keys()):
+def _fitted(
+    weights: dict[str, Tensor], model: PreTrainedModel, config: PretrainedConfig, source: Path
+) -> dict[str, Tensor]:
+    """Return the weights under the names of ``model``, tied ones once.
+
+    Raises:
+        CheckpointError: weights of the model are missing, some are not its own, or have other shapes.
+    """
+    expected = own_state(model)
+    if any(_ONE_EXPERT.search(name) for name in weights.keys() - expected.keys()):
+        weights = _with_joined_experts(weights, type(model), config, source)
+    # verl 0.8 saves tied weights twice.
+    for name in sorted(weights.keys() - expected.keys()):
+        if any(torch.equal(weights[name], weights[other]) for other in expected.keys() & weights.keys()):
             del weights[name]
+    _check_names(weights, set(expected), source)
+    for name, weight in weights.items():
+        if weight.shape != expected[name].shape:
+            raise CheckpointError(
+                f"{source}: '{name}' has shape {list(weight.shape)} in the shards, and {list(expected[name].shape)} "
+                "by huggingface/config.json beside them. Put back the config that the model was trained with."
+            )
+    return weights
+
+
+def _with_joined_experts(
+    weights: dict[str, Tensor], model: type[PreTrainedModel], config: PretrainedConfig, source: Path
+) -> dict[str, Tensor]:
+    """Join the weights of single experts, which Transformers 4 kept apart, as Transformers does for its own files."""
+    try:
+        dtype = next(iter(weights.values())).dtype
+        loader: Any = model
+        joined, found = loader.from_pretrained(
+            None, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
+        )
+    except LOADING_ERRORS as error:
+        raise CheckpointError(f"{source}: the experts cannot be joined: {error}") from error
+    problems = {kind: sorted(map(str, names)) for kind, names in found.items() if names and kind.endswith("_keys")}
+    if problems:
+        raise CheckpointError(f"{source}: the experts in the shards are not those of its config: {problems}.")
+    return dict(own_state(joined))
 
 
 def _check_names(weights: Mapping[str, Tensor], expected: set[str], source: Path) -> None:
@@ -180,6 +235,27 @@ def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: boo
         if not gap <= tolerance:  # so that NaN is refused too
             raise CheckpointError(f"'{name}' differs from the one in {folder} by up to {gap:.3g}.")
     return model
+
+
+@torch.no_grad()
+def _compare_logits(
+    weights: Mapping[str, Tensor],
+    config: PretrainedConfig,
+    model: PreTrainedModel,
+    folder: Path,
+    trust_remote_code: bool,
+) -> None:
+    """Compare the logits of ``model``, which was read from ``folder``, with those of the weights and their config."""
+    own = _empty_model(config, trust_remote_code)
+    own.load_state_dict(dict(weights), strict=False, assign=True)  # names were compared before
+    own.tie_weights()
+    for ids in probe_sequences(config, (7, 4), torch.device("cpu")):
+        expected, found = (part.float().eval()(input_ids=ids[None]).logits for part in (own, model))
+        if not is_rounding(found, expected, torch.float32):
+            raise CheckpointError(
+                f"{folder} has the weights of the checkpoint, but its logits differ by "
+                f"{largest_difference(found, expected):.3g}: its config.json is another one."
+            )
 
 
 def _copy_tokenizer(source: Path, target: Path, trust_remote_code: bool) -> None:

@@ -35,6 +35,7 @@ from verl.config import (
     RewardModelConfig,
     RewardModelModelConfig,
     RolloutConfig,
+    RouterReplayConfig,
     SFTDataConfig,
     TrainerConfig,
 )
@@ -97,7 +98,11 @@ _PART_OF_TILED_MLP = "part of the tiled MLP, which is not in this version"
 _NO_PROFILER = "profilers are not in this version; leave it at its default (timing_s/* is always logged)"
 _PART_OF_PROFILING = "part of profiling, which is not in this version"
 
-_ROUTING_FILES = {"router_replay.record_file": None, "router_replay.replay_file": None}
+_REFERENCE_ROUTING = {
+    "router_replay.mode": "disabled",
+    "router_replay.record_file": None,
+    "router_replay.replay_file": None,
+}
 _NO_ROUTING_FILES = "choices of routers are not written to files; leave it null"
 _FREE_REFERENCE = "the reference always routes by itself; leave it disabled"
 _MEMORY = "global_profiler.global_tool_config.torch_memory"
@@ -221,7 +226,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"use_fused_kernels": "${oc.select:actor_rollout_ref.model.use_fused_kernels,false}"},
         ),
         *_PROFILED,
-        not_yet(_NO_ROUTING_FILES, _ROUTING_FILES),
     ),
     FSDPActorConfig: (
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
@@ -241,13 +245,14 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             {"use_torch_compile": "${oc.select:actor_rollout_ref.actor.use_torch_compile,true}"},
         ),
         *_PROFILED,
-        not_yet(_FREE_REFERENCE, {"router_replay.mode": "disabled"} | _ROUTING_FILES),
+        not_yet(_FREE_REFERENCE, _REFERENCE_ROUTING),
         no_effect(
             "part of router replay, which the reference does not have",
             {"router_replay._target_": "verl.workers.config.RouterReplayConfig"},
         ),
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
     ),
+    RouterReplayConfig: (not_yet(_NO_ROUTING_FILES, {"record_file": None, "replay_file": None}),),
     FSDPEngineConfig: (
         no_effect("FSDP1 only; FSDP2 always keeps the original parameters", {"use_orig_params": False}),
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),

@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.workers.engine.fsdp.experts import Choices, ExpertLoad, balance_loss, load_metrics
+from verl.workers.engine.fsdp.experts import ExpertLoad, balance_loss, load_metrics
 from verl.workers.engine.megatron.experts import TokenRouter
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.layers import DecoderModel
 from verl.workers.engine.megatron.library import parallel_state
+from verl.workers.routers import Choices
 
 
 class Mixtures:

@@ -17,7 +17,6 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from verl.errors import ConfigError
-from verl.workers.engine.fsdp.experts import Choices
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.library import (
     MLPSubmodules,
@@ -28,6 +27,7 @@ from verl.workers.engine.megatron.library import (
     TopKRouter,
     tensor_parallel,
 )
+from verl.workers.routers import Choices
 
 
 @dataclass(frozen=True)
