@@ -66,7 +66,7 @@ def merge(
         _tie(weights, config)
     with torch.device("meta"):
         model = _empty_model(config, trust_remote_code)
-    weights = _fitted(weights, model, config, source)
+    weights = _fitted(weights, model, config, source, trust_remote_code)
     target = Path(target_dir).expanduser()
     target.mkdir(parents=True, exist_ok=True)
     # An earlier merge may have split the weights into other files.
@@ -98,7 +98,7 @@ def compare(
         weights, adapted = _with_adapters(weights, source, config, base_model, trust_remote_code)
     with torch.device("meta"):
         empty = _empty_model(config, trust_remote_code)
-    weights = _fitted(weights, empty, config, source)
+    weights = _fitted(weights, empty, config, source, trust_remote_code)
     model = _compare(weights, target, trust_remote_code, tolerance=1e-6)
     if adapted is not None:
         adapted.check_logits(model, target)
@@ -163,7 +163,7 @@ def _tie(weights: dict[str, Tensor], config: PretrainedConfig) -> None:
 
 
 def _fitted(
-    weights: dict[str, Tensor], model: PreTrainedModel, config: PretrainedConfig, source: Path
+    weights: dict[str, Tensor], model: PreTrainedModel, config: PretrainedConfig, source: Path, trust_remote_code: bool
 ) -> dict[str, Tensor]:
     """Return the weights under the names of ``model``, tied ones once.
 
@@ -172,7 +172,7 @@ def _fitted(
     """
     expected = own_state(model)
     if any(_ONE_EXPERT.search(name) for name in weights.keys() - expected.keys()):
-        weights = _with_joined_experts(weights, type(model), config, source)
+        weights = _with_joined_experts(weights, type(model), config, source, trust_remote_code)
     # verl 0.8 saves tied weights twice.
     for name in sorted(weights.keys() - expected.keys()):
         if any(torch.equal(weights[name], weights[other]) for other in expected.keys() & weights.keys()):
@@ -188,14 +188,23 @@ def _fitted(
 
 
 def _with_joined_experts(
-    weights: dict[str, Tensor], model: type[PreTrainedModel], config: PretrainedConfig, source: Path
+    weights: dict[str, Tensor],
+    model: type[PreTrainedModel],
+    config: PretrainedConfig,
+    source: Path,
+    trust_remote_code: bool,
 ) -> dict[str, Tensor]:
     """Join the weights of single experts, which Transformers 4 kept apart, as Transformers does for its own files."""
     try:
         dtype = next(iter(weights.values())).dtype
         loader: Any = model
         joined, found = loader.from_pretrained(
-            None, config=config, state_dict=dict(weights), dtype=dtype, output_loading_info=True
+            None,
+            config=config,
+            state_dict=dict(weights),
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
     except LOADING_ERRORS as error:
         raise CheckpointError(f"{source}: the experts cannot be joined: {error}") from error

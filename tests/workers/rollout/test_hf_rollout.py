@@ -11,7 +11,7 @@ from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, greedy, o
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
-from verl.workers.rollout.decoding import DecodingBatch
+from verl.workers.rollout.decoding import DecodingBatch, PromptWithImages
 from verl.workers.rollout.hf_rollout import HFRollout
 
 
@@ -134,6 +134,7 @@ def test_equal_prompts_go_through_the_model_once():
         def __init__(self):
             super().__init__()
             self.model, self.seen, self.device = oracle(), [], torch.device("cpu")
+            self.config = self.model.config
 
         def forward(self, input_ids, **kwargs):
             self.seen.append(tuple(input_ids.shape))
@@ -141,7 +142,8 @@ def test_equal_prompts_go_through_the_model_once():
 
     module = Counting()
     with torch.inference_mode():
-        batch = DecodingBatch([[5, 6], [5, 6], [7, 8, 9], [5, 6]], 4, module, prefill_tokens=3)
+        prompts = [PromptWithImages(ids) for ids in ((5, 6), (5, 6), (7, 8, 9), (5, 6))]
+        batch = DecodingBatch(prompts, 4, module, prefill_tokens=3)
     assert module.seen == [(1, 3), (1, 3)]  # two distinct prompts, three tokens wide, one at a time
     assert torch.equal(batch.logits[0], batch.logits[3])
     with torch.no_grad():

@@ -157,7 +157,7 @@ class DecodingBatch:
         self._cache = DecodingCache(caches, prompt_of_row, capacity)
         self._mask = torch.cat([mask[prompt_of_row], mask.new_ones(len(prompts), max_new_tokens)], dim=-1)
         self._positions = self._positions[prompt_of_row]  # (n,) of the next token, or (n, 4) with images
-        self._filled = width
+        self._filled = self._width = width
 
     def _prefill(
         self, ids: Tensor, mask: Tensor, prompts: list[PromptWithImages], rows_at_once: int, chosen: list[Tensor]
@@ -207,8 +207,9 @@ class DecodingBatch:
         )
         return output.logits[:, -1]
 
-    def forward(self, tokens: Tensor, step: int) -> None:
-        """Append token ``step`` of the response to each row, (n,) in the order of ``rows``, and update ``logits``."""
+    def forward(self, tokens: Tensor) -> None:
+        """Append one token to each row, (n,) in the order of ``rows``, and update ``logits``."""
+        step = self._filled - self._width  # of the response
         self._filled += 1
         with self._watched(None) as choices:
             self.logits = self._forward(

@@ -140,7 +140,7 @@ class HFRollout(BaseRollout):
                 break
             if len(going_on) < _COMPACT_BELOW * len(batch.rows):
                 batch.keep(going_on)
-            batch.forward(tokens[batch.rows, step], step)
+            batch.forward(tokens[batch.rows, step])
         logger.debug("hf engine: %d rows, %.1f MiB of keys and values", len(requests), batch.nbytes / 2**20)
         outputs = self._outputs(tokens, log_probs, *stop.results(drawn=step + 1))
         if batch.routing is None:
