@@ -125,3 +125,12 @@ def test_a_model_plays_the_user(monkeypatch: pytest.MonkeyPatch):
         assert "sk-secret" not in str(error.value)
         with pytest.raises(ConfigError, match="has no 'goal'; it has name"):
             asked(server, messages, name="customer")
+
+
+def test_the_judge_of_the_run_plays_the_user():
+    with judge_server("Yes, green.") as server:
+        judge = {"base_url": "http://{reward_router_address}/v1"}
+        row = {"goal": "tea", "reward_router_address": server.url.removeprefix("http://").removesuffix("/v1")}
+        assert asked(server, [], judge, **row) == (False, "Yes, green.", None, {})
+    assert OpenAIInteraction({**judge, "model": "user", "system_prompt": "-"}).asks_judge
+    assert not OpenAIInteraction({"base_url": server.url, "model": "user", "system_prompt": "-"}).asks_judge

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import ray
 
-from tests.judge.test_judge_in_a_run import ASKS, settings
+from tests.judge.test_judge_in_a_run import ASKS, dumped, settings
 from verl.testing.tiny_run import make_tiny_run, overrides, same
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
@@ -87,6 +87,28 @@ def run(tmp_path_factory: pytest.TempPathFactory, ray_cluster: None) -> Callable
     return train
 
 
+LOOP = """
+import httpx2
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput
+
+
+class AsksJudge(AgentLoopBase):
+    async def run(self, sampling_params, *, reward_router_address, raw_prompt_ids, **kwargs):
+        drawn = await self.server_manager.generate("me", prompt_ids=raw_prompt_ids, sampling_params=sampling_params)
+        text = self.tokenizer.decode(drawn.token_ids, skip_special_tokens=True)
+        messages = [{"role": "system", "content": "grade"}, {"role": "user", "content": text}]
+        body = {"model": "any", "messages": messages, "temperature": 0, "max_tokens": 6}
+        async with httpx2.AsyncClient(timeout=60, trust_env=False) as client:
+            reply = await client.post(f"http://{reward_router_address}/v1/chat/completions", json=body)
+        said = reply.raise_for_status().json()["choices"][0]["message"]["content"]
+        return AgentLoopOutput(
+            prompt_ids=raw_prompt_ids,
+            response_ids=drawn.token_ids,
+            response_mask=[1] * len(drawn.token_ids),
+            metrics=AgentLoopMetrics(),
+            conversation=[{"role": "assistant", "content": text}, {"role": "judge", "content": said}],
+        )
+"""
 NOT_COMPARED = ("timing", "perf/", "recovery/", "judge/")
 OWN_RANKS = {
     "reward_model__enable_resource_pool": "true",
@@ -111,6 +133,21 @@ def test_rewards_are_the_same_wherever_the_judge_runs(run, colocated: dict[int, 
     assert [colocated[step]["judge/calls"] for step in (1, 2, 3)] == [16, 16, 16]
     assert_same_numbers(run("own_ranks", {}, **OWN_RANKS), colocated)
     assert_same_numbers(run("beside", {}, **OWN_RANKS, reward_model__launch_reward_fn_async="true"), colocated)
+
+
+@pytest.mark.slow
+def test_a_judge_on_ranks_of_its_own_answers_agent_loops_and_rewards(run, tmp_path: Path):
+    (tmp_path / "loops.yaml").write_text(f"- {{name: asks, _target_: AsksJudge, path: {tmp_path / 'asks.py'}}}")
+    (tmp_path / "asks.py").write_text(LOOP)
+    agent = {"agent_loop_config_path": tmp_path / "loops.yaml", "default_agent_loop": "asks", "num_workers": 1}
+    changes = {f"actor_rollout_ref__rollout__agent__{key}": value for key, value in agent.items()}
+    dumps = {"trainer__rollout_data_dir": tmp_path / "dumps", "trainer__total_training_steps": 2}
+    found = run("asked", {}, **OWN_RANKS, **changes, **dumps)
+    assert [found[step]["judge/calls"] for step in (1, 2)] == [32, 32]
+    samples = dumped(tmp_path / "dumps")
+    # The reward function asks the same of the same judge.
+    assert [row["trajectory"]["conversation"][-1]["content"] for row in samples] == [row["reply"] for row in samples]
+    assert len({row["reply"] for row in samples}) > 1
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import pytest
 
 from tests.judge.test_judge_in_a_run import settings
 from tests.workers.reward_manager.batches import TOKENIZER, batch_of
+from verl.agents.worker import check_agent_loops
 from verl.errors import ConfigError
 from verl.judge.local import ASLEEP
 from verl.judge.service import JudgeService
@@ -160,7 +161,7 @@ def test_it_sleeps_while_others_work(served: Served):
     layer = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
     assert seen == [4 * (2 * 104 * 64 + 2 * layer + 64)]
     assert served.weight_bytes == 0
-    with pytest.raises(openai.InternalServerError, match=ASLEEP):
+    with pytest.raises(openai.InternalServerError, match=re.escape(ASLEEP)):
         asyncio.run(ask())
 
 
@@ -308,3 +309,30 @@ def test_the_memory_of_a_sleeping_judge_goes_back_to_the_machine(tmp_path: Path)
     assert weights > 100 * 2**20
     assert rss - asleep > 0.9 * weights
     served.judge.close()
+
+
+def test_an_agent_loop_that_asks_a_judge_which_does_not_answer_it_is_refused(tmp_path: Path):
+    (tmp_path / "loops.yaml").write_text(f"- {{name: asks, _target_: Asks, path: {tmp_path / 'asks.py'}}}")
+    (tmp_path / "asks.py").write_text(
+        "from verl.experimental.agent_loop.agent_loop import AgentLoopBase\n"
+        "class Asks(AgentLoopBase):\n"
+        "    async def run(self, sampling_params, *, reward_router_address, **kwargs): ...\n"
+    )
+    loops = {"actor_rollout_ref__rollout__agent__agent_loop_config_path": tmp_path / "loops.yaml"}
+    paths, judged = make_tiny_run(tmp_path), settings(tmp_path, REWARD)
+    own = {
+        "reward_model__enable_resource_pool": "true",
+        "reward_model__nnodes": 1,
+        "reward_model__n_gpus_per_node": 1,
+        "trainer__controller": "ray",
+    }
+
+    def check(**changes: Any) -> None:
+        config = load_config(compose(overrides(paths, tmp_path, **loops, **changes)))
+        check_agent_loops(config, TOKENIZER, ["asks"])
+
+    with pytest.raises(ConfigError, match=r"'asks' \(reward_router_address of its run\) asks .*, and the run has none"):
+        check()
+    with pytest.raises(ConfigError, match="it shares the policy's processes"):
+        check(**judged)
+    check(**judged, **own)

@@ -216,6 +216,8 @@ class AgentLoopBase(ABC):
 
 # ---- which loop
 
+JUDGE_ADDRESS = "reward_router_address"
+"""Argument of ``run``, and of calls of simulated users: where the judge of the run answers, as ``127.0.0.1:PORT``."""
 LOOPS_KEY = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
 
 
@@ -265,6 +267,27 @@ def register(agent_name: str) -> Callable[[Loop], Loop]:
         return cls
 
     return file
+
+
+def require_judge(config: Any, who: str) -> None:
+    """Check that a judge answers while conversations are held.
+
+    Args:
+        config: the whole configuration.
+        who: names what asks it, and how it says so.
+
+    Raises:
+        ConfigError: none does.
+    """
+    if config.judge_answers_agents:
+        return
+    own = "reward_model.enable_resource_pool=true, with reward_model.nnodes and n_gpus_per_node, and controller=ray"
+    if config.judge is None:
+        judge = "reward_model.enable=true, reward_model.model.path, reward_model.rollout.name"
+        has = f"the run has none. Set {judge}, {own}"
+    else:
+        has = f"it shares the policy's processes, which are at work meanwhile. Give it ranks of its own: {own}"
+    raise ConfigError(f"{who} asks a judge while conversations are held, and {has}.")
 
 
 def read_agent_loops(path: str) -> dict[str, LoopEntry]:

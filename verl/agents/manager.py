@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from verl.agents.loop import AgentLoopOutput
+from verl.agents.loop import JUDGE_ADDRESS, AgentLoopOutput
 from verl.agents.servers import SampleId
 from verl.agents.worker import Trajectory, TrajectoryResult, agent_loops
 from verl.config import PPOConfig
@@ -55,15 +55,24 @@ class AgentLoopManager:
         worker_group: the ranks with the rollout engines; may be replaced between two calls.
         tokenizer: the policy's.
         processor: the multi-modal processor, if the model has one.
+        judge_address: where the judge answers while conversations are held; None if none does.
 
     Raises:
         ConfigError: an agent loop of the configuration cannot be loaded.
     """
 
-    def __init__(self, config: PPOConfig, worker_group: Any, tokenizer: Any, processor: Any = None) -> None:
+    def __init__(
+        self,
+        config: PPOConfig,
+        worker_group: Any,
+        tokenizer: Any,
+        processor: Any = None,
+        judge_address: str | None = None,
+    ) -> None:
         agent_loops(config)  # here too, so that what cannot be loaded ends the run before a process starts
         self.worker_group = worker_group
         self._rollout = config.actor_rollout_ref.rollout
+        self._of_run = {} if judge_address is None else {JUDGE_ADDRESS: judge_address}
         self._pad = tokenizer.pad_token_id
         self._agents: Agents = _agents(config, tokenizer, processor)
 
@@ -122,7 +131,7 @@ class AgentLoopManager:
                 prompt_ids=tuple(request.prompt_ids),
             )
             name = row.get("agent_name") or self._rollout.default_agent_loop
-            row = {**row, "agent_name": name, "raw_prompt_ids": request.prompt_ids}
+            row = {**row, "agent_name": name, "raw_prompt_ids": request.prompt_ids, **self._of_run}
             trajectories.append(Trajectory(agent_name=name, sample=sample, sampling=request.sampling, row=row))
         return trajectories
 

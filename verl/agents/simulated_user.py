@@ -15,6 +15,7 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Self
 
 from verl.agents.loop import TrajectoryError
@@ -57,9 +58,21 @@ class SimulatedUser:
 
     @classmethod
     def of_row(
-        cls, interactions: Mapping[str, BaseInteraction], kwargs: Any, timeout_s: float, threads: LoopThreads
+        cls,
+        interactions: Mapping[str, BaseInteraction],
+        kwargs: Any,
+        timeout_s: float,
+        threads: LoopThreads,
+        of_run: Mapping[str, Any] = MappingProxyType({}),
     ) -> Self | None:
         """Return the user that a row wants; None if it wants none.
+
+        Args:
+            interactions: by name.
+            kwargs: the row's ``interaction_kwargs``.
+            timeout_s: as for the class.
+            threads: as for the class.
+            of_run: further arguments, the same for all rows; only interactions that ask a judge get them.
 
         Raises:
             ConfigError: the row's ``interaction_kwargs`` name no interaction that there is.
@@ -78,7 +91,8 @@ class SimulatedUser:
                 f"interaction_kwargs.name='{name}': there is no such interaction.{suggest(name, list(interactions))} "
                 f"{there} The file of actor_rollout_ref.rollout.multi_turn.interaction_config_path lists them."
             )
-        return cls(interactions[name], given, timeout_s, threads)
+        more = of_run if interactions[name].asks_judge else {}
+        return cls(interactions[name], {**given, **more}, timeout_s, threads)
 
     async def __aenter__(self) -> Self:
         with ExitStack() as on_failure:

@@ -23,7 +23,14 @@ from typing import Any, Self
 
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
-from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
+from verl.agents.loop import (
+    JUDGE_ADDRESS,
+    AgentLoopBase,
+    AgentLoopMetrics,
+    AgentLoopOutput,
+    register,
+    require_judge,
+)
 from verl.agents.outputs import conversation_outputs
 from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
 from verl.agents.simulated_user import SimulatedUser
@@ -66,6 +73,11 @@ class ToolAgentParts:
             max_response_tokens=turns.max_tool_response_length,
             truncate_side=turns.tool_response_truncate_side,
         )
+        path = turns.interaction_config_path
+        interactions = initialize_interactions_from_config(path) if path else {}
+        for name, interaction in interactions.items():
+            if interaction.asks_judge:
+                require_judge(config, f"the interaction '{name}' of {path}")
         tools = initialize_tools(turns.tool_config_path, turns.function_tool_path)
         run = hashlib.sha256(os.path.abspath(config.trainer.default_local_dir).encode()).hexdigest()[:16]
         slots = partial(_slots, Path(tempfile.gettempdir()) / f"verl-tools-{os.getuid()}" / run)
@@ -73,7 +85,7 @@ class ToolAgentParts:
             template,
             ToolRunner(tools, template.control.shorten, limits, slots),
             get_tool_parser(turns.format, tokenizer),
-            initialize_interactions_from_config(path) if (path := turns.interaction_config_path) else {},
+            interactions,
         )
 
 
@@ -130,6 +142,7 @@ class ToolAgentLoop(AgentLoopBase):
             kwargs.get("interaction_kwargs"),
             self.rollout_config.agent.tool_timeout_s,
             parts.tools.threads,
+            {JUDGE_ADDRESS: kwargs[JUDGE_ADDRESS]} if JUDGE_ADDRESS in kwargs else {},
         )
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(parts.tools.session(kwargs.get("tools_kwargs")))

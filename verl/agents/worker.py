@@ -9,6 +9,7 @@ more harm: the policy refuses it, and on Ray a process with such a thread is rep
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import pickle
@@ -22,12 +23,14 @@ from typing import Any, TypeVar
 from verl.agents.environment_agent import EnvironmentAgentLoop
 from verl.agents.loop import (
     AGENT_LOOPS,
+    JUDGE_ADDRESS,
     AgentLoopBase,
     AgentLoopMetrics,
     AgentLoopOutput,
     DictConfigWrap,
     TrajectoryError,
     read_agent_loops,
+    require_judge,
 )
 from verl.agents.parsers import is_built_in_parser
 from verl.agents.program_agent import ProgramAgentLoop
@@ -151,6 +154,8 @@ def check_agent_loops(config: PPOConfig, tokenizer: Any, names: Iterable[str]) -
     loops = agent_loops(config)
     for name in dict.fromkeys(names):
         loop, _ = _named_loop(loops, name)
+        if JUDGE_ADDRESS in inspect.signature(loop.run).parameters:
+            require_judge(config, f"the agent loop '{name}' ({JUDGE_ADDRESS} of its run)")
         loop.discard(loop.prepare(config, tokenizer))
 
 

@@ -64,6 +64,12 @@ class PPOConfig(BaseConfig):
     """The keys as they were composed, with those that nothing reads, for a ``fit`` of a user's own."""
 
     @property
+    def judge_answers_agents(self) -> bool:
+        """Whether the judge is awake while conversations are held, too: on ranks that have no other work."""
+        is_apart = self.reward_model.enable_resource_pool and self.trainer.controller == "ray"
+        return self.judge is not None and is_apart
+
+    @property
     def judge(self) -> ActorRolloutRefConfig | None:
         """Model and engine of a generative reward model, which a reward function asks; None if the run has none."""
         section = self.reward_model

@@ -18,6 +18,10 @@ class BaseInteraction:
         config: the interaction's ``config`` in the YAML file, with its ``name``.
     """
 
+    asks_judge: bool = False
+    """Whether the methods ask the judge of the run, at ``kwargs["reward_router_address"]``. A run whose judge does not
+    answer while conversations are held is then refused."""
+
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config
         self.name: str = config.get("name", type(self).__name__)

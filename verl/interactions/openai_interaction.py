@@ -31,6 +31,7 @@ from verl.utils.reward_score.llm_judge import CONTROL_TOKEN
 
 OTHER_SIDE = {"user": "assistant", "assistant": "user"}
 BEGINNING = "The conversation begins. Say what you want."
+JUDGE = "reward_router_address"
 FIELD = re.compile(r"\{(\w+)\}")
 SHOWN = 500
 """Longest part of an error of the endpoint in a message, in characters."""
@@ -41,6 +42,7 @@ class Endpoint:
     """Where the user's model is, and how it is asked: ``config`` of the YAML file."""
 
     base_url: str
+    """With ``http://{reward_router_address}/v1`` the judge of the run plays the user."""
     model: str
     system_prompt: str
     """What the model is to play. ``{key}`` stands for that value of the row's ``interaction_kwargs``."""
@@ -78,6 +80,7 @@ class OpenAIInteraction(BaseInteraction):
         super().__init__(config)
         given = {key: value for key, value in config.items() if key != "name"}
         known = [field.name for field in fields(Endpoint)]
+        self.asks_judge = f"{{{JUDGE}}}" in str(given.get("base_url"))
         for key in given:
             if key not in known:
                 raise ConfigError(f"unknown key '{key}'.{suggest(key, known)} Known: {', '.join(known)}.")
@@ -110,8 +113,10 @@ class OpenAIInteraction(BaseInteraction):
         """
         end = self.endpoint
         wanted = {"max_tokens": end.max_tokens, "temperature": end.temperature, "extra_body": end.extra_body}
+        place = FIELD.sub(lambda found: str(kwargs[found[1]]), end.base_url) if self.asks_judge else end.base_url
         reply = await in_thread(
             self._asked,
+            place,
             model=end.model,
             messages=[{"role": "system", "content": self._instructions(kwargs)}, *_exchanged(messages)],
             **{name: value for name, value in wanted.items() if value is not None},
@@ -119,20 +124,21 @@ class OpenAIInteraction(BaseInteraction):
         text, marker, _ = reply.partition(end.end_marker)
         return bool(marker), text.strip(), None, {}
 
-    def _asked(self, **request: Any) -> str:
+    def _asked(self, place: str, **request: Any) -> str:
         import openai
 
+        client = self._client.with_options(base_url=place) if self.asks_judge else self._client
         try:
-            reply = self._client.chat.completions.create(**request)
+            reply = client.chat.completions.create(**request)
         except openai.OpenAIError as error:
             what = f"{type(error).__name__}: {error}"
             what = what.replace(self._key, "***") if self._key else what
-            where = f"{self.endpoint.base_url} did not answer for model '{self.endpoint.model}'"
+            where = f"{place} did not answer for model '{self.endpoint.model}'"
             raise RolloutError(f"{where}. {what:.{SHOWN}}") from None  # the cause may hold the key
         choices = getattr(reply, "choices", None)  # the library does not check what it receives
         text = choices[0].message.content if choices else None
         if not isinstance(text, str):
-            raise RolloutError(f"{self.endpoint.base_url} sent no text: {reply!r:.{SHOWN}}")
+            raise RolloutError(f"{place} sent no text: {reply!r:.{SHOWN}}")
         return text
 
     def _instructions(self, values: Mapping[str, Any]) -> str:

@@ -17,7 +17,10 @@ from verl.workers.rollout.serving import RequestQueue
 
 T = TypeVar("T")
 
-ASLEEP = "the judge is asleep: it answers only while the rewards of a batch are computed."
+ASLEEP = (
+    "the judge is asleep: it answers only while the rewards of a batch are computed; on ranks of its own "
+    "(reward_model.enable_resource_pool=true) also while agent loops hold conversations."
+)
 
 
 class LocalEngines:

@@ -106,12 +106,12 @@ class JudgeService:
         return self._backend.models[0]
 
     def serve_while(self, group: Any, step: int, start: Callable[[], Deferred[T]]) -> Deferred[T]:
-        """Let the judge answer while a batch is scored.
+        """Let the judge answer while a batch is scored, or while conversations are held.
 
         Args:
             group: the worker group of the judge.
             step: number of the training step, from which the random numbers of answers follow.
-            start: starts to score; called once the engines are awake.
+            start: starts the work; called once the engines are awake.
 
         Returns:
             the result of ``start``.

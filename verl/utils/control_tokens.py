@@ -14,6 +14,8 @@ import json
 import re
 import threading
 from collections.abc import Collection, Iterator, Mapping
+from functools import lru_cache
+from types import NoneType
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -30,6 +32,8 @@ MARK = "\ufdd1"
 _BROKEN, _OPEN, _CLOSE = "\ufdd0", "\ufdd2", "\ufdd3"
 _NOTHING = re.compile("(?!)")
 _UNUSABLE = re.compile(f"[{_BROKEN}{MARK}{_OPEN}{_CLOSE}\ud800-\udfff]")
+_SHORT, _KEPT_SHORT = 32, 4096
+"""Characters of texts whose guarded form is kept, and how many of them."""
 _NOTICES: Mapping[Side, str] = {
     "left": "...(truncated)",
     "middle": "...(truncated)...",
@@ -80,6 +84,8 @@ class ControlTokens:
         self._core.add_tokens([*renamed, AddedToken(_OPEN + _CLOSE, special=True, normalized=False)])
         self._real = {self._core.token_to_id(self._private[token.content]): number for number, token in added.items()}
         self._longest = max(map(len, self._core.get_vocab()))
+        # Roles, names of keys and of tools come again in every message.
+        self._guarded_short = lru_cache(_KEPT_SHORT)(self._guarded)
 
     def guard(self, value: Any, author: Author) -> Any:
         """Mark control tokens in a text, or in all texts of a JSON value.
@@ -88,14 +94,21 @@ class ControlTokens:
         those that the tokenizer calls special: prompts speak of ``<think>`` and mean the token. In texts of the
         ``policy`` none, as its thoughts and calls hold such tokens.
         """
-        if isinstance(value, str):
-            pattern = {"program": self._control, "prompt": self._special, "policy": _NOTHING}[author]
-            return pattern.sub(lambda found: "".join(c + _BROKEN for c in found[0]), cleaned(value))
-        if isinstance(value, Mapping):
+        kind = type(value)
+        if kind is str:
+            return self._guarded_short(value, author) if len(value) <= _SHORT else self._guarded(value, author)
+        # Exact types first: asking an abstract class takes longer than all the rest.
+        if kind in (int, float, bool, NoneType):
+            return value
+        if kind is dict or isinstance(value, Mapping):
             return {self.guard(key, author): self.guard(item, author) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.guard(item, author) for item in value]
-        return value
+        return self._guarded(value, author) if isinstance(value, str) else value
+
+    def _guarded(self, text: str, author: Author) -> str:
+        pattern = {"program": self._control, "prompt": self._special, "policy": _NOTHING}[author]
+        return pattern.sub(lambda found: "".join(c + _BROKEN for c in found[0]), cleaned(text))
 
     def guard_prompt(self, message: Any, assistant: Author = "policy") -> Any:
         """Mark control tokens in a message of a prompt: in results of tools as a program's, in turns of the assistant

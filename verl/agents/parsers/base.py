@@ -163,9 +163,9 @@ class TextToolParser(ToolParser):
         """Return the text outside of calls, the calls, and what was no call."""
 
     def _without_end(self, text: str) -> str:
-        ends = {*END_MARKERS, self.tokenizer.eos_token, self.tokenizer.pad_token} - {None, ""}
-        while end := next((end for end in ends if text.rstrip().endswith(end)), None):
-            text = text.rstrip()[: -len(end)]
+        ends = tuple({*END_MARKERS, self.tokenizer.eos_token, self.tokenizer.pad_token} - {None, ""})
+        while (stripped := text.rstrip()).endswith(ends):
+            text = stripped[: -len(next(end for end in ends if stripped.endswith(end)))]
         return text
 
     def split_thinking(self, text: str, is_thinking: bool) -> tuple[str, str]:

@@ -32,6 +32,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -407,9 +408,14 @@ class RayPPOTrainer(FitParts):
             return self.actor_rollout_wg.group.generate_sequences(prompts)
         group = self.actor_rollout_wg.group
         if self.agent_loops is None:
-            self.agent_loops = AgentLoopManager(self.typed_config, group, self.tokenizer, self.processor)
+            config, judge = self.typed_config, self.judge
+            address = judge.reward_router_address if judge is not None and config.judge_answers_agents else None
+            self.agent_loops = AgentLoopManager(config, group, self.tokenizer, self.processor, address)
         self.agent_loops.worker_group = group  # the workers may have been replaced
-        return self.agent_loops.generate_sequences(prompts)
+        held = Deferred([], partial(self.agent_loops.generate_sequences, prompts))
+        if self.judge is None or not self.typed_config.judge_answers_agents:
+            return held.result()
+        return self.judge.serve_while(self.rm_wg, self.global_steps, lambda: held).result()
 
     def _greedy_baseline(self, prompts: DataProto) -> DataProto:
         """Score a greedy response per prompt: ``reward_baselines`` and ``baseline_status``, repeated n times."""
