@@ -290,14 +290,16 @@ def test_tokens_computed_are_tokens_useful(tmp_path, trained):
 
 def test_products_of_inference_are_compiled_for_few_numbers_of_rows():
     weight, bias = torch.randn(24, 16), torch.randn(24)
-    for count in (1, 2, 63, 64, 65, 129, 1000):
+    for count in (1, 2, 9, 63, 64, 65, 129, 1000):
         x = torch.randn(count, 16)
         expected = (x.double() @ weight.double().T + bias).float()
         assert_close(layer_functions.inference_linear(x, weight, bias), expected, rtol=1e-5, atol=1e-5)
         assert_close(layer_functions.inference_linear(x[None], weight, bias)[0], expected, rtol=1e-5, atol=1e-5)
-    assert [layer_functions._compiled_rows(count) for count in (64, 65, 72, 73, 128, 129, 1000, 1025)] == [
-        64, 72, 72, 80, 128, 144, 1024, 1152,
-    ]  # fmt: skip
-    sizes = range(1, 2**14 + 1)
-    assert all(count <= layer_functions._compiled_rows(count) <= count * 9 / 8 for count in sizes)
-    assert len({layer_functions._compiled_rows(count) for count in sizes}) == 64 + 8 * 8
+    counts = (8, 9, 17, 33, 64, 65, 72, 73, 128, 129, 1000, 1025)
+    rounded = [8, 10, 20, 40, 64, 72, 72, 80, 128, 144, 1024, 1152]
+    assert [layer_functions._compiled_rows(count) for count in counts] == rounded
+    few, many = range(1, 65), range(65, 2**14 + 1)
+    assert all(count <= layer_functions._compiled_rows(count) <= count * 5 / 4 for count in few)
+    assert all(count <= layer_functions._compiled_rows(count) <= count * 9 / 8 for count in many)
+    assert len({layer_functions._compiled_rows(count) for count in few}) == 8 + 3 * 4
+    assert len({layer_functions._compiled_rows(count) for count in many}) == 8 * 8

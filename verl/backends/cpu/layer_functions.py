@@ -81,12 +81,11 @@ def _compiled_rows(count: int) -> int:
     """Return the number of rows, at least ``count``, for which a product is compiled.
 
     oneDNN compiles a product for each number of rows, in milliseconds, and keeps 1,024 of them, of 0.4 MB each: without
-    steps each prefill would compile its own. Up to 64 rows, the sizes of decoding, each number has its own; above, the
-    eight steps from one power of two to the next are at most an eighth more than was asked for.
+    steps each prefill would compile its own, and the process would grow for thousands of conversations. From one power
+    of two to the next there are eight steps, of which a product has at most an eighth more rows than were asked for; up
+    to 64 rows, where reading the weight takes most of the time, four.
     """
-    if count <= 64:
-        return count
-    step = 1 << ((count - 1).bit_length() - 4)
+    step = 1 << max(0, (count - 1).bit_length() - (4 if count > 64 else 3))
     return -(-count // step) * step
 
 
