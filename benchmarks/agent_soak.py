@@ -7,7 +7,7 @@ twenty a call goes wrong (``verl.testing.scripted_agent.BAD_CALLS``): it raises,
 process, and so on. After each step every process of the run is measured; the table gives the medians of each quarter.
 At the end nothing of it may be left.
 
-The driver's memory rises less and less for the first thousands of trajectories: oneDNN keeps what it compiled for each
+The driver's memory rises less and less for the first hundreds of trajectories: oneDNN keeps what it compiled for each
 number of rows that a prefill had. With ``ONEDNN_PRIMITIVE_CACHE_CAPACITY=16`` in the environment it keeps 16 of them.
 """
 
