@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
-from verl.config.megatron import McoreEngineConfig, ranks_per_copy
+from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, Strategy
 from verl.config.problems import Problem
 from verl.config.rollout_correction import RolloutCorrectionConfig
@@ -154,7 +154,7 @@ class ActorConfig(BaseConfig):
 
 
 @section
-class FSDPActorConfig(ActorConfig):
+class FSDPActorConfig(ActorConfig, DistributedModel):
     """An actor trained under FSDP."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
@@ -179,11 +179,6 @@ class FSDPActorConfig(ActorConfig):
         """The section of the training back end."""
         return self.megatron if self.strategy == "megatron" else self.fsdp_config
 
-    @property
-    def shared_by(self) -> int:
-        """Number of ranks that compute the same rows."""
-        return ranks_per_copy(self.placement)
-
 
 def _forward_only() -> FSDPEngineConfig:
     return FSDPEngineConfig(forward_only=True)
@@ -194,7 +189,7 @@ def _frozen_megatron() -> McoreEngineConfig:
 
 
 @section
-class RefConfig(BaseConfig):
+class RefConfig(BaseConfig, DistributedModel):
     """The frozen reference policy; only its log-probs are computed."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPActorConfig"
@@ -222,10 +217,5 @@ class RefConfig(BaseConfig):
 
     @property
     def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
-        """The section of the back end."""
+        """The section of the training back end."""
         return self.megatron if self.strategy == "megatron" else self.fsdp_config
-
-    @property
-    def shared_by(self) -> int:
-        """Number of ranks that compute the same rows."""
-        return ranks_per_copy(self.placement)

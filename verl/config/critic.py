@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from verl.config.actor import LossAggMode
 from verl.config.base import BaseConfig, section, setting, subsection
-from verl.config.megatron import McoreEngineConfig, ranks_per_copy
+from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import (
     CheckpointConfig,
     FSDPEngineConfig,
@@ -100,7 +100,7 @@ class CriticConfig(BaseConfig):
 
 
 @section
-class FSDPCriticConfig(CriticConfig):
+class FSDPCriticConfig(CriticConfig, DistributedModel):
     """A critic trained under FSDP."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPCriticConfig"
@@ -122,8 +122,3 @@ class FSDPCriticConfig(CriticConfig):
     def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
         """The section of the training back end."""
         return self.megatron if self.strategy == "megatron" else self.model.fsdp_config
-
-    @property
-    def shared_by(self) -> int:
-        """Number of ranks that compute the same rows."""
-        return ranks_per_copy(self.placement)

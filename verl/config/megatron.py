@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -112,3 +113,17 @@ def ranks_per_copy(placement: FSDPEngineConfig | McoreEngineConfig) -> int:
         of_one_layer = placement.tensor_model_parallel_size * placement.context_parallel_size
         return of_one_layer * placement.pipeline_model_parallel_size
     return placement.ulysses_sequence_parallel_size
+
+
+class DistributedModel(ABC):
+    """Base of sections whose model is distributed over ranks by FSDP or Megatron."""
+
+    @property
+    @abstractmethod
+    def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
+        """The section of the training back end."""
+
+    @property
+    def shared_by(self) -> int:
+        """Number of ranks that compute the same rows."""
+        return ranks_per_copy(self.placement)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting, subsection
-from verl.config.megatron import McoreEngineConfig, ranks_per_copy
+from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
 from verl.config.rollout import NO_OTHER_ENGINE, EngineName
@@ -136,7 +136,7 @@ class JudgeRolloutConfig(BaseConfig):
 
 
 @section
-class RewardModelConfig(BaseConfig):
+class RewardModelConfig(BaseConfig, DistributedModel):
     """Scoring of responses by rules, by a function of yours, or by a model."""
 
     enable: bool = setting(False)
@@ -192,13 +192,8 @@ class RewardModelConfig(BaseConfig):
 
     @property
     def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
-        """The section of the back end."""
+        """The section of the training back end."""
         return self.megatron if self.strategy == "megatron" else self.model.fsdp_config
-
-    @property
-    def shared_by(self) -> int:
-        """Number of ranks that compute the same rows."""
-        return ranks_per_copy(self.placement)
 
     def problems(self, path: str) -> Iterator[Problem]:
         """A pool has nodes, the code service an HTTP address, and programs a time limit below that of their sample."""
