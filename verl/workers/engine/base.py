@@ -38,6 +38,10 @@ from verl.workers.engine.passes import MicroBatchConfig, PassSizes
 class BaseEngine(ABC):
     """One model on this rank, and its optimizer unless it is frozen."""
 
+    model_type: str
+    """Name of the kind of model in the registry of engines."""
+    output_names: frozenset[str]
+    """The columns that it can compute."""
     device: torch.device
     """Device of the computation."""
     weight_version: int = 0
@@ -46,6 +50,15 @@ class BaseEngine(ABC):
     """Known limits of the size of its passes."""
     non_finite: Sequence[NonFinite] = ()
     """Non-finite values of the last mini-batch, over all ranks and the same on each; empty if all were finite."""
+
+    def _check_request(self, outputs: set[str] | frozenset[str], temperature: float) -> None:
+        if unknown := outputs - self.output_names:
+            raise ConfigError(
+                f"a {self.model_type} has no output {', '.join(sorted(unknown))}; it has "
+                f"{', '.join(sorted(self.output_names))}."
+            )
+        if temperature <= 0:
+            raise ConfigError(f"temperature={temperature}: log-probs need one above 0; a greedy policy is scored at 1.")
 
     @abstractmethod
     def initialize(self) -> None:

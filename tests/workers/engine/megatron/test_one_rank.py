@@ -165,30 +165,27 @@ def test_a_model_that_left_the_device_goes_on_bit_by_bit(paths, dtype, distribut
     for leaves in (False, True):
         engine = megatron_engine(paths["qwen3"], dtype=dtype, use_distributed_optimizer=distributed)
         engine.train_batch(batch, sft_loss, WHOLE)
-        parts = [*engine.model.module.parameters(), *engine.optimizer.tensors(), *engine._wrapped_gradients()]
+        parts = [*engine.model.module.parameters(), *engine.optimizer.tensors(), *engine.optimizer.buffers()]
         for part in ("weights", "optimizer", "gradients") if leaves else ():
-            engine._move(part, leaves=True)
-            engine._move(part, leaves=True)
+            engine.memory.leave(part)
+            engine.memory.leave(part)
         assert leaves == (not any(tensor.untyped_storage().nbytes() for tensor in parts))
         for part in ("weights", "optimizer", "gradients"):
-            engine._move(part, leaves=False)
+            engine.memory.back(part)
         found.append((engine.train_batch(batch, sft_loss, WHOLE), weights_of(engine)))
     assert same(*found)
 
 
-def test_gradients_of_an_unfinished_update_are_kept(paths):
+def test_gradients_are_kept_or_zero_when_they_are_back(paths):
     engine = megatron_engine(paths["qwen3"])
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(ragged_batch(), sft_loss, WHOLE)
-    before = [gradient.clone() for gradient in engine._wrapped_gradients()]
+    before = [gradient.clone() for gradient in engine.optimizer.buffers()]
     assert any(gradient.any() for gradient in before)
-    engine._move("gradients", leaves=True)
-    engine._move("gradients", leaves=False)
-    assert same(engine._wrapped_gradients(), before)
-    engine.optimizer_step()
-    engine._move("gradients", leaves=True)
-    engine._move("gradients", leaves=False)
-    assert not any(gradient.any() for gradient in engine._wrapped_gradients())
+    for keep, after in ((True, before), (False, [torch.zeros_like(gradient) for gradient in before])):
+        engine.memory.leave("gradients", keep)
+        engine.memory.back("gradients")
+        assert same(list(engine.optimizer.buffers()), after)
 
 
 def test_bfloat16_keeps_fp32_weights(paths):

@@ -268,8 +268,7 @@ class FSDPEngine(BaseEngine):
         self, batch: DataProto, outputs: set[str], micro: MicroBatchConfig, temperature: float = 1.0
     ) -> dict[str, Tensor]:
         """Compute output columns without gradients; see :class:`BaseEngine`."""
-        self._check_outputs(outputs)
-        _check_temperature(temperature)
+        self._check_request(outputs, temperature)
         shape = batch.batch["response_mask"].shape
         micro = micro.shared_by(self.sequence_ranks)
 
@@ -321,8 +320,7 @@ class FSDPEngine(BaseEngine):
     ) -> dict[str, float]:
         """Accumulate the gradients of one mini-batch; see :class:`BaseEngine`."""
         loss_fn = as_loss_function(loss_fn)
-        self._check_outputs(loss_fn.outputs)
-        _check_temperature(temperature)
+        self._check_request(loss_fn.outputs, temperature)
         group, micro = self.get_data_parallel_group(), micro.shared_by(self.sequence_ranks)
         totals = BatchTotals.of(batch, self.get_data_parallel_size(), self.device, group)
         self._look_for_images(batch)
@@ -416,13 +414,6 @@ class FSDPEngine(BaseEngine):
                 "balanced. Leave it out."
             )
         return balance_loss(choices, counts)
-
-    def _check_outputs(self, outputs: set[str] | frozenset[str]) -> None:
-        if unknown := outputs - self.output_names:
-            raise ConfigError(
-                f"a {self.model_type} has no output {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(sorted(self.output_names))}."
-            )
 
     # ---- the optimizer ------------------------------------------------------------------------
 
@@ -540,11 +531,6 @@ class FSDPEngine(BaseEngine):
             check_same_scale(self.model.hf, folder / ADAPTER_FOLDER)
         numbers = self._training_state().load(folder, contents)
         self.weight_version = int(numbers.get("weight_version", self.weight_version))
-
-
-def _check_temperature(temperature: float) -> None:
-    if temperature <= 0:
-        raise ConfigError(f"temperature={temperature}: log-probs need one above 0; a greedy policy is scored at 1.")
 
 
 @EngineRegistry.register("language_model", ("fsdp", "fsdp2"))

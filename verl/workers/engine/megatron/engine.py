@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,11 @@ from verl.workers.engine.megatron.library import (
     finalize_model_grads,
     get_forward_backward_func,
     parallel_state,
-    tensor_parallel,
 )
 from verl.workers.engine.megatron.model import BuiltModel, build
-from verl.workers.engine.megatron.offload import HostCopy
+from verl.workers.engine.megatron.offload import OffloadedMemory
 from verl.workers.engine.megatron.optimizer import MegatronOptimizer
-from verl.workers.engine.megatron.vocab_parallel import vocab_parallel_log_probs
+from verl.workers.engine.megatron.outputs import outputs_at
 from verl.workers.engine.megatron.weights import WeightGatherer
 from verl.workers.engine.non_finite import LossWatch, NonFinite, in_gradients
 from verl.workers.engine.passes import MicroBatch, MicroBatchConfig, PassAttempt, PassSizes, split_micro_batches
@@ -96,7 +95,7 @@ class MegatronEngine(BaseEngine):
         self.optimizer: MegatronOptimizer | None = None
         self.scheduler: LambdaLR | None = None
         self.pass_sizes = PassSizes()
-        self._offloaded: dict[str, HostCopy] = {}
+        self.memory = OffloadedMemory()
         self._has_gradients = False
         self.model: BuiltModel
         self._wrapped: Any
@@ -114,6 +113,7 @@ class MegatronEngine(BaseEngine):
         weight = balance_coefficient(self.model.hf_config, self.model_config.override_config)
         self.mixtures = Mixtures(self.model.module, self.layout, 0.0 if config.forward_only else weight)
         self._wrapped = self.model.module
+        self.memory.add("weights", self.model.module.parameters)
         if config.forward_only:
             return
         if self.model_config.has_adapters:
@@ -132,6 +132,8 @@ class MegatronEngine(BaseEngine):
         self.optimizer = MegatronOptimizer(
             self._wrapped, self.optimizer_config, config.use_distributed_optimizer, self._counted()
         )
+        self.memory.add("optimizer", self.optimizer.tensors)
+        self.memory.add("gradients", self.optimizer.buffers)
         self.scheduler = build_scheduler(self.optimizer.torch, self.optimizer_config, self.total_steps)
         self._offload()
 
@@ -175,44 +177,21 @@ class MegatronEngine(BaseEngine):
 
     def _offload(self) -> None:
         config = self.engine_config
-        if config.grad_offload and self.device.type != "cpu":
-            self._move("gradients", leaves=True)
         self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
+        if config.grad_offload and self.device.type != "cpu":
+            self.memory.leave("gradients", keep=self._has_gradients)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         """Move weights, and the state of the optimizer with the gradients that it reads. No-op on a CPU."""
         if self.device.type == "cpu":
             return
-        leaves = device == "cpu"
-        if model:
-            self._move("weights", leaves)
-        if optimizer and self.optimizer is not None:
-            self._move("optimizer", leaves)
-            if not leaves:
-                self._move("gradients", leaves=False)
-        if leaves:
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-
-    def _move(self, part: str, leaves: bool) -> None:
-        """Move a part of the engine's memory to the host, or back."""
-        if not leaves:
-            if copy := self._offloaded.pop(part, None):
-                copy.back()
-            return
-        if part in self._offloaded:
-            return
-        if part == "weights":
-            tensors: Iterable[Tensor] = self.model.module.parameters()
-        elif self.optimizer is None:
-            return
-        else:
-            tensors = self.optimizer.tensors() if part == "optimizer" else self._wrapped_gradients()
-        self._offloaded[part] = HostCopy(tensor.detach() for tensor in tensors)
-        self._offloaded[part].leave(keep=part != "gradients" or self._has_gradients)
-
-    def _wrapped_gradients(self) -> list[Tensor]:
-        return [buffer.grad_data for buffer in self._wrapped.buffers + self._wrapped.expert_parallel_buffers]
+        for part in [*(["weights"] if model else []), *(["optimizer"] if optimizer else [])]:
+            if device == "cpu":
+                self.memory.leave(part)
+            else:
+                self.memory.back(part)
+        if device != "cpu" and optimizer:
+            self.memory.back("gradients")
 
     # ---- computing ----------------------------------------------------------------------------
 
@@ -315,7 +294,7 @@ class MegatronEngine(BaseEngine):
                 hidden = module(inputs.input_ids, inputs.position_ids, inputs.packing, padding)
 
             def loss(hidden: Tensor) -> tuple[Tensor, dict]:
-                found = self._at(hidden, inputs, outputs, temperature)
+                found = outputs_at(self.model, self.model_type, hidden, inputs, outputs, temperature)
                 # The schedule divides by the number of passes and multiplies by the ranks that share a sequence; our
                 # losses are terms of a sum, and gathering outputs multiplies their gradients already.
                 return function(part, inputs, found) * (len(parts) / self.layout.context), {}
@@ -343,33 +322,6 @@ class MegatronEngine(BaseEngine):
             group=parallel_state.get_context_parallel_group() if self.layout.context > 1 else None,
         )
 
-    def _at(
-        self, hidden: Tensor, inputs: ModelInputs, outputs: frozenset[str], temperature: float
-    ) -> dict[str, Tensor]:
-        """Compute ``outputs`` at the response tokens, (N,) each, from hidden states (bsz, length, hidden)."""
-        found = self._at_own(hidden, inputs, outputs, temperature) if outputs else {}
-        return found if inputs.share is None else {name: inputs.share.collect(x) for name, x in found.items()}
-
-    def _at_own(
-        self, hidden: Tensor, inputs: ModelInputs, outputs: frozenset[str], temperature: float
-    ) -> dict[str, Tensor]:
-        chosen = hidden.flatten(0, 1).index_select(0, inputs.take)
-        if self.model_type != "language_model":
-            head = self.model.module.output_layer
-            scalars = torch.nn.functional.linear(chosen, head.weight, head.bias)
-            return dict.fromkeys(outputs, scalars.squeeze(-1).float())
-        found = vocab_parallel_log_probs(
-            tensor_parallel.copy_to_tensor_model_parallel_region(chosen),  # adds up the ranks' gradients
-            self.model.head_weight(),
-            inputs.targets,
-            parallel_state.get_tensor_model_parallel_group(),
-            self.model.hf_config.vocab_size,
-            temperature,
-            with_entropy="entropy" in outputs,
-            with_sum_pi_squared="sum_pi_squared" in outputs,
-        )
-        return {name: values for name, values in found._asdict().items() if values is not None}
-
     def _attempts(self, kind: str) -> Iterator[PassAttempt]:
         """Yield attempts at all passes of a batch: one, and another with smaller passes whenever memory ran out."""
         while True:
@@ -384,15 +336,6 @@ class MegatronEngine(BaseEngine):
                 self.optimizer_zero_grad()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-
-    def _check_request(self, outputs: set[str] | frozenset[str], temperature: float) -> None:
-        if unknown := outputs - self.output_names:
-            raise ConfigError(
-                f"a {self.model_type} has no output {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(sorted(self.output_names))}."
-            )
-        if temperature <= 0:
-            raise ConfigError(f"temperature={temperature}: log-probs need one above 0; a greedy policy is scored at 1.")
 
     # ---- the optimizer ------------------------------------------------------------------------
 

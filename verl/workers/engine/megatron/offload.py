@@ -6,43 +6,43 @@ view too. So the memory below them is freed and filled again, and every view sta
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 
-class HostCopy:
-    """The contents of some device tensors while they are offloaded.
+class OffloadedMemory:
+    """Parts of an engine's memory that may lie in host memory."""
 
-    Args:
-        tensors: views of any memory; what several of them view is moved once.
-    """
+    def __init__(self) -> None:
+        self._parts: dict[str, Callable[[], Iterable[Tensor]]] = {}
+        self._left: dict[str, list[tuple[Tensor, Tensor | None]]] = {}
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        found = {tensor.untyped_storage().data_ptr(): tensor for tensor in tensors}
-        self._whole = [_memory_of(tensor) for tensor in found.values() if tensor.untyped_storage().nbytes()]
-        self._saved: list[Tensor | None] | None = None
+    def add(self, part: str, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """Name a part; ``tensors`` returns views of its memory, where several may view the same."""
+        self._parts[part] = tensors
 
-    def leave(self, keep: bool = True) -> None:
-        """Free the device memory; without ``keep`` the contents are zero when they are back. Again: no change."""
-        if self._saved is not None:
+    def leave(self, part: str, keep: bool = True) -> None:
+        """Free the device memory of a part; without ``keep`` it is zero when it is back. Nothing if it left before."""
+        if part in self._left or part not in self._parts:
             return
-        self._saved = [memory.to("cpu", copy=True) if keep else None for memory in self._whole]
-        for memory in self._whole:
+        tensors = [tensor.detach() for tensor in self._parts[part]() if tensor.untyped_storage().nbytes()]
+        found = {tensor.untyped_storage().data_ptr(): _memory_of(tensor) for tensor in tensors}
+        self._left[part] = [(m, m.to("cpu", copy=True) if keep else None) for m in found.values()]
+        for memory in found.values():
             memory.untyped_storage().resize_(0)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
-    def back(self) -> None:
-        """Fill the device memory again; without :meth:`leave` before it nothing changes."""
-        if self._saved is None:
-            return
-        for memory, saved in zip(self._whole, self._saved, strict=True):
+    def back(self, part: str) -> None:
+        """Fill the device memory of a part again. Nothing if it did not leave."""
+        for memory, saved in self._left.pop(part, []):
             memory.untyped_storage().resize_(memory.numel())
             if saved is None:
                 memory.zero_()
             else:
                 memory.copy_(saved)
-        self._saved = None
 
 
 def _memory_of(tensor: Tensor) -> Tensor:

@@ -166,6 +166,10 @@ class MegatronOptimizer:
                 yield share.main.detach()
             yield from (v for v in self.torch.state.get(share.main, {}).values() if isinstance(v, Tensor) and v.dim())
 
+    def buffers(self) -> Iterator[Tensor]:
+        """Gradients of this rank's part of the model, several parameters in each tensor."""
+        yield from (buffer.grad_data for buffer in self.model.buffers + self.model.expert_parallel_buffers)
+
     # ---- state by parameter -----------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
