@@ -53,6 +53,12 @@ LONGEST = (
     "tests/security/test_secrets_in_a_run.py",
     "tests/trainer/test_reward_kills.py",
     "tests/trainer/test_engine_kills.py",
+    "tests/trainer/ppo/test_old_log_probs.py",
+    "tests/supervision/test_pool_kills.py",
+    "tests/workers/engine/test_sequence_parallel.py",
+    "tests/workers/engine/megatron/test_experts.py",
+    "tests/workers/engine/megatron/test_ranks.py",
+    "tests/trainer/test_megatron_run.py",
 )
 """In parallel runs these begin first, so that none of them is left for the end, when nothing else is left to run."""
 
