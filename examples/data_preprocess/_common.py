@@ -109,7 +109,7 @@ def save(splits: dict[str, list[Row]], folder: str) -> None:
             raise DataError(f"the split '{split}' has no rows.")
         pq.write_table(pa.Table.from_pylist(rows), target / f"{split}.parquet")
         print(f"{target / f'{split}.parquet'}: {len(rows)} rows; the first:")
-        print(json.dumps(rows[0], indent=2, ensure_ascii=False))
+        print(json.dumps(rows[0], indent=2, ensure_ascii=False, default=lambda value: f"{len(value)} bytes"))
 
 
 def run(main: Callable[[], None]) -> None:

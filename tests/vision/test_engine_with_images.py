@@ -150,3 +150,30 @@ def test_two_ranks_make_the_steps_of_one_also_if_one_has_only_texts(path, tmp_pa
             assert own_norm == pytest.approx(norm, rel=1e-4), case
             for name, weight in expected.items():
                 assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=lambda t, n=name, c=case: f"{c} {n}: {t}")
+
+
+def test_a_frozen_tower_stays_and_the_language_model_learns(path, tmp_path):
+    batch = ppo_batch(path, tmp_path)
+    start = {name: p.clone() for name, p in AutoModelForImageTextToText.from_pretrained(path).named_parameters()}
+    engine = make_engine(path, frozen=("visual",))
+    with engine.train_mode():
+        engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS["one by one"])
+    for name, weight in weights_of(engine).items():
+        assert torch.equal(weight, start[name]) == (".visual." in name), name
+
+
+def test_adapters_are_for_the_language_model_alone(path, tmp_path):
+    batch = ppo_batch(path, tmp_path)
+    engine = make_engine(path, lora_rank=4, target_modules=("q_proj", "down_proj"))  # the tower has a down_proj too
+    bound = {name.rpartition(".")[2] for name in engine.adapters}
+    assert bound == {"q_proj", "down_proj"}
+    assert len(engine.adapters) == 4
+    assert all(".language_model." in name for name in engine.adapters)
+    before = engine.infer_batch(batch, {"log_probs"}, LAYOUTS["whole"])["log_probs"]
+    with engine.train_mode():
+        engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS["whole"])
+        engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS["whole"])
+    with engine.disable_adapter():
+        assert torch.equal(engine.infer_batch(batch, {"log_probs"}, LAYOUTS["whole"])["log_probs"], before)
+    with pytest.raises(ConfigError, match="a layer of the vision tower"):
+        make_engine(path, lora_rank=4, target_modules=r".*visual.*qkv")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
 
 from verl.errors import ConfigError
+from verl.model_merger import merge
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.testing.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.main_ppo import run_ppo
+from verl.utils import hf_processor
 
 REWARD = "def compute_score(solution_str, ground_truth, **_):\n    return float(ground_truth[0] in solution_str)\n"
 
@@ -42,6 +46,7 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
         "actor_rollout_ref__actor__use_dynamic_bsz": "true",
         "actor_rollout_ref__actor__ppo_max_token_len_per_gpu": 100,
         "trainer__save_freq": 2,
+        "actor_rollout_ref__actor__checkpoint__save_contents": "[model,optimizer,extra,hf_model]",
         "trainer__test_freq": 2,
     }
     run_ppo(settings(paths, tmp_path, **changes))
@@ -51,6 +56,16 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
     assert max(steps[n]["training/rollout_probs_diff_max"] for n in (1, 2)) < 1e-5
     assert steps[2]["critic/grad_norm"] > 0
     assert "val-core/pictures/reward/mean@1" in steps[2]
+    saved = tmp_path / "checkpoints" / "global_step_2" / "actor"
+    exported = AutoModelForImageTextToText.from_pretrained(saved / "huggingface")
+    merge(saved, tmp_path / "merged")
+    merged = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged")
+    start = dict(AutoModelForImageTextToText.from_pretrained(paths["model"]).named_parameters())
+    for name, weight in merged.named_parameters():
+        assert torch.equal(weight, exported.get_parameter(name))
+        assert not torch.equal(weight, start[name]), name
+    for folder in (saved / "huggingface", tmp_path / "merged"):
+        assert hf_processor(str(folder)).image_processor.patch_size == 4
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,7 @@ def make_engine(
     trained: bool = True,
     optimizer: dict[str, Any] | None = None,
     device_name: str = "cpu",
+    frozen: tuple[str, ...] = (),
     **settings: Any,
 ) -> FSDPEngine:
     """An initialised fp32 engine; ``settings`` go to the section that has them, those of the optimizer apart."""
@@ -168,6 +169,7 @@ def make_engine(
         if trained
         else None,
         device_name=device_name,
+        frozen=frozen,
     )
     engine.initialize()
     assert isinstance(engine, FSDPEngine)

@@ -100,6 +100,8 @@ class ActorConfig(BaseConfig):
     """The policy loss."""
     clip_ratio_c: float = setting(3.0, gt=1)
     """Dual clip: cap on ratio·|A| where the advantage is negative (arXiv:1912.09729); `dppo_*`: cap on the ratio."""
+    freeze_vision_tower: bool = setting(False)
+    """Train the language model of a model with images alone: its vision tower and projector stay as they are."""
     loss_agg_mode: LossAggMode = setting("token-mean")
     """How per-token losses are aggregated to a scalar; all denominators are global. `prompt-mean` weighs all prompts
     equally, and all tokens in the responses to one prompt."""

@@ -21,6 +21,7 @@ from verl.utils.model import load_hf_config
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import no_init_weights
+from verl.vision.processor import write_processor
 from verl.workers.engine.fsdp.model import own_state
 from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences
 
@@ -31,6 +32,7 @@ _ONE_EXPERT = re.compile(r"\.experts\.\d+\.")
 _AUTO = {
     "ForCausalLM": transformers.AutoModelForCausalLM,
     "LMHeadModel": transformers.AutoModelForCausalLM,
+    "ForConditionalGeneration": transformers.AutoModelForImageTextToText,
     "ForTokenClassification": transformers.AutoModelForTokenClassification,
     "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
 }
@@ -75,6 +77,7 @@ def merge(
     model.save_pretrained(target, state_dict=dict(weights))  # a copy, as save_pretrained empties the dict
     config.save_pretrained(target)
     _copy_tokenizer(source / "huggingface", target, trust_remote_code)
+    write_processor(str(source / "huggingface"), target, trust_remote_code=trust_remote_code)
     merged = _compare(weights, target, trust_remote_code, tolerance=0.0)
     if adapted is not None:
         adapted.check_logits(merged, target)

@@ -8,6 +8,7 @@ videos need torchvision; without it a processor has no part for videos.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -20,6 +21,8 @@ from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
 from verl.vision.families import FAMILIES
 
 IMAGE_TOKEN = "<|image_pad|>"
+FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
+"""Files of a processor beside those of its tokenizer."""
 
 
 def load_processor(path: str, tokenizer: Callable[[], Any], **kwargs: Any) -> ProcessorMixin | None:
@@ -44,6 +47,16 @@ def load_processor(path: str, tokenizer: Callable[[], Any], **kwargs: Any) -> Pr
     processor = AutoProcessor.from_pretrained(path, **kwargs)
     processor.image_processor = images
     return processor
+
+
+def write_processor(source: str, target: Path, **kwargs: Any) -> None:
+    """Write the files of the processor of a model folder or hub name to ``target``; nothing for a model of text."""
+    if Path(source).is_dir():
+        for name in FILES:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, target / name)
+    elif _family_in(source, kwargs.get("trust_remote_code", False)) is not None:
+        AutoImageProcessor.from_pretrained(source, backend="pil", **kwargs).save_pretrained(target)
 
 
 def _family_in(path: str, trust_remote_code: bool) -> str | None:

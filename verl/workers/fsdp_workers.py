@@ -28,6 +28,7 @@ from verl.single_controller.base.decorator import Dispatch, make_nd_compute_data
 from verl.utils.device import get_device
 from verl.utils.model import hf_config_of, torch_dtype, training_randomness
 from verl.utils.tokenizer import hf_tokenizer
+from verl.vision.families import TOWER
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.losses import OwnForwardLoss, PolicyLoss, ValueLoss
@@ -84,7 +85,12 @@ class ActorRolloutRefWorker(EngineWorker):
         model, actor, ref = self.config.model, self.config.actor, self.config.ref
         if "actor" in self.parts:
             self.engine = self.make_engine(
-                "language_model", actor.strategy, self.config.trained_model, actor.placement, actor.optim
+                "language_model",
+                actor.strategy,
+                self.config.trained_model,
+                actor.placement,
+                actor.optim,
+                frozen=(TOWER,) if actor.freeze_vision_tower else (),
             )
             self.policy_loss = PolicyLoss(actor)
             self.join_mesh("actor", self.engine)

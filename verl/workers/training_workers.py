@@ -73,8 +73,9 @@ class EngineWorker(Worker):
         model: HFModelConfig,
         placement: FSDPEngineConfig | McoreEngineConfig,
         optimizer: FSDPOptimizerConfig | None = None,
+        frozen: Sequence[str] = (),
     ) -> BaseEngine:
-        """Make an engine and load its model; without an optimizer the model is frozen."""
+        """Make an engine and load its model; without an optimizer all of it is frozen, else the parts ``frozen``."""
         engine = EngineRegistry.new(
             model_type,
             strategy,
@@ -84,6 +85,7 @@ class EngineWorker(Worker):
             device_name=self.device_name,
             timeout_s=self.timeout_s,
             total_steps=self.total_steps,
+            **({"frozen": frozen} if frozen else {}),
         )
         engine.initialize()
         self.engines.append(engine)

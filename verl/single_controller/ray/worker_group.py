@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.errors import ConfigError, ProcessLostError, ResourceError, WorkerError
 from verl.protocol import DataProto
+from verl.protocol.shared import store_all
 from verl.protocol.stored import by_reference
 from verl.single_controller.base.dispatch import BatchPart, PendingOutputs, is_batch
 from verl.single_controller.base.worker import (
@@ -263,6 +264,7 @@ class RayWorkerGroup(WorkerGroup):
         self._watchdog.raise_if_lost(self._described(method).stage)
         shared, references = _Shared(calls), []
         try:
+            _store_shared(calls)
             with by_reference():
                 for call in calls:
                     worker = self._workers[call.rank]
@@ -384,6 +386,15 @@ class _Shared:
         if id(value) not in self._references:
             self._references[id(value)] = ray.put(value)
         return self._references[id(value)]
+
+
+def _store_shared(calls: Sequence[Call]) -> None:
+    """Put tensors that rows share into the object store, each once in a run; calls then carry references to them."""
+    for call in calls:
+        for value in (*call.args, *call.kwargs.values()):
+            rows = value.rows if isinstance(value, BatchPart) else value
+            if isinstance(rows, DataProto):
+                store_all(rows.non_tensor_batch.values(), ray.put)
 
 
 def _threads(node_id: str, ranks: int) -> int:

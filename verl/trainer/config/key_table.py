@@ -215,7 +215,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             "actor_rollout_ref.rollout.n decides how many responses a prompt gets",
             {"rollout_n": "${oc.select:actor_rollout_ref.rollout.n,1}"},
         ),
-        not_yet("vision models are not in this version; set freeze_vision_tower=false", {"freeze_vision_tower": False}),
         not_yet(
             "sharing the prompt among siblings in training is not in this version; set it false",
             {"use_prefix_grouper": False},

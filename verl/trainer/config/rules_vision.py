@@ -22,6 +22,9 @@ def models_with_images(config: PPOConfig) -> Problems:
     roles = config.actor_rollout_ref
     kind = model_files.model_type(Path(roles.model.path).expanduser())
     if kind not in FAMILIES:
+        if kind is not None and roles.actor.freeze_vision_tower:
+            wrong = f"the policy is a {kind}, which has no vision tower"
+            yield Problem("actor_rollout_ref.actor.freeze_vision_tower", True, wrong, "false")
         return
     rollout = roles.rollout
     if rollout.name not in ENGINES:

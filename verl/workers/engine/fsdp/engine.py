@@ -93,6 +93,7 @@ class FSDPEngine(BaseEngine):
         device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
         timeout_s: seconds after which an unfinished collective is an error.
         total_steps: length of the run, where learning-rate schedules end; 0 if unknown.
+        frozen: parts of module names, such as ``visual``, whose weights are not trained.
     """
 
     model_type: ModelType = "language_model"
@@ -106,7 +107,9 @@ class FSDPEngine(BaseEngine):
         device_name: str | None = None,
         timeout_s: float = 600,
         total_steps: int = 0,
+        frozen: Sequence[str] = (),
     ) -> None:
+        self.frozen = frozen
         self.model_config = model_config
         self.engine_config = engine_config
         self.optimizer_config = optimizer_config
@@ -146,7 +149,8 @@ class FSDPEngine(BaseEngine):
                 f"ulysses_sequence_parallel_size={self.sequence_ranks}: the load of experts is not counted where ranks "
                 "share sequences. Set one of them to its default."
             )
-        model = build_model(self.model_type, self.model_config, dtype, is_first, is_trained=not config.forward_only)
+        is_trained = not config.forward_only
+        model = build_model(self.model_type, self.model_config, dtype, is_first, is_trained, self.frozen)
         if self.model_config.enable_gradient_checkpointing and not config.forward_only:
             enable_gradient_checkpointing(model)
         self.adapters = adapter_layers(model) if self.has_adapters else {}

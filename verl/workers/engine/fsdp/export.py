@@ -13,8 +13,10 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
+from verl.utils.model import resolve_model_path
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import token_classifier_of
+from verl.vision.processor import write_processor
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,9 @@ def export_config(hf: PreTrainedModel, head_name: str) -> PretrainedConfig:
 
 
 def write_tokenizer(model: HFModelConfig, folder: Path) -> None:
-    """Write the tokenizer of ``model`` to ``folder``; only warn if the model has none."""
+    """Write the tokenizer of ``model``, and its processor, to ``folder``; only warn if the model has no tokenizer."""
+    path = resolve_model_path(model.tokenizer_path or model.path)
+    write_processor(path, folder, trust_remote_code=model.trust_remote_code)
     try:
         tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -156,7 +156,12 @@ def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:
 
 
 def build_model(
-    model_type: ModelType, config: HFModelConfig, dtype: torch.dtype, with_weights: bool, is_trained: bool = True
+    model_type: ModelType,
+    config: HFModelConfig,
+    dtype: torch.dtype,
+    with_weights: bool,
+    is_trained: bool = True,
+    frozen: Sequence[str] = (),
 ) -> HeadedModel:
     """Build the model in the folder ``config.path`` on the CPU.
 
@@ -169,6 +174,7 @@ def build_model(
         with_weights: read the weights; otherwise they are uninitialised memory, to be filled from another rank.
         is_trained: whether weights get gradients, or adapters where ``config`` has them; a reward model without a
             trained head is acceptable then.
+        frozen: parts of module names, such as ``visual``, whose weights are not trained.
 
     Raises:
         ConfigError: the folder is missing, or holds another kind of model.
@@ -182,9 +188,23 @@ def build_model(
         hf, head_name = _scalar_model(model_type, config, hf_config, dtype, with_weights, is_trained), "score"
     _require_parts(hf, head_name, config.path)
     hf.requires_grad_(is_trained)
+    _freeze(hf, frozen)
     if is_trained and config.has_adapters:
         add_adapters(hf, head_name, config, with_weights)
     return HeadedModel(hf, head_name)
+
+
+def _freeze(hf: PreTrainedModel, parts: Sequence[str]) -> None:
+    """Exclude the weights of modules from training whose names have one of ``parts``."""
+    for part in parts:
+        chosen = [weight for name, weight in hf.named_parameters() if part in name.split(".")]
+        if not chosen:
+            raise ConfigError(
+                f"{type(hf).__name__} has no '{part}' whose weights could be frozen: it is a model of text. Set "
+                "freeze_vision_tower=false."
+            )
+        for weight in chosen:
+            weight.requires_grad_(False)
 
 
 def pretrained_weights(config: HFModelConfig, dtype: torch.dtype) -> Iterable[tuple[str, Tensor]]:
