@@ -43,6 +43,7 @@ class SharedTensors(Mapping[str, Tensor]):
         """Return the values as arrays, which may lie in read-only memory that other processes map."""
         if self._arrays is None:
             self._arrays = sys.modules["ray"].get(self._reference)  # where there are references, Ray is loaded
+        assert self._arrays is not None
         return self._arrays
 
     def store(self, put: Callable[[Arrays], Any]) -> None:
@@ -62,7 +63,7 @@ class SharedTensors(Mapping[str, Tensor]):
         return len(self.arrays())
 
     __eq__ = object.__eq__
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     def __repr__(self) -> str:
         return f"SharedTensors({self.nbytes} bytes)"

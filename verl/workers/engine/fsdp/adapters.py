@@ -168,7 +168,8 @@ def _of_language(hf: PreTrainedModel, chosen: LoraConfig, linear: Sequence[str])
     if not isinstance(chosen.target_modules, (set, list)) or not any(_in_tower(name) for name, _ in hf.named_modules()):
         return
     endings = set(chosen.target_modules)
-    chosen.target_modules = {n for n in linear if any(n == e or n.endswith(f".{e}") for e in endings)} or endings
+    found = [n for n in linear if any(n == e or n.endswith(f".{e}") for e in endings)]
+    chosen.target_modules = found or sorted(endings)
 
 
 def _endings(names: Sequence[str]) -> list[str]:
