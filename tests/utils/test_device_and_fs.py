@@ -103,16 +103,16 @@ def test_remote_files_are_copied_once(tmp_path):
     with open(f"{folder}/config.json") as file:
         assert file.read() == "{}"
     copy = copy_to_local("memory://store/train.jsonl", str(tmp_path))
-    remote.pipe("/store/train.jsonl", b"second")
-    assert copy_to_local("memory://store/train.jsonl", str(tmp_path)) == copy
-    with open(copy) as file:
-        assert file.read() == "first"
-    with open(copy_to_local("memory://store/train.jsonl", str(tmp_path), always_recopy=True)) as file:
-        assert file.read() == "second"
+    Path(copy).write_text("mark")
+    assert Path(copy_to_local("memory://store/train.jsonl", str(tmp_path))).read_text() == "mark"
+    assert Path(copy_to_local("memory://store/train.jsonl", str(tmp_path), always_recopy=True)).read_text() == "first"
+    remote.pipe("/store/train.jsonl", b"again")  # as long as before
+    assert Path(copy_to_local("memory://store/train.jsonl", str(tmp_path))).read_text() == "again"
+    assert Path(copy).read_text() == "first"  # which another process may be reading
 
 
 def test_what_cannot_be_copied_is_said(tmp_path):
     with pytest.raises(DataError, match="there is nothing at memory://nowhere/x"):
         copy_to_local("memory://nowhere/x", str(tmp_path))
-    with pytest.raises(DataError, match="nosuch://a/b cannot be read"):
+    with pytest.raises(DataError, match="nosuch://a/b cannot be reached: there is no file system nosuch://"):
         copy_to_local("nosuch://a/b", str(tmp_path))

@@ -10,17 +10,12 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from verl.errors import ConfigError, DataError
+from verl.base.remote import fetch, is_remote, version
+from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_REMOTE = "://"
 LONGEST_NAME = 240  # bytes; file systems allow 255, and suffixes are added
-
-
-def is_remote(path: str) -> bool:
-    """Whether ``path`` is the URL of a remote file, as in ``s3://bucket/file``; ``file://`` is local."""
-    return _REMOTE in path and not path.startswith("file://")
 
 
 def below(folder: Path, *names: str) -> Path:
@@ -58,27 +53,27 @@ def copy_to_local(
     """Return a local path of the file or folder ``src``, downloading it if it is remote.
 
     A local path is returned with ``~`` and environment variables expanded. A remote one is copied to ``cache_dir``
-    once and found there by later calls, so other users should not have write access to that folder.
+    once and found there by later calls, so other users should not have write access to that folder; what has changed
+    at ``src`` is copied again, beside the earlier copy.
 
     Args:
         src: a path or a URL.
         cache_dir: default is ``verl/files`` below ``XDG_CACHE_HOME`` or ``~/.cache``.
         filelock: name of the lock file beside the copy, so that one of several processes copies.
         verbose: log the copying.
-        always_recopy: copy a remote file again, although it is there.
+        always_recopy: copy a remote file again, although it is there unchanged.
         use_shm: copy a local file or folder on into shared memory (/dev/shm) if it fits there, else only warn; names
             that do not exist locally, such as those of models on the hub, are returned as they are.
 
     Raises:
-        DataError: the remote file system is unknown, or nothing exists at ``src``.
+        DataError: the remote file system is unknown or cannot be reached, or nothing exists at ``src``.
         ConfigError: the URL does not end in a file name.
     """
     if not is_remote(src):
         local = os.path.expandvars(str(Path(src.removeprefix("file://")).expanduser()))
         return in_shared_memory(local, filelock) if use_shm else local
-    own = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl" / "files"
-    root = Path(cache_dir).expanduser() if cache_dir else own
-    target = below(root / hashlib.sha256(src.encode()).hexdigest()[:16], Path(src.rstrip("/")).name)
+    root = Path(cache_dir).expanduser() if cache_dir else own_copies()
+    target = below(root / hashlib.sha256(src.encode()).hexdigest()[:16] / version(src), Path(src.rstrip("/")).name)
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _locked(target.parent / filelock):
         if always_recopy and target.exists():
@@ -86,8 +81,16 @@ def copy_to_local(
         if not target.exists():
             if verbose:
                 logger.warning("copying %s to %s", src, target)
-            _fetch(src, target)
+            partial = target.with_name(target.name + ".partial")
+            if partial.exists():  # of a process that was ended
+                _remove(partial)
+            fetch(src, target)
     return in_shared_memory(str(target), filelock) if use_shm else str(target)
+
+
+def own_copies() -> Path:
+    """The folder of copies of remote files."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl" / "files"
 
 
 def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Path("/dev/shm")) -> str:
@@ -135,21 +138,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink()
-
-
-def _fetch(src: str, target: Path) -> None:
-    import fsspec
-
-    partial = target.with_name(target.name + ".partial")
-    if partial.exists():  # of a process that was ended
-        _remove(partial)
-    try:
-        files, path = fsspec.core.url_to_fs(src)
-        if not files.exists(path):
-            raise DataError(f"there is nothing at {src}.")
-        files.get(path, str(partial), recursive=files.isdir(path))
-    except (ImportError, ValueError) as error:
-        raise DataError(f"{src} cannot be read: {error}. Install the fsspec driver of its file system.") from error
-    except OSError as error:
-        raise DataError(f"{src} cannot be copied to {target}: {error}.") from error
-    partial.replace(target)

@@ -29,9 +29,11 @@ from typing import Any, Literal
 
 import torch
 
+from verl.base.remote import is_remote
 from verl.checkpoint import steps
 from verl.checkpoint.files import UNREADABLE, FileEntry, sync_folder, write_bytes, write_states
 from verl.checkpoint.ranks import SaveReport
+from verl.checkpoint.remote import RemoteSteps
 from verl.checkpoint.shards import WORLD_SIZE_FILE
 from verl.checkpoint.states import RunState, from_arrays
 from verl.checkpoint.steps import (
@@ -49,6 +51,8 @@ from verl.errors import CheckpointError, VerlError
 
 logger = logging.getLogger(__name__)
 
+FETCHED = "fetched"
+"""Folder, below that of the run, of the remote step that ``resume_from_path`` names."""
 STATE, DATA, RNG = "trainer_state.json", "data.pt", "driver_rng.pt"
 FORMAT = 2
 """Version of ``trainer_state.json``. Steps of version 2 have a manifest; version 1 had neither number nor manifest."""
@@ -66,6 +70,8 @@ class CheckpointPlan:
     delete_after_load: bool = False
     on_damaged: Literal["previous", "stop"] = "previous"
     on_failed_save: Literal["retry", "stop"] = "retry"
+    remote: str | None = None
+    """URL of a folder that gets a copy of each step; see :mod:`verl.checkpoint.remote`."""
 
     @classmethod
     def of(
@@ -80,12 +86,14 @@ class CheckpointPlan:
             delete_after_load=delete_after_load,
             on_damaged=trainer.recovery.on_damaged_checkpoint,
             on_failed_save=trainer.recovery.on_failed_save,
+            remote=trainer.default_hdfs_dir,
         )
 
     @classmethod
     def of_ppo(cls, trainer: TrainerConfig) -> CheckpointPlan:
         """Create for a PPO run, which limits actor and critic checkpoints separately."""
-        keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
+        one = 1 if trainer.remove_previous_ckpt_in_save else None
+        keep = {"actor": one or trainer.max_actor_ckpt_to_keep, "critic": one or trainer.max_critic_ckpt_to_keep}
         return cls.of(trainer, keep, trainer.del_local_ckpt_after_load)
 
 
@@ -112,6 +120,7 @@ class TrainerCheckpoint:
         self.plan = plan
         self.root = Path(plan.root).expanduser().absolute()
         self.groups = groups
+        self.remote = None if plan.remote is None else RemoteSteps(plan.remote, self.root)
         self.owed = False
         """A save failed and none has succeeded since: save after the next step."""
         self.failed_saves = 0
@@ -154,9 +163,13 @@ class TrainerCheckpoint:
     def poll(self) -> None:
         """Commit the save in progress if every rank has written its part; does not wait. Fails as :meth:`save`."""
         self._end_writing(wait=False)
+        if self.remote is not None and (problem := self.remote.problem()):
+            if self.plan.on_failed_save == "stop":
+                raise problem
+            logger.error("%s The next step that is saved is copied too.", problem)
 
     def finish(self) -> None:
-        """Wait for the last save and commit it; if a save failed, try once more.
+        """Wait for the last save and its remote copy, and commit it; if a save or a copy failed, try once more.
 
         Call it only when the last :meth:`save` holds the current state, or no save was due.
 
@@ -167,6 +180,8 @@ class TrainerCheckpoint:
         if self.owed and self._last is not None:
             self.save(self._last)
             self._end_writing(wait=True)
+        if self.remote is not None:
+            self.remote.finish()
         if self.owed:
             raise CheckpointError(
                 f"the run is over and its last checkpoint could not be written to {self.root}; see the errors above. "
@@ -202,6 +217,9 @@ class TrainerCheckpoint:
         except OSError as error:
             raise CheckpointError(f"cannot write the checkpoint: {error}. {self._whole_before()}") from error
         self._own_steps.append(state.global_step)
+        if self.remote is not None:
+            self.remote.begin(state.global_step)
+            self.remote.finish()
 
     def forget_writing(self) -> None:
         """Discard the save in progress, because the workers that write it have ended."""
@@ -213,6 +231,8 @@ class TrainerCheckpoint:
         """Commit the save in progress while the run ends with an error; only logs failures, to keep that error."""
         try:
             self._end_writing(wait=True)
+            if self.remote is not None:
+                self.remote.wait()
         except VerlError as error:
             logger.warning("the save that was being written is lost: %s", error)
 
@@ -222,8 +242,10 @@ class TrainerCheckpoint:
         self.forget_writing()
 
     def metrics(self) -> dict[str, float]:
-        """``recovery/failed_saves`` since the start of the run, if any."""
-        return {"recovery/failed_saves": float(self.failed_saves)} if self.failed_saves else {}
+        """``recovery/failed_saves`` and ``recovery/failed_uploads`` since the start of the run, if any."""
+        uploads = self.remote.failed_uploads if self.remote is not None else 0
+        counts = {"recovery/failed_saves": self.failed_saves, "recovery/failed_uploads": uploads}
+        return {name: float(count) for name, count in counts.items() if count}
 
     def _end_writing(self, wait: bool) -> None:
         if self._writing is None:
@@ -239,6 +261,8 @@ class TrainerCheckpoint:
             return
         self._own_steps.append(self._writing.global_step)
         self._writing, self.owed = None, False
+        if self.remote is not None:
+            self.remote.begin(self._own_steps[-1])
         self._drop_old(self._own_steps[-1])
 
     def _failed(self, problem: str) -> None:
@@ -360,6 +384,8 @@ class TrainerCheckpoint:
             if others := list(saved_steps(self.root).values()):
                 logger.warning("starting anew in a folder where another run saved: %s", ", ".join(map(str, others)))
             return None
+        if mode == "resume_path" and is_remote(str(self.plan.resume_from_path)):
+            return self._fetched(str(self.plan.resume_from_path))
         if mode == "resume_path":
             folder = Path(str(self.plan.resume_from_path)).expanduser().absolute()
             if problem := self._problem(folder):
@@ -369,7 +395,14 @@ class TrainerCheckpoint:
                 )
             return folder
         steps.repair(self.root)
+        if self.remote is not None:
+            self.remote.bring(self.plan.on_damaged)
         return self._newest_whole()
+
+    def _fetched(self, url: str) -> Path:
+        """A verified local copy of a remote step, below the folder of the run, which all ranks see."""
+        parent, _, name = url.rstrip("/").rpartition("/")
+        return RemoteSteps(parent, self.root).fetch(int(name.rpartition("_")[2]), self.root / FETCHED)
 
     def _newest_whole(self) -> Path | None:
         """The latest step, or the newest intact one before it if it is damaged."""

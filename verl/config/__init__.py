@@ -19,6 +19,7 @@ from verl.config.algorithm import (
 )
 from verl.config.base import (
     BaseConfig,
+    local_copies,
 )
 from verl.config.critic import (
     CriticConfig,
@@ -166,4 +167,5 @@ __all__ = [
     "SupervisedDataConfig",
     "TrainerConfig",
     "WrapPolicyConfig",
+    "local_copies",
 ]

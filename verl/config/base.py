@@ -26,13 +26,16 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic.fields import FieldInfo
 
+from verl.base.fs import copy_to_local
 from verl.base.redact import without_secrets
+from verl.base.remote import expand, is_remote
 from verl.config.problems import Problem
 from verl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+SectionT = TypeVar("SectionT", bound="BaseConfig")
 
 # Numbers are turned into strings where a string is wanted: YAML reads experiment_name=7 as a number.
 _RULES = ConfigDict(extra="forbid", use_attribute_docstrings=True, coerce_numbers_to_str=True, allow_inf_nan=False)
@@ -139,6 +142,8 @@ class Meta:
     """Filled in by code; not a key that users can set."""
     path: bool = False
     """A file or folder: loading expands ``~`` and ``$VARIABLES``."""
+    remote: bool = False
+    """A path that may be a URL; what reads it, in each process, takes the copy of :func:`local_copies`."""
 
 
 INTERNAL: Mapping[str, Any] = {"json_schema_extra": {_META: dataclasses.asdict(Meta(internal=True))}}
@@ -169,6 +174,26 @@ def subsection(cls: Callable[[], Any], **meta: Any) -> Any:
 def section(cls: type[T]) -> type[T]:
     """Turn a class into a frozen, keyword-only, validated dataclass that refuses unknown fields."""
     return pydantic_dataclass(frozen=True, kw_only=True, repr=False, config=_RULES)(cls)  # type: ignore[return-value]
+
+
+def local_copies(section: SectionT) -> SectionT:
+    """Return the section with remote files and folders replaced by copies on this machine, made now if need be.
+
+    Raises:
+        DataError: one of them cannot be reached, or is not there.
+    """
+    changes: dict[str, Any] = {}
+    for name, field in config_fields(type(section)).items():
+        value = getattr(section, name)
+        if isinstance(value, BaseConfig):
+            changes[name] = local_copies(value)
+        elif meta_of(field).remote and isinstance(value, str) and is_remote(value):
+            changes[name] = copy_to_local(value, verbose=True)
+        elif meta_of(field).remote and isinstance(value, tuple) and any(map(is_remote, value)):
+            urls = [url for path in value for url in (expand(path) if is_remote(path) else [path])]
+            changes[name] = tuple(copy_to_local(url, verbose=True) if is_remote(url) else url for url in urls)
+    changed = {name: value for name, value in changes.items() if value is not getattr(section, name)}
+    return dataclasses.replace(section, **changed) if changed else section  # type: ignore[type-var]
 
 
 def config_fields(cls: type) -> Mapping[str, FieldInfo]:

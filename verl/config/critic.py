@@ -23,12 +23,13 @@ class FSDPCriticModelCfg(BaseConfig):
 
     hydra_target: ClassVar[str] = "verl.workers.config.FSDPCriticModelCfg"
 
-    path: str = setting("~/models/deepseek-llm-7b-chat", path=True)
+    path: str = setting("~/models/deepseek-llm-7b-chat", path=True, remote=True)
     """Folder of the model, or its name on the Hugging Face hub."""
     tokenizer_path: str | None = setting(
         "~/models/deepseek-llm-7b-chat",
         interpolation='${oc.select:actor_rollout_ref.model.path,"~/models/deepseek-llm-7b-chat"}',
         path=True,
+        remote=True,
     )
     """Folder of the tokenizer, by default the actor's: both must read the same token ids."""
     override_config: dict[str, Any] = setting(factory=dict)

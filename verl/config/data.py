@@ -62,11 +62,11 @@ class DataConfig(BaseConfig):
     """Prompts for training and validation."""
 
     train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
-        "~/data/rlhf/gsm8k/train.parquet", validate_default=True, path=True
+        "~/data/rlhf/gsm8k/train.parquet", validate_default=True, path=True, remote=True
     )
     """Training files: parquet, json or jsonl; one path or a list."""
     val_files: Annotated[tuple[str, ...], OneOrMany] = setting(
-        "~/data/rlhf/gsm8k/test.parquet", validate_default=True, path=True
+        "~/data/rlhf/gsm8k/test.parquet", validate_default=True, path=True, remote=True
     )
     """Validation files, likewise."""
     train_max_samples: int = setting(-1, ge=-1)

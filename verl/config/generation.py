@@ -19,7 +19,7 @@ from verl.config.trainer import PlacementConfig, RayConfig
 class GenerationDataConfig(BaseConfig):
     """Files of prompts and of their responses."""
 
-    path: str | None = setting(None, missing=True, path=True)
+    path: str | None = setting(None, missing=True, path=True, remote=True)
     """File of prompts: parquet, json or jsonl."""
     prompt_key: str = setting("prompt")
     """Column of the prompt, a list of messages."""
@@ -68,7 +68,7 @@ class GenerationConfig(BaseConfig):
 class EvalDataConfig(BaseConfig):
     """Responses to score."""
 
-    path: str | None = setting(None, missing=True, path=True)
+    path: str | None = setting(None, missing=True, path=True, remote=True)
     """File of responses, as `main_generation` writes it."""
     prompt_key: str = setting("prompt")
     """Column of the prompt."""

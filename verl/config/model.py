@@ -28,11 +28,11 @@ class HFModelConfig(BaseConfig):
 
     hydra_target: ClassVar[str] = "verl.workers.config.HFModelConfig"
 
-    path: str = setting("~/models/deepseek-llm-7b-chat", path=True)
+    path: str = setting("~/models/deepseek-llm-7b-chat", path=True, remote=True)
     """Folder of the model, or its name on the Hugging Face hub."""
-    hf_config_path: str | None = setting(None, path=True)
+    hf_config_path: str | None = setting(None, path=True, remote=True)
     """Folder of the model's config; null takes the model's folder."""
-    tokenizer_path: str | None = setting(None, path=True)
+    tokenizer_path: str | None = setting(None, path=True, remote=True)
     """Folder of the tokenizer; null takes the model's folder."""
     trust_remote_code: bool = setting(False)
     """Run Python code that comes with the model."""
@@ -54,7 +54,7 @@ class HFModelConfig(BaseConfig):
     """Layers that get adapters: `all-linear` (all but the head), endings of names, or a regular expression."""
     exclude_modules: ModuleNames | None = setting(None)
     """Layers without adapters, as endings of names or a regular expression."""
-    lora_adapter_path: str | None = setting(None, path=True)
+    lora_adapter_path: str | None = setting(None, path=True, remote=True)
     """Folder of trained adapters in the format of peft to go on from; rank and layers are those of its config."""
     lora: LoRAConfig = subsection(LoRAConfig)
     """Variants of LoRA."""

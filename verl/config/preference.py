@@ -18,7 +18,7 @@ class PreferenceDataConfig(SupervisedDataConfig):
     """Pairs of responses to one prompt, the better one and the worse one."""
 
     train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
-        "~/data/preference/train.parquet", validate_default=True, path=True
+        "~/data/preference/train.parquet", validate_default=True, path=True, remote=True
     )
     max_token_len_per_gpu: int = setting(8192, ge=1)
     """Tokens per pass on one rank, with `use_dynamic_bsz`; both sides of a pair count."""
@@ -78,7 +78,7 @@ class DirectPreferenceLossConfig(BaseConfig):
 class ReferenceModelConfig(BaseConfig):
     """The frozen reference policy, for the log-ratios of the loss."""
 
-    path: str | None = setting(None, path=True)
+    path: str | None = setting(None, path=True, remote=True)
     """Folder of the model, or its name on the Hugging Face hub; null takes `model.path`, the policy before training."""
     param_offload: bool = setting(False)
     """Keep its parameters in host memory while it is idle."""

@@ -73,9 +73,9 @@ class SandboxFusionConfig(BaseConfig):
 class RewardModelModelConfig(BaseConfig):
     """The reward model's weights and tokenizer."""
 
-    input_tokenizer: str | None = setting(None, interpolation="${actor_rollout_ref.model.path}", path=True)
+    input_tokenizer: str | None = setting(None, interpolation="${actor_rollout_ref.model.path}", path=True, remote=True)
     """Tokenizer of the policy, where the reward model reads other tokens; null if they share one."""
-    path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", path=True)
+    path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", path=True, remote=True)
     """Folder of the reward model, or its name on the Hugging Face hub."""
     external_lib: str | None = setting(None, interpolation="${actor_rollout_ref.model.external_lib}")
     """Module that every worker imports before it loads the model."""

@@ -15,10 +15,10 @@ class SupervisedDataConfig(BaseConfig):
     """Rows that are trained on as they are: a conversation each, or a pair of responses."""
 
     train_files: Annotated[tuple[str, ...], OneOrMany] = setting(
-        "~/data/gsm8k/train.parquet", validate_default=True, path=True
+        "~/data/gsm8k/train.parquet", validate_default=True, path=True, remote=True
     )
     """Training files: parquet, json or jsonl; one path or a list."""
-    val_files: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None, path=True)
+    val_files: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None, path=True, remote=True)
     """Validation files, likewise; null validates nothing."""
     train_max_samples: int = setting(-1, ge=-1)
     """Use only this many training rows; -1 uses all."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from verl.base.fs import name_problem
 from verl.base.registry import suggest
+from verl.base.remote import driver_problem, is_remote
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.problems import Problem
 
@@ -108,10 +109,13 @@ class BaseTrainerConfig(PlacementConfig):
         path=True,
     )
     """Folder of the checkpoints."""
+    default_hdfs_dir: str | None = setting(None, path=True)
+    """Remote folder (`s3://`, `gs://`, `hdfs://` ...) that gets a copy of each checkpoint; a run on a machine without
+    them resumes from there."""
     resume_mode: Literal["auto", "disable", "resume_path"] = setting("auto")
     """Resume from the last checkpoint in `default_local_dir` if there is one, never, or from `resume_from_path`."""
     resume_from_path: str | None = setting(None, path=True)
-    """Checkpoint folder (`.../global_step_N`) to resume from, with `resume_mode=resume_path`."""
+    """Checkpoint folder (`.../global_step_N`, also remote) to resume from, with `resume_mode=resume_path`."""
     progress: Literal["auto", "on", "off"] = setting("auto")
     """Live progress display: on a terminal only, always, or never."""
     recovery: RecoveryConfig = subsection(RecoveryConfig)
@@ -129,6 +133,9 @@ class BaseTrainerConfig(PlacementConfig):
             if wrong := name_problem(self[key]):
                 remedy = f"set folders by {path}.default_local_dir and by the variables of the trackers"
                 yield Problem(f"{path}.{key}", self[key], wrong, "a name, or names with / between them", remedy)
+        if self.default_hdfs_dir is not None and (wrong := driver_problem(self.default_hdfs_dir)):
+            remedy = "install the driver, or leave it null and copy the folder of checkpoints yourself"
+            yield Problem(f"{path}.default_hdfs_dir", self.default_hdfs_dir, wrong, remedy=remedy)
         yield from self._tracker_problems(f"{path}.logger")
         yield from self._resume_problems(f"{path}.resume_from_path")
 
@@ -152,6 +159,9 @@ class BaseTrainerConfig(PlacementConfig):
             yield Problem(key, None, f"{mode}=resume_path needs it", remedy="name a .../global_step_N folder")
         elif not re.search(r"global_step_\d+/?$", path):
             yield Problem(key, path, "this is no checkpoint", "a folder that ends in global_step_N")
+        elif is_remote(path):
+            if wrong := driver_problem(path):
+                yield Problem(key, path, wrong, remedy="install the driver, or name a local folder")
         elif not Path(path).is_dir():
             beside = Path(path).parent.glob("global_step_[0-9]*")
             steps = sorted((int(p.name.rpartition("_")[2]), p.name) for p in beside)
@@ -186,6 +196,8 @@ class TrainerConfig(BaseTrainerConfig):
     """Actor checkpoints to keep; null keeps all."""
     max_critic_ckpt_to_keep: int | None = setting(None, ge=1)
     """Critic checkpoints to keep; null keeps all."""
+    remove_previous_ckpt_in_save: bool = setting(False)
+    """Keep the newest checkpoint alone, in place of the two limits above."""
     del_local_ckpt_after_load: bool = setting(False)
     """Delete the checkpoint that was resumed from, once the next one is complete."""
     max_rollout_actor_probs_diff: float | None = setting(None, gt=0, le=1)
@@ -203,6 +215,11 @@ class TrainerConfig(BaseTrainerConfig):
             wrong = f"the files have no folder: {path}.rollout_data_dir=null"
             remedy = f"set {path}.rollout_data_dir"
             yield Problem(f"{path}.rollout_token_dump_freq", self.rollout_token_dump_freq, wrong, remedy=remedy)
+        limits = {name: self[name] for name in ("max_actor_ckpt_to_keep", "max_critic_ckpt_to_keep")}
+        for name, limit in limits.items():
+            if self.remove_previous_ckpt_in_save and (limit or 1) > 1:
+                wrong = f"{path}.remove_previous_ckpt_in_save=true keeps one"
+                yield Problem(f"{path}.{name}", limit, wrong, "null, 1", "set only one of both")
         if self.rollout_only and self.val_only:
             wrong = f"{path}.val_only=true stops before the first step"
             yield Problem(f"{path}.rollout_only", True, wrong, "false", "set only one of both")

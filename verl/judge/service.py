@@ -23,7 +23,7 @@ from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, Mod
 from verl.agents.endpoint.server import LoopbackServer
 from verl.agents.router import RolloutEndedError
 from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId, TokenOutput
-from verl.config import ActorRolloutRefConfig, PPOConfig
+from verl.config import ActorRolloutRefConfig, PPOConfig, local_copies
 from verl.errors import ConfigError, DataError, EngineLostError, RolloutError, VerlError
 from verl.judge.local import ASLEEP
 from verl.utils.deferred import Deferred
@@ -79,7 +79,7 @@ class JudgeService:
 
     def __init__(self, config: PPOConfig) -> None:
         assert config.judge is not None, "this run has no judge"
-        settings, model = config.judge, config.judge.model
+        settings, model = config.judge, local_copies(config.judge).model
         _check_context(settings)
         self.tokenizer = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
         check_tokenizer_fits(self.tokenizer, hf_config_of(model))

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from verl.base.fs import copy_to_local, is_remote
-from verl.errors import DataError
+from verl.base.fs import copy_to_local
+from verl.base.remote import file_system, is_remote
 
 
 def exists(path: str, **kwargs: Any) -> bool:
@@ -76,15 +76,7 @@ def _local(path: str) -> str:
 
 def _file_system(path: str, **kwargs: Any) -> tuple[Any, str]:
     """Return fsspec's file system of ``path``, and the path in it."""
-    import fsspec
-
-    try:
-        return fsspec.core.url_to_fs(path if is_remote(path) else _local(path), **(kwargs if is_remote(path) else {}))
-    except (ImportError, ValueError, OSError) as error:
-        raise DataError(
-            f"{path} cannot be reached: {error}. Install the fsspec driver of its file system, for hdfs:// pyarrow "
-            "with Hadoop's native library (CLASSPATH, HADOOP_HOME and JAVA_HOME must be set)."
-        ) from error
+    return file_system(path, **kwargs) if is_remote(path) else file_system(_local(path))
 
 
 def copy_local_path_from_hdfs(

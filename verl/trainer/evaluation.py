@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from verl.base.import_utils import load_object
-from verl.config import EvalConfig
+from verl.config import EvalConfig, local_copies
 from verl.errors import ConfigError, DataError, RewardError
 from verl.utils.dataset.files import DataFile, open_files, require_columns
 from verl.utils.reward_score import default_compute_score
@@ -32,7 +32,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
         DataError: the file lacks a column, or a row has no responses.
         RewardError: no response could be scored; with the first traceback.
     """
-    files = open_files(config.data.path or "", "data.path")
+    files = open_files(local_copies(config).data.path or "", "data.path")
     keys = {"response_key": config.data.response_key, "data_source_key": config.data.data_source_key}
     keys["reward_model_key"] = config.data.reward_model_key
     require_columns(files, {column: f"data.{key}" for key, column in keys.items()})

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from verl.config import GenerationConfig
+from verl.config import GenerationConfig, local_copies
 from verl.errors import DataError
 from verl.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from verl.trainer.config.sizes import resolve_device
@@ -48,13 +48,14 @@ class GenerationRunner:
         """Generate responses for all prompts, ``data.batch_size`` prompts at a time, and write them."""
         from verl.utils import hf_tokenizer
 
-        model = config.model
+        here = local_copies(config)  # the ranks, perhaps on other machines, make copies of their own
+        model = here.model
         tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path,
             trust_remote_code=model.trust_remote_code,
             chat_template=model.custom_chat_template,
         )
-        prompts = read_prompts(config, tokenizer)
+        prompts = read_prompts(here, tokenizer)
         workers = start_workers(config)
         rows: list[Row] = []
         for start in range(0, len(prompts), config.data.batch_size):

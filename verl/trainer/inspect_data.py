@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from verl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from verl.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, local_copies
 from verl.errors import ConfigError
 from verl.trainer.config.command_line import command
 from verl.utils.console import console, show
@@ -116,6 +116,7 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
     from verl.utils.dataset.inspection import inspect_dataset
     from verl.utils.dataset.mixing import check_weights
 
+    config = local_copies(config)
     model, data = kind.model(config), config.data
     tokenizer = hf_tokenizer(
         model.tokenizer_path or model.path,

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from verl.base.lazy import importing, on_first_use
-from verl.config import PPOConfig
+from verl.config import PPOConfig, local_copies
 from verl.trainer.config.command_line import command
 from verl.trainer.config.sizes import derived_sizes, resolve_device, sizes_table
 from verl.trainer.driver import driving, load_controller
@@ -146,14 +146,15 @@ class TaskRunner:
         self.add_ref_policy_worker(config)
 
         status("reading the tokenizer and the data")
-        model = config.actor_rollout_ref.model
+        here = local_copies(config)  # the ranks, perhaps on other machines, make copies of their own
+        model = here.actor_rollout_ref.model
         path = model.tokenizer_path or model.path
         tokenizer = hf_tokenizer(
             path, trust_remote_code=model.trust_remote_code, chat_template=model.custom_chat_template
         )
         check_tokenizer_fits(tokenizer, hf_config_of(model))
         processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
-        data = config.data
+        data = here.data
         if environments := config.actor_rollout_ref.rollout.multi_turn.environment_config_path:
             read_environments(environments)
         if tools := described_tools(config.actor_rollout_ref.rollout):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from verl.checkpoint.run import CheckpointPlan
+from verl.config import local_copies
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.trainer.balance import deal
@@ -181,7 +182,8 @@ class SupervisedRunner:
         from verl.utils.model import check_tokenizer_fits, hf_config_of
 
         status("reading the tokenizer and the data")
-        model, data, trainer = config.model, config.data, config.trainer
+        here = local_copies(config)  # the ranks, perhaps on other machines, make copies of their own
+        model, data, trainer = here.model, here.data, config.trainer
         tokenizer = hf_tokenizer(
             model.tokenizer_path or model.path,
             trust_remote_code=model.trust_remote_code,

@@ -21,6 +21,7 @@ from verl.config import (
     FSDPCriticConfig,
     HFModelConfig,
     RewardModelConfig,
+    local_copies,
 )
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -71,7 +72,7 @@ class ActorRolloutRefWorker(EngineWorker):
     ) -> None:
         if role not in _PARTS:
             raise ConfigError(f"role '{role}' of ActorRolloutRefWorker is unknown. Use one of: {', '.join(_PARTS)}.")
-        config = ActorRolloutRefConfig.of(config)
+        config = local_copies(ActorRolloutRefConfig.of(config))
         super().__init__(config.actor.checkpoint, device_name, config.nccl_timeout, total_steps)
         self.config = config
         self.parts = _PARTS[role]
@@ -263,7 +264,7 @@ class CriticWorker(EngineWorker):
     def __init__(
         self, config: FSDPCriticConfig | DictConfig, device_name: str | None = None, total_steps: int = 0
     ) -> None:
-        config = FSDPCriticConfig.of(config)
+        config = local_copies(FSDPCriticConfig.of(config))
         super().__init__(config.checkpoint, device_name, total_steps=total_steps)
         self.config = config
         self.value_loss = ValueLoss(config)
@@ -325,7 +326,7 @@ class RewardModelWorker(EngineWorker):
 
     def __init__(self, config: RewardModelConfig | DictConfig, device_name: str | None = None) -> None:
         super().__init__(CheckpointConfig(), device_name)
-        self.config = RewardModelConfig.of(config)
+        self.config = local_copies(RewardModelConfig.of(config))
         self.model: BaseEngine | None = None
         self.inputs: RewardInput | None = None
 

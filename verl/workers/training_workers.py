@@ -19,7 +19,14 @@ from verl.checkpoint.files import FileEntry
 from verl.checkpoint.ranks import SaveReport, Writing, on_all_ranks
 from verl.checkpoint.states import from_arrays, to_arrays
 from verl.checkpoint.steps import wrong_contents
-from verl.config import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
+from verl.config import (
+    CheckpointConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    McoreEngineConfig,
+    local_copies,
+)
 from verl.errors import CheckpointError, ConfigError
 from verl.protocol import DataProto
 from verl.single_controller.base import Worker
@@ -282,7 +289,7 @@ class TrainingWorker(AbsentAttributes, EngineWorker):
 
     def __init__(self, config: SupervisedConfig, device_name: str | None = None, total_steps: int = 0) -> None:
         super().__init__(config.checkpoint, device_name, total_steps=total_steps)
-        self.config = config
+        self.config = config = local_copies(config)
         self.loss_fn: LossFunction = self.make_loss()
         self.micro = MicroBatchConfig(
             micro_batch_size_per_gpu=config.data.micro_batch_size_per_gpu,

@@ -64,7 +64,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
         "actor_rollout_ref.rollout.quantization",
         "actor_rollout_ref.rollout.trace.backend",
         "global_profiler.tool",
-        "trainer.default_hdfs_dir",
         "trainer.esi_redundant_time",
         "transfer_queue.enable",
     ],

@@ -17,7 +17,6 @@ from verl.config import (
     ActorRolloutRefConfig,
     AgentLoopConfig,
     BaseConfig,
-    BaseTrainerConfig,
     CheckpointEngineConfig,
     CriticConfig,
     DataConfig,
@@ -379,18 +378,11 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect(_NO_SHM, {"use_shm": False}),
         no_effect(_ALWAYS_FUSED, {"use_fused_kernels": "${actor_rollout_ref.model.use_fused_kernels}"}),
     ),
-    BaseTrainerConfig: (
-        not_yet(
-            "remote folders are not in this version; leave it null and copy trainer.default_local_dir yourself",
-            {"default_hdfs_dir": None},
-        ),
-    ),
     TrainerConfig: (
         not_yet(
             "saving before an instance expires is not in this version; use trainer.save_freq",
             {"esi_redundant_time": 0},
         ),
-        not_yet("it was replaced; set trainer.max_actor_ckpt_to_keep=1", {"remove_previous_ckpt_in_save": False}),
         not_yet(_NO_PROFILER, {"profile_steps": None}),
         no_effect("Ray reports ranks that do not start", {"ray_wait_register_center_timeout": 300}),
         no_effect(

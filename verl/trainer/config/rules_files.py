@@ -5,20 +5,19 @@ from __future__ import annotations
 import ast
 import glob
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from verl.base.registry import suggest
+from verl.base.remote import driver_problem, expand, is_remote, version
 from verl.config import DPOConfig, EvalConfig, GenerationConfig, PPOConfig, Problem, SupervisedConfig
+from verl.errors import DataError
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.utils import model_files
 from verl.utils.dataset.files import SUFFIXES
 
 Problems = Iterator[Problem]
-
-_REMOTE = re.compile(r"^[a-z0-9]+://", re.IGNORECASE)
 
 
 def data_files(config: PPOConfig | SupervisedConfig) -> Problems:
@@ -52,7 +51,7 @@ def generation_files(config: GenerationConfig) -> Problems:
     if config.data.output_path is None:
         yield Problem("data.output_path", None, "it must be set", remedy="name the file to write")
     else:
-        yield from _folder("data.output_path", str(Path(config.data.output_path).parent))
+        yield from _folder("data.output_path", config.data.output_path.rpartition("/")[0] or ".")
 
 
 def evaluation_files(config: EvalConfig) -> Problems:
@@ -136,9 +135,10 @@ def output_folders(config: PPOConfig | SupervisedConfig) -> Problems:
 
 
 def _data_file(key: str, path: str) -> Problems:
-    if _REMOTE.match(path):
-        wrong = "remote files are not in this version"
-        yield Problem(key, path, wrong, remedy="copy the file to a local disk and name that")
+    if is_remote(path):
+        yield from _remote(key, path)
+        if not path.endswith(SUFFIXES):
+            yield Problem(key, path, "the format is not known", ", ".join(SUFFIXES), "convert the file or rename it")
     elif not Path(path).exists() and (found := sorted(glob.glob(path, recursive=True))):
         for name in found:
             yield from _data_file(key, name)
@@ -163,8 +163,8 @@ def _is_local(path: str) -> bool:
 
 def _model(key: str, path: str, must_have: str | None, has_weights: bool = False) -> Problems:
     folder = Path(path).expanduser()
-    if _REMOTE.match(path):
-        yield Problem(key, path, "remote models are not in this version", remedy="copy the model to a local disk")
+    if is_remote(path):
+        yield from _remote(key, path, must_have)
     elif not _is_local(path):
         return
     elif not folder.is_dir():
@@ -221,7 +221,23 @@ def _names_in(path: Path) -> tuple[set[str], bool]:
     return names, "*" in names
 
 
+def _remote(key: str, url: str, must_have: str | None = None) -> Problems:
+    """The driver of a remote file or folder is installed, it can be reached, and something is there."""
+    if wrong := driver_problem(url):
+        yield Problem(key, url, wrong, remedy="install the driver, or copy it to a local disk and name that")
+        return
+    try:
+        for found in expand(url):
+            version(found if must_have is None else f"{found.rstrip('/')}/{must_have}")
+    except DataError as error:
+        yield Problem(key, url, str(error).rstrip("."), remedy="correct the URL, or what the driver reads")
+
+
 def _folder(key: str, path: str) -> Problems:
+    if is_remote(path):
+        remedy = "name a local folder; trainer.default_hdfs_dir gets copies of checkpoints"
+        yield Problem(key, path, "a run writes to local folders", remedy=remedy)
+        return
     try:
         os.makedirs(path, exist_ok=True)
         writable = os.access(path, os.W_OK)
