@@ -136,8 +136,8 @@ def on_two_ranks(rank, world_size, folder, path):
     torch.save((found, balanced), folder / f"rank_{rank}.pt")
 
 
-def reshard(rank, world_size, folder, path):
-    """Each layout saves after a step, makes another one, and so does every layout from what it saved."""
+def reshard(rank, world_size, folder, path, writer):
+    """A layout saves after a step and makes another one; so does every layout from what it saved."""
     batch = torch.load(folder / "batch.pt", weights_only=False)
 
     def step(engine):
@@ -145,27 +145,25 @@ def reshard(rank, world_size, folder, path):
         with engine.train_mode():
             return engine.train_batch(mine, sft_loss, WHOLE)
 
-    after = {}
-    for writer, (settings, _) in ALL.items():
-        engine = megatron_engine(path, **settings)
-        step(engine)
-        engine.save_checkpoint(str(folder / writer), 1)
-        after[writer] = step(engine), weights_of(engine)
+    engine = megatron_engine(path, **ALL[writer][0])
+    step(engine)
+    engine.save_checkpoint(str(folder / "saved"), 1)
+    metrics, weights = step(engine), weights_of(engine)
     for reader, (settings, _) in ALL.items():
         engine = megatron_engine(path, **settings)
-        for writer, (metrics, weights) in after.items():
-            engine.load_checkpoint(str(folder / writer))
-            found = step(engine)
-            if reader == writer:
-                assert same((found, weights_of(engine)), (metrics, weights))
-            for name, weight in weights_of(engine).items():
-                assert_close(weight, weights[name], atol=2e-5, rtol=0)
+        engine.load_checkpoint(str(folder / "saved"))
+        found = step(engine)
+        if reader == writer:
+            assert same((found, weights_of(engine)), (metrics, weights))
+        for name, weight in weights_of(engine).items():
+            assert_close(weight, weights[name], atol=2e-5, rtol=0)
 
 
 @pytest.mark.slow
-def test_every_layout_goes_on_from_every_other(paths, tmp_path):
+@pytest.mark.parametrize("writer", ALL)
+def test_every_layout_goes_on_from_every_other(paths, tmp_path, writer):
     torch.save(batch_of(paths["qwen3"]), tmp_path / "batch.pt")
-    run_ranks(reshard, 2, tmp_path, paths["qwen3"])
+    run_ranks(reshard, 2, tmp_path, paths["qwen3"], writer)
 
 
 @pytest.fixture(scope="module")
@@ -197,17 +195,17 @@ def test_stages_of_a_pipeline_balance_together(paths, folder):
         assert_same_update(found, balanced_update(paths["qwen3"]))
 
 
-def balance_in_all(rank, world_size, folder, path):
+def balance_in(rank, world_size, folder, path, case):
     expected_update = torch.load(folder / "expected.pt", weights_only=False)
-    for settings, layout in ALL.values():
-        for checkpointing in (False, True):
-            assert_same_update(balance(path, settings, layout, checkpointing), expected_update)
+    for checkpointing in (False, True):
+        assert_same_update(balance(path, *ALL[case], checkpointing), expected_update)
 
 
 @pytest.mark.slow
-def test_every_layout_balances_alike(paths, tmp_path):
+@pytest.mark.parametrize("case", ALL)
+def test_every_layout_balances_alike(paths, tmp_path, case):
     torch.save(balanced_update(paths["qwen3"]), tmp_path / "expected.pt")
-    run_ranks(balance_in_all, 2, tmp_path, paths["qwen3"])
+    run_ranks(balance_in, 2, tmp_path, paths["qwen3"], case)
 
 
 def test_what_cannot_be_computed_is_refused(paths, tmp_path):
