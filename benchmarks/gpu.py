@@ -1,6 +1,6 @@
 """What a GPU makes of it: training throughput and MFU, rollout against ``generate``, agreement of log-probs.
 
-    python -m benchmarks.gpu --json gpu.json [--parts rl sft rollout agreement] [--device cuda] [--rollout native]
+    python -m benchmarks.gpu --json gpu.json [--parts equality agreement rl ...] [--device cuda] [--rollout native]
 
 The model has the shape of Qwen3-0.6B and random weights, made on the spot. Neither Ray nor vLLM is needed. Each part
 runs in a process of its own; one that fails is reported and the others go on.
@@ -9,6 +9,8 @@ rl          optimizer steps of the GRPO loss with a KL term on 16,384 tokens, on
             packed, bf16 passes over fp32 weights, with and without gradient checkpointing
 sft         the same for the supervised loss on 8,192 tokens
 rollout     64 responses of 512 tokens in bf16: our engine and Transformers ``generate``, in turn
+equality    log-probs, loss and gradients of one update in fp32, on the device and on this machine's CPU: says whether
+            they agree, and the command fails if they do not
 agreement   log-probs of the training engine against a plain Transformers forward, and of our rollout engine against
             the training engine, in fp32 and in bf16
 
@@ -359,7 +361,74 @@ def difference(a: Any, b: Any) -> dict[str, float]:
     return {"max": float(gap.max()), "mean": float(gap.mean())}
 
 
+# ---- equality -------------------------------------------------------------------------------------
+
+
+LIMITS = {"log_probs": 1e-3, "loss": 1e-4, "grad_norm": 1e-3, "gradients": 1e-3}
+"""Largest differences that rounding in fp32 explains: of log-probs absolute, else relative; of gradients the norm."""
+
+
+def one_update(setting: Setting) -> dict[str, Any]:
+    """Compute log-probs, loss and gradients of a mini-batch of two sequences in fp32; tensors on the CPU."""
+    from verl.utils.sharded_tensor import full_tensor
+    from verl.workers.config import FSDPActorConfig
+    from verl.workers.engine import MicroBatchConfig
+    from verl.workers.losses import PolicyLoss
+
+    longest = min(256, setting.sft_tokens)
+    engine = training_engine(setting, "float32")
+    batch, micro = training_batch(setting, [longest, longest // 3]), MicroBatchConfig(micro_batch_size_per_gpu=2)
+    with engine.eval_mode():
+        log_probs = engine.infer_batch(batch, {"log_probs"}, micro)["log_probs"]
+    with engine.train_mode():
+        loss = PolicyLoss(FSDPActorConfig(use_kl_loss=True, use_dynamic_bsz=True))
+        metrics = engine.forward_backward_batch(batch, loss, micro)
+        gradients = {
+            name: full_tensor(weight.grad, engine.device).float().cpu()
+            for name, weight in engine.model.named_parameters()
+        }
+        norm = sum(float(gradient.double().square().sum()) for gradient in gradients.values()) ** 0.5
+    return {"log_probs": log_probs, "loss": metrics["actor/loss"], "grad_norm": norm, "gradients": gradients}
+
+
+def _save_update(setting: Setting, path: str) -> None:
+    import torch
+
+    torch.save(one_update(setting), path)
+
+
+def equality(setting: Setting) -> dict[str, Any]:
+    """Compare one update on the device with the same update on the CPU, in a process of its own."""
+    import multiprocessing
+
+    import torch
+
+    path = f"{setting.folder}/update_on_the_cpu.pt"
+    on_cpu = multiprocessing.get_context("spawn").Process(
+        target=_save_update, args=(replace(setting, device="cpu"), path)
+    )
+    on_cpu.start()
+    own = one_update(setting)
+    on_cpu.join()
+    if on_cpu.exitcode:
+        raise SystemExit(f"the update on the CPU ended with exit status {on_cpu.exitcode}")
+    reference = torch.load(path, weights_only=True)
+    gaps = {
+        name: float((own["gradients"][name] - gradient).norm() / gradient.norm().clamp(min=1e-12))
+        for name, gradient in reference["gradients"].items()
+    }
+    differences = {"log_probs": difference(own["log_probs"], reference["log_probs"])["max"]}
+    differences |= {
+        name: abs(own[name] - reference[name]) / max(abs(reference[name]), 1e-12) for name in ("loss", "grad_norm")
+    }
+    worst = max(gaps, key=gaps.__getitem__)
+    differences["gradients"] = gaps[worst]
+    agrees = all(differences[name] <= limit for name, limit in LIMITS.items())
+    return {"differences": differences, "limits": LIMITS, "worst_gradient": worst, "agrees": agrees, "rows": []}
+
+
 PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
+    "equality": equality,
     "rl": rl,
     "sft": sft,
     "rollout": rollout,
@@ -401,6 +470,18 @@ def parts_in_turn(arguments: argparse.Namespace, folder: Path) -> Iterator[tuple
         yield name, json.loads(path.read_text()) if done.returncode == 0 else {"failed": done.stderr[-3000:]}
 
 
+def refuse_without_gpu(device: str) -> None:
+    """End with a sentence if the device is a GPU and there is none."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
+        raise SystemExit(
+            f"no GPU: PyTorch {torch.__version__} ({built}) finds none here, so nothing was measured. Run this on a "
+            "machine with an NVIDIA GPU; --device cpu --tiny tries the benchmark itself."
+        )
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -425,13 +506,14 @@ def main() -> None:
         )
         run_part(arguments.part, setting, arguments.json)
         return
+    refuse_without_gpu(arguments.device)
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         for part, found in parts_in_turn(arguments, Path(name)):
             results[part] = found
             Path(arguments.json).write_text(json.dumps(results, indent=1) + "\n")
             print(part, json.dumps(found, indent=1), flush=True)
-    if failed := [part for part, found in results.items() if "failed" in found]:
+    if failed := [part for part, found in results.items() if "failed" in found or not found.get("agrees", True)]:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 

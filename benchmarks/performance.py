@@ -163,7 +163,8 @@ GPU = """## Not measured yet
 On a GPU, with random weights of the shape of Qwen3-0.6B: an RL step on 16,384 tokens and a supervised step on 8,192
 against the figures that prime-rl publishes for one H100 (11.9 k tokens/s and 11.1 % MFU; 26.0 k tokens/s and 16.8 %),
 our rollout against Transformers `generate` at 64 responses of 512 tokens (target: 8 times as fast), and how far the
-log-probs of both engines are from a plain Transformers forward. No run of it has been made, so nothing is claimed.
+log-probs of both engines are from a plain Transformers forward. It also compares log-probs, loss and gradients of one
+update with those of the CPU. No run of it has been made, so nothing is claimed.
 
 ```text
 make bench-gpu

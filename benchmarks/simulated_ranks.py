@@ -30,6 +30,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
 from benchmarks.standin import StandInRunner
+from verl.backends.cpu.allocator import keep_freed_memory
 from verl.protocol import DataProto, stored
 from verl.single_controller.base.dispatch import PendingOutputs
 from verl.single_controller.base.resource_pool import PoolManager, ResourcePool
@@ -66,6 +67,11 @@ def size_of(sent: Sent) -> int:
     return len(sent[0]) + sum(buffer.nbytes for buffer in sent[1])
 
 
+def page_faults() -> int:
+    """Pages that the kernel has mapped for this thread."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
 class Store:
     """Results of calls, for those who fetch them by number."""
 
@@ -83,6 +89,10 @@ class SimulatedGroup(WorkerGroup):
 
     ranks_s: ClassVar[float] = 0.0
     """Seconds that the ranks took so far."""
+    ranks_cpu_s: ClassVar[float] = 0.0
+    """Processor time in them."""
+    ranks_faults: ClassVar[int] = 0
+    """Pages that the kernel mapped for them."""
     sent_bytes: ClassVar[int] = 0
     """Bytes of all arguments so far."""
 
@@ -100,7 +110,7 @@ class SimulatedGroup(WorkerGroup):
         results = []
         for call in calls:
             sent = packed((call.args, call.kwargs))
-            start = time.perf_counter()
+            start, used, faults = time.perf_counter(), time.thread_time(), page_faults()
             args, kwargs = unpacked(sent)
             host = self._workers[call.rank]
             worker = host if self._member is None else host.workers[self._member]
@@ -108,6 +118,8 @@ class SimulatedGroup(WorkerGroup):
             Store.objects[result] = packed(getattr(worker, method)(*args, **kwargs))
             results.append(result)
             SimulatedGroup.ranks_s += time.perf_counter() - start
+            SimulatedGroup.ranks_cpu_s += time.thread_time() - used
+            SimulatedGroup.ranks_faults += page_faults() - faults
             SimulatedGroup.sent_bytes += size_of(sent)
         return PendingOutputs(results, method, [call.rank for call in calls])
 
@@ -155,6 +167,7 @@ class MeasuredTrainer(RayPPOTrainer):
 
     def step(self, prompts: DataProto, context: Any) -> DataProto:
         before = time.perf_counter(), SimulatedGroup.ranks_s, SimulatedGroup.sent_bytes
+        used = time.thread_time() - SimulatedGroup.ranks_cpu_s, page_faults() - SimulatedGroup.ranks_faults
         batch = super().step(prompts, context)
         seconds = time.perf_counter() - before[0]
         ranks_s = SimulatedGroup.ranks_s - before[1]
@@ -162,6 +175,8 @@ class MeasuredTrainer(RayPPOTrainer):
         self.steps.append(
             {
                 "driver_s": seconds - ranks_s - reward_s,
+                "cpu_s": time.thread_time() - SimulatedGroup.ranks_cpu_s - used[0],
+                "faults": page_faults() - SimulatedGroup.ranks_faults - used[1],
                 "reward_s": reward_s,
                 "sent_bytes": SimulatedGroup.sent_bytes - before[2],
                 "tokens": int(batch.batch["attention_mask"].sum()),
@@ -185,6 +200,7 @@ class SimulatedRunner(StandInRunner):
 def one_size(ranks: int, response: int) -> dict[str, float]:
     """Means over all steps but the first, which imports and starts the processes of the reward function."""
     stored._values_of = Store.values_of
+    keep_freed_memory()  # as a Ray session does
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "reward.py").write_text(REWARD)
@@ -229,18 +245,16 @@ def main() -> None:
     if args.one:
         print(json.dumps(one_size(args.ranks[0], args.response)))
         return
-    found, lines = (
-        {},
-        ["| ranks | responses | tokens | driver | per rank | reward | sent | peak memory | ranks, simulated |"],
-    )
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    found: dict[str, dict[str, float]] = {}
+    heads = "responses | tokens | driver | CPU per rank | faults per rank | reward | sent | memory | simulated"
+    lines = [f"| ranks | {heads} |", f"|{'---|' * 10}"]
     for ranks in args.ranks:
         command = [sys.executable, "-m", "benchmarks.simulated_ranks", "--one", "--response", str(args.response)]
         done = subprocess.run([*command, "--ranks", str(ranks)], stdout=subprocess.PIPE, text=True, check=True)
         means = found[str(ranks)] = json.loads(done.stdout.splitlines()[-1])
         cells = [
             f"{ranks} | {ranks * SAMPLES} | {means['tokens'] / 1e6:.2f} M | {means['driver_s']:.2f} s",
-            f"{means['driver_s'] / ranks * 1e3:.1f} ms | {means['reward_s']:.2f} s",
+            f"{means['cpu_s'] / ranks * 1e3:.1f} ms | {means['faults'] / ranks:.0f} | {means['reward_s']:.2f} s",
             f"{means['sent_bytes'] / 1e6:.1f} MB | {means['peak_bytes'] / 1e9:.2f} GB",
             f"{simulated_s(means, ranks, args):.1f} s",
         ]
