@@ -91,8 +91,17 @@ AGENT_LOOPS = (
 _ALWAYS_FUSED = "log-probs and entropy always come from hidden states in slices, never from all logits at once"
 _UNCOMPILED = "this version runs its small kernels uncompiled; results are the same"
 _NO_SHM = "models and data are read from where they are, without a copy in shared memory"
-_NO_OFFLOAD = "activation offload is not in this version; use enable_gradient_checkpointing=true"
-_NO_TILED_MLP = "the tiled MLP is not in this version; use gradient checkpointing and smaller token budgets"
+_NO_OFFLOAD = (
+    "activations stay on the device; enable_gradient_checkpointing=true keeps one tensor per layer, and smaller passes "
+    "(micro-batches, token budgets) give the same numbers with less memory"
+)
+_NO_TILED_MLP = (
+    "the feed-forward layers compute all tokens of a pass at once; use gradient checkpointing and smaller token "
+    "budgets, which give the same numbers"
+)
+_NO_LIGER = (
+    "the model's own layers give the same results, and what Liger saves most, all logits at once, is never made here"
+)
 _PART_OF_TILED_MLP = "part of the tiled MLP, which is not in this version"
 _NO_PROFILER = "profilers are not in this version; leave it at its default (timing_s/* is always logged)"
 _PART_OF_PROFILING = "part of profiling, which is not in this version"
@@ -186,7 +195,7 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     HFModelConfig: (
         no_effect(_NO_SHM, {"use_shm": False}),
         not_yet(_NO_OFFLOAD, {"enable_activation_offload": False}),
-        no_effect("Liger kernels are not in this version; the model's own give the same results", {"use_liger": False}),
+        no_effect(_NO_LIGER, {"use_liger": False}),
         no_effect(_ALWAYS_FUSED, {"use_fused_kernels": False, "fused_kernel_options.impl_backend": "torch"}),
         not_yet(_NO_TILED_MLP, {"tiled_mlp.enabled": False}),
         no_effect(_PART_OF_TILED_MLP, {"tiled_mlp.num_shards": 4}),
