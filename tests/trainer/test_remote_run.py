@@ -63,3 +63,7 @@ def test_what_is_not_there_is_refused_before_anything_loads(tmp_path, store):
     here = local_copies(config)
     assert (Path(here.actor_rollout_ref.model.path) / "config.json").is_file()
     assert here.data is config.data
+    (tmp_path / "mine.py").write_text("class Mine: ...")
+    own = {"data.custom_cls.path": str(tmp_path / "mine.py"), "data.custom_cls.name": "Mine"}
+    config = run.load(own | {"data.train_files": f"{STORE}/what/it/likes"})
+    assert local_copies(config).data.train_files == (f"{STORE}/what/it/likes",)

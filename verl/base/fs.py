@@ -73,7 +73,8 @@ def copy_to_local(
         local = os.path.expandvars(str(Path(src.removeprefix("file://")).expanduser()))
         return in_shared_memory(local, filelock) if use_shm else local
     root = Path(cache_dir).expanduser() if cache_dir else own_copies()
-    target = below(root / hashlib.sha256(src.encode()).hexdigest()[:16] / version(src), Path(src.rstrip("/")).name)
+    named = below(root / hashlib.sha256(src.encode()).hexdigest()[:16], Path(src.rstrip("/")).name)
+    target = named.parent / version(src) / named.name
     target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _locked(target.parent / filelock):
         if always_recopy and target.exists():

@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, dataclass_transform
 
 from omegaconf import DictConfig
@@ -176,15 +176,20 @@ def section(cls: type[T]) -> type[T]:
     return pydantic_dataclass(frozen=True, kw_only=True, repr=False, config=_RULES)(cls)  # type: ignore[return-value]
 
 
-def local_copies(section: SectionT) -> SectionT:
+def local_copies(section: SectionT, without: Collection[str] = ()) -> SectionT:
     """Return the section with remote files and folders replaced by copies on this machine, made now if need be.
+
+    Fields named in ``without`` stay as they are, and so do the files of a data set of the user's own, which reads them.
 
     Raises:
         DataError: one of them cannot be reached, or is not there.
     """
     changes: dict[str, Any] = {}
+    own_data = section.get("custom_cls")
     for name, field in config_fields(type(section)).items():
         value = getattr(section, name)
+        if name in without or (own_data is not None and own_data.path is not None):
+            continue
         if isinstance(value, BaseConfig):
             changes[name] = local_copies(value)
         elif meta_of(field).remote and isinstance(value, str) and is_remote(value):

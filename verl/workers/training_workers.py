@@ -289,7 +289,7 @@ class TrainingWorker(AbsentAttributes, EngineWorker):
 
     def __init__(self, config: SupervisedConfig, device_name: str | None = None, total_steps: int = 0) -> None:
         super().__init__(config.checkpoint, device_name, total_steps=total_steps)
-        self.config = config = local_copies(config)
+        self.config = config = local_copies(config, without=["data"])
         self.loss_fn: LossFunction = self.make_loss()
         self.micro = MicroBatchConfig(
             micro_batch_size_per_gpu=config.data.micro_batch_size_per_gpu,

@@ -190,7 +190,6 @@ def test_data_files_are_files_of_a_known_format(run: Run):
     (run.folder / "train.csv").write_text("a")
     assert "the format is not known" in only(run.refusal({"data.train_files": str(run.folder / "train.csv")}))
     assert "this is a folder, not a file" in only(run.refusal({"data.train_files": str(run.folder)}))
-    assert "remote files are not in this version" in only(run.refusal({"data.train_files": "hdfs://x/train.parquet"}))
     assert "nothing to train on" in only(run.refusal({"data.train_files": []}))
 
 
@@ -211,7 +210,6 @@ def test_model_folders_exist(run: Run):
     assert "the folder holds no tokenizer" in message
     (run.folder / "model" / "model.safetensors").unlink()
     assert "the folder holds no weights" in only(run.refusal({}))
-    assert "remote models" in only(run.refusal({"actor_rollout_ref.model.path": "hdfs://models/x"}))
 
 
 def test_names_on_the_hub_pass(run: Run):
