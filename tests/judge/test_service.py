@@ -336,3 +336,5 @@ def test_an_agent_loop_that_asks_a_judge_which_does_not_answer_it_is_refused(tmp
     with pytest.raises(ConfigError, match="it shares the policy's processes"):
         check(**judged)
     check(**judged, **own)
+    with pytest.raises(ConfigError, match=r"other machines \(trainer.nnodes=2\) do not reach"):
+        check(**judged, **own, trainer__nnodes=2)

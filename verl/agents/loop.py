@@ -279,6 +279,13 @@ def require_judge(config: Any, who: str) -> None:
     Raises:
         ConfigError: none does.
     """
+    if config.judge_answers_agents and config.trainer.nnodes > 1:
+        nodes = (
+            f"its address is one of the driver's machine, which other machines (trainer.nnodes={config.trainer.nnodes})"
+        )
+        raise ConfigError(
+            f"{who} asks the judge while conversations are held: {nodes} do not reach. Set trainer.nnodes=1."
+        )
     if config.judge_answers_agents:
         return
     own = "reward_model.enable_resource_pool=true, with reward_model.nnodes and n_gpus_per_node, and controller=ray"
