@@ -27,7 +27,7 @@ from verl.testing.vision_models import COLORS, SHAPES, picture, png, tiny_vision
 
 REWARD = '''
 def compute_score(solution_str, ground_truth, **_):
-    """1 for the letter of the colour, a little for one of the four letters."""
+    """1 for the letter of the colour, 0.1 for another of the four letters or nothing."""
     letter = solution_str[:1]
     return 1.0 if letter == ground_truth else 0.1 * (letter in "rgbw")
 '''
