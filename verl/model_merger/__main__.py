@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from verl.errors import CheckpointError, VerlError
 from verl.supervision.interruption import interruptible
@@ -87,12 +88,12 @@ def upload(folder: str, repository: str, private: bool) -> None:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     # The client's errors, also those of connections, have the base class of its HTTP library's.
-    not_uploaded = (*HfHubHTTPError.__bases__, HFValidationError)
+    bases = cast(tuple[type[Exception], ...], HfHubHTTPError.__bases__)
     api = HfApi()
     try:
         repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
         api.upload_folder(folder_path=folder, repo_id=repository, repo_type="model")
-    except not_uploaded as error:
+    except (*bases, HFValidationError) as error:
         raise CheckpointError(
             f"{folder} is written, but was not uploaded to {repository}: {error} Log in by 'hf auth login' or "
             f"HF_TOKEN, then upload the folder itself by 'hf upload {repository} {folder}'."
