@@ -9,6 +9,7 @@ from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, Strategy
 from verl.config.problems import Problem
+from verl.config.profiler import ModelProfilerConfig
 from verl.config.rollout_correction import RolloutCorrectionConfig
 
 KLKind = Literal[
@@ -96,6 +97,8 @@ class ActorConfig(BaseConfig):
     """`sapo`: temperature for positive advantages."""
     tau_neg: float = setting(1.05, gt=0)
     """`sapo`: temperature for negative advantages."""
+    profiler: ModelProfilerConfig = subsection(ModelProfilerConfig)
+    """Ranks whose processes are profiled."""
     policy_loss: PolicyLossConfig = subsection(PolicyLossConfig)
     """The policy loss."""
     clip_ratio_c: float = setting(3.0, gt=1)
@@ -208,6 +211,8 @@ class RefConfig(BaseConfig, DistributedModel):
         16384, ge=1, interpolation="${oc.select:actor_rollout_ref.actor.ppo_max_token_len_per_gpu,16384}"
     )
     """Tokens per pass on one rank, with `log_prob_use_dynamic_bsz`."""
+    profiler: ModelProfilerConfig = subsection(ModelProfilerConfig)
+    """Ranks whose processes are profiled."""
     fsdp_config: FSDPEngineConfig = subsection(_forward_only)
     """Sharding, precision, offload."""
     ulysses_sequence_parallel_size: int = setting(

@@ -15,6 +15,7 @@ from verl.config.model import (
     ModuleNames,
     Strategy,
 )
+from verl.config.profiler import ModelProfilerConfig
 
 
 @section
@@ -98,6 +99,8 @@ class CriticConfig(BaseConfig):
     """Optimizer and schedule."""
     checkpoint: CheckpointConfig = subsection(CheckpointConfig)
     """What a checkpoint holds."""
+    profiler: ModelProfilerConfig = subsection(ModelProfilerConfig)
+    """Ranks whose processes are profiled."""
 
 
 @section

@@ -12,6 +12,7 @@ from verl.config.base import INTERNAL, BaseConfig, section, setting, subsection
 from verl.config.critic import FSDPCriticConfig
 from verl.config.data import DataConfig
 from verl.config.model import HFModelConfig
+from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig
 from verl.config.trainer import RayConfig, TrainerConfig
@@ -60,6 +61,8 @@ class PPOConfig(BaseConfig):
     """Length, placement, logging, checkpoints and recovery of the run."""
     ray_kwargs: RayConfig = subsection(RayConfig)
     """How Ray is started."""
+    global_profiler: GlobalProfilerConfig = subsection(GlobalProfilerConfig)
+    """Profiles of some steps."""
     composed: dict[str, Any] = dataclasses.field(default_factory=dict, compare=False, metadata=INTERNAL)
     """The keys as they were composed, with those that nothing reads, for a ``fit`` of a user's own."""
 

@@ -9,6 +9,7 @@ from verl.config.base import BaseConfig, section, setting, subsection
 from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import DType, FSDPEngineConfig, Strategy
 from verl.config.problems import Problem
+from verl.config.profiler import RewardProfilerConfig
 from verl.config.rollout import NO_OTHER_ENGINE, EngineName
 
 
@@ -166,6 +167,8 @@ class RewardModelConfig(BaseConfig, DistributedModel):
     """Ranks that share each sequence; the same setting as that of `model.fsdp_config`."""
     megatron: McoreEngineConfig = subsection(lambda: McoreEngineConfig(forward_only=True))
     """With `strategy=megatron`; sizes that are not set are the actor's."""
+    profiler: RewardProfilerConfig = subsection(RewardProfilerConfig)
+    """Ranks whose processes are profiled."""
     reward_manager: str = setting("naive")
     """Registered reward manager: how responses become calls of a scorer."""
     reward_kwargs: dict[str, Any] = setting(factory=dict)

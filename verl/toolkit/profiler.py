@@ -16,6 +16,7 @@ from verl.config.base import BaseConfig, section, setting
 from verl.errors import ConfigError
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.toolkit.timing import marked_range
+from verl.workers.profiling import MemoryTool, ProfilerTool, TorchTool
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,18 +27,6 @@ class NsightToolConfig(BaseConfig):
 
     hydra_target: ClassVar[str] = "verl.utils.profiler.config.NsightToolConfig"
 
-    discrete: bool = setting(False)
-    """Profile each annotated call by itself, instead of everything from start to stop."""
-
-
-@section
-class TorchProfilerToolConfig(BaseConfig):
-    """The profiler of PyTorch."""
-
-    hydra_target: ClassVar[str] = "verl.utils.profiler.config.TorchProfilerToolConfig"
-
-    contents: tuple[Literal["cpu", "cuda", "memory", "shapes", "stack"], ...] = setting(())
-    """What to record; empty records the time on the CPU and on the GPU."""
     discrete: bool = setting(False)
     """Profile each annotated call by itself, instead of everything from start to stop."""
 
@@ -265,53 +254,19 @@ class DistProfilerExtension:
 # ---- tools ----------------------------------------------------------------------------------------
 
 
-def _tool(name: str | None, settings: Mapping[str, Any]) -> Any:
+def _tool(name: str | None, settings: Mapping[str, Any]) -> ProfilerTool:
     if name is None:
         raise ConfigError("profiler.enable=true needs profiler.tool: torch, torch_memory or nsys.")
     if name != "torch" and not torch.cuda.is_available():
         raise ConfigError(f"profiler.tool={name} records a GPU, and this process sees none. Use torch.")
-    return {"torch": _TorchTool, "torch_memory": _MemoryTool, "nsys": _NsightTool}[name](settings)
-
-
-class _TorchTool:
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._contents = set(settings.get("contents", ()))
-
-    def start(self, path: Path) -> None:
-        kinds = {"cpu": torch.profiler.ProfilerActivity.CPU}
-        if torch.cuda.is_available():
-            kinds["cuda"] = torch.profiler.ProfilerActivity.CUDA
-        self._path = path
-        self._profile = torch.profiler.profile(
-            activities=[kind for name, kind in kinds.items() if name in self._contents] or list(kinds.values()),
-            profile_memory="memory" in self._contents,
-            record_shapes="shapes" in self._contents,
-            with_stack="stack" in self._contents,
-        )
-        self._profile.start()
-
-    def stop(self) -> None:
-        self._profile.stop()
-        self._profile.export_chrome_trace(f"{self._path}.json")
-
-
-class _MemoryTool:
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._entries = settings.get("trace_alloc_max_entries", 100_000)
-
-    def start(self, path: Path) -> None:
-        self._path = path
-        torch.cuda.memory._record_memory_history(max_entries=self._entries)
-
-    def stop(self) -> None:
-        torch.cuda.memory._dump_snapshot(f"{self._path}.pickle")
-        torch.cuda.memory._record_memory_history(enabled=None)
+    if name == "torch":
+        return TorchTool(settings.get("contents", ()))
+    if name == "torch_memory":
+        return MemoryTool(settings.get("trace_alloc_max_entries", 100_000))
+    return _NsightTool()
 
 
 class _NsightTool:
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        pass
-
     def start(self, path: Path) -> None:
         torch.cuda.profiler.start()
 

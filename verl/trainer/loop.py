@@ -6,7 +6,7 @@ import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -244,6 +244,10 @@ class TrainingLoop:
     def _before_first_step(self, tracking: Tracking) -> None:
         """Called once per process, before the first step of a new or resumed run."""
 
+    def observed(self, context: StepContext) -> AbstractContextManager[None]:
+        """What surrounds a step without being part of it, such as a profiler; a subclass overrides it."""
+        return nullcontext()
+
     # ---- the run --------------------------------------------------------------------------------
 
     def init_workers(self) -> None:
@@ -281,7 +285,11 @@ class TrainingLoop:
                         self._show_end(first)
                         return
                     batch, context = self._next_step()
-                    with context.stage("step"), self.termination.interrupting(self.recovery.can_save):
+                    with (
+                        self.observed(context),
+                        context.stage("step"),
+                        self.termination.interrupting(self.recovery.can_save),
+                    ):
                         batch = self.step(batch, context)
                         self._validate_and_save(context)
                     self._report(self._all_metrics(batch, context), context, tracking, progress)

@@ -37,6 +37,7 @@ from verl.workers.engine import BaseEngine, EngineRegistry, LossFunction, MicroB
 from verl.workers.engine.loss import LossCallable, as_loss_function
 from verl.workers.engine.non_finite import NonFinite
 from verl.workers.losses import DirectPreferenceLoss, RewardModelLoss, sft_loss
+from verl.workers.profiling import OF_PROCESS, RecordingPlan
 
 if TYPE_CHECKING:
     from verl.config import DPOConfig, RMConfig, SupervisedConfig
@@ -128,6 +129,17 @@ class EngineWorker(Worker):
         for engine in self.engines:
             engine.pass_sizes.may_cut = may_cut
             engine.pass_sizes.limits = dict(limits)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_recording(self, plan: RecordingPlan) -> None:
+        """Begin to profile this process, if its rank is one of the plan's; see :class:`ProcessRecording`."""
+        if plan.ranks is None or self.rank in plan.ranks:
+            OF_PROCESS.start(plan, self.rank)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_recording(self, role: str) -> None:
+        """End it for a role; the last one of a process writes the file."""
+        OF_PROCESS.stop(role)
 
     def weights_replaced(self) -> None:
         """React to weights that ``load_checkpoint`` or ``restore`` replaced; subclasses with copies override it."""

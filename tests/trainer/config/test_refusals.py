@@ -59,11 +59,10 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
         "actor_rollout_ref.model.enable_activation_offload",
         "actor_rollout_ref.ref.router_replay.mode",
         "actor_rollout_ref.actor.use_prefix_grouper",
-        "actor_rollout_ref.actor.profiler.enable",
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.rollout.quantization",
         "actor_rollout_ref.rollout.trace.backend",
-        "global_profiler.tool",
+        "global_profiler.profile_continuous_steps",
         "trainer.esi_redundant_time",
         "transfer_queue.enable",
     ],
@@ -99,8 +98,8 @@ def test_defaults_are_refused_nowhere(run: Run):
 
 
 def test_a_refused_setting_is_told_once_where_others_follow_it(run: Run):
-    # critic.use_dynamic_bsz and others follow the actor; so does rollout.profiler.enable follow actor.profiler.enable.
-    message = only(run.refusal({"actor_rollout_ref.actor.profiler.enable": True}))
+    # rollout.profiler.enable follows actor.profiler.enable.
+    message = only(run.refusal({"actor_rollout_ref.actor.profiler": {"enable": True, "ranks": [0]}}))
     assert "actor_rollout_ref.actor.profiler.enable=true" in message
 
 

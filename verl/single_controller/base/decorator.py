@@ -35,6 +35,8 @@ from dataclasses import dataclass
 from types import MethodType
 from typing import Any, ClassVar, TypedDict, TypeVar
 
+import torch
+
 from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.single_controller.base import dispatch as modes
@@ -270,9 +272,10 @@ def register(
 
 @contextmanager
 def noting_rank(worker: Any, method: str) -> Iterator[None]:
-    """Add worker, method, rank and time (``failed_at``) to an exception that leaves the block."""
+    """Mark the block in profiles; add worker, method, rank and time (``failed_at``) to an exception that leaves it."""
     try:
-        yield
+        with torch.profiler.record_function(f"{type(worker).__name__}.{method}"):
+            yield
     except Exception as error:
         # Registered methods may call each other; only the innermost one, where the error arose, is noted.
         if not hasattr(error, "failed_at"):

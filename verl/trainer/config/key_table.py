@@ -25,14 +25,20 @@ from verl.config import (
     FSDPCriticModelCfg,
     FSDPEngineConfig,
     FSDPOptimizerConfig,
+    GlobalProfilerConfig,
+    GlobalToolsConfig,
     HFModelConfig,
     JudgeRolloutConfig,
+    MemoryHistoryConfig,
+    ModelToolsConfig,
     ModuleConfig,
     MultiTurnConfig,
     PPOConfig,
     RefConfig,
     RewardModelConfig,
     RewardModelModelConfig,
+    RewardProfilerConfig,
+    RoleProfilerConfig,
     RolloutConfig,
     RouterReplayConfig,
     SFTDataConfig,
@@ -103,8 +109,12 @@ _NO_LIGER = (
     "the model's own layers give the same results, and what Liger saves most, all logits at once, is never made here"
 )
 _PART_OF_TILED_MLP = "part of the tiled MLP, which is not in this version"
-_NO_PROFILER = "profilers are not in this version; leave it at its default (timing_s/* is always logged)"
-_PART_OF_PROFILING = "part of profiling, which is not in this version"
+_ONE_PROFILER = (
+    "all roles are profiled by one tool into one folder; set global_profiler.tool and global_profiler.save_path"
+)
+_WITH_THE_ACTOR = "the rollout engine runs in the actor's processes; set actor_rollout_ref.actor.profiler"
+_NOT_HERE = "part of profilers that are not in this version"
+_WHOLE_STACKS = "PyTorch remembers whole stacks"
 
 _REFERENCE_ROUTING = {
     "router_replay.mode": "disabled",
@@ -115,72 +125,71 @@ _NO_ROUTING_FILES = "choices of routers are not written to files; leave it null"
 _FREE_REFERENCE = "the reference always routes by itself; leave it disabled"
 _MEMORY = "global_profiler.global_tool_config.torch_memory"
 _ACTOR_PROFILER = "actor_rollout_ref.actor.profiler"
-_PROFILER = {
-    "profiler._target_": "verl.utils.profiler.ProfilerConfig",
-    "profiler.tool": "${oc.select:global_profiler.tool,null}",
-    "profiler.all_ranks": False,
-    "profiler.ranks": [],
-    "profiler.save_path": "${oc.select:global_profiler.save_path,null}",
+_FOLLOWS_GLOBAL = {
+    "tool": "${oc.select:global_profiler.tool,null}",
+    "save_path": "${oc.select:global_profiler.save_path,null}",
 }
-_TOOLS_OF_ACTOR = {"profiler.tool_config": f"${{oc.select:{_ACTOR_PROFILER}.tool_config,null}}"}
-_TOOLS = {
-    f"profiler.tool_config.{tool}.{key}": value
-    for tool, settings in {
-        "nsys": {
-            "_target_": "verl.utils.profiler.config.NsightToolConfig",
-            "discrete": "${oc.select:global_profiler.global_tool_config.nsys.discrete}",
-        },
-        "npu": {
-            "_target_": "verl.utils.profiler.config.NPUToolConfig",
-            "contents": [],
-            "level": "level0",
-            "analysis": True,
-            "discrete": False,
-        },
-        "torch": {
-            "_target_": "verl.utils.profiler.config.TorchProfilerToolConfig",
-            "contents": [],
-            "discrete": False,
-        },
-        "torch_memory": {
-            "_target_": "verl.utils.profiler.config.TorchMemoryToolConfig",
-            "trace_alloc_max_entries": f"${{oc.select:{_MEMORY}.trace_alloc_max_entries,100000}}",
-            "stack_depth": f"${{oc.select:{_MEMORY}.stack_depth,32}}",
-        },
-    }.items()
-    for key, value in settings.items()
-}
-_PROFILED = (
-    not_yet(_NO_PROFILER, {"profiler.enable": False}),
-    no_effect(_PART_OF_PROFILING, _PROFILER | _TOOLS),
-)
+_MEMORY_ENTRIES = f"${{oc.select:{_MEMORY}.trace_alloc_max_entries,100000}}"
 _NSYS_OPTIONS = {"trace": "cuda,nvtx,cublas,ucx", "cuda-memory-usage": True, "cuda-graph-trace": "graph"}
 
 INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
-    PPOConfig: (
-        not_yet(_NO_PROFILER, {"global_profiler.tool": None, "global_profiler.steps": None}),
+    RoleProfilerConfig: (not_yet(_ONE_PROFILER, _FOLLOWS_GLOBAL),),
+    RewardProfilerConfig: (
+        not_yet(
+            "traces have what the other roles ask for; set actor_rollout_ref.actor.profiler.tool_config",
+            {"tool_config": f"${{oc.select:{_ACTOR_PROFILER}.tool_config,null}}"},
+        ),
+    ),
+    ModelToolsConfig: (
+        not_yet(
+            "all roles remember equally many allocations; set "
+            "global_profiler.global_tool_config.torch_memory.trace_alloc_max_entries",
+            {"torch_memory.trace_alloc_max_entries": _MEMORY_ENTRIES},
+        ),
         no_effect(
-            _PART_OF_PROFILING,
+            _WHOLE_STACKS,
             {
-                "global_profiler._target_": "verl.utils.profiler.ProfilerConfig",
-                "global_profiler.profile_continuous_steps": False,
-                "global_profiler.save_path": "outputs/profile",
-                "global_profiler.global_tool_config.nsys._target_": "verl.utils.profiler.config.NsightToolConfig",
-                "global_profiler.global_tool_config.nsys.discrete": False,
-                "global_profiler.global_tool_config.nsys.controller_nsight_options": _NSYS_OPTIONS,
-                "global_profiler.global_tool_config.nsys.worker_nsight_options": {
+                "torch_memory._target_": "verl.utils.profiler.config.TorchMemoryToolConfig",
+                "torch_memory.stack_depth": f"${{oc.select:{_MEMORY}.stack_depth,32}}",
+            },
+        ),
+        no_effect(
+            _NOT_HERE,
+            {
+                "nsys._target_": "verl.utils.profiler.config.NsightToolConfig",
+                "nsys.discrete": "${oc.select:global_profiler.global_tool_config.nsys.discrete}",
+                "npu._target_": "verl.utils.profiler.config.NPUToolConfig",
+                "npu.contents": [],
+                "npu.level": "level0",
+                "npu.analysis": True,
+                "npu.discrete": False,
+            },
+        ),
+    ),
+    MemoryHistoryConfig: (
+        no_effect(_WHOLE_STACKS, {"stack_depth": 32}),
+        not_yet("PyTorch's recorder has no further arguments here; leave it empty", {"kw_args": {}}),
+    ),
+    GlobalToolsConfig: (
+        no_effect(
+            _NOT_HERE,
+            {
+                "nsys._target_": "verl.utils.profiler.config.NsightToolConfig",
+                "nsys.discrete": False,
+                "nsys.controller_nsight_options": _NSYS_OPTIONS,
+                "nsys.worker_nsight_options": {
                     **_NSYS_OPTIONS,
                     "capture-range": "cudaProfilerApi",
                     "capture-range-end": None,
                     "kill": "none",
                 },
-                f"{_MEMORY}.trace_alloc_max_entries": 100_000,
-                f"{_MEMORY}.stack_depth": 32,
-                f"{_MEMORY}.context": "all",
-                f"{_MEMORY}.stacks": "all",
-                f"{_MEMORY}.kw_args": {},
             },
         ),
+    ),
+    GlobalProfilerConfig: (
+        not_yet("each step has files of its own; leave it false", {"profile_continuous_steps": False}),
+    ),
+    PPOConfig: (
         not_yet(
             "the transfer queue is not in this version; set transfer_queue.enable=false",
             {"transfer_queue.enable": False},
@@ -232,7 +241,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             _ALWAYS_FUSED,
             {"use_fused_kernels": "${oc.select:actor_rollout_ref.model.use_fused_kernels,false}"},
         ),
-        *_PROFILED,
     ),
     FSDPActorConfig: (
         no_effect(_ALWAYS_FUSED, {"entropy_from_logits_with_chunking": False, "entropy_checkpointing": False}),
@@ -251,7 +259,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             _UNCOMPILED,
             {"use_torch_compile": "${oc.select:actor_rollout_ref.actor.use_torch_compile,true}"},
         ),
-        *_PROFILED,
         not_yet(_FREE_REFERENCE, _REFERENCE_ROUTING),
         no_effect(
             "part of router replay, which the reference does not have",
@@ -298,14 +305,15 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
                 "trace.max_samples_per_step_per_worker": None,
             },
         ),
-        not_yet(_NO_PROFILER, {"profiler.enable": f"${{oc.select:{_ACTOR_PROFILER}.enable,false}}"}),
-        no_effect(
-            _PART_OF_PROFILING,
+        no_effect(_WITH_THE_ACTOR.partition(";")[0], {"profiler._target_": "verl.utils.profiler.ProfilerConfig"}),
+        not_yet(
+            _WITH_THE_ACTOR,
             {
-                **_PROFILER,
+                "profiler.enable": f"${{oc.select:{_ACTOR_PROFILER}.enable,false}}",
+                **{f"profiler.{name}": value for name, value in _FOLLOWS_GLOBAL.items()},
                 "profiler.all_ranks": f"${{oc.select:{_ACTOR_PROFILER}.all_ranks,false}}",
                 "profiler.ranks": f"${{oc.select:{_ACTOR_PROFILER}.ranks,[]}}",
-                **_TOOLS_OF_ACTOR,
+                "profiler.tool_config": f"${{oc.select:{_ACTOR_PROFILER}.tool_config,null}}",
             },
         ),
         not_yet(
@@ -359,7 +367,7 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         older_form("micro_batch_size"),
         no_effect(_NO_SHM, {"use_shm": False}),
     ),
-    CriticConfig: (older_form("ppo_micro_batch_size"), *_PROFILED),
+    CriticConfig: (older_form("ppo_micro_batch_size"),),
     FSDPCriticConfig: (older_form("forward_micro_batch_size", "${oc.select:.ppo_micro_batch_size,null}"),),
     FSDPCriticModelCfg: (
         no_effect(_NO_SHM, {"use_shm": False}),
@@ -374,8 +382,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             "reward loops are not in this version; use reward_model.reward_manager",
             {"reward_loop_source": "register", "reward_loop_module_path": None, "reward_loop_class_name": None},
         ),
-        not_yet(_NO_PROFILER, {"profiler.enable": False}),
-        no_effect(_PART_OF_PROFILING, _PROFILER | _TOOLS_OF_ACTOR),
     ),
     JudgeRolloutConfig: (
         no_effect("the engine gets the weights from the worker that holds it", {"load_format": "auto"}),
@@ -392,7 +398,7 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             "saving before an instance expires is not in this version; use trainer.save_freq",
             {"esi_redundant_time": 0},
         ),
-        not_yet(_NO_PROFILER, {"profile_steps": None}),
+        not_yet("steps to profile are a setting of the profiler; set global_profiler.steps", {"profile_steps": None}),
         no_effect("Ray reports ranks that do not start", {"ray_wait_register_center_timeout": 300}),
         no_effect(
             "there is one implementation of the workers, whatever it says",

@@ -38,6 +38,7 @@ from verl.trainer.config import rules_megatron as megatron
 from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
+from verl.trainer.config.rules_profiler import profilers
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import model_files
@@ -484,6 +485,7 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         rewards,
         judge,
         critic_warmup,
+        profilers,
     ),
     SFTConfig: (*_SUPERVISED, sizes.sft_batches),
     RMConfig: (*_SUPERVISED, sizes.preference_batches),

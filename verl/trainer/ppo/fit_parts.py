@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig
@@ -32,6 +33,7 @@ from verl.trainer.loop import StepContext, TrainingLoop
 from verl.trainer.ppo import stages
 from verl.trainer.ppo.metric_utils import compute_mfu_metrics
 from verl.trainer.ppo.ordered_group import OrderedGroup
+from verl.trainer.ppo.profiling import StepProfiles
 from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.utils.metric import Metrics
 from verl.utils.tracking import ValidationGenerationsLogger
@@ -49,6 +51,7 @@ class FitParts(TrainingLoop):
     tokenizer: Any
     needs: Needs
     arithmetic: dict[str, Arithmetic]
+    profiles: StepProfiles
 
     hybrid_engine: bool = True
     """Actor and rollout engine share processes."""
@@ -332,33 +335,52 @@ class FitParts(TrainingLoop):
         """Restore workers, data position and ``global_steps`` as ``trainer.resume_mode`` says; 0 for a new run."""
         self.resume()
 
+    def observed(self, context: StepContext) -> AbstractContextManager[None]:
+        """See :meth:`TrainingLoop.observed`: profiles of the steps of ``global_profiler.steps``."""
+        return self.profiles.of_step(context.number, self._groups_by_role)
+
     def _start_profiling(self, do_profile: bool) -> None:
         """Start the profilers of the workers, at the step that is to be profiled.
+
+        With ``global_profiler.tool`` these are the run's own, otherwise those of workers with a ``DistProfiler``.
 
         Raises:
             ConfigError: no worker has a profiler.
         """
+        if do_profile and self.profiles.steps:
+            self.profiles.start(self.global_steps, self._groups_by_role)
+            return
         for name, group in self._profiled_groups(do_profile):
             group.start_profile(role=name, profile_step=self.global_steps)
 
     def _stop_profiling(self, do_profile: bool) -> None:
         """Stop the profilers of the workers, which write their files."""
+        if do_profile and self.profiles.steps:
+            self.profiles.stop(self._groups_by_role)
+            return
         for _, group in self._profiled_groups(do_profile):
             group.stop_profile()
 
-    def _profiled_groups(self, do_profile: bool) -> list[tuple[str, OrderedGroup]]:
-        if not do_profile:
-            return []
-        groups = {
+    @property
+    def _groups_by_role(self) -> dict[str, OrderedGroup | None]:
+        return {
             "actor_rollout": self.actor_rollout_wg,
             "ref": self.ref_policy_wg,
             "critic": self.critic_wg,
             "rm": self.rm_wg,
         }
-        found = [(name, group) for name, group in groups.items() if hasattr(group, "start_profile")]
+
+    def _profiled_groups(self, do_profile: bool) -> list[tuple[str, OrderedGroup]]:
+        if not do_profile:
+            return []
+        groups = self._groups_by_role
+        found = [
+            (name, group) for name, group in groups.items() if group is not None and hasattr(group, "start_profile")
+        ]
         if not found:
             raise ConfigError(
-                "no worker of this run has a profiler. Derive the class of a worker from "
+                "no worker of this run has a profiler. Set global_profiler.tool, global_profiler.steps and "
+                "actor_rollout_ref.actor.profiler.enable, derive the class of a worker from "
                 "verl.utils.profiler.DistProfilerExtension too (docs/recipes.md), or start no profiling; timing_s/* is "
                 "always logged."
             )

@@ -69,6 +69,7 @@ from verl.trainer.ppo.metric_utils import (
     compute_timing_metrics,
 )
 from verl.trainer.ppo.old_log_probs import OldLogProbs
+from verl.trainer.ppo.profiling import StepProfiles
 from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.trainer.ppo.reward import (
     EqualScores,
@@ -241,6 +242,7 @@ class RayPPOTrainer(FitParts):
             )
         self.total_training_steps = derived_sizes(self.typed_config, len(train_dataset)).total_steps
         self.schedule = Schedule.of(self.typed_config.trainer, self.total_training_steps)
+        self.profiles = StepProfiles(self.typed_config, self.total_training_steps)
         self.val_dataloader = None
         self.validation_order = self.own_draws()
         if val_dataset is not None:

@@ -1,0 +1,134 @@
+"""Profilers of a run: which tool, at which steps, for which roles and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar, Literal
+
+from verl.config.base import BaseConfig, section, setting, subsection
+from verl.config.problems import Problem
+
+Contents = Literal["cpu", "cuda", "memory", "shapes", "stack"]
+
+_NSYS = (
+    "Nsight Systems surrounds a process, so a run cannot start it for itself; leave it null and start the command "
+    "under it: nsys profile --trace=cuda,nvtx,cublas python -m verl.trainer.main_ppo "
+    "trainer.controller=local and the rest of the command line, or use torch"
+)
+
+
+@section
+class TorchProfilerToolConfig(BaseConfig):
+    """The profiler of PyTorch."""
+
+    hydra_target: ClassVar[str] = "verl.utils.profiler.config.TorchProfilerToolConfig"
+
+    contents: tuple[Contents, ...] = setting(())
+    """What to record; empty records the time on the CPU and on the GPU."""
+    discrete: bool = setting(False)
+    """Profile each annotated call by itself, instead of everything from start to stop; only for workers of your own
+    with a `DistProfiler`."""
+
+
+@section
+class ModelToolsConfig(BaseConfig):
+    """Settings of the tools for one role."""
+
+    torch: TorchProfilerToolConfig = subsection(TorchProfilerToolConfig)
+    """With `global_profiler.tool=torch`."""
+
+
+@section
+class RoleProfilerConfig(BaseConfig):
+    """Which ranks of a role are profiled, at the steps of `global_profiler.steps`."""
+
+    hydra_target: ClassVar[str] = "verl.utils.profiler.ProfilerConfig"
+
+    enable: bool = setting(False)
+    """Profile the processes of this role."""
+    all_ranks: bool = setting(False)
+    """Profile every rank."""
+    ranks: tuple[int, ...] = setting(())
+    """Ranks to profile."""
+
+    def covers(self, rank: int) -> bool:
+        """Whether ``rank`` is one to profile."""
+        return self.enable and (self.all_ranks or rank in self.ranks)
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """A role that is profiled has ranks that are."""
+        if self.enable and not (self.all_ranks or self.ranks):
+            remedy = f"set {path}.ranks=[0], or {path}.all_ranks=true"
+            yield Problem(f"{path}.enable", True, "no rank of this role is chosen", remedy=remedy)
+
+
+@section
+class ModelProfilerConfig(RoleProfilerConfig):
+    """The same, with settings of the tools."""
+
+    tool_config: ModelToolsConfig = subsection(ModelToolsConfig)
+    """Settings of the tools."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """A rank has one trace per step."""
+        yield from super().problems(path)
+        if self.tool_config.torch.discrete:
+            wrong = "a rank writes one trace per step, in which each call is marked"
+            yield Problem(f"{path}.tool_config.torch.discrete", True, wrong, "false")
+
+
+@section
+class RewardProfilerConfig(RoleProfilerConfig):
+    """The same, for a reward model; its traces have the contents that the other roles ask for."""
+
+
+@section
+class MemoryHistoryConfig(BaseConfig):
+    """The recorder of GPU memory of PyTorch."""
+
+    trace_alloc_max_entries: int = setting(100_000, ge=1)
+    """Allocations to remember."""
+    context: Literal["all", "state", "alloc"] = setting("all")
+    """Events whose stacks are kept: allocations and frees, allocations, or those of memory that is in use."""
+    stacks: Literal["all", "python"] = setting("all")
+    """Frames of a stack: also those of C++, or those of Python alone."""
+
+
+@section
+class GlobalToolsConfig(BaseConfig):
+    """Settings of the tools for all roles."""
+
+    torch_memory: MemoryHistoryConfig = subsection(MemoryHistoryConfig)
+    """With `tool=torch_memory`."""
+
+
+@section
+class GlobalProfilerConfig(BaseConfig):
+    """Profiles of some steps of a run (docs/debugging.md); what is recorded is chosen by `profiler` of each role."""
+
+    hydra_target: ClassVar[str] = "verl.utils.profiler.ProfilerConfig"
+
+    tool: Literal["torch", "torch_memory"] | None = setting(
+        None,
+        refuse_values={
+            "nsys": _NSYS,
+            "npu": "Ascend devices are not in this version; use torch",
+        },
+    )
+    """`torch` (operators and kernels over time), `torch_memory` (GPU memory), or null for no profiler."""
+    steps: tuple[int, ...] | None = setting(None)
+    """Steps to profile, counted from 1."""
+    save_path: str = setting("outputs/profile", path=True)
+    """Folder of the files, on the machine of each rank."""
+    global_tool_config: GlobalToolsConfig = subsection(GlobalToolsConfig)
+    """Settings of the tools."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """A tool has steps, and steps have a tool; they are counted from 1."""
+        if self.tool and not self.steps:
+            yield Problem(f"{path}.steps", self.steps, "no step is chosen", remedy=f"set {path}.steps=[2]")
+        if self.steps and not self.tool:
+            remedy = f"set {path}.tool=torch, or leave the steps out"
+            yield Problem(f"{path}.steps", list(self.steps), "no profiler is chosen", remedy=remedy)
+        if self.steps and min(self.steps) < 1:
+            yield Problem(f"{path}.steps", list(self.steps), "steps are counted from 1", "integers >= 1")

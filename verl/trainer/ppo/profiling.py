@@ -1,0 +1,83 @@
+"""Profiles of chosen steps: starts and stops the recordings of the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from verl.config import PPOConfig
+from verl.errors import ConfigError
+from verl.workers.profiling import RecordingPlan
+
+
+class StepProfiles:
+    """Records the steps of ``global_profiler.steps`` on the ranks that ``profiler`` of each role names.
+
+    Args:
+        config: the run's configuration.
+        total_steps: length of the run.
+
+    Raises:
+        ConfigError: a step is beyond the end of the run.
+    """
+
+    def __init__(self, config: PPOConfig, total_steps: int) -> None:
+        self._config = config.global_profiler
+        self.steps = frozenset(self._config.steps or ()) if self._config.tool else frozenset()
+        roles = config.actor_rollout_ref
+        models = {"actor_rollout": roles.actor.profiler, "ref": roles.ref.profiler, "critic": config.critic.profiler}
+        self._profilers = {
+            name: one for name, one in {**models, "rm": config.reward_model.profiler}.items() if one.enable
+        }
+        self._contents = sorted(
+            {kind for name, one in models.items() if one.enable for kind in one.tool_config.torch.contents}
+        )
+        if beyond := sorted(step for step in self.steps if step > total_steps):
+            raise ConfigError(
+                f"global_profiler.steps={sorted(self.steps)}: the run ends with step {total_steps}, before "
+                f"{', '.join(map(str, beyond))}. Choose steps from 1 to {total_steps}, or make the run longer."
+            )
+
+    @contextmanager
+    def of_step(self, step: int, groups: Mapping[str, Any]) -> Iterator[None]:
+        """Record the block if ``step`` is to be profiled; a step that fails writes nothing."""
+        if step not in self.steps:
+            yield
+            return
+        self.start(step, groups)
+        yield
+        self.stop(groups)
+
+    def start(self, step: int, groups: Mapping[str, Any]) -> None:
+        """Begin the recordings of a step.
+
+        Args:
+            step: its number.
+            groups: the worker group of each role, None where the run has none.
+
+        Raises:
+            ConfigError: the class of a role's workers cannot record.
+        """
+        for role, profiler in self._profilers.items():
+            group = groups.get(role)
+            if group is None or not hasattr(group, "start_recording"):
+                raise ConfigError(
+                    f"the workers of '{role}' cannot be profiled. Derive their class from "
+                    "verl.workers.training_workers.EngineWorker, or leave profiler.enable of this role out."
+                )
+            ranks = None if profiler.all_ranks else profiler.ranks
+            plan = RecordingPlan(self._config.tool or "", self._settings, self._config.save_path, step, role, ranks)
+            group.start_recording(plan)
+
+    def stop(self, groups: Mapping[str, Any]) -> None:
+        """End the recordings, which writes their files."""
+        for role in self._profilers:
+            groups[role].stop_recording(role)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        if self._config.tool == "torch":
+            return {"contents": self._contents}
+        memory = self._config.global_tool_config.torch_memory
+        return {"max_entries": memory.trace_alloc_max_entries, "context": memory.context, "stacks": memory.stacks}
