@@ -1,12 +1,10 @@
-"""The FSDP2 implementation of ``BaseEngine`` for language, value and reward models."""
+"""The FSDP2 implementation of ``BaseEngine`` for language, value and reward models: its passes and its optimizer."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -15,49 +13,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from verl.backends import backend_for
-from verl.checkpoint.ranks import RankState
-from verl.checkpoint.shards import TrainingState, write_world_size
-from verl.checkpoint.states import seed_everything
-from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.config import FSDPOptimizerConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
-from verl.utils.device import ensure_process_group, get_device
-from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
-from verl.utils.model import hf_config_of, longrope_threshold, torch_dtype
-from verl.utils.sharded_tensor import full_tensor, local_rows
-from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
-from verl.workers.engine.base import BaseEngine, EngineRegistry
-from verl.workers.engine.fsdp.adapters import (
-    ADAPTER_FOLDER,
-    adapter_layers,
-    check_same_scale,
-    merged,
-    scales_of,
-    without_adapters,
-    write_adapters,
-)
-from verl.workers.engine.fsdp.experts import ExpertLoad, balance_coefficient, balance_loss, load_metrics
-from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
+from verl.utils.model import longrope_threshold
+from verl.utils.sharded_tensor import local_rows
+from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.experts import ExpertLoad, balance_loss, load_metrics
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
-from verl.workers.engine.fsdp.model import (
-    HeadedModel,
-    ModelType,
-    build_model,
-    check_sequence_sharing,
-    enable_gradient_checkpointing,
-    own_state,
-    trained_parameters,
-)
-from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler, clip_gradients
-from verl.workers.engine.fsdp.packing_check import PackingCheck
-from verl.workers.engine.fsdp.sharding import (
-    make_mesh,
-    make_sequence_mesh,
-    mixed_precision,
-    needs_sharding,
-    shard_model,
-)
+from verl.workers.engine.fsdp.optimizer import clip_gradients
+from verl.workers.engine.fsdp.sharded_model import ShardedModel
 from verl.workers.engine.images import has_images
 from verl.workers.engine.loss import (
     BatchTotals,
@@ -78,179 +43,22 @@ from verl.workers.engine.passes import (
     largest_of_ranks,
     split_micro_batches,
 )
-from verl.workers.routers import Choices, Routers, unknown
+from verl.workers.routers import Choices, unknown
 
 ROUTING = "routed_experts"
 """Output and column: the experts that each token goes to."""
 
 
-class FSDPEngine(BaseEngine):
-    """One model under FSDP2, as this rank holds it.
+class FSDPEngine(ShardedModel):
+    """One model under FSDP2; arguments as of :class:`ShardedModel`."""
 
-    Args:
-        model_config: model folder and settings of the model.
-        engine_config: with ``forward_only`` the model is frozen and needs no ``optimizer_config``.
-        device_name: ``"cuda"``, ``"cpu"``, or None to use a GPU if there is one.
-        timeout_s: seconds after which an unfinished collective is an error.
-        total_steps: length of the run, where learning-rate schedules end; 0 if unknown.
-        frozen: parts of module names, such as ``visual``, whose weights are not trained.
-    """
-
-    model_type: ModelType = "language_model"
     output_names = frozenset({"log_probs", "entropy", "sum_pi_squared", ROUTING})
-
-    def __init__(
-        self,
-        model_config: HFModelConfig,
-        engine_config: FSDPEngineConfig,
-        optimizer_config: FSDPOptimizerConfig | None = None,
-        device_name: str | None = None,
-        timeout_s: float = 600,
-        total_steps: int = 0,
-        frozen: Sequence[str] = (),
-    ) -> None:
-        self.frozen = frozen
-        self.model_config = model_config
-        self.engine_config = engine_config
-        self.optimizer_config = optimizer_config
-        self.total_steps = total_steps
-        self.device = get_device(device_name)
-        self.backend = backend_for(self.device)
-        ensure_process_group(self.device, timeout_s)
-        self.mesh = make_mesh(self.device, engine_config.fsdp_size)
-        self.sequence_mesh = make_sequence_mesh(self.device, engine_config.ulysses_sequence_parallel_size)
-        self.model: HeadedModel
-        self.optimizer: Optimizer | None = None
-        self.scheduler: LambdaLR | None = None
-        self.is_packed = False
-        self._runs_tower = False
-        self.balance_weight = 0.0
-        self.pass_sizes = PassSizes()
-        self._contexts = 0
-
-    # ---- set-up -------------------------------------------------------------------------------
 
     def initialize(self) -> None:
         """Build and shard the model, and make the optimizer; see :class:`BaseEngine`."""
-        config = self.engine_config
-        if config.full_determinism:
-            torch.use_deterministic_algorithms(True)
-        seed_everything(config.seed + dist.get_rank())
-        dtype = torch_dtype(config.model_dtype)
-        is_first = dist.get_rank() == 0
-        hf_config = hf_config_of(self.model_config)
-        if self.sequence_ranks > 1:
-            check_sequence_sharing(hf_config, self.sequence_ranks)
-        if not config.forward_only:
-            self.balance_weight = balance_coefficient(hf_config, self.model_config.override_config)
-        if self.balance_weight and self.sequence_ranks > 1:
-            raise ConfigError(
-                f"model.override_config.router_aux_loss_coef={self.balance_weight} with "
-                f"ulysses_sequence_parallel_size={self.sequence_ranks}: the load of experts is not counted where ranks "
-                "share sequences. Set one of them to its default."
-            )
-        is_trained = not config.forward_only
-        model = build_model(self.model_type, self.model_config, dtype, is_first, is_trained, self.frozen)
-        if self.model_config.enable_gradient_checkpointing and not config.forward_only:
-            enable_gradient_checkpointing(model)
-        self.adapters = adapter_layers(model) if self.has_adapters else {}
-        # Adapters are stored in fp32 whatever the model is stored in, and FSDP casts both for the passes.
-        if needs_sharding(config, self.mesh) or (self.adapters and dtype is not torch.float32):
-            shard_model(model, config, self.mesh)
-        else:
-            model.to(self.device)
-        self.model = model.eval()
-        self.routers = Routers(model)
-        self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self.compute_dtype = mixed_precision(config).param_dtype or dtype
-        check = PackingCheck(model, self.device, self.compute_dtype, self.sequence_group)
-        self.is_packed = self.model_config.use_remove_padding and check.use_packed()
-        if self.sequence_group is not None and not self.is_packed:
-            check.use_shared_padding()
-        self._reshard()
-        self.backend.install(
-            model,
-            units=self._units,
-            group=self.mesh.get_group("shard"),
-            dtype=self.compute_dtype,
-            name=type(model.hf).__name__,
-            difference=lambda: check.difference(self.is_packed),
-        )
-        self._reshard()  # otherwise the optimizer would receive the gathered copies
-        if not config.forward_only:
-            if self.optimizer_config is None:
-                raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
-            self.optimizer = build_optimizer(trained_parameters(model).values(), self.optimizer_config)
-            self.scheduler = build_scheduler(self.optimizer, self.optimizer_config, self.total_steps)
-        self._offload()
-
-    # ---- modes and memory ---------------------------------------------------------------------
-
-    @contextmanager
-    def train_mode(self) -> Iterator[None]:
-        """Keep weights and optimizer on the device, and layers in training mode, inside the context."""
-        with self._awake(optimizer=True):
-            self.model.train()
-            try:
-                yield
-            finally:
-                self.model.eval()
-
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        """Keep weights on the device, and layers in inference mode, inside the context."""
-        with self._awake(optimizer=False):
-            yield
-
-    @property
-    def has_adapters(self) -> bool:
-        """Whether LoRA adapters are trained in place of the model's weights."""
-        return self.model_config.has_adapters and not self.engine_config.forward_only
-
-    def disable_adapter(self) -> AbstractContextManager[None]:
-        """See :meth:`BaseEngine.disable_adapter`."""
-        return without_adapters(self.adapters.values()) if self.has_adapters else super().disable_adapter()
-
-    @contextmanager
-    def _awake(self, optimizer: bool) -> Iterator[None]:
-        self.to(self.device.type, model=True, optimizer=optimizer)
-        self._contexts += 1
-        outer = get_ulysses_sequence_parallel_group()
-        set_ulysses_sequence_parallel_group(self.sequence_group)
-        try:
-            yield
-        finally:
-            set_ulysses_sequence_parallel_group(outer)
-            self._contexts -= 1
-            self._reshard()
-            if self._contexts == 0:
-                self._offload()
-
-    def _offload(self) -> None:
-        config = self.engine_config
-        self.to("cpu", model=config.param_offload, optimizer=config.optimizer_offload)
-
-    def _reshard(self) -> None:
-        """Free gathered parameters."""
-        # FSDP leaves those of some units gathered after a forward pass without a backward pass.
-        for unit in self._units:
-            unit.reshard()
-
-    def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move weights and optimizer state; no-op on a CPU and with FSDP's own offload (``offload_policy``)."""
-        if self.device.type == "cpu" or self.engine_config.offload_policy:
-            return
-        target = torch.device("cpu") if device == "cpu" else self.device
-        if model:
-            self.model.to(target)
-        if optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.dim():
-                        state[key] = value.to(target, non_blocking=True)
-        if target.type == "cpu":
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
+        super().initialize()
+        self.pass_sizes = PassSizes()
+        self._runs_tower = False
 
     # ---- computing ----------------------------------------------------------------------------
 
@@ -450,91 +258,6 @@ class FSDPEngine(BaseEngine):
         lr = float(scheduler.get_last_lr()[0])
         scheduler.step()
         return lr
-
-    # ---- weights and ranks --------------------------------------------------------------------
-
-    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`BaseEngine.get_per_tensor_param`."""
-        self._reshard()
-        weights = self.backend.whole_weights()
-        return merged(weights, scales_of(self.adapters)) if self.has_adapters else weights
-
-    @property
-    def sequence_group(self) -> dist.ProcessGroup | None:
-        """Ranks that share the sequences of this one; None if it has whole sequences."""
-        return None if self.sequence_mesh is None else self.sequence_mesh.get_group("sp")
-
-    @property
-    def sequence_ranks(self) -> int:
-        """Number of ranks that share a sequence."""
-        return self.engine_config.ulysses_sequence_parallel_size
-
-    def get_data_parallel_size(self) -> int:
-        """Return the number of groups of ranks that share sequences; without such groups the number of ranks."""
-        return dist.get_world_size() // self.sequence_ranks
-
-    def get_data_parallel_rank(self) -> int:
-        """Return the index of this rank's group."""
-        return dist.get_rank() // self.sequence_ranks
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Return the ranks with the same place in their group, which together have all rows once."""
-        return dist.group.WORLD if self.sequence_mesh is None else self.sequence_mesh.get_group("dp")
-
-    def is_mp_src_rank_with_outputs(self) -> bool:
-        """Return whether this rank is the first of those that share its sequences."""
-        return dist.get_rank() % self.sequence_ranks == 0
-
-    def arithmetic(self) -> Arithmetic:
-        """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""
-        counter = FlopsCounter.of(self.model.hf.config, self.model.head.out_features, is_frozen=self.has_adapters)
-        return Arithmetic(counter, device_peak_flops(self.device, self.compute_dtype))
-
-    # ---- checkpoints --------------------------------------------------------------------------
-
-    def _training_state(self) -> TrainingState:
-        trained = trained_parameters(self.model)
-        tensors = trained if self.has_adapters else own_state(self.model)
-        return TrainingState(tensors, trained, self.optimizer, self.scheduler)
-
-    def state(
-        self, global_step: int = 0, contents: Sequence[str] = ("model", "optimizer", "extra"), copied: bool = True
-    ) -> RankState:
-        """Collect this rank's part of a checkpoint; see :mod:`verl.checkpoint.shards`."""
-        numbers = {"weight_version": self.weight_version, "global_step": global_step}
-        states = self._training_state().states(contents, numbers, copied)
-        weights = weights_on_first_rank(self.get_per_tensor_param()) if "hf_model" in contents else None
-        adapters = self._whole_adapters() if self.has_adapters and "model" in contents else None
-        if dist.get_rank():
-            return RankState(states)
-
-        def describe(folder: Path) -> None:
-            write_world_size(folder)
-            write_model_folder(self.model.hf, self.model.head_name, weights, folder / "huggingface")
-            write_tokenizer(self.model_config, folder / "huggingface")
-            if adapters is not None:
-                write_adapters(self.model.hf, self.model.head_name, adapters, folder / ADAPTER_FOLDER)
-
-        return RankState(states, describe)
-
-    def _whole_adapters(self) -> dict[str, Tensor]:
-        """Copy the adapters to CPU memory on rank 0. Collective."""
-        self._reshard()
-        trained = trained_parameters(self.model).items()
-        return weights_on_first_rank((name, full_tensor(parameter, self.device)) for name, parameter in trained)
-
-    def load_state(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Restore what :meth:`state` returned; see :class:`BaseEngine`."""
-        numbers = self._training_state().restore(states)
-        self.weight_version = int(numbers.get("weight_version", self.weight_version))
-
-    def load_checkpoint(self, local_path: str, contents: Sequence[str] = ("model", "optimizer", "extra")) -> None:
-        """Restore from a checkpoint folder; see :class:`BaseEngine`."""
-        folder = Path(local_path).expanduser()
-        if self.has_adapters and "model" in contents:
-            check_same_scale(self.model.hf, folder / ADAPTER_FOLDER)
-        numbers = self._training_state().load(folder, contents)
-        self.weight_version = int(numbers.get("weight_version", self.weight_version))
 
 
 @EngineRegistry.register("language_model", ("fsdp", "fsdp2"))
