@@ -209,3 +209,8 @@ def test_max_samples_chooses_by_the_seed(tmp_path):
     chosen = [RMDataset(str(path), TOKENIZER, config(seed=3), max_samples=4).rows for _ in range(2)]
     assert chosen[0] == chosen[1]
     assert len(set(chosen[0])) == 4
+
+
+def test_rows_with_images_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"row 0: column 'videos' holds 1 item\(s\).*reads texts"):
+        open_pairs(tmp_path, {"prompt": "a", "chosen": "01", "rejected": "2", "videos": ["a.mp4"]})

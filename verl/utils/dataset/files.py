@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,9 @@ import numpy as np
 from verl.errors import DataError
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".ndjson")
+
+MEDIA_COLUMNS = ("images", "videos", "audios")
+"""Columns by which data sets usually carry media."""
 
 Row = dict[str, Any]
 
@@ -85,6 +88,27 @@ def open_files(paths: str | Sequence[str], setting: str) -> list[DataFile]:
     if not names:
         raise DataError(f"{setting} names no file. Give one path or a list of paths.")
     return [DataFile(path) for name in names for path in _expand(name, setting)]
+
+
+def refuse_media(files: Iterable[DataFile], columns: Iterable[str], why_not: str) -> None:
+    """Refuse rows with images, videos or sounds.
+
+    Args:
+        files: of the data set.
+        columns: in which media stand; a file need not have them, and a row may have None or an empty list there.
+        why_not: a sentence.
+
+    Raises:
+        DataError: names the first such row.
+    """
+    for file in files:
+        for name in set(columns).intersection(file.columns):
+            for number, value in enumerate(file.column(name)):
+                if value:
+                    raise DataError(
+                        f"{file.path}, row {number}: column '{name}' holds {len(value)} item(s). {why_not} "
+                        "Remove these rows, or the column if the text stands alone."
+                    )
 
 
 def require_columns(files: Sequence[DataFile], wanted: dict[str, str]) -> None:

@@ -15,7 +15,15 @@ from verl.config import SFTDataConfig
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths, truncate
 from verl.utils.dataset.content_checks import ContentChecks
-from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
+from verl.utils.dataset.files import (
+    MEDIA_COLUMNS,
+    DataFile,
+    Row,
+    choose_rows,
+    open_files,
+    refuse_media,
+    require_columns,
+)
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
 
 Item = dict[str, torch.Tensor]
@@ -58,6 +66,7 @@ class MultiTurnSFTDataset(Dataset):
         self.config = config = SFTDataConfig.of(config)
         self.files: list[DataFile] = open_files(parquet_files, "parquet_files")
         require_columns(self.files, self.needed_columns())
+        refuse_media(self.files, MEDIA_COLUMNS, "Images are for main_ppo: this trainer reads texts.")
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_conversations()
 

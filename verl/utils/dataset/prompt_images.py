@@ -13,7 +13,7 @@ from PIL import Image
 from verl.config import DataConfig
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
-from verl.utils.dataset.files import DataFile
+from verl.utils.dataset.files import DataFile, refuse_media
 from verl.vision.messages import with_image_parts, with_placeholders
 from verl.vision.prompts import ImagePrompts
 
@@ -55,13 +55,8 @@ class PromptImages:
     def refuse_media(self, file: DataFile) -> None:
         """Raise DataError, with file and row, if a file has media that the model or this version cannot take."""
         for key in self.keys:
-            if key in file.columns and (key != self.image_key or self.maker is None):
-                for number, value in enumerate(file.column(key)):
-                    if value:
-                        raise DataError(
-                            f"{file.path}, row {number}: column '{key}' holds {len(value)} item(s). "
-                            f"{self._why_not(key)} Remove these rows, or the column if the text stands alone."
-                        )
+            if key != self.image_key or self.maker is None:
+                refuse_media([file], [key], self._why_not(key))
 
     def _why_not(self, key: str) -> str:
         if key != self.image_key:

@@ -12,7 +12,15 @@ from torch.utils.data import Dataset
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths
 from verl.utils.dataset.content_checks import ContentChecks
-from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
+from verl.utils.dataset.files import (
+    MEDIA_COLUMNS,
+    DataFile,
+    Row,
+    choose_rows,
+    open_files,
+    refuse_media,
+    require_columns,
+)
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
 from verl.utils.dataset.multiturn_sft_dataset import Item, right_pad
 
@@ -77,6 +85,7 @@ class RMDataset(Dataset):
         if config.prompt_key is not None:
             columns[config.prompt_key] = "prompt_key"
         require_columns(self.files, columns)
+        refuse_media(self.files, MEDIA_COLUMNS, "Images are for main_ppo: this trainer reads texts.")
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_pairs()
 
