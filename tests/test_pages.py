@@ -12,7 +12,7 @@ from verl.cli.explain import all_settings
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")], key=str)
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("examples/cluster/*")], key=str)
 ROOTS = ("actor_rollout_ref", "algorithm", "critic", "custom_reward_function", "data", "reward_model", "trainer")
 KEY = re.compile(rf"(?<![\w./])\+?((?:{'|'.join(ROOTS)})\.[a-z_.]*[a-z_])(?==|`)")
 OPEN = ("reward_kwargs", "scorer_kwargs", "engine_kwargs", "override_config")
