@@ -21,10 +21,15 @@ def batch_that_drew_padding() -> DataProto:
 def megatron_engine(
     path: str, model_type: str = "language_model", trained: bool = True, dtype: str = "fp32", **settings: Any
 ) -> BaseEngine:
-    """An initialised engine; the groups of an earlier layout are dropped, so its engines must not be used again."""
+    """An initialised engine; the groups of another layout are dropped, so its engines must not be used again."""
     from megatron.core import parallel_state
 
-    parallel_state.destroy_model_parallel()
+    from verl.workers.engine.megatron.groups import Layout, joined
+
+    sizes = {key: value for key, value in settings.items() if key not in HFModelConfig.__pydantic_fields__}
+    # Groups that are dropped keep their threads, which take a hundredth of a core each: so only where need be.
+    if joined() not in (None, Layout.of(McoreEngineConfig(**sizes))):
+        parallel_state.destroy_model_parallel()
     return another_engine(path, model_type, trained, dtype, **settings)
 
 

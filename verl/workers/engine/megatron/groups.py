@@ -50,6 +50,19 @@ class Layout:
         return f"{said}, expert_model_parallel_size={self.expert}, expert_tensor_parallel_size={self.expert_tensor}"
 
 
+def joined() -> Layout | None:
+    """Return the layout of this process, if its groups were made."""
+    if not parallel_state.is_initialized():
+        return None
+    return Layout(
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
+
+
 def join(layout: Layout, device: torch.device, seed: int) -> None:
     """Make the process groups of ``layout``; all engines of a process have the same. Collective.
 
@@ -69,14 +82,8 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
             f"megatron.{layout}: {experts_by} ranks share the experts, which does not divide the {ranks} ranks. Use "
             "sizes whose product divides them."
         )
-    if parallel_state.is_initialized():
-        known = Layout(
-            parallel_state.get_tensor_model_parallel_world_size(),
-            parallel_state.get_pipeline_model_parallel_world_size(),
-            parallel_state.get_context_parallel_world_size(),
-            parallel_state.get_expert_model_parallel_world_size(),
-            parallel_state.get_expert_tensor_parallel_world_size(),
-        )
+    known = joined()
+    if known is not None:
         if known != layout:
             raise ConfigError(
                 f"megatron.{layout}, and another model of this process has {known}. megatron-core has one layout in a "
