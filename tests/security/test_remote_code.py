@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -204,12 +205,15 @@ def test_sharded_weights_in_pickles_run_nothing(model: Path, mark: Path):
 
 
 def test_the_merger_reads_no_code_from_the_folder_it_compares_with(
-    model: Path, mark: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, mark: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    torch_bomb(model / "pytorch_model.bin", mark, **honest_weights(model))
-    monkeypatch.setattr("verl.model_merger.fsdp.whole_weights", lambda folder: {})
+    weights = honest_weights(model)
+    (tmp_path / "actor" / "huggingface").mkdir(parents=True)
+    shutil.copy(model / "config.json", tmp_path / "actor" / "huggingface")
+    torch_bomb(model / "pytorch_model.bin", mark, **weights)
+    monkeypatch.setattr("verl.model_merger.fsdp.whole_weights", lambda folder: weights)
     with pytest.raises(CheckpointError, match="pickle with more in it than weights"):
-        compare("anything", str(model))
+        compare(tmp_path / "actor", str(model))
 
 
 def test_a_value_model_reads_no_code(model: Path, mark: Path):

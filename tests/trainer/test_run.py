@@ -52,7 +52,9 @@ def rounding(key: str) -> float:
         # log-probs of size 5 are rounded by 5 / 2^24 = 3e-7.
         return 3e-7
     if key.endswith("_kl"):
-        return 3e-7  # a mean of differences of such log-probs
+        return 6e-7  # a mean of differences of two such log-probs
+    if key.endswith("explained_var"):
+        return 2.4e-7  # 1 minus a ratio near 1, which is rounded by 2^-23
     return 1e-7
 
 

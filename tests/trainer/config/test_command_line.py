@@ -120,7 +120,7 @@ def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
     }
     said = remarks(OmegaConf.to_yaml(OmegaConf.create(keys)), PPOConfig)
     key = "actor_rollout_ref.model.enable_activation_offload=true"
-    assert f"# refused: {key}: activation offload is not in this version.\n# remedy: " in said
+    assert f"# refused: {key}: activations stay on the device" in said
     assert "# refused: tools=[calculator]: tools stand in a file of their own.\n" in said
     assert "# no effect: actor_rollout_ref.model.use_shm (" in said
     assert remarks("# @package trainer\nsave_freq: 3\n", PPOConfig) == ""
