@@ -18,6 +18,9 @@ set -euo pipefail
 port=${RAY_PORT:-6379}
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export RAY_ADDRESS="${nodes[0]}:$port"
+# Ray's processes know each other by a token. It is handed to all of them, whether or not they share a home.
+RAY_AUTH_TOKEN=$(ray get-auth-token --generate)
+export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
 
 srun --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" \
     ray start --head --node-ip-address="${nodes[0]}" --port="$port" --block &
@@ -59,4 +62,5 @@ while kill -0 "$driver" 2>/dev/null; do # a trap ends `wait` before the driver h
 done
 mapfile -t others < <(jobs -p)
 kill "${others[@]}" 2>/dev/null || true # Ray on all nodes
+wait || true
 exit "$status"
