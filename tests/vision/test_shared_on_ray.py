@@ -41,6 +41,7 @@ def test_rows_share_what_lies_in_the_store(ray_cluster):
         again = group.look(batch)
     finally:
         group.shutdown()
+        pool.release()
     expected = [BYTES / 4] * 4 + [BYTES / 2] * 4 + [0.0] * 4
     assert found.batch["sums"].tolist() == again.batch["sums"].tolist() == expected
     # Rank 0 has rows 0 to 5, of two images; rank 1 the rest, of one: each image once, not once for each row.
