@@ -5,6 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, MixtralConfig, Qwen3MoeConfig
 
+from tests.workers.engine.test_experts import COMMON
 from tests.workers.support import (
     EPS,
     LAYOUTS,
@@ -34,8 +35,6 @@ from verl.workers.fsdp_workers import ActorRolloutRefWorker
 from verl.workers.losses import sft_loss
 from verl.workers.routers import choice_dtype, routers_of, unknown
 
-COMMON = {"vocab_size": 104, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
-COMMON |= {"num_key_value_heads": 2, "num_experts_per_tok": 2, "initializer_range": 0.2, "bos_token_id": None}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
 CONFIGS = {
     "qwen3": Qwen3MoeConfig(**COMMON, head_dim=8, num_experts=8, moe_intermediate_size=16, norm_topk_prob=True),

@@ -7,7 +7,11 @@ from typing import Any
 from tests.workers.support import EPS, LR, P, ragged_batch
 from verl.config import FSDPOptimizerConfig, HFModelConfig, McoreEngineConfig
 from verl.protocol import DataProto
+from verl.workers.config import ActorConfig
 from verl.workers.engine import BaseEngine, EngineRegistry
+
+CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
+TP = {"tensor_model_parallel_size": 2}
 
 
 def batch_that_drew_padding() -> DataProto:

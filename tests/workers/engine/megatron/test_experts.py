@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.megatron.support import another_engine, megatron_engine
+from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, megatron_engine
 from tests.workers.engine.test_experts import (
     BALANCED,
     CONFIGS,
@@ -28,14 +28,11 @@ from tests.workers.support import (
 from verl.errors import ConfigError
 from verl.testing.models import tiny_tokenizer
 from verl.testing.tiny_run import same
-from verl.workers.config import ActorConfig
 from verl.workers.losses import PolicyLoss, sft_loss
 
 pytest.importorskip("verl.workers.engine.megatron.library")
 
-CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
 EP = {"expert_model_parallel_size": 2}
-TP = {"tensor_model_parallel_size": 2}
 CASES = {
     "experts": (EP, "three"),
     "experts, padded, whole optimizer": (

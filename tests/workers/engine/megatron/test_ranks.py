@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
-from tests.workers.engine.megatron.support import another_engine, batch_that_drew_padding, megatron_engine
+from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, batch_that_drew_padding, megatron_engine
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
@@ -21,13 +21,10 @@ from verl.errors import ConfigError
 from verl.model_merger.fsdp import whole_weights
 from verl.testing.models import tiny_model_dir
 from verl.testing.tiny_run import same
-from verl.workers.config import ActorConfig
 from verl.workers.losses import PolicyLoss, sft_loss
 
 pytest.importorskip("verl.workers.engine.megatron.library")
 
-CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
-TP = {"tensor_model_parallel_size": 2}
 PP = {"pipeline_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
 CASES = {
