@@ -39,12 +39,16 @@ MEGATRON = [
 ]
 
 
-def megatron(ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, context: int = 1) -> list[str]:
+def megatron(
+    ranks: int, tensor: int = 1, pipeline: int = 1, expert: int = 1, context: int = 1, pieces: int | None = None
+) -> list[str]:
     """The settings of a layout of ranks; reference and critic follow the actor. Experts are whole on one rank."""
     sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": pipeline}
     sizes["context_parallel_size"] = context
     if expert > 1:
         sizes |= {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": 1}
+    if pieces is not None:
+        sizes["virtual_pipeline_model_parallel_size"] = pieces
     keys = [f"actor_rollout_ref.actor.megatron.{name}={size}" for name, size in sizes.items()]
     return [*MEGATRON, f"trainer.n_gpus_per_node={ranks}", f"ray_kwargs.ray_init.num_cpus={max(2, ranks)}", *keys]
 
@@ -54,6 +58,7 @@ MEGATRON_LAYOUTS = {
     "Megatron, 2 ranks, 2 copies": megatron(2),
     "Megatron, TP 2": megatron(2, tensor=2),
     "Megatron, PP 2": megatron(2, pipeline=2),
+    "Megatron, PP 2, two pieces each": megatron(2, pipeline=2, pieces=2),
     "Megatron, CP 2": megatron(2, context=2),
     "Megatron, TP 2 x PP 2": megatron(4, tensor=2, pipeline=2),
     "Megatron, TP 2 x CP 2": megatron(4, tensor=2, context=2),

@@ -29,7 +29,6 @@ RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers"
 """Keys of `override_transformer_config` that are honoured."""
 
 NOT_BUILT = {
-    "virtual_pipeline_model_parallel_size": None,
     "use_dist_checkpointing": False,
     "dist_checkpointing_path": None,
     "dist_checkpointing_prefix": "",
@@ -54,7 +53,8 @@ class McoreEngineConfig(BaseConfig):
     use_distributed_optimizer: bool = setting(True)
     """Divide the optimizer's state over the data-parallel ranks."""
     virtual_pipeline_model_parallel_size: int | None = setting(None, ge=1)
-    """Parts of layers per pipeline rank; not yet, leave it null."""
+    """Pieces of the model on each pipeline rank, of which each has consecutive layers: the ranks wait less and send
+    more (an interleaved pipeline). It times `pipeline_model_parallel_size` divides the layers; null is one piece."""
     context_parallel_size: int = setting(1, ge=1)
     """Ranks that share each sequence; with `tensor_model_parallel_size` it divides the attention heads."""
     expert_model_parallel_size: int = setting(1, ge=1)
@@ -102,6 +102,13 @@ class McoreEngineConfig(BaseConfig):
             wrong = f"{', '.join(unknown)} cannot be set: the model is built as its Hugging Face config says"
             yield Problem(
                 f"{path}.override_transformer_config", self.override_transformer_config, wrong, ", ".join(RECOMPUTE)
+            )
+        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
+            yield Problem(
+                f"{path}.virtual_pipeline_model_parallel_size",
+                self.virtual_pipeline_model_parallel_size,
+                "there is no pipeline to interleave with pipeline_model_parallel_size=1",
+                "null, or a pipeline_model_parallel_size above 1",
             )
         if self.dtype in ("fp16", "float16"):
             yield Problem(f"{path}.dtype", self.dtype, "its gradients underflow", "bfloat16 or float32")

@@ -68,7 +68,12 @@ class MicroBatch:
 
 
 def split_micro_batches(
-    batch: DataProto, micro: MicroBatchConfig, device: torch.device, rows_per_unit: int = 1, limit: int | None = None
+    batch: DataProto,
+    micro: MicroBatchConfig,
+    device: torch.device,
+    rows_per_unit: int = 1,
+    limit: int | None = None,
+    multiple: int = 1,
 ) -> Iterator[MicroBatch]:
     """Iterate over the forward passes of ``batch``, equally many on every rank; the last may be fillers. Collective.
 
@@ -78,6 +83,7 @@ def split_micro_batches(
         device: of the process group.
         rows_per_unit: rows k·n to k·n + n - 1 are never separated, and stay in their order.
         limit: maximum number of tokens per pass; larger passes are divided, also if ``micro`` allows them.
+        multiple: the number of passes is a multiple of this.
 
     Raises:
         ConfigError: on every rank, if one has a unit over the token budget.
@@ -99,7 +105,7 @@ def split_micro_batches(
         # The longest of all ranks, so that each raises if one is over the budget and none waits for the others.
         parts = micro_batches_by_tokens(lengths if longest <= budget else [longest], budget)
     parts = cut(parts, lengths, limit)
-    count = largest_of_ranks(len(parts), device)
+    count = -(-largest_of_ranks(len(parts), device) // multiple) * multiple
     # Spread the rows over as many passes as the rank with the most has, instead of adding fillers.
     if micro.use_dynamic_bsz and limit is None:
         assert micro.max_token_len_per_gpu is not None

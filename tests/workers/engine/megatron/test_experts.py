@@ -41,7 +41,10 @@ CASES = {
     ),
     "tensor, whole experts": (TP | EP | {"expert_tensor_parallel_size": 1}, "three"),
     "context": ({"context_parallel_size": 2}, "by tokens"),
-    "pipeline": ({"pipeline_model_parallel_size": 2}, "three"),
+    "interleaved pipeline": (
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+        "three",
+    ),
 }
 ALL = CASES | {"tensor": (TP, "by tokens"), "data": ({}, "three")}
 
@@ -59,7 +62,7 @@ def paths(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     return {
         "mixtral": save(folder / "mixtral", "mixtral"),
-        "qwen3": save(folder / "qwen3", "qwen3", norm_topk_prob=True),
+        "qwen3": save(folder / "qwen3", "qwen3", norm_topk_prob=True, num_hidden_layers=4),
         # Weights of a token's experts that do not add up to 1, and a dense layer.
         "qwen3, dense layer": save(folder / "dense", "qwen3", norm_topk_prob=False, mlp_only_layers=[0]),
     }
@@ -129,7 +132,7 @@ def on_two_ranks(rank, world_size, folder, path):
             metrics = engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
             engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
         found[case] = metrics, weights_of(engine)
-    balanced = balance(path, *CASES["pipeline"], checkpointing=True)
+    balanced = balance(path, *CASES["interleaved pipeline"], checkpointing=True)
     torch.save((found, balanced), folder / f"rank_{rank}.pt")
 
 

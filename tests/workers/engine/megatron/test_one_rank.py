@@ -165,7 +165,7 @@ def test_a_model_that_left_the_device_goes_on_bit_by_bit(paths, dtype, distribut
     for leaves in (False, True):
         engine = megatron_engine(paths["qwen3"], dtype=dtype, use_distributed_optimizer=distributed)
         engine.train_batch(batch, sft_loss, WHOLE)
-        parts = [*engine.model.module.parameters(), *engine.optimizer.tensors(), *engine.optimizer.buffers()]
+        parts = [*engine.model.pieces.parameters(), *engine.optimizer.tensors(), *engine.optimizer.buffers()]
         for part in ("weights", "optimizer", "gradients") if leaves else ():
             engine.memory.leave(part)
             engine.memory.leave(part)
@@ -202,7 +202,6 @@ def test_bfloat16_keeps_fp32_weights(paths):
 
 def test_what_is_not_built_is_refused(paths, tmp_path):
     for key, value in (
-        ("virtual_pipeline_model_parallel_size", 2),
         ("override_ddp_config", {"a": 1}),
         ("use_dist_checkpointing", True),
     ):

@@ -26,11 +26,14 @@ from verl.workers.losses import PolicyLoss, sft_loss
 pytest.importorskip("verl.workers.engine.megatron.library")
 
 PP = {"pipeline_model_parallel_size": 2}
+INTERLEAVED = PP | {"virtual_pipeline_model_parallel_size": 2}
 CP = {"context_parallel_size": 2}
 CASES = {
     "tensor": (TP, "three"),
     "tensor, padded, whole sequences": (TP | {"sequence_parallel": False, "use_remove_padding": False}, "whole"),
     "pipeline": (PP, "by tokens"),
+    "interleaved": (INTERLEAVED, "three"),
+    "interleaved, padded, by tokens": (INTERLEAVED | {"use_remove_padding": False}, "by tokens"),
     "context": (CP, "by tokens"),
     "context, padded": (CP | {"use_remove_padding": False}, "three"),
     "data": ({}, "three"),
@@ -60,7 +63,7 @@ def on_two_ranks(rank, world_size, folder, path):
 
 def reshard(folder, path, batch):
     """What one layout saved after a step goes on in another; then memory, bit by bit."""
-    layouts = {"tensor": TP, "pipeline": PP, "data": {}}
+    layouts = {"tensor": TP, "pipeline": INTERLEAVED, "data": {}}
     for saver, settings in layouts.items():
         engine = megatron_engine(path, **settings)
         mine = share(batch, engine.get_data_parallel_rank(), engine.get_data_parallel_size())
@@ -122,7 +125,8 @@ def vocabulary(rank):
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
     # A vocabulary of 105 does not divide by two; a tied embedding is on both stages of a pipeline.
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), "qwen3", vocab=105, tie_word_embeddings=True)
+    settings = {"tie_word_embeddings": True, "num_hidden_layers": 4}
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), "qwen3", vocab=105, **settings)
 
 
 @pytest.fixture(scope="module")

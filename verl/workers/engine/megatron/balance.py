@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.workers.engine.fsdp.experts import ExpertLoad, balance_loss, load_metrics
 from verl.workers.engine.megatron.experts import TokenRouter
 from verl.workers.engine.megatron.groups import Layout
-from verl.workers.engine.megatron.layers import DecoderModel
 from verl.workers.engine.megatron.library import parallel_state
 from verl.workers.routers import Choices
 
@@ -21,17 +21,18 @@ class Mixtures:
     """What the routers of this rank choose in the passes of a mini-batch.
 
     Args:
-        model: this rank's part of a model; other pipeline stages may have routers where it has none.
+        pieces: this rank's part of a model; other pipeline stages may have routers where it has none.
         layout: of the ranks.
         weight: of the balance loss; 0 for none.
     """
 
-    def __init__(self, model: DecoderModel, layout: Layout, weight: float) -> None:
-        self.has_experts = model.config.num_moe_experts is not None
-        self.per_token = model.config.moe_router_topk
+    def __init__(self, pieces: nn.ModuleList, layout: Layout, weight: float) -> None:
+        settings: Any = pieces[0].config
+        self.has_experts = settings.num_moe_experts is not None
+        self.per_token = settings.moe_router_topk
         self.layout = layout
         self.weight = weight if self.has_experts else 0.0
-        self._routers = [module for module in model.modules() if isinstance(module, TokenRouter)]
+        self._routers = [module for module in pieces.modules() if isinstance(module, TokenRouter)]
         for number, router in enumerate(self._routers):
             router.number = number
         self.begin()

@@ -98,7 +98,7 @@ class MegatronEngine(BaseEngine):
         self.memory = OffloadedMemory()
         self._has_gradients = False
         self.model: BuiltModel
-        self._wrapped: Any
+        self._wrapped: list[Any]
         self._contexts = 0
 
     # ---- set-up -------------------------------------------------------------------------------
@@ -108,12 +108,12 @@ class MegatronEngine(BaseEngine):
         config = self.engine_config
         seed_everything(config.seed + dist.get_rank())
         self.model = build(self.model_type, self.model_config, config, self.layout, self.device)
-        self.model.module.requires_grad_(not config.forward_only).eval()
+        self.model.pieces.requires_grad_(not config.forward_only).eval()
         self.weights = WeightGatherer(self.model.shapes, self.model.places)
         weight = balance_coefficient(self.model.hf_config, self.model_config.override_config)
-        self.mixtures = Mixtures(self.model.module, self.layout, 0.0 if config.forward_only else weight)
-        self._wrapped = self.model.module
-        self.memory.add("weights", self.model.module.parameters)
+        self.mixtures = Mixtures(self.model.pieces, self.layout, 0.0 if config.forward_only else weight)
+        self._wrapped = list(self.model.pieces)
+        self.memory.add("weights", self.model.pieces.parameters)
         if config.forward_only:
             return
         if self.model_config.has_adapters:
@@ -122,13 +122,13 @@ class MegatronEngine(BaseEngine):
             )
         if self.optimizer_config is None:
             raise ConfigError("a model that is trained needs optimizer_config; or set forward_only=true.")
-        self._wrapped = DistributedDataParallel(
-            config=self.model.module.config,
-            ddp_config=DistributedDataParallelConfig(
-                grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
-            ),
-            module=self.model.module,
+        reduction = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=config.use_distributed_optimizer
         )
+        self._wrapped = [
+            DistributedDataParallel(config=piece.config, ddp_config=reduction, module=piece)
+            for piece in self.model.pieces
+        ]
         self.optimizer = MegatronOptimizer(
             self._wrapped, self.optimizer_config, config.use_distributed_optimizer, self._counted()
         )
@@ -140,10 +140,11 @@ class MegatronEngine(BaseEngine):
     def _counted(self) -> set[str]:
         """Parameters that this rank counts in the gradient norm: of equal copies that of one rank."""
         is_first = parallel_state.get_tensor_model_parallel_rank() == 0
-        module = self.model.module
+        last = self.model.last
         counted = {place.parameter for place in self.model.places if place.is_divided or is_first}
-        if module.share_embeddings_and_output_weights and not module.pre_process:
-            counted.discard("output_layer.weight")  # the first pipeline stage counts the embedding
+        if last.share_embeddings_and_output_weights and not last.pre_process:
+            # The first pipeline stage counts the embedding.
+            counted.discard(f"{self.layout.pieces - 1}.output_layer.weight")
         return counted
 
     # ---- modes and memory ---------------------------------------------------------------------
@@ -152,11 +153,11 @@ class MegatronEngine(BaseEngine):
     def train_mode(self) -> Iterator[None]:
         """Keep the optimizer on the device, and layers in training mode, inside the context."""
         with self._awake(optimizer=True):
-            self.model.module.train()
+            self.model.pieces.train()
             try:
                 yield
             finally:
-                self.model.module.eval()
+                self.model.pieces.eval()
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -215,7 +216,7 @@ class MegatronEngine(BaseEngine):
         for attempt in self._attempts("infer"):
             with attempt as limit:
                 columns = {name: torch.zeros(batch.batch["response_mask"].shape) for name in outputs}
-                parts = list(split_micro_batches(batch, micro, self.device, limit=limit))
+                parts = self._parts(batch, micro, 1, limit)
                 self._passes(parts, frozenset(outputs), temperature, fill, forward_only=True)
         return columns
 
@@ -252,7 +253,7 @@ class MegatronEngine(BaseEngine):
             with attempt as limit:
                 metrics, watch = MetricSum(totals), LossWatch(self.get_data_parallel_rank())
                 self.mixtures.begin()
-                parts = list(split_micro_batches(batch, micro, self.device, loss_fn.rows_per_unit, limit))
+                parts = self._parts(batch, micro, loss_fn.rows_per_unit, limit)
                 if self.mixtures.weight:  # the loss needs the load of all tokens before the first gradient
                     with torch.no_grad():
                         self._passes(parts, frozenset(), temperature, nothing, forward_only=True, is_counted=True)
@@ -265,7 +266,7 @@ class MegatronEngine(BaseEngine):
     def _on_all_stages(self, metrics: MetricSum, watch: LossWatch, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Reduce metrics where they are, on the last pipeline stage, and tell the others."""
         found: list[tuple[dict[str, float], list[NonFinite]]] = [({}, [])]
-        if self.model.module.post_process:
+        if self.model.last.post_process:
             found = [metrics.reduce(watch.found(), group)]
         if self.layout.pipeline > 1:
             stages = parallel_state.get_pipeline_model_parallel_group()
@@ -273,6 +274,13 @@ class MegatronEngine(BaseEngine):
             dist.broadcast_object_list(found, src=last, group=stages, device=self.device)
         reduced, self.non_finite = found[0]
         return reduced
+
+    def _parts(
+        self, batch: DataProto, micro: MicroBatchConfig, rows_per_unit: int, limit: int | None
+    ) -> list[MicroBatch]:
+        # An interleaved schedule takes as many passes at once as there are stages.
+        multiple = self.layout.pipeline if self.layout.pieces > 1 else 1
+        return list(split_micro_batches(batch, micro, self.device, rows_per_unit, limit, multiple))
 
     def _passes(
         self,
@@ -303,8 +311,8 @@ class MegatronEngine(BaseEngine):
 
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=self.pass_sizes.watched(parts),
-            model=[self._wrapped],
+            data_iterator=[self.pass_sizes.watched(parts) for _ in self._wrapped],
+            model=self._wrapped,
             num_microbatches=len(parts),
             seq_length=1,  # of no meaning: passes tell each other their sizes (variable_seq_lengths)
             micro_batch_size=1,
@@ -318,7 +326,7 @@ class MegatronEngine(BaseEngine):
             self.model_config.use_remove_padding,
             self.device,
             at_token=self.model_type == "reward_model",
-            multiple=self.layout.tensor if self.model.module.config.sequence_parallel else 1,
+            multiple=self.layout.tensor if self.model.first.config.sequence_parallel else 1,
             group=parallel_state.get_context_parallel_group() if self.layout.context > 1 else None,
         )
 
@@ -353,7 +361,7 @@ class MegatronEngine(BaseEngine):
         """Sum the gradients over ranks, clip them, and update the weights; see :class:`BaseEngine`."""
         optimizer, _, config = self._trained()
         self._has_gradients = False  # they are of no use after this
-        finalize_model_grads([self._wrapped])
+        finalize_model_grads(self._wrapped)
         norm = optimizer.grad_norm()
         if not math.isfinite(norm):
             self.non_finite = gathered(in_gradients(optimizer.gradients(), dist.get_rank()))
@@ -379,7 +387,7 @@ class MegatronEngine(BaseEngine):
         return self.weights.gather(lambda place: place.read(parameters[place.parameter].detach()), dtype, self.device)
 
     def _parameters(self) -> dict[str, Tensor]:
-        return dict(self.model.module.named_parameters())
+        return dict(self.model.pieces.named_parameters())
 
     def get_data_parallel_size(self) -> int:
         """Return the number of copies of the model."""
@@ -396,7 +404,7 @@ class MegatronEngine(BaseEngine):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Return whether this rank is the first of its copy's last pipeline stage."""
         is_first = parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_context_parallel_rank() == 0
-        return is_first and parallel_state.is_pipeline_last_stage()
+        return is_first and parallel_state.is_pipeline_last_stage(ignore_virtual=True)
 
     def arithmetic(self) -> Arithmetic:
         """See :meth:`BaseEngine.arithmetic`. A CPU's peak is measured at the first call, which takes about 0.1 s."""

@@ -27,6 +27,8 @@ class Layout:
     """Ranks that share the experts of a layer, each with some of them; they hold copies of all else, or parts of it."""
     expert_tensor: int = 1
     """Ranks that share each expert's matrices."""
+    pieces: int = 1
+    """Pieces of the model on each pipeline stage, above 1 if it is interleaved (arXiv:2104.04473, section 2.2)."""
 
     @classmethod
     def of(cls, config: McoreEngineConfig) -> Layout:
@@ -34,7 +36,8 @@ class Layout:
         tensor = config.tensor_model_parallel_size
         expert_tensor = config.expert_tensor_parallel_size or tensor
         pipeline, context = config.pipeline_model_parallel_size, config.context_parallel_size
-        return cls(tensor, pipeline, context, config.expert_model_parallel_size, expert_tensor)
+        pieces = config.virtual_pipeline_model_parallel_size or 1
+        return cls(tensor, pipeline, context, config.expert_model_parallel_size, expert_tensor, pieces)
 
     @property
     def shared_by(self) -> int:
@@ -43,6 +46,8 @@ class Layout:
 
     def __str__(self) -> str:
         said = f"tensor_model_parallel_size={self.tensor}, pipeline_model_parallel_size={self.pipeline}"
+        if self.pieces > 1:
+            said += f", virtual_pipeline_model_parallel_size={self.pieces}"
         if self.context > 1:
             said += f", context_parallel_size={self.context}"
         if self.expert == 1 and self.expert_tensor == self.tensor:
@@ -60,6 +65,7 @@ def joined() -> Layout | None:
         parallel_state.get_context_parallel_world_size(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_tensor_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
     )
 
 
@@ -93,6 +99,7 @@ def join(layout: Layout, device: torch.device, seed: int) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.pieces if layout.pieces > 1 else None,
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,

@@ -43,8 +43,9 @@ from verl.workers.engine.megatron.weights import Division, ExpertDivision, Place
 class BuiltModel:
     """A model and where its weights are."""
 
-    module: Any
-    """A :class:`DecoderModel`: this rank's layers and its part of their matrices."""
+    pieces: nn.ModuleList
+    """:class:`DecoderModel` each: this rank's layers and its part of their matrices. With interleaved pipelines there
+    are several, of which each has consecutive layers; else one."""
     skeleton: HeadedModel
     """The Transformers model on the meta device: config, names and shapes of its weights, no values."""
     places: list[Place]
@@ -57,10 +58,20 @@ class BuiltModel:
         """The Transformers config."""
         return self.skeleton.hf.config
 
+    @property
+    def first(self) -> Any:
+        """The piece that has the embedding, on the first pipeline stage."""
+        return self.pieces[0]
+
+    @property
+    def last(self) -> Any:
+        """The piece that has the head, on the last pipeline stage."""
+        return self.pieces[-1]
+
     def head_weight(self) -> Tensor:
         """Return this rank's rows of the output projection, on the last pipeline stage."""
-        head = self.module.output_layer
-        return self.module.embedding.word_embeddings.weight if head.weight is None else head.weight
+        head = self.last.output_layer
+        return self.last.embedding.word_embeddings.weight if head.weight is None else head.weight
 
 
 def build(
@@ -81,19 +92,23 @@ def build(
         experts.check(layout, engine.sequence_parallel)
     is_tied = bool(hf.tie_word_embeddings) and model_type == "language_model"
     settings = _transformer_config(hf, config, engine, layout, dtype, experts)
-    module = _gpt_model(hf, settings, layout, is_tied, experts)
-    if module.post_process:
-        _replace_head(module, skeleton, settings)
-    _set_rotation(module, skeleton)
-    _set_windows(module, hf)
+    pieces = nn.ModuleList()
+    for number in range(layout.pieces):
+        piece = _gpt_model(hf, settings, layout, is_tied, experts, number)
+        if piece.post_process:
+            _replace_head(piece, skeleton, settings)
+        _set_rotation(piece, skeleton)
+        _set_windows(piece, hf)
+        pieces.append(piece)
     padding: Any = skeleton.hf.get_input_embeddings().padding_idx
-    if module.pre_process and padding is not None:
-        freeze_row(module.embedding.word_embeddings, padding)
+    first: Any = pieces[0]
+    if first.pre_process and padding is not None:
+        freeze_row(first.embedding.word_embeddings, padding)
     shapes = {name: tuple(tensor.shape) for name, tensor in own_state(skeleton).items()}
     division = Division.of(hf, parallel_state.get_tensor_model_parallel_group(), _expert_division())
-    places = places_of(shapes, module, division, is_tied)
-    _load(module, places, shapes, config.path, is_new_head=model_type != "language_model")
-    return BuiltModel(module.to(device), skeleton, places, shapes)
+    places = places_of(shapes, pieces, division, is_tied)
+    _load(pieces, places, shapes, config.path, is_new_head=model_type != "language_model")
+    return BuiltModel(pieces.to(device), skeleton, places, shapes)
 
 
 def _check_family(hf: PretrainedConfig, layout: Layout, is_trained: bool) -> None:
@@ -119,7 +134,7 @@ def _check_family(hf: PretrainedConfig, layout: Layout, is_trained: bool) -> Non
     if kinds := rope_types(hf) & {"dynamic", "longrope"}:
         raise ConfigError(f"strategy=megatron has no rotary embedding {', '.join(sorted(kinds))}; use strategy=fsdp2.")
     counts = {"num_attention_heads": layout.tensor * layout.context, "num_key_value_heads": layout.tensor}
-    counts |= {"num_hidden_layers": layout.pipeline}
+    counts |= {"num_hidden_layers": layout.pipeline * layout.pieces}
     if (experts := Experts.of(hf)) is None or experts.has_dense_layers:
         counts |= {"intermediate_size": layout.tensor}
     for name, ranks in counts.items():
@@ -170,11 +185,16 @@ def _transformer_config(
         bf16=dtype == torch.bfloat16,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.pieces if layout.pieces > 1 else None,
         context_parallel_size=layout.context,
         sequence_parallel=engine.sequence_parallel and layout.tensor > 1,
         variable_seq_lengths=layout.pipeline > 1,
         **({} if experts is None else experts.settings(layout)),
         moe_token_dispatcher_type="alltoall",  # the only one with sizes that vary, asked for without experts too
+        # Interleaved stages send in both directions at once. Batched, two stages would take each other's sizes of the one
+        # for those of the other.
+        overlap_p2p_comm=layout.pieces > 1,
+        batch_p2p_comm=layout.pieces == 1,
         batch_p2p_sync=False,  # a work-around of it for old versions of NCCL
         cuda_graph_scope=[],
         use_cpu_initialization=True,  # every weight is read from the folder, so none is drawn
@@ -183,7 +203,11 @@ def _transformer_config(
     )
 
 
-def _gpt_model(hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: bool, experts: Experts | None) -> Any:
+def _gpt_model(
+    hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: bool, experts: Experts | None, number: int
+) -> Any:
+    """Build piece ``number`` of this rank, from 0."""
+    stage = number if layout.pieces > 1 else None
     column, row = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
     norm = RMSNorm if settings.qk_layernorm else None
     attention = SelfAttentionSubmodules(
@@ -206,7 +230,7 @@ def _gpt_model(hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: boo
             ),
         )
 
-    first, count = get_transformer_layer_offset(settings), get_num_layers_to_build(settings)
+    first, count = get_transformer_layer_offset(settings, stage), get_num_layers_to_build(settings, stage)
     sparse = () if experts is None else experts.sparse[first : first + count]
     layers = [layer(expert_layer(experts) if experts and is_sparse else dense) for is_sparse in sparse]
     layers = layers or [layer(dense)] * count
@@ -215,10 +239,11 @@ def _gpt_model(hf: PretrainedConfig, settings: Any, layout: Layout, is_tied: boo
         transformer_layer_spec=TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
         vocab_size=-(-hf.vocab_size // layout.tensor) * layout.tensor,
         max_sequence_length=hf.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=number == 0 and parallel_state.is_pipeline_first_stage(ignore_virtual=True),
+        post_process=number == layout.pieces - 1 and parallel_state.is_pipeline_last_stage(ignore_virtual=True),
         share_embeddings_and_output_weights=is_tied,
         position_embedding_type="rope",
+        vp_stage=stage,
     )
 
 

@@ -6,7 +6,7 @@ rank's share is a flat part of a buffer, not a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,23 +71,27 @@ class _Share:
 
 
 class MegatronOptimizer:
-    """Optimizer of a ``DistributedDataParallel`` model of megatron-core.
+    """Optimizer of the pieces of a model of megatron-core.
 
     Args:
-        model: with its gradient buffers.
+        pieces: ``DistributedDataParallel`` each, with its gradient buffers.
         config: class and settings.
         is_distributed: whether each data-parallel rank has the state of its part only.
         counted: parameters whose gradients this rank counts in the norm: one copy of each weight over all ranks that
             share a model.
     """
 
-    def __init__(self, model: Any, config: FSDPOptimizerConfig, is_distributed: bool, counted: set[str]) -> None:
-        self.model = model
+    def __init__(
+        self, pieces: Sequence[Any], config: FSDPOptimizerConfig, is_distributed: bool, counted: set[str]
+    ) -> None:
+        self.pieces = pieces
         self.is_distributed = is_distributed
         self.counted = counted
         self.group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.expert_group = parallel_state.get_expert_data_parallel_group()
-        self.parameters = {name.removeprefix("module."): p for name, p in model.module.named_parameters()}
+        self.parameters = {
+            f"{number}.{name}": p for number, piece in enumerate(pieces) for name, p in piece.module.named_parameters()
+        }
         self._shares = list(self._divided() if is_distributed else self._single())
         self.torch = build_optimizer([share.main for share in self._shares], config)
         """The optimizer of ``config``, over this rank's shares."""
@@ -100,8 +104,8 @@ class MegatronOptimizer:
 
     def _divided(self) -> Iterator[_Share]:
         names = {parameter: name for name, parameter in self.parameters.items()}
-        dense = [(buffer, self.group) for buffer in self.model.buffers]
-        sparse = [(buffer, self.expert_group) for buffer in self.model.expert_parallel_buffers]
+        dense = [(buffer, self.group) for piece in self.pieces for buffer in piece.buffers]
+        sparse = [(buffer, self.expert_group) for piece in self.pieces for buffer in piece.expert_parallel_buffers]
         for buffer, group in dense + sparse:
             ranks, rank = dist.get_world_size(group), dist.get_rank(group)
             for bucket in buffer.buckets:
@@ -113,7 +117,8 @@ class MegatronOptimizer:
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
-        self.model.zero_grad_buffer()
+        for piece in self.pieces:
+            piece.zero_grad_buffer()
         self.torch.zero_grad(set_to_none=True)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -131,7 +136,7 @@ class MegatronOptimizer:
                 square = torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
                 (dense if getattr(self.parameters[name], "allreduce", True) else sparse).add_(square)
         totals = [(dense, parallel_state.get_model_parallel_group(), self.group)]
-        if self.model.expert_parallel_buffers:
+        if any(piece.expert_parallel_buffers for piece in self.pieces):
             expert_ranks = parallel_state.get_expert_tensor_model_pipeline_parallel_group()
             totals.append((sparse, expert_ranks, self.expert_group))
         for total, of_one_copy, copies in totals:
@@ -157,7 +162,8 @@ class MegatronOptimizer:
             if share.main.data_ptr() != share.weights.data_ptr():
                 share.weights.copy_(share.main.view_as(share.weights))
         if self.is_distributed:
-            self.model.start_param_sync(force_sync=True)
+            for piece in self.pieces:
+                piece.start_param_sync(force_sync=True)
 
     def tensors(self) -> Iterator[Tensor]:
         """Tensors that an update alone needs: fp32 weights where the model has another format, and the state."""
@@ -168,7 +174,8 @@ class MegatronOptimizer:
 
     def buffers(self) -> Iterator[Tensor]:
         """Gradients of this rank's part of the model, several parameters in each tensor."""
-        yield from (buffer.grad_data for buffer in self.model.buffers + self.model.expert_parallel_buffers)
+        for piece in self.pieces:
+            yield from (buffer.grad_data for buffer in piece.buffers + piece.expert_parallel_buffers)
 
     # ---- state by parameter -----------------------------------------------------------------------
 

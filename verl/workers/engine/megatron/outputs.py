@@ -43,7 +43,7 @@ def _at_own_tokens(
 ) -> dict[str, Tensor]:
     chosen = hidden.flatten(0, 1).index_select(0, inputs.take)
     if model_type != "language_model":
-        head = model.module.output_layer
+        head = model.last.output_layer
         scalars = torch.nn.functional.linear(chosen, head.weight, head.bias)
         return dict.fromkeys(outputs, scalars.squeeze(-1).float())
     found = vocab_parallel_log_probs(

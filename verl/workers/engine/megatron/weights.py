@@ -56,12 +56,6 @@ class Place:
 
 _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_OUTSIDE = {
-    "model.embed_tokens": "embedding.word_embeddings",
-    "model.norm": "decoder.final_layernorm",
-    "lm_head": "output_layer",
-    "score": "output_layer",
-}
 _INSIDE = {
     "input_layernorm": "input_layernorm",
     "post_attention_layernorm": "pre_mlp_layernorm",
@@ -184,46 +178,60 @@ def _second_half(tensor: Tensor) -> Tensor:
 
 
 def places_of(
-    shapes: Mapping[str, tuple[int, ...]], module: nn.Module, division: Division, is_tied: bool
+    shapes: Mapping[str, tuple[int, ...]], pieces: nn.ModuleList, division: Division, is_tied: bool
 ) -> list[Place]:
-    """Find the Transformers weights in ``module``, this rank's part of the model.
+    """Find the Transformers weights in ``pieces``, this rank's part of the model.
 
     Args:
         shapes: of all weights of the model, by their Transformers name, tied ones once.
-        module: a ``GPTModel`` of megatron-core.
+        pieces: ``GPTModel`` of megatron-core each.
         division: of its matrices.
         is_tied: whether the output projection is the embedding; the last pipeline stage then has a copy.
 
     Raises:
-        ConfigError: a weight has no place, or a parameter of ``module`` is no weight of the model.
+        ConfigError: a weight has no place, or a parameter of ``pieces`` is no weight of the model.
     """
-    local = {name.removeprefix("module."): tuple(p.shape) for name, p in module.named_parameters()}
-    numbers = {layer.layer_number - 1: index for index, layer in enumerate(module.decoder.layers)}  # type: ignore[union-attr]
+    local = {name for name, _ in pieces.named_parameters()}
+    layers = {
+        layer.layer_number - 1: f"{number}.decoder.layers.{index}"
+        for number, piece in enumerate(pieces)
+        for index, layer in enumerate(piece.decoder.layers)  # type: ignore[union-attr]
+    }
+    last = f"{len(pieces) - 1}.output_layer"
+    outside = {
+        "model.embed_tokens": "0.embedding.word_embeddings",
+        "model.norm": f"{len(pieces) - 1}.decoder.final_layernorm",
+        "lm_head": last,
+        "score": last,
+    }
     found: list[Place] = []
     for name, shape in shapes.items():
         if match := _EXPERTS.fullmatch(name):
-            if (index := numbers.get(int(match[1]))) is not None:
-                found += division.experts.places(name, f"decoder.layers.{index}.mlp.experts.local_experts", shape)
+            if (layer := layers.get(int(match[1]))) is not None:
+                found += division.experts.places(name, f"{layer}.mlp.experts.local_experts", shape)
             continue
-        targets = [_parameter_of(name, numbers)]
+        targets = [_parameter_of(name, layers, outside)]
         if is_tied and name == "model.embed_tokens.weight":
-            targets.append("output_layer.weight")
+            targets.append(f"{last}.weight")
         found += [division.place(name, target, shape) for target in targets if target in local]
-    if unfilled := sorted(local.keys() - {place.parameter for place in found}):
+    if unfilled := sorted(local - {place.parameter for place in found}):
         raise ConfigError(f"the model has no weight for megatron-core's {', '.join(unfilled[:3])}.")
     return found
 
 
-def _parameter_of(name: str, numbers: Mapping[int, int]) -> str | None:
-    """The name in megatron-core; None if the weight belongs to a layer on another pipeline stage."""
+def _parameter_of(name: str, layers: Mapping[int, str], outside: Mapping[str, str]) -> str | None:
+    """The name in megatron-core; None if the weight belongs to a layer on another pipeline stage.
+
+    ``layers`` are the names of this rank's layers by their number, ``outside`` those of modules that are not in layers.
+    """
     if match := _LAYER.fullmatch(name):
         number, inside, kind = match.groups()
         if inside in _INSIDE:
-            local = numbers.get(int(number))
-            return None if local is None else f"decoder.layers.{local}.{_INSIDE[inside]}.{kind}"
+            layer = layers.get(int(number))
+            return None if layer is None else f"{layer}.{_INSIDE[inside]}.{kind}"
     stem, _, kind = name.rpartition(".")
-    if stem in _OUTSIDE:
-        return f"{_OUTSIDE[stem]}.{kind}"
+    if stem in outside:
+        return f"{outside[stem]}.{kind}"
     raise ConfigError(
         f"the weight '{name}' has no place in strategy=megatron, which has the layers of Qwen2, Qwen3, Llama, "
         "Mistral, Qwen3-MoE and Mixtral. Use strategy=fsdp2 for this model."
