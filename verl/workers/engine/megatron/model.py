@@ -191,8 +191,8 @@ def _transformer_config(
         variable_seq_lengths=layout.pipeline > 1,
         **({} if experts is None else experts.settings(layout)),
         moe_token_dispatcher_type="alltoall",  # the only one with sizes that vary, asked for without experts too
-        # Interleaved stages send in both directions at once. Batched, two stages would take each other's sizes of the one
-        # for those of the other.
+        # Interleaved stages send in both directions at once. In batches, two stages would take the sizes of what one
+        # direction sends for those of the other.
         overlap_p2p_comm=layout.pieces > 1,
         batch_p2p_comm=layout.pieces == 1,
         batch_p2p_sync=False,  # a work-around of it for old versions of NCCL
