@@ -34,10 +34,11 @@ def drawn(path, folder, name="hf", do_sample=True, **settings):
         return batch, rollout.generate_sequences(batch), model
 
 
+@pytest.mark.parametrize("name", ["hf", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_generate(family, tmp_path):
+def test_greedy_tokens_are_those_of_generate(family, name, tmp_path):
     path = tiny_vision_model_dir(tmp_path / "model", family)
-    batch, found, model = drawn(path, tmp_path, do_sample=False)
+    batch, found, model = drawn(path, tmp_path, name, do_sample=False)
     for row in range(0, len(batch), 3):
         seen = batch.batch["attention_mask"][row].bool()
         ids = batch.batch["input_ids"][row][seen][None]
@@ -55,11 +56,12 @@ def test_greedy_tokens_are_those_of_generate(family, tmp_path):
         assert found.batch["responses"][row, :length].tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("name", ["hf", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("settings", [{}, {"max_num_seqs": 5}, {"max_num_batched_tokens": P}], ids=["all", "5", "1"])
-def test_log_probs_of_the_rollout_are_the_trainers(family, settings, tmp_path):
+def test_log_probs_of_the_rollout_are_the_trainers(family, name, settings, tmp_path):
     path = tiny_vision_model_dir(tmp_path / "model", family)
-    batch, found, _ = drawn(path, tmp_path, **settings)
+    batch, found, _ = drawn(path, tmp_path, name, **settings)
     whole = batch.select(batch_keys=[]) | found
     assert whole.batch["position_ids"].shape == (12, 4, P + R)
     log_probs = make_engine(path, trained=False).infer_batch(whole, {"log_probs"}, MicroBatchConfig())["log_probs"]
@@ -76,5 +78,5 @@ def test_an_engine_for_texts_refuses_images(tmp_path):
     )
     config = RolloutConfig(name="native", prompt_length=2, response_length=2, dtype="float32")
     rollout = get_rollout_class("native")(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
-    with pytest.raises(RolloutError, match="a prompt has images, which NativeRollout does not take"):
+    with pytest.raises(RolloutError, match="a prompt has images, and Qwen3Config is of a model for text"):
         rollout.generate_sequences(batch)

@@ -41,6 +41,7 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
     changes = {
         "algorithm__adv_estimator": "gae",
+        "actor_rollout_ref__rollout__name": "native",
         "actor_rollout_ref__actor__use_kl_loss": "true",
         "actor_rollout_ref__actor__ppo_mini_batch_size": 4,
         "actor_rollout_ref__actor__use_dynamic_bsz": "true",
@@ -71,7 +72,7 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"actor_rollout_ref__rollout__name": "native"}, "does not take a model with images"),
+        ({"actor_rollout_ref__rollout__name": "vllm"}, "does not take a model with images"),
         ({"actor_rollout_ref__rollout__multi_turn__enable": "true"}, "conversations with images"),
         ({"reward_model__enable": "true"}, "knows nothing of its images"),
         ({"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2}, "ranks cannot share the sequences"),

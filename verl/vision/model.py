@@ -22,6 +22,8 @@ class ImageInputs:
     """(images, 3)."""
     places: Tensor
     """Bool of the shape of ``input_ids``: True on the tokens of the images, in their order."""
+    in_pass: Tensor | None = None
+    """(tokens of all images,) bool, which of them have places; None: all. Others are known from an earlier pass."""
     is_filler: bool = False
     """The pass has no images: the tower runs because other ranks need it for theirs, and its result is not used."""
 
@@ -58,6 +60,8 @@ def hidden_states(backbone: Any, arguments: Mapping[str, Any], images: ImageInpu
     found = backbone.get_image_features(images.pixel_values, images.image_grid_thw, return_dict=True)
     features = _joined(found.pooler_output)
     layers = [_joined(layer) for layer in getattr(found, "deepstack_features", None) or ()]
+    if images.in_pass is not None:
+        features, *layers = (part[images.in_pass] for part in (features, *layers))
     if images.is_filler:
         # Zero times the features keeps their backward pass, in whose collectives other ranks wait.
         embeddings = embeddings + 0.0 * torch.stack([part.sum() for part in (features, *layers)]).sum()

@@ -16,18 +16,22 @@ from verl.vision.families import VisionConfig
 AXES = 4
 
 
-def mrope_positions(input_ids: Tensor, grid: Tensor | None, config: VisionConfig) -> Tensor:
+def mrope_positions(
+    input_ids: Tensor, grid: Tensor | None, config: VisionConfig, is_image: Tensor | None = None
+) -> Tensor:
     """Return the positions of a sequence without padding, (4, tokens) int64.
 
     Args:
-        input_ids: (tokens,) with all image tokens; tokens with the image's id stand for the images in turn.
+        input_ids: (tokens,) with all image tokens.
         grid: (images, 3) patches along time, height and width, ``image_grid_thw``; None if there are no images.
         config: of the model.
+        is_image: (tokens,) bool, which tokens stand for the images, in turn; None: all with the image's id.
 
     Raises:
         DataError: the image tokens are not those of the images.
     """
-    is_image = input_ids == config.image_token_id
+    if is_image is None:
+        is_image = input_ids == config.image_token_id
     grids = [] if grid is None else grid.tolist()
     wanted = 0 if grid is None else config.tokens_of(grid)
     if int(is_image.sum()) != wanted:
@@ -51,7 +55,7 @@ def mrope_positions(input_ids: Tensor, grid: Tensor | None, config: VisionConfig
 
 
 def left_padded(positions: Tensor, length: int) -> Tensor:
-    """Pad positions, (4, tokens), with zeros on the left to (4, length)."""
+    """Pad positions, (4, tokens), with zeros on the left to (4, length); or what else has tokens last."""
     return torch.nn.functional.pad(positions, (length - positions.shape[-1], 0))
 
 

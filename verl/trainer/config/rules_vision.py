@@ -13,7 +13,7 @@ from verl.vision.families import FAMILIES
 
 Problems = Iterator[Problem]
 
-ENGINES = ("hf",)
+ENGINES = ("native", "hf")
 """Rollout engines that take images."""
 
 

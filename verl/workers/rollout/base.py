@@ -28,6 +28,7 @@ from verl.config import HFModelConfig, RolloutConfig
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
 from verl.utils.model import check_tokenizer_fits, eos_token_ids, hf_config_of, unknown_ids
+from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.workers.rollout.request import (
     NO_WEIGHTS,
     FinishReason,
@@ -82,6 +83,7 @@ class BaseRollout(AbsentAttributes, ABC):
         self.tokenizer = tokenizer
         self.device = torch.device(device)
         self.hf_config = hf_config_of(model_config)
+        self._vision = VisionConfig.of(self.hf_config)
         check_tokenizer_fits(tokenizer, self.hf_config, warns=False)  # the driver has warned already
         self.eos_token_ids = eos_token_ids(model_config.path, tokenizer)
         # Ids of the model that the tokenizer lacks. Engines never draw them, because decoding would drop them.
@@ -225,10 +227,14 @@ class BaseRollout(AbsentAttributes, ABC):
             RolloutError: no weights are loaded, a prompt is empty or has a token outside of the vocabulary, or prompt
                 and response together exceed ``max_model_len``.
         """
-        if not self.takes_images and any(request.images for request in requests):
-            raise RolloutError(
-                f"a prompt has images, which {type(self).__name__} does not take in this version. Set rollout.name=hf."
-            )
+        if any(request.images for request in requests):
+            if self._vision is None:
+                raise RolloutError(f"a prompt has images, and {type(self.hf_config).__name__} is of a model for text.")
+            if not self.takes_images:
+                raise RolloutError(
+                    f"a prompt has images, which {type(self).__name__} does not take in this version. Set "
+                    "rollout.name=native or hf."
+                )
         if self.weight_version == NO_WEIGHTS:
             raise RolloutError(
                 f"{type(self).__name__} holds no weights. Generate inside `with rollout.awake(weights, version):`."
@@ -243,11 +249,24 @@ class BaseRollout(AbsentAttributes, ABC):
                     f"request {i} has a prompt token outside of the vocabulary of {vocab_size}. Tokenize with the "
                     "model's own tokenizer (tokenizer_path)."
                 )
+            self._check_images(i, request)
             if len(ids) + max_tokens > self.max_model_len:
                 raise RolloutError(
                     f"request {i} has {len(ids)} prompt tokens and asks for {max_tokens} more, but there is room for "
                     f"{self.max_model_len} in all. Raise max_model_len, or ask for fewer."
                 )
+
+    def _check_images(self, number: int, request: RolloutRequest) -> None:
+        """Check that the image tokens of a request are those of its images."""
+        if self._vision is None:
+            return
+        wanted = 0 if request.images is None else self._vision.tokens_of(request.images[IMAGE_INPUTS[1]])
+        found = request.prompt_ids.count(self._vision.image_token_id) - len(request.text_places)
+        if found != wanted:
+            raise RolloutError(
+                f"request {number} has {found} image tokens, and its images make {wanted}. Give the tokens that the "
+                "processor makes of the text and the images, and all images of the conversation in their order."
+            )
 
     def check_finite(self, outputs: Iterable[RolloutOutput]) -> None:
         """Raise RolloutError if a log-prob is nan or infinite."""

@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from verl.protocol.shared import SharedTensors, joined
 from verl.utils.transformers_private import DynamicLayer
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
+from verl.vision.model import ImageInputs, hidden_states
 from verl.vision.positions import left_padded, mrope_positions
 from verl.workers.rollout.routing import RoutingTable
 from verl.workers.routers import Choices, Routers
@@ -100,6 +101,14 @@ class PromptWithImages:
     """Its tokens, at least one."""
     images: SharedTensors | None = None
     """``pixel_values`` and ``image_grid_thw``; prompts with other objects are different."""
+    text_places: tuple[int, ...] = ()
+    """See :class:`~verl.workers.rollout.request.RolloutRequest`."""
+
+    def is_image(self, vision: VisionConfig) -> Tensor:
+        """Return which tokens stand for images, (tokens,) bool."""
+        found = torch.tensor(self.ids) == vision.image_token_id
+        found[list(self.text_places)] = False
+        return found
 
 
 class DecodingBatch:
@@ -171,9 +180,9 @@ class DecodingBatch:
         for start in range(0, len(ids), rows_at_once):
             part = slice(start, start + rows_at_once)
             caches.append(DynamicCache())
-            images = _images_of(prompts[part], ids.device)
+            images = self._images_of(prompts[part], mask.shape[1])
             with self._watched(mask[part]) as choices:
-                logits.append(self._forward(ids[part], mask[part], positions[part], caches[-1], **images))
+                logits.append(self._forward(ids[part], mask[part], positions[part], caches[-1], images))
             if choices is not None:
                 chosen.append(choices.stacked(self._module))
         following = positions[..., -1] + 1
@@ -190,22 +199,43 @@ class DecodingBatch:
         if self._vision is None:
             return (mask.cumsum(-1) - 1).clamp(min=0)
         rows = [
-            mrope_positions(torch.tensor(p.ids), None if p.images is None else p.images["image_grid_thw"], self._vision)
+            mrope_positions(
+                torch.tensor(p.ids),
+                None if p.images is None else p.images["image_grid_thw"],
+                self._vision,
+                p.is_image(self._vision),
+            )
             for p in prompts
         ]
         return torch.stack([left_padded(row, mask.shape[1]) for row in rows]).to(mask.device)
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, **images: Tensor) -> Tensor:
-        output = self._module(
-            input_ids=ids,
-            attention_mask=mask if self._is_padded else None,
-            position_ids=positions if self._vision is None else positions.transpose(0, 1),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **images,
-        )
-        return output.logits[:, -1]
+    def _forward(
+        self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache, images: ImageInputs | None = None
+    ) -> Tensor:
+        arguments = {
+            "input_ids": ids,
+            "attention_mask": mask if self._is_padded else None,
+            "position_ids": positions if self._vision is None else positions.transpose(0, 1),
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        if images is None:
+            return self._module(**arguments, logits_to_keep=1).logits[:, -1]
+        hidden = hidden_states(self._module.model, arguments, images)
+        head: Any = self._module.get_output_embeddings()
+        return head(hidden[:, -1])
+
+    def _images_of(self, prompts: Sequence[PromptWithImages], width: int) -> ImageInputs | None:
+        """Join the images of prompts that are padded to ``width``; None if there are none."""
+        rows = [prompt.images for prompt in prompts if prompt.images is not None]
+        if self._vision is None or not rows:
+            return None
+        pixels, grid = (joined(rows, name) for name in IMAGE_INPUTS)
+        assert pixels is not None
+        assert grid is not None
+        places = torch.stack([left_padded(prompt.is_image(self._vision), width) for prompt in prompts])
+        images = ImageInputs(pixel_values=pixels, image_grid_thw=grid.to(torch.int64), places=places)
+        return images.to(self._module.device)
 
     def forward(self, tokens: Tensor) -> None:
         """Append one token to each row, (n,) in the order of ``rows``, and update ``logits``."""
@@ -228,10 +258,3 @@ class DecodingBatch:
     def nbytes(self) -> int:
         """Size of the cached keys and values in bytes."""
         return self._cache.nbytes
-
-
-def _images_of(prompts: Sequence[PromptWithImages], device: torch.device) -> dict[str, Tensor]:
-    """Join the images of prompts as arguments of the model; empty if there are none."""
-    rows = [prompt.images for prompt in prompts if prompt.images is not None]
-    found = {name: joined(rows, name) for name in IMAGE_INPUTS} if rows else {}
-    return {name: value.to(device) for name, value in found.items() if value is not None}

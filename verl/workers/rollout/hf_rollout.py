@@ -121,7 +121,7 @@ class HFRollout(BaseRollout):
         longest = max(p.max_tokens for p in params)
         returns_routing = any(request.returns_routing for request in requests)
         batch = DecodingBatch(
-            [PromptWithImages(tuple(request.prompt_ids), request.images) for request in requests],
+            [PromptWithImages(tuple(r.prompt_ids), r.images, r.text_places) for r in requests],
             longest,
             self._awake_module(),
             self.config.max_num_batched_tokens,

@@ -56,6 +56,8 @@ class NativeRollout(BaseRollout):
         """Held while responses are drawn, so that weights and memory are not replaced or freed meanwhile."""
         self._is_checked = False
 
+    takes_images = True
+
     def _check_rotation(self) -> None:
         short = longrope_threshold(self.hf_config)
         if short is not None and self.max_model_len > short:

@@ -103,6 +103,8 @@ class RolloutRequest:
     sampling: SamplingParams
     images: SharedTensors | None = None
     """``pixel_values`` and ``image_grid_thw`` of the images whose tokens the prompt has; None if it has none."""
+    text_places: tuple[int, ...] = ()
+    """Places of prompt tokens that have the id of images and stand for none, because the policy drew them."""
     returns_routing: bool = False
     """Return the experts that each token went to."""
 
@@ -159,7 +161,10 @@ def requests_from_prompts(prompts: DataProto, config: RolloutConfig) -> list[Rol
     images = prompts.non_tensor_batch.get("multi_modal_inputs", [None] * len(rows))
     return [
         RolloutRequest(
-            row, replace(template, seed=sample_seed(config.seed, step, uid, int(index))), _shared(found), routing
+            row,
+            replace(template, seed=sample_seed(config.seed, step, uid, int(index))),
+            _shared(found),
+            returns_routing=routing,
         )
         for row, uid, index, found in zip(rows, uids, indices, images, strict=True)
     ]

@@ -6,12 +6,16 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError
+from verl.protocol.shared import SharedTensors
 from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences, short_windows
 from verl.workers.rollout.native.model import NativeModel, cannot_serve
+from verl.workers.rollout.placed_images import PlacedImages
+from verl.workers.rollout.request import RolloutRequest, SamplingParams
 
 _PROMPT_TOKENS = (5, 3)
 _NEW_TOKENS = 3
 _KNOWN_TOKENS = 6  # of the prompt and of the response; two are left to compute
+_IMAGE_AT = 2  # of the first prompt of a model with images
 _WINDOW = 3  # tokens of sliding windows during the check, fewer than the sequences have, or windows would not matter
 
 
@@ -29,14 +33,18 @@ def check_model(model: NativeModel) -> bool:
     """
     lengths = [n + _NEW_TOKENS for n in _PROMPT_TOKENS]
     sequences = probe_sequences(model.module.config, lengths, model.device)
+    images = _with_an_image(model, sequences)
     with short_windows(model.module, _WINDOW):
         try:
-            found = torch.cat(_prefill_and_decode(model, sequences))
+            found = torch.cat(_prefill_and_decode(model, sequences, images))
         except (ConfigError, RuntimeError, TypeError, IndexError, AttributeError) as error:
             raise cannot_serve(model.module, f"stops its code with: {error}".rstrip(".")) from error
         finally:
             model.forget()  # it has stored the shortened windows
-        logits = [model.standard_logits(ids)[n - 1 :] for ids, n in zip(sequences, _PROMPT_TOKENS, strict=True)]
+        logits = [
+            model.standard_logits(ids, **given)[n - 1 :]
+            for ids, n, given in zip(sequences, _PROMPT_TOKENS, images, strict=True)
+        ]
     expected = torch.cat([torch.cat([rows, rows[-1:]]) for rows in logits])
     if not expected.isfinite().all():
         return False
@@ -46,13 +54,36 @@ def check_model(model: NativeModel) -> bool:
     return True
 
 
-def _prefill_and_decode(model: NativeModel, sequences: list[Tensor]) -> list[Tensor]:
+def _with_an_image(model: NativeModel, sequences: list[Tensor]) -> list[dict[str, Tensor]]:
+    """Give the first sequence of a model with images one of one token; return the images of each sequence."""
+    if model.vision is None:
+        return [{} for _ in sequences]
+    for ids in sequences:
+        ids[ids == model.vision.image_token_id] = 0
+    sequences[0][_IMAGE_AT] = model.vision.image_token_id
+    size = model.vision.merge_size
+    pixels = torch.linspace(-1, 1, size**2 * model.vision.patch_values, device=model.device)
+    image = {
+        "pixel_values": pixels.view(size**2, -1),
+        "image_grid_thw": torch.tensor([[1, size, size]], device=model.device),
+    }
+    return [image, *[{} for _ in sequences[1:]]]
+
+
+def _placed(model: NativeModel, ids: list[int], images: dict[str, Tensor]) -> PlacedImages | None:
+    request = RolloutRequest(ids, SamplingParams(max_tokens=1, seed=0), SharedTensors(images) if images else None)
+    return PlacedImages.of(request, model.vision)
+
+
+def _prefill_and_decode(model: NativeModel, sequences: list[Tensor], images: list[dict[str, Tensor]]) -> list[Tensor]:
     """Return (_NEW_TOKENS + 2, vocab) logits for each sequence, from the end of its prompt on; the last ones twice."""
     lengths = [len(ids) for ids in sequences]
     memory = model.memory(room=len(sequences), prompt_room=max(lengths), own_room=_NEW_TOKENS)
-    memory.admit(_PROMPT_TOKENS, [1] * len(sequences))
     prompts = [ids[:n].tolist() for ids, n in zip(sequences, _PROMPT_TOKENS, strict=True)]
-    logits = [model.prefill(memory, prompts)]
+    placed = [_placed(model, ids, given) for ids, given in zip(prompts, images, strict=True)]
+    offsets = [0 if one is None else one.offset for one in placed]
+    memory.admit(_PROMPT_TOKENS, [1] * len(sequences), offsets=offsets)
+    logits = [model.prefill(memory, prompts, images=placed)]
     for step in range(_NEW_TOKENS):
         newest = torch.stack([ids[n + step] for ids, n in zip(sequences, _PROMPT_TOKENS, strict=True)])
         logits.append(model.decode(memory, newest))
@@ -60,5 +91,7 @@ def _prefill_and_decode(model: NativeModel, sequences: list[Tensor]) -> list[Ten
     memory.keep(torch.zeros(0, dtype=torch.long, device=model.device))
     memory.admit(lengths, [1] * len(sequences), known)
     starts = [_KNOWN_TOKENS, *[0] * (len(sequences) - 1)]
-    logits.append(model.prefill(memory, [ids.tolist() for ids in sequences], starts))
+    whole = [ids.tolist() for ids in sequences]
+    placed = [_placed(model, ids, given) for ids, given in zip(whole, images, strict=True)]
+    logits.append(model.prefill(memory, whole, starts, placed))
     return list(torch.stack(logits, dim=1))

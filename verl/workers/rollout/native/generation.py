@@ -16,6 +16,7 @@ from verl.errors import RolloutError
 from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native.prefixes import PAGE, Prefix, PrefixCache
+from verl.workers.rollout.placed_images import ImageSpan, PlacedImages
 from verl.workers.rollout.request import FinishReason, RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.routing import RoutingTable
 from verl.workers.rollout.sampling import StopRules, TokenSampler, enlarged
@@ -34,10 +35,21 @@ class Group:
     """Waiting requests with the same prompt, which is computed once for all of them."""
 
     prompt_ids: list[int]
+    images: PlacedImages | None = None
     members: list[tuple[int, SamplingParams]] = field(default_factory=list)
     """Number and sampling parameters of each request."""
     known: Prefix = field(default_factory=Prefix)
     """The beginning of the prompt whose keys and values are cached."""
+
+    @property
+    def identity(self) -> tuple[tuple[int, ...], tuple[bytes, ...]]:
+        """The tokens and the hashes of the images, by which prompts are equal."""
+        return tuple(self.prompt_ids), () if self.images is None else self.images.digests
+
+    @property
+    def spans(self) -> Sequence[ImageSpan]:
+        """The images of the prompt."""
+        return () if self.images is None else self.images.spans
 
 
 class Generation:
@@ -74,12 +86,12 @@ class Generation:
         self._prefill_tokens = prefill_tokens
         self._answer, self._check = answer, check
         self._waiting: deque[Group] = deque()
-        self._open: dict[tuple[int, ...], Group] = {}
-        """By prompt, the waiting group that takes further requests."""
+        self._open: dict[tuple[tuple[int, ...], tuple[bytes, ...]], Group] = {}
+        """By the prompt and the hashes of its images, the waiting group that takes further requests."""
         self._waited = 0
         """Tokens that were drawn for running rows since a request began to wait."""
-        self._running: dict[int, tuple[int, list[int]]] = {}
-        """Number and prompt of the request of each row."""
+        self._running: dict[int, tuple[int, Group]] = {}
+        """Number and group of the request of each row."""
         self._free = list(range(memory.room))
         """A heap of the rows that are not in use."""
         none = torch.zeros(0, dtype=torch.long, device=model.device)
@@ -124,10 +136,11 @@ class Generation:
                 except RolloutError as error:
                     self._queue.answer(number, error)
                     continue
-            prompt = tuple(request.prompt_ids)
-            group = self._open.get(prompt)
+            images = PlacedImages.of(request, self._model.vision)
+            new = Group(request.prompt_ids, images)
+            group = self._open.get(new.identity)
             if group is None or len(group.members) == self._memory.room:
-                group = self._open[prompt] = Group(request.prompt_ids)
+                group = self._open[new.identity] = new
                 self._waiting.append(group)
             group.members.append((number, request.sampling))
             if request.returns_routing:
@@ -159,16 +172,17 @@ class Generation:
         """
         chosen: list[Group] = []
         later: list[Group] = []
-        begun: set[tuple[int, ...]] = set()
+        begun: set[tuple[tuple[int, ...], tuple[bytes, ...]]] = set()
         budget = self._prefill_tokens
         while self._waiting and (group := self._waiting[0]) and len(group.members) <= free:
             if self._cache is not None:
-                group.known = self._cache.find(group.prompt_ids)
+                group.known = self._cache.find(group.prompt_ids, group.spans)
             new = len(group.prompt_ids) - len(group.known)
             if chosen and new > budget:
                 break
             self._waiting.popleft()
-            beginning = tuple(group.prompt_ids[: len(group.known) + PAGE])
+            end = len(group.known) + PAGE
+            beginning = tuple(group.prompt_ids[:end]), () if group.images is None else group.images.before(end)
             if self._cache is not None and beginning in begun:
                 later.append(group)
                 continue
@@ -178,15 +192,14 @@ class Generation:
             budget -= new
         self._waiting.extendleft(reversed(later))
         for group in chosen:
-            prompt = tuple(group.prompt_ids)
-            if self._open.get(prompt) is group:
-                del self._open[prompt]
+            if self._open.get(group.identity) is group:
+                del self._open[group.identity]
         return chosen
 
     def _start(self, groups: Sequence[Group], rows: list[int]) -> Tensor:
         """Give the requests of the groups their rows."""
         params = [sampling for group in groups for _, sampling in group.members]
-        numbers = [(number, group.prompt_ids) for group in groups for number, _ in group.members]
+        numbers = [(number, group) for group in groups for number, _ in group.members]
         self._running.update(zip(rows, numbers, strict=True))
         self._sampler.put(rows, params)
         self._stop.put(rows, params)
@@ -202,10 +215,12 @@ class Generation:
         cache, prompts = self._cache, [group.prompt_ids for group in groups]
         counts = [len(group.members) for group in groups]
         known = None if cache is None else [cache.states(group.known) if group.known else None for group in groups]
-        self._memory.admit([len(prompt) for prompt in prompts], counts, known)
+        images = [group.images for group in groups]
+        offsets = [0 if one is None else one.offset for one in images]
+        self._memory.admit([len(prompt) for prompt in prompts], counts, known, offsets)
         starts = [len(group.known) for group in groups]
         with self._model.routers.watched(None) as choices:
-            logits = self._model.prefill(self._memory, prompts, starts)
+            logits = self._model.prefill(self._memory, prompts, starts, images)
         if self._routing is not None:
             chosen = choices.stacked(self._model.module)
             new = chosen.split([len(prompt) - start for prompt, start in zip(prompts, starts, strict=True)])
@@ -217,8 +232,8 @@ class Generation:
             repeated = [x for x, count in zip(of_prompts, counts, strict=True) for _ in range(count)]
             self._routing.start(rows, repeated)
         if cache is not None:
-            for place, prompt in enumerate(prompts):
-                cache.add(prompt, functools.partial(self._memory.prompt_states, place))
+            for place, group in enumerate(groups):
+                cache.add(group.prompt_ids, functools.partial(self._memory.prompt_states, place), group.spans)
         return logits.repeat_interleave(torch.tensor(counts, device=logits.device), dim=0)
 
     def _decode(self, rows: Tensor, newest: Tensor) -> Tensor:
@@ -254,13 +269,13 @@ class Generation:
         longest = max(lengths, default=0)
         tokens, log_probs = (table[rows, :longest].tolist() for table in (self._tokens, self._log_probs))
         for at, (row, n, reason) in enumerate(zip(rows.tolist(), lengths, reasons, strict=True)):
-            number, prompt = self._running[row]
+            number, group = self._running[row]
             answer = self._answer(tokens[at][:n], log_probs[at][:n], reason)
             if self._routing is not None and number in self._routed:
                 answer = replace(answer, routed_experts=self._routing.of(row, n))
             if self._cache is not None and places is not None:  # the last token has not gone into the model
-                text = prompt + answer.token_ids[:-1]
-                self._cache.add(text, functools.partial(self._memory.row_states, places[at]))
+                text = group.prompt_ids + answer.token_ids[:-1]
+                self._cache.add(text, functools.partial(self._memory.row_states, places[at]), group.spans)
             self._queue.answer(number, answer)
         self._release(rows.tolist())
 

@@ -82,6 +82,8 @@ class KeyValueMemory(ABC):
         """(rows,) length of each row's prompt."""
         self.lengths = none
         """(rows,) number of response tokens in memory."""
+        self.offsets = none
+        """(rows,) what M-RoPE positions of responses are beyond the number of tokens before; 0 without images."""
         self._newest: list[NewPrompt] = []
 
     @property
@@ -91,11 +93,15 @@ class KeyValueMemory(ABC):
 
     @property
     def positions(self) -> Tensor:
-        """(rows,) position of each row's next token."""
+        """(rows,) number of tokens before each row's next token."""
         return self.prompt_lengths + self.lengths
 
     def admit(
-        self, prompt_lengths: Sequence[int], counts: Sequence[int], known: Sequence[Tensor | None] | None = None
+        self,
+        prompt_lengths: Sequence[int],
+        counts: Sequence[int],
+        known: Sequence[Tensor | None] | None = None,
+        offsets: Sequence[int] | None = None,
     ) -> None:
         """Append ``counts[i]`` rows for each prompt i; then call :meth:`store` for each layer.
 
@@ -104,11 +110,16 @@ class KeyValueMemory(ABC):
             counts: number of rows of each prompt.
             known: for each prompt the states (see :meth:`prompt_states`) of its first tokens, of which there are fewer
                 than the prompt has; None where there are none.
+            offsets: of each prompt, see the attribute; None: all 0.
         """
         places = self._make_places(counts)
-        lengths = torch.tensor(prompt_lengths).repeat_interleave(torch.tensor(counts)).to(self.shape.device)
+        lengths, new_offsets = (
+            torch.tensor(values).repeat_interleave(torch.tensor(counts)).to(self.shape.device)
+            for values in (prompt_lengths, offsets or [0] * len(counts))
+        )
         self.prompt_lengths = torch.cat([self.prompt_lengths, lengths])
         self.lengths = torch.cat([self.lengths, torch.zeros_like(lengths)])
+        self.offsets = torch.cat([self.offsets, new_offsets])
         self._newest = []
         for views, length, states in zip(places, prompt_lengths, known or [None] * len(counts), strict=True):
             known_length = 0 if states is None else states.shape[3]
@@ -139,6 +150,7 @@ class KeyValueMemory(ABC):
             (n,) former number of each remaining row, in their new order: a permutation of ``places``.
         """
         self.prompt_lengths, self.lengths = self.prompt_lengths[places], self.lengths[places]
+        self.offsets = self.offsets[places]
         return places
 
     @property
@@ -266,10 +278,14 @@ class CopiedPromptMemory(KeyValueMemory):
         return sum(part.nbytes for part in self._memory)
 
     def admit(
-        self, prompt_lengths: Sequence[int], counts: Sequence[int], known: Sequence[Tensor | None] | None = None
+        self,
+        prompt_lengths: Sequence[int],
+        counts: Sequence[int],
+        known: Sequence[Tensor | None] | None = None,
+        offsets: Sequence[int] | None = None,
     ) -> None:
         """See :meth:`KeyValueMemory.admit`."""
-        super().admit(prompt_lengths, counts, known)
+        super().admit(prompt_lengths, counts, known, offsets)
         self._filled = max(self._filled, *prompt_lengths)
 
     def _make_places(self, counts: Sequence[int]) -> list[tuple[Tensor, Tensor]]:

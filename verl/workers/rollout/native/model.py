@@ -16,9 +16,13 @@ from verl.backends.cpu.kernels import cpu_kernels
 from verl.backends.cpu.layers import use_fast_layers
 from verl.errors import RolloutError
 from verl.utils.model import causal_lm_without_weights
-from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS, attention_of, takes_any_attention
+from verl.utils.transformers_private import ALL_ATTENTION_FUNCTIONS, attention_of, takes_any_attention, use_attention
+from verl.vision.families import VisionConfig
+from verl.vision.model import ImageInputs, hidden_states
+from verl.vision.positions import AXES
 from verl.workers.packed_attention import AttentionRule, Packing, packed_attention_forward
 from verl.workers.rollout.native.memory import CacheShape, CopiedPromptMemory, KeyValueMemory, SharedPromptMemory
+from verl.workers.rollout.placed_images import PlacedImages, images_of_pass
 from verl.workers.routers import Routers
 
 NATIVE_ATTENTION = "verl_native"
@@ -38,12 +42,14 @@ class NativeModel:
         config = copy.deepcopy(config)  # the attention implementation is set in it
         self.module = causal_lm_without_weights(config, dtype, device, trust_remote_code)
         self.dtype, self.device = dtype, device
+        self.vision = VisionConfig.of(config)
+        """What passes with images need; None for a model of text."""
         self.buffers = ReclaimableBuffers() if device.type == "cpu" else None
         """Memory of keys and values, reused from one rollout to the next."""
         _check_architecture(self.module)
         self.routers = Routers(self.module)
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
-        self._standard_attention = attention_of(self.module.config)
+        self._standard_attention = attention_of(self.module.config.get_text_config())
         self._places = _places_of_parameters(self.module)
         self._count = len(set(self._places.values()))
         self._compiled = None if self.kernels is None else compiled_decoder(self.module)
@@ -128,11 +134,16 @@ class NativeModel:
         return bool(getattr(self.module.config.get_text_config(), "attn_logit_softcapping", None))
 
     def prefill(
-        self, memory: KeyValueMemory, prompts: Sequence[Sequence[int]], known: Sequence[int] | None = None
+        self,
+        memory: KeyValueMemory,
+        prompts: Sequence[Sequence[int]],
+        known: Sequence[int] | None = None,
+        images: Sequence[PlacedImages | None] | None = None,
     ) -> Tensor:
         """Compute the prompts that ``memory`` admitted last; return (prompts, vocab) logits of the token after each.
 
-        ``known`` is the number of first tokens of each prompt that were admitted with their keys and values.
+        ``known`` is the number of first tokens of each prompt that were admitted with their keys and values, and
+        ``images`` are those of each prompt.
         """
         starts = known or [0] * len(prompts)
         lengths = [len(prompt) for prompt in prompts]
@@ -140,42 +151,71 @@ class NativeModel:
         packing = Packing.of([n - start for n, start in zip(lengths, starts, strict=True)], self.device, keys)
         new = [prompt[start:] for prompt, start in zip(prompts, starts, strict=True)]
         ids = torch.tensor([token for tokens in new for token in tokens], device=self.device)
-        bounds = zip(starts, lengths, strict=True)
-        positions = torch.cat([torch.arange(start, length) for start, length in bounds]).to(self.device)
+        images = images or [None] * len(prompts)
+        positions = torch.cat(
+            [self._positions(*bounds) for bounds in zip(starts, lengths, images, strict=True)], dim=-1
+        ).to(self.device)
         last = packing.cu_seqlens[1:].long() - 1
-        return self._logits(ids, positions, last, PrefillPass(memory, packing))
+        in_pass = images_of_pass(images, starts, lengths)
+        return self._logits(ids, positions, last, PrefillPass(memory, packing), in_pass)
+
+    def _positions(self, start: int, length: int, images: PlacedImages | None) -> Tensor:
+        """Positions of the tokens of a prompt from ``start`` on, (tokens,), or (4, tokens) of a model with images."""
+        if images is not None:
+            return images.positions[:, start:]
+        positions = torch.arange(start, length)
+        return positions if self.vision is None else positions.expand(AXES, -1)
 
     def decode(self, memory: KeyValueMemory, tokens: Tensor) -> Tensor:
         """Append one token to each running row; return (rows, vocab) logits of the next."""
         if self._compiled is not None and isinstance(memory, SharedPromptMemory):
             logits = self._compiled(tokens, memory.own, memory.shared, memory.places)
         else:
-            logits = self._logits(tokens, memory.positions, 0, DecodePass(memory))
+            positions = memory.positions
+            if self.vision is not None:
+                positions = torch.stack([positions, *[positions + memory.offsets] * (AXES - 1)])
+            logits = self._logits(tokens, positions, 0, DecodePass(memory))
         memory.advance()
         return logits
 
     # ``wanted`` selects tokens by index; 0 means all tokens, as ``logits_to_keep`` of Transformers.
-    def _logits(self, ids: Tensor, positions: Tensor, wanted: Tensor | int, native_pass: Pass) -> Tensor:
-        output = self.module(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=wanted,
-            native_pass=native_pass,
-        )
-        return output.logits[0]
+    def _logits(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        wanted: Tensor | int,
+        native_pass: Pass,
+        images: ImageInputs | None = None,
+    ) -> Tensor:
+        arguments: dict[str, Any] = {
+            "input_ids": ids[None],
+            "position_ids": positions.unsqueeze(-2),  # (1, tokens), or (4, 1, tokens)
+            "use_cache": False,
+            "native_pass": native_pass,
+        }
+        if images is None:
+            return self.module(**arguments, logits_to_keep=wanted).logits[0]
+        hidden = hidden_states(self.module.model, arguments, images.to(self.device))[0]
+        head: Any = self.module.get_output_embeddings()
+        return head(hidden[wanted])
 
-    def standard_logits(self, ids: Tensor) -> Tensor:
-        """Compute (tokens, vocab) logits of one sequence with the attention that Transformers chose for the model."""
-        self.module.set_attn_implementation(self._standard_attention or "eager")
+    def standard_logits(self, ids: Tensor, **images: Tensor) -> Tensor:
+        """Compute (tokens, vocab) logits of one sequence by the model's own forward pass and attention.
+
+        ``images`` are ``pixel_values`` and ``image_grid_thw``.
+        """
+        use_attention(self.module, self._standard_attention or "eager")
+        given: dict[str, Tensor] = dict(images)
+        if self.vision is not None:
+            given["mm_token_type_ids"] = (ids == self.vision.image_token_id).int()[None]
         try:
-            return self.module(input_ids=ids[None], use_cache=False).logits[0]
+            return self.module(input_ids=ids[None], use_cache=False, **given).logits[0]
         finally:
             self.use_native_attention()
 
     def use_native_attention(self) -> None:
         """Make the model's layers call :func:`native_attention_forward`."""
-        self.module.set_attn_implementation(NATIVE_ATTENTION)
+        use_attention(self.module, NATIVE_ATTENTION)
 
 
 class _Place:

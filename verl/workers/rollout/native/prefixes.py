@@ -1,4 +1,4 @@
-"""Keys and values of earlier texts, kept in a tree by token ids for texts that begin with the same tokens."""
+"""Keys and values of earlier texts, kept in a tree for texts that begin with the same tokens and images."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.workers.rollout.native.memory import CacheShape
+from verl.workers.rollout.placed_images import ImageSpan
 
 PAGE = 16
 """Tokens of a page, the unit in which texts are kept and recognised."""
@@ -21,7 +22,8 @@ class _Page:
     """The states of ``PAGE`` tokens that follow the pages above it in the tree."""
 
     parent: _Page | None
-    tokens: bytes
+    key: bytes
+    """Its tokens, and the hashes of the images that they stand for."""
     number: int
     """Its index in the memory of all pages."""
     children: dict[bytes, _Page] = field(default_factory=dict)
@@ -52,9 +54,12 @@ class PrefixCache:
         """Return the number of pages in use."""
         return len(self._order)
 
-    def find(self, tokens: Sequence[int]) -> Prefix:
-        """Find the longest prefix of ``tokens`` that is kept, in whole pages and shorter than ``tokens``."""
-        pages = list(self._walk(tokens[:-1]))
+    def find(self, tokens: Sequence[int], images: Sequence[ImageSpan] = ()) -> Prefix:
+        """Find the longest prefix of ``tokens`` that is kept, in whole pages and shorter than ``tokens``.
+
+        ``images`` are those in the text: pages with tokens of an image are found by its content too.
+        """
+        pages = list(self._walk(_keys(tokens[:-1], images)))
         self._use(pages)
         return Prefix(tuple(page.number for page in pages))
 
@@ -65,17 +70,21 @@ class PrefixCache:
         # (layers, pages, kv_heads, PAGE, head_dim) to (layers, kv_heads, pages * PAGE, head_dim)
         return torch.stack([part[:, chosen].transpose(1, 2).flatten(2, 3) for part in self._states])
 
-    def add(self, tokens: Sequence[int], states_of: Callable[[int, int], Tensor]) -> None:
+    def add(
+        self, tokens: Sequence[int], states_of: Callable[[int, int], Tensor], images: Sequence[ImageSpan] = ()
+    ) -> None:
         """Keep the whole pages of a text that are not kept yet, as many as there is room for.
 
         Args:
             tokens: the text.
             states_of: returns the states, (2, layers, kv_heads, tokens, head_dim), of the tokens between two positions.
+            images: those in the text.
         """
-        pages = list(self._walk(tokens))
+        keys = _keys(tokens, images)
+        pages = list(self._walk(keys))
         self._use(pages)
         known = len(pages)
-        for key in _keys(tokens)[known:]:
+        for key in keys[known:]:
             number = self._free_page(pages)
             if number is None:
                 break
@@ -96,9 +105,9 @@ class PrefixCache:
         self._order.clear()
         self._free = iter(range(self._states[0].shape[1]))
 
-    def _walk(self, tokens: Sequence[int]) -> Iterator[_Page]:
+    def _walk(self, keys: Sequence[bytes]) -> Iterator[_Page]:
         page = self._root
-        for key in _keys(tokens):
+        for key in keys:
             found = page.children.get(key)
             if found is None:
                 return
@@ -118,7 +127,7 @@ class PrefixCache:
         if oldest.children or oldest is (path[-1] if path else None):
             return None
         assert oldest.parent is not None
-        del self._order[oldest], oldest.parent.children[oldest.tokens]
+        del self._order[oldest], oldest.parent.children[oldest.key]
         return oldest.number
 
 
@@ -133,9 +142,13 @@ class Prefix:
         return len(self.pages) * PAGE
 
 
-def _keys(tokens: Sequence[int]) -> list[bytes]:
-    """Return the token ids of each whole page as bytes."""
+def _keys(tokens: Sequence[int], images: Sequence[ImageSpan]) -> list[bytes]:
+    """Return the token ids of each whole page as bytes, and after them the hashes of the images on it."""
     count = len(tokens) // PAGE
     data = np.asarray(tokens[: count * PAGE], dtype=np.int32).tobytes()
     size = PAGE * 4
-    return [data[start : start + size] for start in range(0, len(data), size)]
+    keys = [data[start : start + size] for start in range(0, len(data), size)]
+    for image in images:
+        for page in range(image.start // PAGE, min((image.end - 1) // PAGE + 1, count)):
+            keys[page] += image.digest
+    return keys
