@@ -50,6 +50,7 @@ from verl.config.model import (
     OptimizerConfig,
     WrapPolicyConfig,
 )
+from verl.config.observation import PrometheusConfig
 from verl.config.ppo import (
     ActorRolloutRefConfig,
     PPOConfig,
@@ -160,6 +161,7 @@ __all__ = [
     "PreferenceConfig",
     "PreferenceDataConfig",
     "Problem",
+    "PrometheusConfig",
     "RMConfig",
     "RayConfig",
     "RecoveryConfig",

@@ -53,9 +53,12 @@ class GenerationConfig(BaseConfig):
     """How Ray is started."""
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """Greedy decoding is not combined with several responses per prompt."""
+        """Greedy decoding has one response per prompt, and nothing is observed that only training has."""
         if not self.rollout.do_sample and self.data.n_samples > 1:
             yield all_the_same("rollout", "data.n_samples", self.data.n_samples)
+        if self.rollout.prometheus.enable:
+            wrong = "only training runs serve metrics (main_ppo)"
+            yield Problem("rollout.prometheus.enable", True, wrong, "false")
 
     @property
     def roles(self) -> ActorRolloutRefConfig:

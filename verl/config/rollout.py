@@ -11,6 +11,7 @@ from verl.base.registry import suggest
 from verl.config.agent import SINGLE_TURN, AgentLoopConfig, MultiTurnConfig
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.model import DType
+from verl.config.observation import PrometheusConfig
 from verl.config.problems import Problem
 
 OTHER_PROGRAMS = ("vllm", "sglang")
@@ -176,6 +177,8 @@ class RolloutConfig(BaseConfig):
     """Conversations of several turns, with tools and simulated users."""
     agent: AgentLoopConfig = subsection(AgentLoopConfig)
     """Agent loops: the programs that answer prompts."""
+    prometheus: PrometheusConfig = subsection(PrometheusConfig)
+    """Metrics of the run over HTTP, in the format of Prometheus."""
     skip_rollout: bool = setting(False)
     """Train on the responses in `skip_dump_dir` in place of sampling; those that are not there are sampled and kept
     there. For debugging: they are those of the run that wrote them, not of the policy."""

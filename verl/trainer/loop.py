@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +56,8 @@ class StepContext:
     """Useful floating-point operations by stage, over all ranks; None where they are not known."""
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     """Name, begin and end of each stage in the order of their ends, in seconds since 1970."""
+    observe: Callable[[str], AbstractContextManager[object]] = nullcontext
+    """Makes what is entered for the duration of each stage, from its name."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -64,7 +66,7 @@ class StepContext:
         Times of a stage that is entered twice are summed. With nested stages the note names the innermost one.
         """
         began = clock()
-        with simple_timer(name, self.seconds):
+        with self.observe(name), simple_timer(name, self.seconds):
             try:
                 yield
                 self.spans.append((name, round(began, 4), round(clock(), 4)))
@@ -177,6 +179,8 @@ class TrainingLoop:
     total_training_steps: int
     schedule: Schedule
     context_class: ClassVar[type[StepContext]] = StepContext
+    observe_stage: Callable[[str], AbstractContextManager[object]] = nullcontext
+    """See :attr:`StepContext.observe`."""
 
     def __init__(self, config: PPOConfig | SupervisedConfig, plan: CheckpointPlan, worker_groups: WorkerGroups) -> None:
         self.typed_config: Any = config
@@ -243,6 +247,10 @@ class TrainingLoop:
 
     def _before_first_step(self, tracking: Tracking) -> None:
         """Called once per process, before the first step of a new or resumed run."""
+
+    def new_context(self) -> StepContext:
+        """Make the context of step ``global_steps``."""
+        return self.context_class(self.global_steps, observe=self.observe_stage)
 
     def observed(self, context: StepContext) -> AbstractContextManager[None]:
         """What surrounds a step without being part of it, such as a profiler; a subclass overrides it."""
@@ -380,13 +388,13 @@ class TrainingLoop:
     def _next_step(self) -> tuple[DataProto, StepContext]:
         """The batch and the context of the next step; after SIGTERM, save and exit instead."""
         if self.termination.requested:
-            with self.context_class(self.global_steps).stage("save_checkpoint"):
+            with self.new_context().stage("save_checkpoint"):
                 self._save_checkpoint()
             self._log_saved(self.global_steps)
             raise SystemExit(EXIT_CODE)
         rows = next(self.rows)
         self.global_steps += 1
-        return self.to_batch(rows), self.context_class(self.global_steps)
+        return self.to_batch(rows), self.new_context()
 
     def _log_saved(self, step: int) -> None:
         logger.warning("Saved step %d of %d.", step, self.total_training_steps)

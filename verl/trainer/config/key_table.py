@@ -317,19 +317,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             },
         ),
         not_yet(
-            "serving metrics to Prometheus is not in this version; set enable=false",
-            {"prometheus.enable": False},
-        ),
-        no_effect(
-            "part of serving metrics, which is not in this version",
-            {
-                "prometheus._target_": "verl.workers.config.PrometheusConfig",
-                "prometheus.port": 9090,
-                "prometheus.file": None,
-                "prometheus.served_model_name": "${oc.select:actor_rollout_ref.model.path,null}",
-            },
-        ),
-        not_yet(
             "quantized rollout is not in this version; leave rollout.quantization null",
             {"quantization": None},
         ),

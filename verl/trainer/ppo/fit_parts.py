@@ -284,7 +284,7 @@ class FitParts(TrainingLoop):
 
     def _own_context(self) -> StepContext:
         """A context for one part, whose caller has no use for the times."""
-        return self.context_class(self.global_steps)
+        return self.new_context()
 
     # ---- samples --------------------------------------------------------------------------------
 

@@ -112,6 +112,7 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 if TYPE_CHECKING:
     from verl.judge.service import JudgeService
     from verl.single_controller.ray import ResourcePoolManager
+    from verl.utils.prometheus import MetricsServer
 
 logger = logging.getLogger(__name__)
 
@@ -220,6 +221,14 @@ class RayPPOTrainer(FitParts):
         self._told_unused = False
         self.train_sampler = train_sampler
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
+        self.metrics_server: MetricsServer | None = None
+        if config.actor_rollout_ref.rollout.prometheus.enable:
+            from verl.utils.prometheus import MetricsServer  # needs the extra of that name
+
+            served = config.actor_rollout_ref.rollout.prometheus
+            self.metrics_server = MetricsServer(served, trainer.project_name, trainer.experiment_name)
+            self.metrics_server.total_steps = self.total_training_steps
+            self.observe_stage = self.metrics_server.stage
 
     # ---- set-up -------------------------------------------------------------------------------
 
@@ -275,6 +284,12 @@ class RayPPOTrainer(FitParts):
         if self.agent_loops is not None:
             self.agent_loops.shutdown()
             self.agent_loops = None
+
+    def stop_serving_metrics(self) -> None:
+        """Stop listening for scrapes of ``rollout.prometheus``."""
+        if self.metrics_server is not None:
+            self.metrics_server.close()
+            self.metrics_server = None
 
     def worker_arguments(self) -> dict[Role, dict[str, Any]]:
         """Return the constructor arguments of each role's workers, in the order in which their models load.
@@ -658,7 +673,7 @@ class RayPPOTrainer(FitParts):
         self.validation_generations_logger = ValidationGenerationsLogger(tracking=tracking)
         if self.validates and self.typed_config.trainer.val_before_train:
             status("validating before the first step")
-            with PPOStepContext(self.global_steps).stage("testing"):
+            with self.new_context().stage("testing"):
                 tracking.log(self._validate(), step=self.global_steps)
 
     def _is_over(self) -> bool:

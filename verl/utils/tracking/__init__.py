@@ -68,6 +68,8 @@ class Tracking:
     supported_backend: ClassVar[list[str]] = TRACKERS.names()
     opened: ClassVar[list[Tracking]] = []
     """Those of this process that are not finished, in order."""
+    listeners: ClassVar[list[Callable[[Mapping[str, float], int], None]]] = []
+    """Called with the metrics and the step of every :meth:`log` in this process."""
 
     def __init__(
         self,
@@ -128,6 +130,8 @@ class Tracking:
                 logger.warning("metric '%s' is a %s, not a number; it is not logged.", name, type(value).__name__)
         for name in self._chosen(backend):
             self._call(name, lambda tracker: tracker.log(metrics, step))
+        for listener in self.listeners:
+            listener(metrics, step)
 
     def log_table(
         self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int, backend: Names | None = None

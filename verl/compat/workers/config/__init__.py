@@ -18,6 +18,7 @@ from verl.config import MixedPrecisionConfig as MixedPrecisionConfig
 from verl.config import MultiTurnConfig as MultiTurnConfig
 from verl.config import OptimizerConfig as OptimizerConfig
 from verl.config import PolicyLossConfig as PolicyLossConfig
+from verl.config import PrometheusConfig as PrometheusConfig
 from verl.config import RefConfig as RefConfig
 from verl.config import RewardModelConfig as RewardModelConfig
 from verl.config import RolloutConfig as RolloutConfig
