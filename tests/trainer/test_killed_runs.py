@@ -136,7 +136,7 @@ class Runs:
         found: dict[str, Any] = {}
         for path in sorted(root.rglob("*.jsonl")):
             records = [json.loads(line) for line in path.read_text().splitlines()]
-            if path.name.endswith(".run.jsonl"):  # of times
+            if path.name.endswith((".run.jsonl", ".ranks.jsonl")):  # of times
                 continue
             if path.parent.name == "validation" and path.stem not in ("4", str(STEPS)):
                 continue

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.trainer.test_run import ALL_MODELS, assert_same_steps, comparable, train
+from tests.trainer.test_run import ALL_MODELS, assert_ranks_are_recorded, assert_same_steps, comparable, train
 from verl.testing.tiny_run import same
 
 pytest.importorskip("verl.workers.engine.megatron.library")
@@ -36,6 +36,8 @@ def test_two_tensor_parallel_ranks_give_the_numbers_of_one_and_resume_bit_by_bit
     megatron = settings | layout(2, tensor=2) | {"trainer__save_freq": 1}
     first = train(**megatron)
     assert_same_steps(local, first, rel=1e-5)
+    stage_of = {"generate_sequences": "gen", "compute_values": "values", "update_actor": "update_actor"}
+    assert_ranks_are_recorded(tmp_path / "metrics.jsonl", ["global_pool 0", "global_pool 1"], stage_of)
     folder = tmp_path / "checkpoints"
     assert (folder / "global_step_1" / "actor" / "megatron_config.json").is_file()
     shutil.rmtree(folder / "global_step_2")

@@ -13,6 +13,8 @@ from verl.errors import CheckpointError
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
+from verl.view.ranks import RanksFile, lanes_of, waits_of
+from verl.view.timeline import spans_of
 
 CLOCKS = ("timing", "perf/", "global_seqlen/")
 
@@ -68,6 +70,26 @@ def assert_same_steps(a: dict[int, dict[str, float]], b: dict[int, dict[str, flo
                 step,
                 key,
             )
+
+
+def assert_ranks_are_recorded(log: Path, ranks: list[str], stage_of: dict[str, str]) -> None:
+    """Of steps 1 and 2 each rank has its calls, within the stages that made them, and its memory."""
+    file = RanksFile(log.with_suffix(".ranks.jsonl"))
+    events = [json.loads(line) for line in log.with_suffix(".run.jsonl").read_text().splitlines()]
+    assert file.steps(None, None) == [1, 2]
+    for step in spans_of(events, None, None):
+        stages = {span["name"]: span for span in step["spans"]}
+        begin, seconds = stages["step"]["begin"], stages["step"]["seconds"]
+        lanes = lanes_of(file.calls(step["step"]), begin, begin + seconds)
+        assert [lane["rank"] for lane in lanes] == ranks
+        for lane in lanes:
+            calls = {call["name"].split(".")[1]: call for call in lane["calls"]}
+            for method, stage in stage_of.items():
+                call, around = calls[method], stages[stage]
+                assert around["begin"] - 0.005 <= call["begin"]
+                assert call["begin"] + call["seconds"] <= around["begin"] + around["seconds"] + 0.005
+                assert call["rss_mb"] > 100
+            assert 0 < sum(waits_of(lane["calls"], step["spans"]).values()) < seconds
 
 
 def test_grpo_learns_from_a_reward_that_it_can_earn(train, tmp_path):
@@ -221,13 +243,15 @@ def test_a_prompt_whose_greedy_response_has_no_score_is_left_out(train, tmp_path
     assert steps[1]["actor/grad_norm"] > 0
 
 
-def test_ray_with_two_ranks_gives_the_numbers_of_one_local_rank(train, ray_cluster, monkeypatch):
+def test_ray_with_two_ranks_gives_the_numbers_of_one_local_rank(train, ray_cluster, monkeypatch, tmp_path):
     monkeypatch.setattr("verl.protocol.tensor_columns.LEAST_BYTES", 1)  # columns travel as references, as large ones do
     common = {"actor_rollout_ref__actor__use_kl_loss": "true", "trainer__total_training_steps": 2}
     local = train(**common)
     ray = train(trainer__controller="ray", trainer__n_gpus_per_node=2, **common)
     assert_same_steps(local, ray, rel=1e-5)
     assert torch.isfinite(torch.tensor(local[2]["actor/grad_norm"]))
+    stage_of = {"generate_sequences": "gen", "compute_ref_log_prob": "ref", "update_actor": "update_actor"}
+    assert_ranks_are_recorded(tmp_path / "metrics.jsonl", ["global_pool 0", "global_pool 1"], stage_of)
 
 
 SHARED_SEQUENCES = {

@@ -123,11 +123,23 @@ def test_times_alerts_and_keys(server, open_view):
     page.locator("figure.chart").first.wait_for()
     page.keyboard.press("3")
     page.locator(".timeline .step").first.wait_for()
-    assert page.get_by_role("row", name="update_actor").inner_text().split() == ["update_actor", "2.66", "28", "%"]
+    assert page.get_by_role("row", name="update_actor 2.66").inner_text().split() == ["update_actor", "2.66", "28", "%"]
+    page.get_by_role("button", name="Ranks of step 29").press("Enter")
+    page.get_by_role("heading", name="Step 29: 9.5 s on the driver and each rank").wait_for()
+    # Of 9.5 s rank 1 answers 90 % of (0.47 + 0.09 + 0.26): 7.011 s. It waits 0.1 · 9.5 s in the whole of reward.
+    assert page.get_by_role("row", name="global_pool 1").inner_text().split("\t")[1:4] == [
+        "7.011 s",
+        "2.489 s",
+        "0.95 s",
+    ]
+    lanes = page.locator(".lanes").get_by_role("listitem")
+    assert lanes.nth(2).get_attribute("aria-label").startswith("global_pool 1: generate_sequences 4.0")
     with page.expect_download() as saved:
         page.get_by_text("Trace for Perfetto").click()
     trace = json.loads(Path(saved.value.path()).read_text())
-    assert {event["name"] for event in trace["traceEvents"]} >= {"gen", "reward", "update_actor", "step"}
+    assert {event["name"] for event in trace["traceEvents"]} >= {
+        "gen", "reward", "update_actor", "step", "ActorRolloutRefWorker.update_actor", "memory (MiB)"
+    }  # fmt: skip
     page.keyboard.press("4")
     page.locator("#runs li", has_text="first").locator("button.only").click()
     alert = page.locator(".alert", has_text="Gradient spike, step 40")

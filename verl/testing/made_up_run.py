@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from verl.trainer.ppo.token_dump import NUMBERS
+from verl.utils.run_log import rank_columns
 
 STAGES = (("gen", 0.5), ("reward", 0.1), ("old_log_prob", 0.1), ("adv", 0.02), ("update_actor", 0.28))
 BEGAN = 1_790_000_000.0
@@ -27,6 +28,7 @@ def make_up_run(
         for step in range(1, steps + 1):
             file.write(json.dumps(metrics_line(step, metrics, draw)) + "\n")
     write_events(folder, steps, seed, ended)
+    write_ranks(folder, steps, random.Random(seed))
     for step in range(1, steps + 1):
         write_samples(folder / "rollouts", step, prompts, siblings, draw)
         if tokens_every and step % tokens_every == 0:
@@ -74,6 +76,29 @@ def write_events(folder: Path, steps: int, seed: int, ended: bool) -> None:
     (folder / "metrics.run.jsonl").write_text(
         "".join(json.dumps(event | {"run": "made-up"}) + "\n" for event in events)
     )
+
+
+CALLS = (
+    ("ActorRolloutRefWorker.generate_sequences", 0.0, 0.47), ("ActorRolloutRefWorker.compute_log_prob", 0.6, 0.09),
+    ("ActorRolloutRefWorker.update_actor", 0.73, 0.26),
+)  # fmt: skip
+"""Calls of a rank in a step: name, begin and duration as shares of the step."""
+
+
+def write_ranks(folder: Path, steps: int, draw: random.Random, ranks: int = 2) -> None:
+    """Write what the ranks did; of several the last one waits longest, because its answers end early."""
+    with (folder / "metrics.ranks.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            calls = {
+                f"global_pool {rank}": [
+                    (name, at, at + 9.5 * share * (1 - 0.2 * rank / ranks), 2000 + 50 * rank + draw.randrange(40), None)
+                    for name, first, share in CALLS
+                    for at in [BEGAN + 10 * step + 9.5 * first]
+                ]
+                for rank in range(ranks)
+            }
+            line = {"event": "ranks", "time": BEGAN + 10 * step, "run": "made-up", "step": step, **rank_columns(calls)}
+            file.write(json.dumps(line) + "\n")
 
 
 def write_samples(

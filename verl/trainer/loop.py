@@ -26,7 +26,7 @@ from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import Progress, status
 from verl.utils.dataset.loading import batches, load_position, skip_batches
 from verl.utils.metric import Metrics, simple_timer
-from verl.utils.run_log import clock
+from verl.utils.run_log import clock, rank_columns
 from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -415,9 +415,12 @@ class TrainingLoop:
     def _report(self, metrics: Metrics, context: StepContext, tracking: Tracking, progress: Progress) -> None:
         if self.global_steps <= self._reported_step:  # a step repeated after a restart is logged once only
             return
+        calls = self.worker_groups.call_times() if tracking.keeps_events else {}
         progress.update(self.global_steps, metrics)
         tracking.log(metrics, step=self.global_steps)
         tracking.log_event("step", step=self.global_steps, spans=context.spans)
+        if calls:
+            tracking.log_event("ranks", step=self.global_steps, **rank_columns(calls))
         for alert in self.health.look(self.global_steps, metrics):
             logger.warning("step %d: %s", alert.step, alert.reason)
             tracking.log_event("alert", step=alert.step, rule=alert.rule, reason=alert.reason)

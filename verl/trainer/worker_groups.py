@@ -6,6 +6,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.single_controller.base.call_times import CallTime
 from verl.single_controller.base.resource_pool import PoolManager
 from verl.utils.console import working
 
@@ -25,8 +26,8 @@ class WorkerGroups:
     """Seconds after which a call without an answer counts as a lost process; None waits without limit."""
     groups: dict[Any, Any] = field(default_factory=dict)
     """The worker group of each role; empty while no workers run."""
-    _processes: list[Any] = field(default_factory=list)
-    """One group per pool, which holds the pool's processes."""
+    _processes: dict[str, Any] = field(default_factory=dict)
+    """The group that holds the processes of a pool, by the pool's name."""
 
     def start(self, arguments: Mapping[Any, Mapping[str, Any]]) -> Mapping[Any, Any]:
         """Start the workers and load their models, in the order of ``arguments``.
@@ -54,14 +55,26 @@ class WorkerGroups:
         for pool, workers in members.items():
             colocated = self.group_class.colocate({str(role): worker for role, worker in workers.items()})
             group = self.group_class(resource_pool=pool, ray_cls_with_init=colocated, device_name=self.device_name)
-            self._processes.append(group)
+            self._processes[self.pools.mapping[next(iter(workers))]] = group
             group.guard(self.hang_timeout_s)
             views = group.spawn(prefix_set=[str(role) for role in workers])
             self.groups |= {role: views[str(role)] for role in workers}
 
+    def call_times(self) -> dict[str, list[CallTime]]:
+        """Fetch the calls that each process answered since the last fetch, by pool and rank (``global_pool 0``).
+
+        One call per process. It waits for calls that are still under way.
+        """
+        pending = {pool: group.execute_all_async("take_call_times") for pool, group in self._processes.items()}
+        return {
+            f"{pool} {rank}": calls
+            for pool, outputs in pending.items()
+            for rank, calls in enumerate(self._processes[pool].wait_for(outputs))
+        }
+
     def end(self) -> None:
         """End the workers and release their pools; :meth:`start` may be called again."""
-        for processes in self._processes:
+        for processes in self._processes.values():
             processes.shutdown()
         self._processes.clear()
         self.groups.clear()

@@ -7,6 +7,12 @@ The tracker ``file`` writes ``{name}.run.jsonl`` beside ``{name}.jsonl``, one JS
     {"event": "alert", "time": ..., "run": id, "step": 7, "rule": "grad_spike", "reason": ...}
     {"event": "checkpoint", "time": ..., "run": id, "step": 100, "folder": ...}
     {"event": "end", "time": ..., "run": id, "status": "done"}
+
+What the ranks did is more, and read by the step, so it has a file of its own, ``{name}.ranks.jsonl``, a line per step
+(:func:`rank_columns`)::
+
+    {"event": "ranks", "time": ..., "run": id, "step": 1, "began": ..., "ranks": ["global_pool 0", ...],
+     "calls": ["ActorRolloutRefWorker.update_actor", ...], "rows": [[rank, call, ms, ms, MiB, MiB or null], ...]}
 """
 
 from __future__ import annotations
@@ -17,7 +23,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +46,37 @@ def run_log_path(metrics: Path) -> Path:
     return metrics.with_suffix(".run.jsonl")
 
 
+def ranks_log_path(metrics: Path) -> Path:
+    """Return the file of the ranks' calls beside a file of metrics."""
+    return metrics.with_suffix(".ranks.jsonl")
+
+
+def rank_columns(calls: Mapping[str, Sequence[tuple[str, float, float, float, float | None]]]) -> dict[str, Any]:
+    """Return the calls of one step in the form of the file.
+
+    Args:
+        calls: by rank, each call's name, begin and end in seconds since 1970, and the MiB of resident memory and of
+            reserved GPU memory (None without a GPU) at its end.
+
+    Returns:
+        ``began``, the first begin; ``ranks`` and ``calls``, the names; and ``rows``: for each call the numbers of its
+        rank and name in these lists, its begin after ``began`` and its duration in ms, and both kinds of memory in MiB.
+    """
+    ranks = list(calls)
+    names = sorted({call[0] for own in calls.values() for call in own})
+    number = {name: place for place, name in enumerate(names)}
+    began = min((call[1] for own in calls.values() for call in own), default=0.0)
+    rows = [
+        [
+            rank, number[name], round(1e3 * (begin - began), 1), round(1e3 * (end - begin), 1), round(rss_mb),
+            None if device_mb is None else round(device_mb),
+        ]
+        for rank, own in enumerate(calls.values())
+        for name, begin, end, rss_mb, device_mb in own
+    ]  # fmt: skip
+    return {"began": round(began, 4), "ranks": ranks, "calls": names, "rows": rows}
+
+
 class RunLog:
     """Appends events to the file beside a file of metrics.
 
@@ -51,6 +88,7 @@ class RunLog:
     def __init__(self, metrics: Path, run: str) -> None:
         self.run = run
         self._file = run_log_path(metrics).open("a", encoding="utf-8")
+        self._ranks = ranks_log_path(metrics).open("a", encoding="utf-8")
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Record the settings (without secrets), the command, the machine and the process."""
@@ -66,14 +104,16 @@ class RunLog:
         )
 
     def write(self, event: str, **details: Any) -> None:
-        """Append an event and flush it, so that it is kept if the process is killed."""
+        """Append an event to its file and flush it, so that it is kept if the process is killed."""
         record = {"event": event, "time": round(clock(), 3), "run": self.run} | details
-        self._file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
-        self._file.flush()
+        file = self._ranks if event == "ranks" else self._file
+        file.write(json.dumps(record, ensure_ascii=False, default=str) + "\n")
+        file.flush()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the files."""
         self._file.close()
+        self._ranks.close()
 
 
 def environment() -> dict[str, str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.utils.run_log import run_log_path
+from verl.utils.run_log import ranks_log_path, run_log_path
 
 Kind = Literal["train", "validation"]
 
@@ -40,6 +40,11 @@ class RunFiles:
     def events(self) -> Path:
         """The file of starts, checkpoints and ends; it need not exist."""
         return run_log_path(self.metrics)
+
+    @property
+    def ranks(self) -> Path:
+        """The file of the ranks' calls; it need not exist."""
+        return ranks_log_path(self.metrics)
 
 
 def find_runs(folders: Iterable[Path]) -> list[RunFiles]:
@@ -97,7 +102,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield Path(parent)
         for name in sorted(lines):
             path = Path(parent) / name
-            if not name[:-6].isdecimal() and not name.endswith(".run.jsonl") and _is_metrics(path):
+            if not name[:-6].isdecimal() and not name.endswith((".run.jsonl", ".ranks.jsonl")) and _is_metrics(path):
                 yield path
 
 

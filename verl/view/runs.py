@@ -19,6 +19,7 @@ from verl.utils.run_log import clock
 from verl.view.curves import MetricsFile
 from verl.view.discovery import RunFiles, find_runs, read_events
 from verl.view.index import Index
+from verl.view.ranks import RanksFile
 from verl.view.samples import refresh_samples
 
 SILENT_S = 600.0
@@ -33,6 +34,7 @@ class Run:
     def __init__(self, files: RunFiles) -> None:
         self.files = files
         self.metrics = MetricsFile(files.id, files.metrics)
+        self.ranks = RanksFile(files.ranks)
         self.events: list[dict[str, Any]] = []
         self._events_stat: tuple[int, int] | None = None
 

@@ -23,6 +23,7 @@ from starlette.staticfiles import StaticFiles
 
 from verl.errors import DataError
 from verl.view.curves import thinned
+from verl.view.ranks import bounds_of, lanes_of, summary_of
 from verl.view.runs import Library, Run
 from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample, sample_values
 from verl.view.timeline import chrome_trace, spans_of
@@ -94,6 +95,8 @@ class Answers:
             "/api/sample/{number:int}": self.sample,
             "/api/tokens/{number:int}": self.tokens,
             "/api/spans": self.spans,
+            "/api/ranks": self.ranks,
+            "/api/lanes": self.lanes,
             "/api/trace": self.trace,
         }
         return [Route(path, _answering(answer)) for path, answer in answers.items()]
@@ -144,10 +147,24 @@ class Answers:
         """The stages of steps."""
         return spans_of(self._run(request).events, *_step_range(request))
 
+    def ranks(self, request: Request) -> Any:
+        """How long ranks were busy and waited, over the newest steps."""
+        run, (first, last) = self._run(request), _step_range(request)
+        return summary_of(run.ranks, spans_of(run.events, first, last), run.ranks.steps(first, last))
+
+    def lanes(self, request: Request) -> Any:
+        """What driver and ranks did in one step."""
+        run, step = self._run(request), int(request.query_params.get("step", ""))
+        (found,) = spans_of(run.events, step, step) or [{"step": step, "spans": []}]
+        calls = run.ranks.calls(step) if run.ranks.steps(step, step) else []
+        return found | {"lanes": lanes_of(calls, *bounds_of(found["spans"])) if found["spans"] else []}
+
     def trace(self, request: Request) -> Any:
-        """The same as a trace for Perfetto."""
+        """Stages and calls as a trace for Perfetto."""
         run = self._run(request)
-        return chrome_trace(run.files.name, spans_of(run.events, *_step_range(request)))
+        steps, recorded = spans_of(run.events, *_step_range(request)), set(run.ranks.steps(None, None))
+        numbers = [step["step"] for step in steps if step["step"] in recorded]
+        return chrome_trace(run.files.name, steps, ((step, call) for step in numbers for call in run.ranks.calls(step)))
 
 
 def make_app(library: Library) -> Starlette:

@@ -35,15 +35,40 @@ def _nested(spans: Iterable[tuple[str, float, float]]) -> list[dict[str, Any]]:
     return found
 
 
-def chrome_trace(name: str, steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return stages as a trace of complete events (``ph: X``), in microseconds since 1970."""
-    process = {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": f"verl {name}"}}
-    events = [
-        {
-            "name": span["name"], "cat": "stage", "ph": "X", "pid": 1, "tid": 1, "ts": round(span["begin"] * 1e6),
-            "dur": round(span["seconds"] * 1e6), "args": {"step": step["step"]},
-        }
-        for step in steps
-        for span in step["spans"]
-    ]  # fmt: skip
-    return {"traceEvents": [process, *events], "displayTimeUnit": "ms"}
+def chrome_trace(
+    name: str, steps: Iterable[Mapping[str, Any]], calls: Iterable[tuple[int, Mapping[str, Any]]] = ()
+) -> dict[str, Any]:
+    """Return stages, and the calls of ranks, as a trace of complete events (``ph: X``), in microseconds since 1970.
+
+    The driver is process 1 and the ranks are those after it, each with the memory it held after its calls as counters.
+
+    Args:
+        name: of the run.
+        steps: stages, as of :func:`spans_of`.
+        calls: step and call, as of ``RanksFile.calls``.
+    """
+    events = [_process(1, f"verl {name}: driver")]
+    for step in steps:
+        events += [_complete(span, 1, "stage", step["step"]) for span in step["spans"]]
+    numbers: dict[str, int] = {}
+    for step, call in calls:
+        if call["rank"] not in numbers:
+            numbers[call["rank"]] = len(numbers) + 2
+            events.append(_process(numbers[call["rank"]], call["rank"]))
+        pid = numbers[call["rank"]]
+        events.append(_complete(call, pid, "call", step))
+        memory = {"resident": call["rss_mb"]} | ({} if call["device_mb"] is None else {"GPU": call["device_mb"]})
+        end = round((call["begin"] + call["seconds"]) * 1e6)
+        events.append({"name": "memory (MiB)", "ph": "C", "pid": pid, "ts": end, "args": memory})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _process(pid: int, name: str) -> dict[str, Any]:
+    return {"name": "process_name", "ph": "M", "pid": pid, "args": {"name": name}}
+
+
+def _complete(span: Mapping[str, Any], pid: int, category: str, step: int) -> dict[str, Any]:
+    return {
+        "name": span["name"], "cat": category, "ph": "X", "pid": pid, "tid": 1, "ts": round(span["begin"] * 1e6),
+        "dur": round(span["seconds"] * 1e6), "args": {"step": step},
+    }  # fmt: skip

@@ -40,6 +40,7 @@ import torch
 from verl.base.registry import suggest
 from verl.errors import ConfigError
 from verl.single_controller.base import dispatch as modes
+from verl.single_controller.base.call_times import timed_call
 
 MAGIC_ATTR = "__verl_registration__"
 
@@ -272,14 +273,15 @@ def register(
 
 @contextmanager
 def noting_rank(worker: Any, method: str) -> Iterator[None]:
-    """Mark the block in profiles; add worker, method, rank and time (``failed_at``) to an exception that leaves it."""
+    """Time the block, mark it in profiles; add worker, method, rank and time (``failed_at``) to an exception."""
+    name = f"{type(worker).__name__}.{method}"
     try:
-        with torch.profiler.record_function(f"{type(worker).__name__}.{method}"):
+        with timed_call(name), torch.profiler.record_function(name):
             yield
     except Exception as error:
         # Registered methods may call each other; only the innermost one, where the error arose, is noted.
         if not hasattr(error, "failed_at"):
-            error.add_note(f"raised in {type(worker).__name__}.{method} on rank {getattr(worker, 'rank', '?')}")
+            error.add_note(f"raised in {name} on rank {getattr(worker, 'rank', '?')}")
             error.failed_at = time.time()  # pyright: ignore[reportAttributeAccessIssue]
         raise
 

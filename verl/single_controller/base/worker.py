@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import WorkerError
+from verl.single_controller.base.call_times import CallTime, take_call_times
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.supervision.stacks import write_stacks_on_signal
 
@@ -128,6 +129,12 @@ class Worker:
                 f"Call self._register_dispatch_collect_info('{mesh_name}', dp_rank, is_collect) in init_model, and "
                 "init_model before any method that computes on it."
             )
+
+    # ---- what the driver records ----------------------------------------------------------------
+
+    def take_call_times(self) -> list[CallTime]:
+        """Return the calls that this process answered since the last take, of all workers in it."""
+        return take_call_times()
 
     # ---- other workers and functions of the driver ----------------------------------------------
 

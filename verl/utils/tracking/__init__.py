@@ -140,6 +140,11 @@ class Tracking:
         for chosen in self._chosen(backend):
             self._call(chosen, lambda tracker: tracker.log_table(name, columns, rows, step))
 
+    @property
+    def keeps_events(self) -> bool:
+        """Whether some tracker keeps what :meth:`log_event` is told, so that it is worth to be collected."""
+        return any(type(tracker).log_event is not Tracker.log_event for tracker in self.trackers.values())
+
     def log_event(self, event: str, **details: Any) -> None:
         """Record what happened to the run, in the trackers that keep such a record; see :meth:`Tracker.log_event`."""
         for name, tracker in self.trackers.items():

@@ -1,0 +1,149 @@
+"""What each rank did in a step, from the file that the tracker ``file`` writes beside its metrics."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+MOST_STEPS = 40
+"""Steps over which busy time and waits are summed."""
+STEP = re.compile(rb'"step": (\d+)')
+HEAD_BYTES = 200
+"""The step stands in the beginning of a line."""
+
+Interval = tuple[float, float]
+
+
+class RanksFile:
+    """The lines of steps in a file of ranks' calls, found as they are asked for; a repeated step has its last line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._places: dict[int, tuple[int, int]] = {}
+        self._read = 0
+        self._lock = threading.Lock()  # requests are answered by several threads
+
+    def steps(self, first: int | None, last: int | None) -> list[int]:
+        """Return the numbers of the recorded steps from ``first`` to ``last``, in order."""
+        with self._lock:
+            self._look()
+            found = sorted(self._places)
+        return [step for step in found if (first is None or step >= first) and (last is None or step <= last)]
+
+    def calls(self, step: int) -> list[dict[str, Any]]:
+        """Return the calls of a step: {rank, name, begin, seconds, rss_mb, device_mb}, times in seconds since 1970.
+
+        Empty for a step that is not there, or whose line is broken.
+        """
+        with self._lock:
+            place = self._places.get(step)
+        if place is None:
+            return []
+        try:
+            with self.path.open("rb") as file:
+                file.seek(place[0])
+                line = json.loads(file.read(place[1]))
+            return [
+                {
+                    "rank": line["ranks"][rank], "name": line["calls"][name], "begin": line["began"] + begin / 1e3,
+                    "seconds": lasted / 1e3, "rss_mb": rss_mb, "device_mb": device_mb,
+                }
+                for rank, name, begin, lasted, rss_mb, device_mb in line["rows"]
+            ]  # fmt: skip
+        except (OSError, ValueError, KeyError, TypeError, IndexError):
+            return []
+
+    def _look(self) -> None:
+        try:
+            if self.path.stat().st_size < self._read:  # cut or replaced
+                self._places, self._read = {}, 0
+            with self.path.open("rb") as file:
+                file.seek(self._read)
+                for line in file:
+                    if not line.endswith(b"\n"):
+                        break
+                    if step := STEP.search(line[:HEAD_BYTES]):
+                        self._places[int(step[1])] = (self._read, len(line))
+                    self._read += len(line)
+        except FileNotFoundError:
+            self._places, self._read = {}, 0
+
+
+def lanes_of(calls: Iterable[Mapping[str, Any]], begin: float, end: float) -> list[dict[str, Any]]:
+    """Return the calls of a step rank by rank, cut to the step: calls between two steps belong to neither.
+
+    Returns:
+        for each rank ``rank`` and ``calls``, in the order of their begins.
+    """
+    lanes: dict[str, list[dict[str, Any]]] = {}
+    for call in calls:  # rank by rank, as the file has them
+        own = lanes.setdefault(call["rank"], [])
+        first, last = max(call["begin"], begin), min(call["begin"] + call["seconds"], end)
+        if last > first:
+            own.append({**call, "begin": first, "seconds": last - first})
+    return [{"rank": rank, "calls": sorted(own, key=lambda call: call["begin"])} for rank, own in lanes.items()]
+
+
+def waits_of(lane: Sequence[Mapping[str, Any]], stages: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return for how many seconds of each stage a rank answered no call; a stage within another has its own time.
+
+    Args:
+        lane: calls of the rank in one step.
+        stages: of the step, as of ``spans_of``: {name, begin, seconds, depth}.
+    """
+    busy = [(call["begin"], call["begin"] + call["seconds"]) for call in lane]
+    spans = [(stage["name"], stage["depth"], stage["begin"], stage["begin"] + stage["seconds"]) for stage in stages]
+    edges = sorted(
+        {edge for _, _, begin, end in spans for edge in (begin, end)} | {edge for one in busy for edge in one}
+    )
+    waits: dict[str, float] = {}
+    for begin, end in pairwise(edges):
+        if any(first <= begin and end <= last for first, last in busy):
+            continue
+        around = [(depth, name) for name, depth, first, last in spans if first <= begin and end <= last]
+        if around:
+            _, name = max(around)
+            waits[name] = waits.get(name, 0.0) + end - begin
+    return waits
+
+
+def summary_of(file: RanksFile, steps: Sequence[Mapping[str, Any]], recorded: Sequence[int]) -> dict[str, Any]:
+    """Return means over the newest recorded steps of ``steps``.
+
+    Args:
+        file: of the calls.
+        steps: stages, as of ``spans_of``.
+        recorded: steps that the file has.
+
+    Returns:
+        ``steps``, how many were read, and ``ranks``: for each {rank, busy (seconds per step), waits (seconds per step,
+        by stage), rss_mb, device_mb (most at the end of a call; None without a GPU)}.
+    """
+    has_calls = set(recorded)
+    chosen = [step for step in steps if step["step"] in has_calls and step["spans"]][-MOST_STEPS:]
+    ranks: dict[str, dict[str, Any]] = {}
+    for step in chosen:
+        begin, end = bounds_of(step["spans"])
+        for lane in lanes_of(file.calls(step["step"]), begin, end):
+            own = ranks.setdefault(
+                lane["rank"], {"rank": lane["rank"], "busy": 0.0, "waits": {}, "rss_mb": 0, "device_mb": None}
+            )
+            waits = waits_of(lane["calls"], step["spans"])
+            own["busy"] += (end - begin - sum(waits.values())) / len(chosen)
+            for name, seconds in waits.items():
+                own["waits"][name] = own["waits"].get(name, 0.0) + seconds / len(chosen)
+            for call in lane["calls"]:
+                own["rss_mb"] = max(own["rss_mb"], call["rss_mb"])
+                if call["device_mb"] is not None:
+                    own["device_mb"] = max(own["device_mb"] or 0, call["device_mb"])
+    return {"steps": len(chosen), "ranks": list(ranks.values())}
+
+
+def bounds_of(spans: Sequence[Mapping[str, Any]]) -> Interval:
+    """Return begin and end of a step."""
+    return min(span["begin"] for span in spans), max(span["begin"] + span["seconds"] for span in spans)
