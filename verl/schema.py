@@ -132,6 +132,23 @@ _LOG_PROBS = (
         ("metrics", "the choice of tokens by entropy"),
     ),
     Column(
+        "update_log_probs",
+        "float32",
+        RESPONSE,
+        "log-probabilities that the policy loss was computed from, in the last pass over the token; NaN on tokens "
+        "that are not trained on",
+        "actor.update_actor, in steps of trainer.rollout_token_dump_freq",
+        ("dumps",),
+    ),
+    Column(
+        "update_clipped",
+        "float32",
+        RESPONSE,
+        "1 where a bound of the policy loss held in that pass, else 0; NaN on tokens that are not trained on",
+        "actor.update_actor, in steps of trainer.rollout_token_dump_freq",
+        ("dumps",),
+    ),
+    Column(
         "sum_pi_squared",
         "float32",
         RESPONSE,

@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from verl.algorithms import (
+    clipped_tokens,
     get_policy_loss_fn,
     policy_loss_columns,
     policy_loss_info,
@@ -83,3 +84,21 @@ def test_the_losses_of_the_guides_work_as_they_say():
     assert_close(loss(0, 1), torch.tensor((2.0 - 2.0 - 3.0) / 3))
     assert_close(loss(0) + loss(1), loss(0, 1))
     assert policy_loss_info("plain_pg").takes_weights
+
+
+def test_clipped_tokens_are_those_that_a_bound_of_the_loss_holds():
+    # bounds 0.8 and 1.2, dual clip 3. Ratios and advantages: 1.5 with A = 1 is above; with A = -1 it is not clipped;
+    # 0.5 with A = -1 is below; 4 with A = -1 meets the dual clip; 1 is free; the last token is masked.
+    ratio = torch.tensor([[1.5, 1.5, 0.5, 4.0, 1.0, 1.5]])
+    columns = {
+        "old_log_probs": torch.full((1, 6), -1.0),
+        "advantages": torch.tensor([[1.0, -1.0, -1.0, -1.0, 1.0, 1.0]]),
+        "response_mask": torch.tensor([[1, 1, 1, 1, 1, 0]]),
+    }
+    config = ActorConfig(clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0)
+    clipped = clipped_tokens(policy_loss_info("vanilla"), ratio.log() - 1, columns, config)
+    assert clipped is not None
+    assert clipped.tolist() == [[True, False, True, True, False, False]]
+    free = clipped_tokens(policy_loss_info("gpg"), ratio.log() - 1, columns, config)
+    assert free is not None
+    assert not free.any()

@@ -115,6 +115,16 @@ def test_a_sample_has_siblings_history_and_tokens_with_their_numbers(server, ope
     assert page.evaluate(colours) > 5
     page.locator("select[name=colour]").select_option("mask")
     assert page.evaluate(colours) == 2
+    page.locator("select[name=colour]").select_option("ratio")
+    assert page.evaluate(colours) > 5
+    assert page.locator(".legend .low").inner_text() == "below 1"
+    page.locator("select[name=colour]").select_option("update_clipped")
+    assert page.evaluate(colours) in (2, 3)  # the tool's, free, clipped
+    assert page.locator(".legend .high").inner_text() == "clipped"
+    for _ in range(6):  # from the fourth token to the tenth, a tool's: the update did not see it
+        page.locator("[role=listbox]").press("ArrowRight")
+    facts = dict(pair.split("\n") for pair in page.locator(".about-token > div").all_inner_texts())
+    assert facts["ratio of the update: new / before"] == facts["clipped by the loss"] == "–"
 
 
 def test_times_alerts_and_keys(server, open_view):

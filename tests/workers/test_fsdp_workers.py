@@ -95,7 +95,10 @@ def test_an_update_of_one_step_returns_what_compute_log_prob_would_have(path):
     group, other = policy(path, "actor", actor=one_step), policy(path, "actor", actor=one_step)
     scored = group.compute_log_prob(batch)
     expected = group.update_actor(batch | scored.select(batch_keys=["old_log_probs"])).meta_info["metrics"]
-    made = other.update_actor(batch, own_forward=True)
+    made = other.update_actor(batch, own_forward=True, record_tokens=True)
+    seen = made.pop(batch_keys=["update_log_probs", "update_clipped"]).batch
+    assert torch.equal(seen["update_log_probs"][mask.bool()], made.batch["old_log_probs"][mask.bool()])
+    assert not seen["update_clipped"][mask.bool()].any()
     assert_close(dict(made.batch.items()), dict(scored.batch.items()), atol=1e-6, rtol=0)
     metrics = made.meta_info["metrics"]
     assert {k: v for k, v in metrics.items() if k.startswith("actor/")} == pytest.approx(
@@ -107,6 +110,37 @@ def test_an_update_of_one_step_returns_what_compute_log_prob_would_have(path):
     several = policy(path, "actor")  # two epochs of two mini-batches
     with pytest.raises(ConfigError, match="4 sequences of this rank in mini-batches of 2, 2 times over"):
         several.update_actor(batch, own_forward=True)
+
+
+def test_what_the_loss_saw_of_each_token_is_what_its_metrics_are_made_of(path):
+    actor = FSDPActorConfig(
+        fsdp_config=FP32,
+        ppo_mini_batch_size=1,
+        ppo_micro_batch_size_per_gpu=1,
+        clip_ratio=0.01,
+        clip_ratio_low=0.01,
+        clip_ratio_high=0.01,
+        optim=FSDPOptimizerConfig(lr=1e-2, lr_warmup_steps=0),
+    )
+    batch = prompts().select(batch_keys=[]) | policy(path, "actor_rollout").generate_sequences(prompts())
+    mask = batch.batch["response_mask"].bool()
+    batch = batch | DataProto.from_dict(tensors={"advantages": torch.tensor([[1.0], [-1.0], [0.5], [-0.5]]) * mask})
+    group = policy(path, "actor", actor=actor)
+    batch = batch | group.compute_log_prob(batch).select(batch_keys=["old_log_probs"])
+    made = group.update_actor(batch, record_tokens=True)
+    seen, clipped = made.batch["update_log_probs"], made.batch["update_clipped"]
+    assert torch.equal(seen.isnan(), ~mask)
+    assert torch.equal(clipped.isnan(), ~mask)
+    gap = batch.batch["old_log_probs"] - seen
+    # Two rows per optimizer step (n = 2): the first step's policy is still the old one, the second's has moved.
+    assert gap[:2][mask[:2]].abs().max() < 1e-6
+    assert clipped[:2][mask[:2]].sum() == 0
+    steps = [(gap[rows][mask[rows]].mean(), clipped[rows][mask[rows]].mean()) for rows in ([0, 1], [2, 3])]
+    kl, fraction = (torch.stack(values).mean().item() for values in zip(*steps, strict=True))
+    metrics = made.meta_info["metrics"]
+    assert metrics["actor/ppo_kl"] == pytest.approx(kl, rel=1e-4)
+    assert metrics["actor/pg_clipfrac"] + metrics["actor/pg_clipfrac_lower"] == pytest.approx(fraction, rel=1e-5)
+    assert 0 < fraction < 0.5
 
 
 def test_dropout_of_the_model_is_told(path):

@@ -277,16 +277,8 @@ def evaluate_policy_loss(
         )
         return loss_and_metrics(info.name, result)
     mask = columns["response_mask"]
-    # What stands at masked places, even NaN, must reach neither the value nor the gradient.
-    valid = {
-        "old_log_prob": zero_masked(columns["old_log_probs"], mask),
-        "log_prob": zero_masked(log_prob, mask),
-        "advantages": zero_masked(columns["advantages"], mask),
-    }
-    known = {**valid, "response_mask": mask, **named}
-    parameters = inspect.signature(info.function).parameters
-    arguments = {name: known[name] if name in known else _setting(config, p) for name, p in parameters.items()}
-    terms: LossTerms = info.function(**arguments)
+    valid = _valid_tensors(log_prob, columns)
+    terms = _terms(info, valid, named, mask, config)
     losses = terms.losses
     if rollout_is_weights is not None:
         losses = losses * zero_masked(rollout_is_weights, mask).detach()
@@ -300,6 +292,49 @@ def evaluate_policy_loss(
         **terms.metrics,
     }
     return loss, {name: _over_tokens(name, values.detach(), mask) for name, values in per_token.items()}
+
+
+def clipped_tokens(info: PolicyLossInfo, log_prob: Tensor, columns: Mapping[str, Tensor], config: Any) -> Tensor | None:
+    """Where a bound of the policy loss holds, (bsz, response_length) bool; False where ``response_mask`` is 0.
+
+    None for a loss of the public form, which does not tell it.
+
+    Args:
+        info: the registered loss.
+        log_prob: (bsz, response_length) of the policy being updated.
+        columns: old_log_probs, advantages, response_mask, and those that ``info`` names.
+        config: the actor section, with the settings of the loss.
+    """
+    if not info.returns_terms:
+        return None
+    extra = info.columns | info.prepared_columns | {name for name in info.optional_columns if name in columns}
+    mask = columns["response_mask"]
+    valid = _valid_tensors(log_prob.detach(), columns)
+    terms = _terms(info, valid, {name: columns[name] for name in extra}, mask, config)
+    clipped = torch.zeros_like(mask, dtype=torch.bool)
+    for bound in (terms.is_clipped, terms.is_clipped_lower):
+        clipped = clipped if bound is None else clipped | bound.bool()
+    return clipped & mask.bool()
+
+
+def _valid_tensors(log_prob: Tensor, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What stands at masked places, even NaN, must reach neither the value nor the gradient."""
+    mask = columns["response_mask"]
+    return {
+        "old_log_prob": zero_masked(columns["old_log_probs"], mask),
+        "log_prob": zero_masked(log_prob, mask),
+        "advantages": zero_masked(columns["advantages"], mask),
+    }
+
+
+def _terms(
+    info: PolicyLossInfo, valid: Mapping[str, Tensor], named: Mapping[str, Tensor], mask: Tensor, config: Any
+) -> LossTerms:
+    known = {**valid, "response_mask": mask, **named}
+    parameters = inspect.signature(info.function).parameters
+    return info.function(
+        **{name: known[name] if name in known else _setting(config, p) for name, p in parameters.items()}
+    )
 
 
 def _setting(config: Any, parameter: inspect.Parameter) -> Any:

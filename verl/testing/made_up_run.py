@@ -132,8 +132,16 @@ def write_tokens(folder: Path, step: int, prompts: int, siblings: int, draw: ran
     for prompt in range(prompts):
         for sibling in range(siblings):
             ids = [draw.randrange(len(words)) for _ in range(24)]
-            numbers = {name: [draw.gauss(-1, 0.5) for _ in ids] for name in NUMBERS[:7]}
             mask = [0 if 8 <= place < 12 else 1 for place in range(len(ids))]
+            names = [name for name in NUMBERS if not name.startswith("update_")][:7]
+            numbers = {name: [draw.gauss(-1, 0.5) for _ in ids] for name in names}
+            gaps = [
+                random.Random(f"{step} {prompt} {sibling} {place}").gauss(0, 0.15) if own else math.nan
+                for place, own in enumerate(mask)
+            ]
+            before = numbers["old_log_probs"]
+            numbers["update_log_probs"] = [old + gap for old, gap in zip(before, gaps, strict=True)]
+            numbers["update_clipped"] = [float(abs(math.exp(gap) - 1) > 0.2) if gap == gap else gap for gap in gaps]
             row = {"uid": f"{step}-{prompt}", "sample_index": sibling, "weight_version": step - 1}
             rows.append(row | {"prompt_ids": [1, 3, 5], "response_ids": ids, "response_mask": mask} | numbers)
     metadata = {"step": str(step), "tokens": json.dumps(dict(enumerate(words)))}

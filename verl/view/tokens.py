@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,10 @@ def _described(row: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
     if {"old_log_probs", "rollout_log_probs"} <= lists.keys():
         pairs = zip(lists["old_log_probs"][:count], lists["rollout_log_probs"][:count], strict=True)
         numbers["log_prob_gap"] = [old - rollout for old, rollout in pairs]
+    # Of the update, and so only on tokens that it trained on: elsewhere they are NaN in the file.
+    if {"old_log_probs", "update_log_probs"} <= lists.keys():
+        pairs = zip(lists["old_log_probs"][:count], lists["update_log_probs"][:count], strict=True)
+        numbers["ratio"] = _finite([_exp(new - old) for old, new in pairs])
     return {
         "prompt": _tokens(row["prompt_ids"][-MOST_TOKENS:], texts),
         "response": _tokens(row["response_ids"][:count], texts),
@@ -80,6 +85,10 @@ def _described(row: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
 
 def _tokens(ids: list[int], texts: dict[str, str]) -> list[dict[str, Any]]:
     return [{"id": one, "text": texts.get(str(one), f"<{one}>")} for one in ids]
+
+
+def _exp(log_ratio: float) -> float:
+    return math.exp(log_ratio) if log_ratio < 700 else math.inf  # above it a float overflows
 
 
 def _finite(values: list[float]) -> list[float | None]:

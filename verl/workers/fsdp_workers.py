@@ -5,6 +5,7 @@ Workers configure engines and call them; the engines compute.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import TypeVar
@@ -32,7 +33,7 @@ from verl.utils.tokenizer import hf_tokenizer
 from verl.vision.families import TOWER
 from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
-from verl.workers.losses import OwnForwardLoss, PolicyLoss, ValueLoss
+from verl.workers.losses import OwnForwardLoss, PolicyLoss, RecordedLoss, TokenRecord, ValueLoss
 from verl.workers.reward_input import RewardInput
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, get_rollout_class
 from verl.workers.rollout.serving import EngineRequests, RequestQueue
@@ -196,6 +197,7 @@ class ActorRolloutRefWorker(EngineWorker):
         entropy_coeff: float | None = None,
         own_forward: bool = False,
         mini_batch_sizes: Sequence[int] | None = None,
+        record_tokens: bool = False,
     ) -> DataProto:
         """Update the policy on this batch.
 
@@ -206,10 +208,12 @@ class ActorRolloutRefWorker(EngineWorker):
                 a batch that is one optimizer step.
             mini_batch_sizes: rows of each optimizer step on this rank, where trajectories have several sequences;
                 None for ``ppo_mini_batch_size`` prompts each.
+            record_tokens: return what the loss saw of each token.
 
         Returns:
             ``meta_info["metrics"]`` and ``meta_info["non_finite"]``, the same on every rank; with ``own_forward`` also
-            the columns ``old_log_probs`` and ``entropys``.
+            the columns ``old_log_probs`` and ``entropys``, 0 where ``response_mask`` is; with ``record_tokens`` also
+            ``update_log_probs`` and, of losses that tell it, ``update_clipped``, NaN where ``response_mask`` is 0.
 
         Raises:
             ConfigError: ``own_forward`` with more than one optimizer step; later steps would compare the policy with
@@ -223,17 +227,22 @@ class ActorRolloutRefWorker(EngineWorker):
                 f"{plan.epochs} times over, are more than one optimizer step: they need old_log_probs. Call "
                 "compute_log_prob first."
             )
+        seen, own = TokenRecord(len(data)), TokenRecord(len(data))
+        if record_tokens:
+            loss = RecordedLoss(loss, seen)
         if own_forward:
-            loss = OwnForwardLoss(loss, len(data))
-            data = loss.numbered(data)
+            loss = OwnForwardLoss(loss, own)
+        if record_tokens or own_forward:
+            data = own.numbered(data)
         steps = OptimizerSteps()
         with engine.train_mode():
             for rows in plan.mini_batches(len(data), engine.weight_version, mini_batch_sizes):
                 report = engine.train_batch(data.select_idxs(rows), loss, plan.micro, plan.temperature)
                 steps.add(report, engine.non_finite, rows)
             metrics = steps.metrics("actor", engine.lr_scheduler_step())
-        made = loss.columns(data.batch["response_mask"].shape[1]) if isinstance(loss, OwnForwardLoss) else DataProto()
-        return self.report(metrics, steps.problems, engine) | made
+        width = data.batch["response_mask"].shape[1]
+        made = (own.columns(width, missing=0.0), seen.columns(width, missing=math.nan))
+        return self.report(metrics, steps.problems, engine) | made[0] | made[1]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def training_randomness(self) -> dict[str, float]:

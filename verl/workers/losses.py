@@ -17,6 +17,7 @@ from torch import Tensor
 from verl.algorithms import (
     LossTotals,
     agg_loss,
+    clipped_tokens,
     compute_value_loss,
     evaluate_policy_loss,
     kl_penalty,
@@ -122,27 +123,87 @@ class PolicyLoss:
         return kept.to(columns["advantages"].dtype) if weights is None else zero_masked(weights, kept)
 
 
-class OwnForwardLoss:
-    """A policy loss for a batch that is one optimizer step and has no ``old_log_probs`` yet.
-
-    The update's forward pass already runs the policy before the update, so its log-probs without gradient are used as
-    ``old_log_probs``. They are kept, with the entropy, for later stages; see :meth:`columns`.
+class TokenRecord:
+    """Numbers of the tokens of a rank's rows, taken from micro-batches as they come; the last ones of a row count.
 
     Args:
-        bsz: rows of this rank.
+        bsz: rows of this rank, which the column ``row`` of a micro-batch numbers.
     """
 
-    rows_per_unit = 1
-
-    def __init__(self, loss: PolicyLoss, bsz: int) -> None:
-        self.loss = loss
-        self.outputs = loss.outputs | {"log_probs", "entropy"}
+    def __init__(self, bsz: int) -> None:
         self._bsz = bsz
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._seen: list[tuple[Tensor, Tensor, dict[str, Tensor]]] = []
 
     def numbered(self, batch: DataProto) -> DataProto:
         """Add the column ``row``, the position of each row in this rank's batch."""
         return batch | DataProto.from_dict(tensors={"row": torch.arange(self._bsz)})
+
+    def add(self, micro_batch: DataProto, numbers: Mapping[str, Tensor]) -> None:
+        """Keep numbers, each (rows of the micro-batch, response_length).
+
+        Rows without tokens are left out: they come in passes that only keep the ranks in step.
+        """
+        mask = micro_batch.batch["response_mask"].bool()
+        there = mask.any(-1)
+        kept = {name: values.detach()[there] for name, values in numbers.items()}
+        self._seen.append((micro_batch.batch["row"][there], mask[there], kept))
+
+    def columns(self, response_length: int, missing: float) -> DataProto:
+        """The numbers by name, (bsz, response_length) float32 on the CPU, ``missing`` where ``response_mask`` is 0."""
+        found: dict[str, Tensor] = {}
+        for rows, mask, numbers in self._seen:
+            for name, values in numbers.items():
+                column = found.setdefault(name, torch.full((self._bsz, response_length), missing))
+                column[rows.cpu()] = values.float().masked_fill(~mask, missing).cpu()
+        return DataProto.from_dict(tensors=found) if found else DataProto()
+
+
+class RecordedLoss:
+    """A policy loss that keeps, for a dump of tokens, the log-probs that it was computed from and where it clipped.
+
+    With several epochs those of the last one remain.
+
+    Args:
+        loss: that is computed.
+        record: takes ``update_log_probs`` and, of losses that tell it, ``update_clipped``.
+    """
+
+    rows_per_unit = 1
+
+    def __init__(self, loss: PolicyLoss, record: TokenRecord) -> None:
+        self.loss = loss
+        self.outputs = loss.outputs
+        self.record = record
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
+    ) -> tuple[Tensor, LossMetrics]:
+        """Compute the loss; reads ``row`` and the columns of the policy loss."""
+        require(micro_batch, ("row", *self.loss.required), "the record of the policy update")
+        log_probs = outputs["log_probs"].detach()
+        clipped = clipped_tokens(self.loss.info, log_probs, micro_batch.batch, self.loss.config)
+        found = {"update_log_probs": log_probs} | ({} if clipped is None else {"update_clipped": clipped})
+        self.record.add(micro_batch, found)
+        return self.loss(outputs, micro_batch, totals)
+
+
+class OwnForwardLoss:
+    """A policy loss for a batch that is one optimizer step and has no ``old_log_probs`` yet.
+
+    The update's forward pass already runs the policy before the update, so its log-probs without gradient are used as
+    ``old_log_probs``. They are kept, with the entropy, for later stages.
+
+    Args:
+        loss: that is computed.
+        record: takes ``old_log_probs`` and ``entropys``.
+    """
+
+    rows_per_unit = 1
+
+    def __init__(self, loss: PolicyLoss | RecordedLoss, record: TokenRecord) -> None:
+        self.loss = loss
+        self.outputs = loss.outputs | {"log_probs", "entropy"}
+        self.record = record
 
     def __call__(
         self, outputs: Mapping[str, Tensor], micro_batch: DataProto, totals: BatchTotals
@@ -150,19 +211,9 @@ class OwnForwardLoss:
         """Compute the loss; reads ``row`` and the columns of the policy loss except ``old_log_probs``."""
         require(micro_batch, ("row", "response_mask"), "the policy update")
         old, entropy = outputs["log_probs"].detach(), outputs["entropy"].detach()
-        # A row may come again: after a pass that did not fit the memory, and without its tokens in one that only
-        # keeps the ranks in step.
-        there = micro_batch.batch["response_mask"].any(-1)
-        self._seen.append((micro_batch.batch["row"][there], old[there], entropy[there]))
+        self.record.add(micro_batch, {"old_log_probs": old, "entropys": entropy})
         micro_batch = micro_batch | DataProto.from_dict(tensors={"old_log_probs": old})
         return self.loss({name: outputs[name] for name in self.loss.outputs}, micro_batch, totals)
-
-    def columns(self, response_length: int) -> DataProto:
-        """old_log_probs and entropys, (bsz, response_length) float32 on the CPU, 0 where ``response_mask`` is 0."""
-        found = torch.zeros(2, self._bsz, response_length)
-        for rows, old, entropy in self._seen:
-            found[:, rows.cpu()] = torch.stack([old, entropy]).float().cpu()
-        return DataProto.from_dict(tensors={"old_log_probs": found[0], "entropys": found[1]})
 
 
 class ValueLoss:

@@ -70,8 +70,12 @@ def test_a_run_writes_its_tokens_and_those_of_validation(tmp_path, monkeypatch):
     folders = {"trainer__rollout_data_dir": tmp_path / "train", "trainer__validation_data_dir": tmp_path / "val"}
     arguments = overrides(
         make_tiny_run(tmp_path), tmp_path, **folders, trainer__rollout_token_dump_freq=2, trainer__test_freq=2,
-        actor_rollout_ref__actor__use_kl_loss=True,
+        actor_rollout_ref__actor__use_kl_loss=True, actor_rollout_ref__actor__ppo_epochs=2,
+        actor_rollout_ref__actor__optim__lr=1e-2, custom_reward_function__path=tmp_path / "reward.py",
     )  # fmt: skip
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 3\n"
+    )
     run_ppo(compose(arguments))
 
     assert sorted(path.name for path in (tmp_path / "train").iterdir()) == ["1.jsonl", "2.arrow", "2.jsonl"]
@@ -86,7 +90,16 @@ def test_a_run_writes_its_tokens_and_those_of_validation(tmp_path, monkeypatch):
         assert all(len(values) == len(row["response_ids"]) for values in numbers)
         assert all(math.isfinite(value) for values in numbers for value in values)
         assert sum(row["token_level_scores"]) == pytest.approx(records[rows.index(row)]["score"])
-    assert "old_log_probs" not in feather.read_table(tmp_path / "val/2.arrow").column_names
+    ratios = [
+        math.exp(new - old)
+        for row in rows
+        for new, old in zip(row["update_log_probs"], row["old_log_probs"], strict=True)
+        if new == new  # NaN on tokens that are not the policy's
+    ]
+    assert max(abs(ratio - 1) for ratio in ratios) > 1e-3  # the second epoch's policy has moved
+    clipped = {value for row in rows for value in row["update_clipped"]}
+    assert clipped <= {0.0, 1.0}
+    assert not {"old_log_probs", "update_log_probs"} & set(feather.read_table(tmp_path / "val/2.arrow").column_names)
     events = [json.loads(line) for line in (tmp_path / "log.run.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "step", "step", "end"]
     assert events[0]["config"]["trainer"]["rollout_token_dump_freq"] == 2

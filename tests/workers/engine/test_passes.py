@@ -17,7 +17,7 @@ from verl.testing.models import tiny_model_dir
 from verl.workers.config import ActorConfig
 from verl.workers.engine import FSDPEngine, FunctionLoss, MicroBatchConfig
 from verl.workers.engine.passes import cut, is_out_of_memory
-from verl.workers.losses import OwnForwardLoss, PolicyLoss, sft_loss
+from verl.workers.losses import OwnForwardLoss, PolicyLoss, TokenRecord, sft_loss
 
 HUGE = 2**50
 """Bytes that no machine has."""
@@ -94,11 +94,12 @@ def test_log_probs_of_the_updates_own_pass_are_those_of_the_pass_that_fitted(pat
     batch, found = ragged_batch(), []
     for tokens in (10_000, 16):
         engine = make_engine(path)
-        loss = OwnForwardLoss(PolicyLoss(ActorConfig(entropy_coeff=0.0)), len(batch))
+        record = TokenRecord(len(batch))
+        loss = OwnForwardLoss(PolicyLoss(ActorConfig(entropy_coeff=0.0)), record)
         Memory(engine, tokens, backward=True)
         with engine.train_mode():
-            engine.train_batch(loss.numbered(batch), loss, WHOLE)
-        found.append(loss.columns(batch.batch["response_mask"].shape[1]).batch["old_log_probs"])
+            engine.train_batch(record.numbered(batch), loss, WHOLE)
+        found.append(record.columns(batch.batch["response_mask"].shape[1], missing=0.0).batch["old_log_probs"])
     assert_close(*found, atol=1e-5, rtol=1e-5)
     assert found[0].abs().sum() > 0
 

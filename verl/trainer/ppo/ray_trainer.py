@@ -587,7 +587,8 @@ class RayPPOTrainer(FitParts):
         """Train the policy on the advantages.
 
         With ``own_forward``, ``old_log_probs`` come from the update's own forward pass, and the returned batch has
-        the columns old_log_probs and entropys; otherwise it is empty.
+        the columns old_log_probs and entropys; in a step whose tokens are written also what the loss saw of each token
+        (update_log_probs, update_clipped). Otherwise it is empty.
         """
         with context.stage("update_actor"):
             actor = self.typed_config.actor_rollout_ref.actor
@@ -597,6 +598,9 @@ class RayPPOTrainer(FitParts):
             columns = stages.policy_columns(batch, actor, own_forward)
             dealt = self._deal(batch, self.actor_rollout_wg.num_parts("update_actor"), columns, sizes)
             arguments = self._own_sizes(batch, dealt) | ({"own_forward": True} if own_forward else {})
+            # The rows that PF-PPO drew are not those of the batch that is written.
+            if self.token_dump.is_due(context.number) and not self.typed_config.algorithm.use_pf_ppo:
+                arguments["record_tokens"] = True
             workers = self.actor_rollout_wg.group
             updated = workers.update_actor(dealt.rows, entropy_coeff=self.entropy_ctrl.value, **arguments)
             return self._take_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context)

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 NUMBERS = (
     "rollout_log_probs",
     "old_log_probs",
+    "update_log_probs",
+    "update_clipped",
     "ref_log_prob",
     "advantages",
     "returns",

@@ -6,11 +6,16 @@ import { field, fill, h, select, short } from "./dom.js";
 
 const NAMES = {
   advantages: "advantage", rollout_log_probs: "log-prob in the rollout", old_log_probs: "log-prob before the update",
+  update_log_probs: "log-prob in the update", ratio: "ratio of the update: new / before", update_clipped: "clipped by the loss",
   ref_log_prob: "log-prob of the reference", entropys: "entropy", log_prob_gap: "gap: before the update − rollout",
   rollout_is_weights: "importance weight", token_level_scores: "score", token_level_rewards: "reward",
 };
 const FIRST = ["advantages", "rollout_log_probs", "entropys"];
 const MASK = "mask";
+const VERSION = "weight_version";
+/** What the colours of a number mean at both ends; a ratio is coloured by its distance to 1. */
+const ENDS = { ratio: ["below 1", "above 1"], update_clipped: [null, "clipped"], [MASK]: [null, "the policy's"], [VERSION]: [null, "one version"] };
+const CENTRES = { ratio: 1 };
 
 /** Show the tokens of a sample, if the run wrote them. */
 export async function showTokens(element, id) {
@@ -32,6 +37,9 @@ class Tokens {
 
   show() {
     const names = [...Object.keys(this.tokens.numbers).map((name) => [name, NAMES[name] || name]), [MASK, "chosen by the policy"]];
+    const version = this.tokens.weight_version;
+    if (version !== null && version !== undefined) names.push([VERSION, `weight version: ${version} for all of them`]);
+    this.legend = h("span", { class: "legend" });
     this.about = h("dl", { class: "about-token", "aria-live": "polite" });
     this.line = h("div", { class: "tokens", role: "listbox", "aria-label": "Tokens of the response", tabindex: "0", onkeydown: (event) => this.key(event) });
     const colour = (event) => {
@@ -46,17 +54,31 @@ class Tokens {
       h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
         field("Colour by", select("colour", names, this.colouring, colour)),
         h("label", { class: "check" }, h("input", { type: "checkbox", name: "split", onchange: form }), " tokens apart"),
-        h("span", { class: "legend" }, h("span", { class: "low" }, "below 0"), h("span", { class: "high" }, "above 0"), h("span", { class: "others" }, "not the policy's"))),
+        this.legend),
+      this.unknown(),
       this.about, this.line,
       this.tokens.left_out ? h("p", {}, `${short(this.tokens.left_out)} more tokens are not shown.`) : null);
     this.showLine();
     this.choose(0);
   }
 
+  /** Which numbers of the update are not in the file, and why. */
+  unknown() {
+    const { numbers } = this.tokens;
+    if (!("update_log_probs" in numbers)) {
+      return h("p", { class: "note" }, "Ratio and clip are not known: validation makes no update, and neither do steps that only train the critic; with PF-PPO the update draws other rows; older files lack them.");
+    }
+    if (!("update_clipped" in numbers)) return h("p", { class: "note" }, "Whether a token was clipped is not known: a policy loss of your own in the public form does not tell it.");
+    return null;
+  }
+
   showLine() {
     const { response, mask, numbers } = this.tokens;
-    const values = this.colouring === MASK ? mask : numbers[this.colouring];
-    const own = values.map((value, place) => (mask[place] ? value : null));
+    const [low, high] = ENDS[this.colouring] || ["below 0", "above 0"];
+    fill(this.legend, low ? h("span", { class: "low" }, low) : null, h("span", { class: "high" }, high), h("span", { class: "others" }, "not the policy's"));
+    const values = this.colouring in numbers ? numbers[this.colouring] : mask;
+    const centre = CENTRES[this.colouring] || 0;
+    const own = values.map((value, place) => (mask[place] && value !== null ? value - centre : null));
     const colour = scale(own);
     this.line.classList.toggle("apart", !this.asText);
     fill(this.line, response.map((token, place) => h("span", {
