@@ -55,6 +55,7 @@ def policy(path: str, tokens: int, routing: bool) -> Any:
         router_replay=RouterReplayConfig(mode="R3" if routing else "disabled"),
     )
     rollout = RolloutConfig(
+        tensor_model_parallel_size=1,
         prompt_length=PROMPT,
         response_length=tokens,
         dtype="bf16",

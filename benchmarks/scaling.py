@@ -104,6 +104,7 @@ def start(path: str, work: Work, rollout: str, pool: RayResourcePool) -> RayWork
             optim=FSDPOptimizerConfig(lr=1e-6),
         ),
         rollout=RolloutConfig(
+            tensor_model_parallel_size=1,
             name=rollout,
             prompt_length=PROMPT_LENGTH,
             response_length=work.length,

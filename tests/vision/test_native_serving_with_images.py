@@ -31,7 +31,14 @@ class Case:
         path = tiny_vision_model_dir(folder / "model", family)
         self.model = AutoModelForImageTextToText.from_pretrained(path)
         self.processor: Any = hf_processor(path)
-        config = RolloutConfig(name=name, prompt_length=160, response_length=8, dtype="float32", max_num_seqs=4)
+        config = RolloutConfig(
+            name=name,
+            prompt_length=160,
+            response_length=8,
+            dtype="float32",
+            max_num_seqs=4,
+            tensor_model_parallel_size=1,
+        )
         self.engine: Any = get_rollout_class(name)(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
         self.engine.load_weights(self.model.state_dict().items(), 0)
 

@@ -27,7 +27,9 @@ def drawn(path, folder, name="hf", do_sample=True, **settings):
     batch = prompts(path, folder, count=4).repeat(3, interleave=True)
     batch.non_tensor_batch |= {"uid": np.repeat(np.arange(4), 3), "sample_index": np.tile(np.arange(3), 4)}
     batch.meta_info = {"do_sample": do_sample}
-    config = RolloutConfig(name=name, prompt_length=P, response_length=R, dtype="float32", **settings)
+    config = RolloutConfig(
+        name=name, prompt_length=P, response_length=R, dtype="float32", tensor_model_parallel_size=1, **settings
+    )
     rollout = get_rollout_class(name)(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
     model = AutoModelForImageTextToText.from_pretrained(path)
     with rollout.awake(lambda: model.state_dict().items(), version=0):
@@ -76,7 +78,9 @@ def test_an_engine_for_texts_refuses_images(tmp_path):
         tensors={"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.long)},
         non_tensors={"uid": [0], "sample_index": [0], "multi_modal_inputs": [{"pixel_values": torch.ones(4, 96)}]},
     )
-    config = RolloutConfig(name="native", prompt_length=2, response_length=2, dtype="float32")
+    config = RolloutConfig(
+        name="native", prompt_length=2, response_length=2, tensor_model_parallel_size=1, dtype="float32"
+    )
     rollout = get_rollout_class("native")(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
     with pytest.raises(RolloutError, match="a prompt has images, and Qwen3Config is of a model for text"):
         rollout.generate_sequences(batch)

@@ -45,7 +45,15 @@ def policy(path, role="actor_rollout_ref", calculate_sum_pi_squared=False, actor
         )
         if actor is None
         else actor,
-        rollout=RolloutConfig(prompt_length=P, response_length=R, n=N, temperature=0.8, dtype="fp32", **rollout),
+        rollout=RolloutConfig(
+            tensor_model_parallel_size=1,
+            prompt_length=P,
+            response_length=R,
+            n=N,
+            temperature=0.8,
+            dtype="fp32",
+            **rollout,
+        ),
         ref=RefConfig(fsdp_config=FP32),
     )
     return start(ActorRolloutRefWorker, config=config, role=role)

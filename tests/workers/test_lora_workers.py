@@ -38,6 +38,7 @@ def policy(path, role="actor_rollout", engine="native", **model):
             optim=FSDPOptimizerConfig(lr=1e-2),
         ),
         rollout=RolloutConfig(
+            tensor_model_parallel_size=1,
             prompt_length=P,
             response_length=R,
             n=N,

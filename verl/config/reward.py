@@ -118,8 +118,8 @@ class JudgeRolloutConfig(BaseConfig):
     expert_parallel_size: int = setting(1, ge=1)
     """Ranks that share the experts of one layer (`vllm`, `sglang`); others take only 1."""
     tensor_model_parallel_size: int = setting(2, ge=1)
-    """Ranks that split each layer; it must divide the ranks per node (`vllm`, `sglang`; others take only 1). Unless it
-    is set, 1 where 2 does not divide them, and with other engines."""
+    """Ranks that split each layer; it must divide the ranks per node (`hf` takes only 1). Unless it is set, 1 with
+    `native` and `hf`, and where 2 does not divide the ranks."""
     max_num_batched_tokens: int = setting(8192, ge=1)
     """Most tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
     max_model_len: int | None = setting(None, ge=1)

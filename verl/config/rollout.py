@@ -79,7 +79,8 @@ class RolloutConfig(BaseConfig):
     hydra_target: ClassVar[str] = "verl.workers.config.RolloutConfig"
 
     name: EngineName = setting("native", refuse_values={"trtllm": NO_OTHER_ENGINE})
-    """Engine: `native` is our own, in the trainer's process on its weights; `hf` a plain loop around Transformers."""
+    """Engine: `native` is our own, in the trainer's process on its weights; `hf` a plain loop around Transformers. A
+    command line that names none takes `vllm` on a GPU where it is installed."""
     mode: Literal["sync", "async"] = setting("async")
     """`sync` runs the engine inside the worker's process, `async` as a server of its own (`vllm`, `sglang`; `native`
     and `hf` are inside of it in both modes)."""
@@ -125,8 +126,8 @@ class RolloutConfig(BaseConfig):
     expert_parallel_size: int = setting(1, ge=1)
     """Ranks that share the experts of one layer (`vllm`, `sglang`); others take only 1."""
     tensor_model_parallel_size: int = setting(2, ge=1)
-    """Ranks that split each layer; times the pipeline stages it must divide the ranks per node (`vllm`, `sglang`;
-    others take only 1). Unless it is set, 1 where 2 does not divide them, and with other engines."""
+    """Ranks that split each layer; times the pipeline stages it must divide the ranks per node (`hf` takes only 1).
+    Unless it is set, 1 with `native` and `hf`, and where 2 does not divide the ranks."""
     max_num_batched_tokens: int = setting(8192, ge=1)
     """Most tokens that the engine computes in one pass (`native` and `hf`: prompt tokens)."""
     max_model_len: int | None = setting(None, ge=1)

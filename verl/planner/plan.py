@@ -291,7 +291,8 @@ class Plan:
             room = memory - weights - _ENGINE_RESERVE
             parts = {"engine weights": weights, "engine reserve": _ENGINE_RESERVE, "KV cache": max(0.0, room)}
             return parts, min(rows, int(max(0.0, room) // row))
-        if not actor.layout.is_gathered and not actor.adapters and actor.layout.stored_bytes == size:
+        is_shared = not actor.layout.is_gathered and not actor.adapters and actor.layout.stored_bytes == size
+        if is_shared and ranks == 1:
             weights = 0.0  # the trainer's own
         free = self.cluster.usable_bytes - resident - weights
         allowed = max(0.0, free) * rollout.gpu_memory_utilization

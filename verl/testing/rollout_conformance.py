@@ -93,7 +93,8 @@ class EngineUnderTest:
         path = Path(tiny_model_dir(self.folder / f"{family}-{eos}", family, **shape_of(family)))
         if eos is not None:
             (path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-        defaults = {"dtype": "float32", "prompt_length": 8, "response_length": 12, "free_cache_engine": False}
+        defaults: dict[str, Any] = {"dtype": "float32", "prompt_length": 8, "response_length": 12}
+        defaults |= {"tensor_model_parallel_size": 1, "free_cache_engine": False}
         config = RolloutConfig(name=self.name, **(defaults | self.settings | settings))
         return self.engine_class()(config, HFModelConfig(path=str(path)), hf_tokenizer(str(path)), self.device)
 

@@ -33,10 +33,28 @@ def file_problem(folder: Path) -> str | None:
 
 def attention_heads(folder: Path) -> int | None:
     """The number of query heads in ``config.json`` of a model folder; None if there is none to be read."""
+    return _size_of_text_model(folder, "num_attention_heads")
+
+
+def key_value_heads(folder: Path) -> int | None:
+    """The number of key/value heads in ``config.json`` of a model folder; None if there is none to be read."""
+    return _size_of_text_model(folder, "num_key_value_heads") or attention_heads(folder)
+
+
+def head_split_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
+    """Why so many ranks cannot split the attention heads of each layer; None if they can."""
+    if heads % ranks:
+        return f"each rank computes equally many of the model's {heads} attention heads"
+    if kv_heads % ranks and ranks % kv_heads:
+        return f"the model's {kv_heads} key/value heads can neither be dealt out to the ranks nor repeated evenly"
+    return None
+
+
+def _size_of_text_model(folder: Path, name: str) -> int | None:
     content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
     text = content.get("text_config")
-    heads = (text if isinstance(text, dict) else content).get("num_attention_heads")
-    return heads if isinstance(heads, int) and heads > 0 else None
+    size = (text if isinstance(text, dict) else content).get(name)
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def model_type(folder: Path) -> str | None:

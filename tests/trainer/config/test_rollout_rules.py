@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.trainer.config.support import Run, only
 from verl.trainer.config import GenerationConfig
+from verl.trainer.config.derive import engine_for_gpu
 from verl.trainer.config.rules_engines import without_graphs
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -86,13 +88,32 @@ def test_engines_of_this_process_say_what_they_do_not_read(run: Run, caplog: pyt
 
 @pytest.mark.parametrize("engine", ["native", "hf"])
 @pytest.mark.parametrize("kind", ["tensor_model", "pipeline_model", "data", "expert"])
-def test_engines_of_this_process_are_not_split_over_ranks(run: Run, engine: str, kind: str):
+def test_engines_of_this_process_are_split_by_layers_alone_or_not_at_all(run: Run, engine: str, kind: str):
     key = f"{ROLLOUT}.{kind}_parallel_size"
-    message = only(run.refusal({f"{ROLLOUT}.name": engine, key: 2}, explicit={key}))
-    assert f"{key}=2: with {ROLLOUT}.name={engine} each rank generates with a whole copy of the model" in message
-    assert "allowed: 1" in message
+    given = {f"{ROLLOUT}.name": engine, key: 2, "trainer.n_gpus_per_node": 2, "trainer.controller": "ray"}
+    if engine == "native" and kind == "tensor_model":
+        assert run.load(given, explicit={key}).actor_rollout_ref.rollout.tensor_model_parallel_size == 2
+        return
+    message = run.refusal(given, explicit={key})
+    why = {
+        "native": f"{ROLLOUT}.name=native splits a model by {ROLLOUT}.tensor_model_parallel_size alone",
+        "hf": f"with {ROLLOUT}.name={engine} each rank generates with a whole copy of the model",
+    }
+    assert f"{key}=2: {why[engine]}" in message
     assert f"set {ROLLOUT}.name=vllm or sglang" in message
     run.load({f"{ROLLOUT}.name": engine, key: 1}, explicit={key})
+
+
+def test_native_deals_out_heads_evenly(run: Run):
+    (run.folder / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 6, "num_key_value_heads": 2}))
+    key = f"{ROLLOUT}.tensor_model_parallel_size"
+    ranks = {"trainer.n_gpus_per_node": 12, "trainer.controller": "ray", "data.train_batch_size": 12, f"{ROLLOUT}.n": 6}
+    four = only(run.refusal(ranks | {key: 4}, explicit={key}))
+    assert f"{key}=4: each rank computes equally many of the model's 6 attention heads" in four
+    assert "allowed: 1, 2, 6" in four
+    three = only(run.refusal(ranks | {key: 3}, explicit={key}))
+    assert f"{key}=3: the model's 2 key/value heads can neither be dealt out to the ranks nor repeated evenly" in three
+    run.load(ranks | {key: 6}, explicit={key})
 
 
 def test_engines_without_graphs_are_advised_against_on_a_gpu():
@@ -105,8 +126,10 @@ def test_engines_without_graphs_are_advised_against_on_a_gpu():
 
 def test_the_usual_tensor_parallel_size_is_that_of_engines_that_are_split(run: Run):
     assert run.load().actor_rollout_ref.rollout.tensor_model_parallel_size == 1
-    generation = {"rollout.tensor_model_parallel_size": 2}
-    assert "with rollout.name=native" in run.refusal(generation, GenerationConfig, explicit=generation)
+    generation = {"rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 3}
+    message = run.refusal(generation, GenerationConfig, explicit=generation)
+    assert "rollout.tensor_model_parallel_size=2" in message
+    assert "does not divide trainer.n_gpus_per_node=3" in message
 
 
 def test_agent_loops_get_the_messages_of_prompts(run: Run):
@@ -139,3 +162,28 @@ def test_router_replay_that_cannot_be(run: Run, changes, said):
 def test_router_replay(run: Run):
     assert run.load({MODE: "R3", RECORDS: True}).actor_rollout_ref.rollout.enable_rollout_routing_replay
     assert run.load({MODE: "R2"}).actor_rollout_ref.actor.router_replay.mode == "R2"
+
+
+def test_a_run_on_a_gpu_takes_the_fast_engine_unless_it_names_one(
+    run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    assert engine_for_gpu(has_vllm=True, takes_images=False) == ("vllm", "the run is on a GPU and vLLM is installed")
+    assert engine_for_gpu(has_vllm=False, takes_images=False)[0] == "native"
+    assert engine_for_gpu(has_vllm=True, takes_images=True)[0] == "native"
+    name, set_by_hand = f"{ROLLOUT}.name", {"data.train_batch_size"}
+    assert run.load(explicit=set_by_hand).actor_rollout_ref.rollout.name == "native"
+    assert name not in caplog.text  # on a CPU nothing is chosen
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    engine, why = engine_for_gpu(importlib.util.find_spec("vllm") is not None, takes_images=False)
+    assert run.load(explicit=set_by_hand).actor_rollout_ref.rollout.name == engine
+    assert f"{name}: {engine}, because {why}" in caplog.text
+    caplog.clear()
+    own_choices: list[tuple[dict[str, Any], set[str]]] = [
+        ({}, {name}),
+        ({name: "hf"}, {name}),
+        ({}, set()),  # from a program, which may mean the default
+        ({"trainer.device": "cpu"}, set_by_hand),
+    ]
+    for changes, explicit in own_choices:
+        assert run.load(changes, explicit=explicit).actor_rollout_ref.rollout.name == changes.get(name, "native")
+    assert "because the run is on a GPU" not in caplog.text

@@ -179,6 +179,7 @@ def policy(path, mode, engine="native"):
         router_replay=RouterReplayConfig(mode=mode),
     )
     rollout = RolloutConfig(
+        tensor_model_parallel_size=1,
         prompt_length=P,
         response_length=R,
         n=2,

@@ -59,7 +59,8 @@ def saved(model: transformers.PreTrainedModel, folder: Path) -> str:
 
 
 def engine_for(path: str, **settings: object) -> NativeRollout:
-    defaults = {"dtype": "float32", "prompt_length": 24, "response_length": 24, "free_cache_engine": False}
+    defaults: dict[str, object] = {"dtype": "float32", "prompt_length": 24, "response_length": 24}
+    defaults |= {"tensor_model_parallel_size": 1, "free_cache_engine": False}
     config = RolloutConfig(name="native", **(defaults | settings))
     return NativeRollout(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
 

@@ -17,7 +17,9 @@ ROWS, KNOWN = 160, 104
 def test_every_token_of_a_response_has_a_text(name, tmp_path):
     path = tiny_model_dir(tmp_path, vocab=ROWS, **shape_of("qwen3"))  # a third of all rows are padding
     tokenizer = hf_tokenizer(path)
-    config = RolloutConfig(name=name, dtype="float32", prompt_length=8, response_length=12)
+    config = RolloutConfig(
+        name=name, dtype="float32", prompt_length=8, response_length=12, tensor_model_parallel_size=1
+    )
     engine = get_rollout_class(name)(config, HFModelConfig(path=path), tokenizer, "cpu")
     assert engine.unknown_ids == list(range(KNOWN, ROWS))
     model = tiny_model("qwen3", vocab=ROWS, **shape_of("qwen3"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Mapping
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,6 +20,8 @@ from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.trainer.config.keys import InactiveKey, Key, Tree, drop, get, put, same
 from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
+from verl.utils import model_files
+from verl.vision.families import FAMILIES
 
 _ACTOR = "actor_rollout_ref.actor"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -45,7 +49,8 @@ def derive(
         inactive: path → key that no code reads.
         explicit: keys that the user set on the command line.
         problems: list to which contradictions between two settings are appended.
-        with_algorithms: ask the registered estimators and losses what they need, which imports PyTorch.
+        with_algorithms: ask the registered estimators and losses what they need, and PyTorch for a GPU, which imports
+            it.
 
     Returns:
         messages about settings that were changed or that have no effect.
@@ -65,7 +70,8 @@ def derive(
         # Without a value, the field's default factory copies the field that it follows (clip_ratio_low: clip_ratio).
         if key.follows and path not in explicit and same(get(tree, path), key.default):
             drop(tree, path)
-    told = _engines(tree, raw, keys, explicit)
+    told = _fast_engine(tree, keys, explicit) if with_algorithms else []
+    told += _engines(tree, raw, keys, explicit)
     _rows_in_driver(tree, keys, explicit)
     if "algorithm.adv_estimator" in keys:
         _forward_passes(tree)
@@ -176,6 +182,40 @@ _PROGRAMS_ONLY = (
     "checkpoint_engine.update_weights_bucket_megabytes",
 )
 """Settings of the rollout that only vLLM and SGLang read."""
+
+
+def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:
+    """Choose the engine of a run on a GPU unless it was named; tell which and why."""
+    told: list[str] = []
+    for path, key in keys.items():
+        name = f"{path}.name"
+        # Without any key from a command line the settings come from a program, which may have chosen the default.
+        if key.section is not RolloutConfig or not explicit or name in explicit or get(tree, "trainer.device") == "cpu":
+            continue
+        if get(tree, name) != keys[name].default or get(tree, f"{path}.enable_rollout_routing_replay") is True:
+            continue
+        if _sees_gpu():
+            model = get(tree, f"{path.removesuffix('rollout')}model.path")
+            kind = model_files.model_type(Path(model).expanduser()) if isinstance(model, str) else None
+            engine, why = engine_for_gpu(find_spec("vllm") is not None, kind in FAMILIES)
+            put(tree, name, engine)
+            told.append(f"{name}: {engine}, because {why}; set it to choose yourself")
+    return told
+
+
+def engine_for_gpu(has_vllm: bool, takes_images: bool) -> tuple[str, str]:
+    """Return the engine that a run on a GPU uses unless it names one, and why."""
+    if takes_images:
+        return "native", "the run is on a GPU, and vLLM takes no models with images in this version"
+    if has_vllm:
+        return "vllm", "the run is on a GPU and vLLM is installed"
+    return "native", "the run is on a GPU and vLLM is not installed here"
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _engines(tree: Tree, raw: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> list[str]:

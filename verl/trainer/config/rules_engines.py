@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
 
 from verl.config import GenerationConfig, PPOConfig, Problem, RolloutConfig
 from verl.config.rollout import OTHER_PROGRAMS, OWN_ENGINES
 from verl.trainer.config.sizes import resolve_device
+from verl.utils import model_files
 
 PARALLEL_SIZES = (
     "tensor_model_parallel_size",
@@ -20,18 +23,20 @@ PARALLEL_SIZES = (
 
 def parallel_sizes(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
     """The ranks that share an engine are on one machine, and only engines that can be shared have several."""
-    for path, rollout, ranks_key, ranks_per_node in _engines(config):
-        if rollout.name in OTHER_PROGRAMS:
-            yield from _of_one_machine(path, rollout, ranks_key, ranks_per_node)
-        elif rollout.name in OWN_ENGINES:
-            yield from _of_one_rank(path, rollout)
+    for engine in _engines(config):
+        if engine.settings.name in (*OTHER_PROGRAMS, "native"):
+            yield from _of_one_machine(engine)
+        if engine.settings.name == "native":
+            yield from _heads(engine)
+        if engine.settings.name in OWN_ENGINES:
+            yield from _of_one_rank(engine.path, engine.settings)
 
 
 def speed(config: PPOConfig | GenerationConfig) -> Iterator[Problem]:
     """Advise against an engine without CUDA graphs on a GPU."""
     device = resolve_device(config)
-    for path, rollout, _, _ in _engines(config):
-        yield from without_graphs(path, rollout.name, device)
+    for engine in _engines(config):
+        yield from without_graphs(engine.path, engine.settings.name, device)
 
 
 def without_graphs(path: str, name: str, device: str) -> Iterator[Problem]:
@@ -43,31 +48,62 @@ def without_graphs(path: str, name: str, device: str) -> Iterator[Problem]:
         yield Problem(f"{path}.name", name, wrong, "vllm, sglang", remedy, advice=True)
 
 
-def _engines(config: PPOConfig | GenerationConfig) -> Iterator[tuple[str, RolloutConfig, str, int]]:
-    """Yield path and settings of each engine, and key and number of the ranks of one of its machines."""
+class _PlacedEngine(NamedTuple):
+    path: str
+    """Of its section."""
+    settings: RolloutConfig
+    model: str
+    """Path of its model."""
+    ranks_key: str
+    ranks_per_node: int
+    """Ranks of one machine, and the setting that says so."""
+
+
+def _engines(config: PPOConfig | GenerationConfig) -> Iterator[_PlacedEngine]:
     of_trainer = "trainer.n_gpus_per_node", config.trainer.n_gpus_per_node
     if isinstance(config, GenerationConfig):
-        yield "rollout", config.rollout, *of_trainer
+        yield _PlacedEngine("rollout", config.rollout, config.model.path, *of_trainer)
         return
-    yield "actor_rollout_ref.rollout", config.actor_rollout_ref.rollout, *of_trainer
+    roles = config.actor_rollout_ref
+    yield _PlacedEngine("actor_rollout_ref.rollout", roles.rollout, roles.model.path, *of_trainer)
     if config.judge is not None:
-        own = "reward_model.n_gpus_per_node", config.reward_model.n_gpus_per_node
-        key, number = own if config.reward_model.enable_resource_pool else of_trainer
-        yield "reward_model.rollout", config.judge.rollout, key, number
+        reward = config.reward_model
+        own = "reward_model.n_gpus_per_node", reward.n_gpus_per_node
+        ranks = own if reward.enable_resource_pool else of_trainer
+        yield _PlacedEngine("reward_model.rollout", config.judge.rollout, reward.model.path, *ranks)
 
 
-def _of_one_machine(path: str, rollout: RolloutConfig, ranks_key: str, ranks_per_node: int) -> Iterator[Problem]:
+def _of_one_machine(engine: _PlacedEngine) -> Iterator[Problem]:
+    rollout = engine.settings
     size = rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size
-    if ranks_per_node % size:
-        key = f"{path}.tensor_model_parallel_size"
-        wrong = f"so many ranks of one machine share an engine, and it does not divide {ranks_key}={ranks_per_node}"
+    if engine.ranks_per_node % size:
+        key = f"{engine.path}.tensor_model_parallel_size"
+        divided = f"{engine.ranks_key}={engine.ranks_per_node}"
+        wrong = f"so many ranks of one machine share an engine, and it does not divide {divided}"
         remedy = f"set {key}=1, where the model fits on one device"
         yield Problem(key, rollout.tensor_model_parallel_size, wrong, "a divisor of it", remedy)
 
 
+def _heads(engine: _PlacedEngine) -> Iterator[Problem]:
+    folder, size = Path(engine.model).expanduser(), engine.settings.tensor_model_parallel_size
+    heads, kv_heads = model_files.attention_heads(folder), model_files.key_value_heads(folder)
+    if heads is None or kv_heads is None:
+        return
+    if wrong := model_files.head_split_problem(heads, kv_heads, size):
+        allowed = [n for n in range(1, heads + 1) if model_files.head_split_problem(heads, kv_heads, n) is None]
+        yield Problem(
+            f"{engine.path}.tensor_model_parallel_size", size, wrong, ", ".join(map(str, allowed)), "choose one of them"
+        )
+
+
 def _of_one_rank(path: str, rollout: RolloutConfig) -> Iterator[Problem]:
+    """Refuse what engines in the trainer's process do not split: all but ``native``'s layers."""
     for name in PARALLEL_SIZES:
-        if rollout[name] != 1:
+        if rollout[name] == 1 or (rollout.name == "native" and name == PARALLEL_SIZES[0]):
+            continue
+        if rollout.name == "native":
+            wrong = f"{path}.name=native splits a model by {path}.tensor_model_parallel_size alone"
+        else:
             wrong = f"with {path}.name={rollout.name} each rank generates with a whole copy of the model"
-            remedy = f"leave it out; to split a model over ranks, set {path}.name=vllm or sglang"
-            yield Problem(f"{path}.{name}", rollout[name], wrong, "1", remedy)
+        remedy = f"leave it out; to split a model over ranks so, set {path}.name=vllm or sglang"
+        yield Problem(f"{path}.{name}", rollout[name], wrong, "1", remedy)

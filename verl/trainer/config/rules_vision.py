@@ -30,6 +30,10 @@ def models_with_images(config: PPOConfig) -> Problems:
     if rollout.name not in ENGINES:
         wrong = f"this engine does not take a model with images ({kind}) in this version"
         yield Problem("actor_rollout_ref.rollout.name", rollout.name, wrong, ", ".join(ENGINES))
+    elif rollout.tensor_model_parallel_size > 1:
+        key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+        wrong = f"a model with images ({kind}) is not split over ranks in this version"
+        yield Problem(key, rollout.tensor_model_parallel_size, wrong, "1")
     if rollout.default_agent_loop != SINGLE_TURN:
         wrong = "conversations with images are not in this version"
         remedy = "set multi_turn.enable=false, so that prompts are answered in one turn"

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from verl.protocol import DataProto
 from verl.utils.available_memory import available_memory
 from verl.utils.model import longrope_threshold, torch_dtype
 from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRegistry, RolloutRequest
@@ -23,7 +24,8 @@ from verl.workers.rollout.native.generation import Generation
 from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel, cannot_serve
 from verl.workers.rollout.native.prefixes import PAGE, PrefixCache
-from verl.workers.rollout.request import FinishReason
+from verl.workers.rollout.native.tensor_parallel import EngineRanks
+from verl.workers.rollout.request import FinishReason, requests_from_prompts
 from verl.workers.rollout.sampling import StopRules, TokenSampler
 from verl.workers.rollout.serving import Answer, RequestQueue
 from verl.workers.rollout.weights import check_fit
@@ -47,7 +49,10 @@ class NativeRollout(BaseRollout):
     def set_up(self) -> None:
         """See :meth:`BaseRollout.set_up`."""
         dtype = torch_dtype(self.config.dtype)
-        self._model = NativeModel(self.hf_config, dtype, self.device, self.model_config.trust_remote_code)
+        self._ranks = EngineRanks(self.config.tensor_model_parallel_size, self.device)
+        self.ranks_per_engine, self.leads = self._ranks.size, self._ranks.leads
+        trusts_code = self.model_config.trust_remote_code
+        self._model = NativeModel(self.hf_config, dtype, self.device, trusts_code, self._ranks)
         self._check_rotation()
         self._memory: KeyValueMemory | None = None
         self._cache: PrefixCache | None = None
@@ -120,7 +125,10 @@ class NativeRollout(BaseRollout):
 
     @torch.inference_mode()
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
-        """See :meth:`BaseRollout.generate`. Thread-safe: calls run one after the other."""
+        """See :meth:`BaseRollout.generate`. Thread-safe: calls run one after the other.
+
+        Ranks that share the model all give the same requests, and get the same responses.
+        """
         with self._lock:
             self.check_requests(requests)
             if not requests:
@@ -134,16 +142,24 @@ class NativeRollout(BaseRollout):
             self._answer_all(queue, self._memory_for(len(requests), prompt, own))
         return [cast(RolloutOutput, answers[number]) for number in range(len(requests))]
 
+    def generate_sequences(self, prompts: DataProto) -> DataProto:
+        """See :meth:`BaseRollout.generate_sequences`. Collective over the ranks that share the model."""
+        if self.leads:
+            return super().generate_sequences(prompts)
+        self.generate(requests_from_prompts(prompts, self.config))
+        return DataProto()
+
     @torch.inference_mode()
     def serve(self, queue: RequestQueue) -> None:
         """See :meth:`BaseRollout.serve`. A request is admitted within four tokens of those that run.
 
         With ``rollout.enable_prefix_caching`` keys and values of prompts and responses are kept for requests that begin
         with the same tokens, until the weights change. :meth:`abort` ends the requests that were taken; later ones are
-        served. While there are none, other threads may replace the weights, or let the engine sleep.
+        served. While there are none, other threads may replace the weights, or let the engine sleep. Of ranks that
+        share the model the first takes the requests; the others give a queue that is closed.
         """
         longest, caches = self.max_model_len - 1, self.config.enable_prefix_caching
-        while queue.wait():
+        while self._ranks.share(self.leads and queue.wait()):
             with self._lock:
                 memory = self._memory_for(self.config.max_num_seqs, longest, longest, caches)
                 self._answer_all(queue, memory, lambda request: self.check_requests([request]), self._cache)
@@ -208,6 +224,7 @@ class NativeRollout(BaseRollout):
 
     def _allocate(self, rows: int, prompt: int, own: int, caches: bool) -> None:
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else available_memory()
+        free = self._ranks.smallest(free)  # all ranks of an engine run the same rows
         shape, text = self._model.shape, min(prompt + own, self.max_model_len - 1)
         allowed = int(free * self.config.gpu_memory_utilization) // shape.bytes_per_token  # tokens
         affordable = int(allowed * (1 - _CACHE_SHARE if caches else 1)) // text

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from verl.errors import ConfigError
 
-# Time limit of an exchange: other ranks may still generate or restart an engine. Hangs are detected elsewhere.
-_EXCHANGE_S = 6 * 3600.0
+EXCHANGE_S = 6 * 3600.0
+"""Time limit of an exchange: other ranks may still generate or restart an engine. Hangs are detected elsewhere."""
 
 
 def engine_group(ranks_per_engine: int, setting: str) -> tuple[int, bool]:
@@ -61,7 +61,7 @@ class RankExchange:
     def __init__(self) -> None:
         self._group: dist.ProcessGroup | None = None
         if dist.is_initialized() and dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=_EXCHANGE_S))
+            group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=EXCHANGE_S))
             assert isinstance(group, dist.ProcessGroup)
             self._group = group
 

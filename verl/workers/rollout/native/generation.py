@@ -52,8 +52,21 @@ class Group:
         return () if self.images is None else self.images.spans
 
 
+@dataclass(frozen=True)
+class Arrivals:
+    """What came from outside since the last token."""
+
+    is_aborted: bool
+    cancelled: set[int]
+    """Numbers of the requests that nobody waits for any more."""
+    requests: list[tuple[int, RolloutRequest]]
+    """New requests with their numbers."""
+
+
 class Generation:
     """The loop over the requests of a queue; those that come while it runs are admitted within four tokens.
+
+    Ranks that share the model run the same loop, with the requests and the tokens of the first of them.
 
     Running requests have rows of tables, which are used again after the response has ended.
 
@@ -109,10 +122,10 @@ class Generation:
     def run(self, aborted: Event) -> None:
         """Draw tokens until no request runs or waits, or ``aborted`` is set, which ends them all."""
         rows, logits = self._drawn[:0], None  # running rows, and the logits of the next token of each
-        while not aborted.is_set():
-            if cancelled := self._queue.take_cancelled():
-                rows, logits = self._without(cancelled, rows, logits)
-            self._take()
+        while not (news := self._news(aborted)).is_aborted:
+            if news.cancelled:
+                rows, logits = self._without(news.cancelled, rows, logits)
+            self._take(news.requests)
             for new_rows, new_logits in self._admit(aborted):
                 rows = torch.cat([rows, new_rows])
                 logits = new_logits if logits is None else torch.cat([logits, new_logits])
@@ -127,9 +140,14 @@ class Generation:
 
     # ---- requests that come
 
-    def _take(self) -> None:
-        """Take all requests from the queue, and group them by prompt in the order of arrival."""
-        for number, request in self._queue.take(None, wait=False):
+    def _news(self, aborted: Event) -> Arrivals:
+        """Return what came since the last token, the same on all ranks of the engine."""
+        queue = self._queue
+        return self._model.ranks.share(Arrivals(aborted.is_set(), queue.take_cancelled(), queue.take(None, wait=False)))
+
+    def _take(self, requests: Sequence[tuple[int, RolloutRequest]]) -> None:
+        """Group new requests by prompt, in the order of arrival."""
+        for number, request in requests:
             if self._check is not None:
                 try:
                     self._check(request)
@@ -159,7 +177,8 @@ class Generation:
             return []
         self._waited = 0
         passes = []
-        while not aborted.is_set() and (chosen := self._next_pass(memory.room - memory.rows)):
+        ranks = self._model.ranks
+        while not ranks.share(aborted.is_set()) and (chosen := self._next_pass(memory.room - memory.rows)):
             rows = [heapq.heappop(self._free) for group in chosen for _ in group.members]
             passes.append((self._start(chosen, rows), self._prefill(chosen, rows)))
         return passes
@@ -251,6 +270,7 @@ class Generation:
         """Draw a token for each row; return the unfinished rows and their newest tokens."""
         step = self._drawn[rows]
         newest, log_probs = self._sampler(logits, rows, step)
+        newest = self._model.ranks.of_first(newest)
         self._tokens[rows, step], self._log_probs[rows, step] = newest, log_probs
         self._drawn[rows] = step + 1
         places = self._stop.going_on(self._tokens, rows, step)

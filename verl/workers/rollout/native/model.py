@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,13 @@ from verl.vision.model import ImageInputs, hidden_states
 from verl.vision.positions import AXES
 from verl.workers.packed_attention import AttentionRule, Packing, packed_attention_forward
 from verl.workers.rollout.native.memory import CacheShape, CopiedPromptMemory, KeyValueMemory, SharedPromptMemory
+from verl.workers.rollout.native.tensor_parallel import (
+    EngineRanks,
+    Split,
+    kv_heads_per_rank,
+    split_model,
+    split_problem,
+)
 from verl.workers.rollout.placed_images import PlacedImages, images_of_pass
 from verl.workers.routers import Routers
 
@@ -32,13 +39,26 @@ OTHER_ENGINES = "vllm, sglang, hf"
 class NativeModel:
     """A causal language model that uses the tensors it is given as weights where it can, and copies elsewhere.
 
+    Args:
+        config: of the Transformers model.
+        dtype: format of the weights.
+        device: where it computes.
+        trust_remote_code: see ``model.trust_remote_code``.
+        ranks: the ranks over which the model is split; by default this one alone.
+
     Raises:
         RolloutError: the native engine does not support the architecture; the message names other engines.
     """
 
     def __init__(
-        self, config: PretrainedConfig, dtype: torch.dtype, device: torch.device, trust_remote_code: bool = False
+        self,
+        config: PretrainedConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        trust_remote_code: bool = False,
+        ranks: EngineRanks | None = None,
     ) -> None:
+        self.ranks = ranks or EngineRanks(1, device)
         config = copy.deepcopy(config)  # the attention implementation is set in it
         self.module = causal_lm_without_weights(config, dtype, device, trust_remote_code)
         self.dtype, self.device = dtype, device
@@ -46,13 +66,16 @@ class NativeModel:
         """What passes with images need; None for a model of text."""
         self.buffers = ReclaimableBuffers() if device.type == "cpu" else None
         """Memory of keys and values, reused from one rollout to the next."""
-        _check_architecture(self.module)
+        _check_architecture(self.module, self.ranks.size)
+        splits = split_model(self.module, self.ranks)
         self.routers = Routers(self.module)
         self.kernels = cpu_kernels() if device.type == "cpu" and dtype is torch.float32 else None
         self._standard_attention = attention_of(self.module.config.get_text_config())
-        self._places = _places_of_parameters(self.module)
+        self._places = _places_of_parameters(self.module, splits)
         self._count = len(set(self._places.values()))
-        self._compiled = None if self.kernels is None else compiled_decoder(self.module)
+        # The compiled step computes all layers in one call, and a split model exchanges sums between them.
+        is_whole = self.kernels is not None and self.ranks.size == 1
+        self._compiled = compiled_decoder(self.module) if is_whole else None
         if device.type == "cpu":
             keep_freed_memory()
             if dtype is torch.float32:
@@ -64,7 +87,8 @@ class NativeModel:
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Take the tensors as weights: themselves where device and format fit, copies elsewhere.
 
-        Tensors that it holds already are only recognised; changes in their values need no copy.
+        Tensors that it holds already are only recognised; changes in their values need no copy. Of a weight that is
+        split over ranks this rank's part is copied, so that the whole one can be freed before the next comes.
 
         Returns:
             problems found: weights that are unknown, missing or of another shape.
@@ -76,14 +100,15 @@ class NativeModel:
                 loaded.add(place)
                 continue
             changed = True
-            current = self._buffer(name) if place is None else place.parameter
-            if current is None:
+            buffer = self._buffer(name) if place is None else None
+            shape = place.shape if place is not None else None if buffer is None else buffer.shape
+            if shape is None:
                 problems.append(f"{name} is unknown")
-            elif current.shape != tensor.shape:
-                problems.append(f"{name} has shape {list(tensor.shape)} where {list(current.shape)} is needed")
-            elif place is None:
-                current.copy_(tensor)
-            else:
+            elif shape != tensor.shape:
+                problems.append(f"{name} has shape {list(tensor.shape)} where {list(shape)} is needed")
+            elif buffer is not None:
+                buffer.copy_(tensor)
+            elif place is not None:
                 place.put(tensor.detach(), self.device, self.dtype)
                 loaded.add(place)
         if changed:
@@ -109,7 +134,7 @@ class NativeModel:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights, whether the trainer's or copies."""
+        """Bytes of this rank's weights, whether the trainer's or copies."""
         return sum(p.nbytes for p in self.module.parameters() if p.device.type != "meta")
 
     # ---- passes
@@ -122,11 +147,11 @@ class NativeModel:
 
     @property
     def shape(self) -> CacheShape:
-        """Dimensions, format and place of keys and values."""
+        """Dimensions, format and place of this rank's keys and values."""
         text = self.module.config.get_text_config()
         heads = text.num_attention_heads
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-        kv_heads = getattr(text, "num_key_value_heads", None) or heads
+        kv_heads = kv_heads_per_rank(self.module.config, self.ranks.size)
         return CacheShape(text.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device, self.buffers)
 
     @property
@@ -223,26 +248,23 @@ class _Place:
 
     Args:
         without_memory: the initial parameter, on the meta device.
+        split: the part of the weight that it is; None if it is the whole.
     """
 
-    __slots__ = ("_dtype", "_places", "_pointer", "_shape", "_without_memory")
+    __slots__ = ("_dtype", "_places", "_pointer", "_split", "_without_memory", "shape")
 
-    def __init__(self, without_memory: nn.Parameter) -> None:
+    def __init__(self, without_memory: nn.Parameter, split: Split | None = None) -> None:
         self._places: list[tuple[nn.Module, str]] = []
-        self._without_memory = without_memory
+        self._without_memory, self._split = without_memory, split
         # `holds` runs for each weight at each update, with cold caches, so what it compares is kept here.
         self._pointer: int | None = None
         """Address of the parameter's memory if that belongs to a tensor passed to ``put``; None if it is a copy."""
         self._dtype: torch.dtype | None = None
-        self._shape = without_memory.shape
+        self.shape = without_memory.shape if split is None else split.shape
+        """Shape of the whole weight."""
 
     def add(self, module: nn.Module, name: str) -> None:
         self._places.append((module, name))
-
-    @property
-    def parameter(self) -> Tensor:
-        module, name = self._places[0]
-        return getattr(module, name)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the parameter and ``tensor`` share memory, shape and format."""
@@ -250,12 +272,15 @@ class _Place:
         return (
             tensor.data_ptr() == self._pointer
             and tensor.dtype is self._dtype
-            and tensor.shape == self._shape
+            and tensor.shape == self.shape
             and tensor.is_contiguous()
         )
 
     def put(self, tensor: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-        used = tensor.to(device, dtype)
+        if self._split is None:
+            used = tensor.to(device, dtype)
+        else:  # never a view, which would keep the whole weight
+            used = self._split.of(tensor).to(device, dtype, copy=True, memory_format=torch.contiguous_format)
         self._register(nn.Parameter(used, requires_grad=False))
         # A tensor that is not contiguous is copied again where it is used, so it cannot count as shared.
         self._pointer = used.data_ptr() if used.is_set_to(tensor) and used.is_contiguous() else None
@@ -270,18 +295,18 @@ class _Place:
             module.register_parameter(name, parameter)
 
 
-def _places_of_parameters(model: nn.Module) -> dict[str, _Place]:
+def _places_of_parameters(model: nn.Module, splits: Mapping[nn.Parameter, Split]) -> dict[str, _Place]:
     places: dict[int, _Place] = {}
     names = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(recurse=False):
-            place = places.setdefault(id(parameter), _Place(parameter))
+            place = places.setdefault(id(parameter), _Place(parameter, splits.get(parameter)))
             place.add(module, name)
             names[f"{prefix}.{name}" if prefix else name] = place
     return names
 
 
-def _check_architecture(module: PreTrainedModel) -> None:
+def _check_architecture(module: PreTrainedModel, ranks: int) -> None:
     text = module.config.get_text_config()
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     reasons = {
@@ -293,6 +318,8 @@ def _check_architecture(module: PreTrainedModel) -> None:
     for reason, holds in reasons.items():
         if holds:
             raise cannot_serve(module, reason)
+    if ranks > 1 and (reason := split_problem(module, ranks)):
+        raise cannot_serve(module, reason)
 
 
 def cannot_serve(module: nn.Module, reason: str) -> RolloutError:
