@@ -99,7 +99,7 @@ def test_text_rows_of_a_model_with_images_and_a_model_of_text(path, tmp_path):
     assert item["raw_prompt"] == [{"role": "user", "content": "say green"}]
     assert item["position_ids"].shape == (4, 40)
     text_model = tiny_model_dir(tmp_path / "text")
-    with pytest.raises(DataError, match=r"row 0: column 'images' holds 1 item\(s\)\. The model has no image processor"):
+    with pytest.raises(DataError, match=r"row 0: column 'images' holds 1 item\(s\)\. No image processor was given"):
         RLHFDataset(file, hf_tokenizer(text_model), {"max_prompt_length": 40}, hf_processor(text_model))
 
 

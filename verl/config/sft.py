@@ -20,6 +20,8 @@ class SFTDataConfig(SupervisedDataConfig):
     """Column of the tools shown to the assistant."""
     enable_thinking_key: str = setting("enable_thinking")
     """Column with the chat template's switch for thinking."""
+    image_key: str = setting("images")
+    """Column of images, which stand where the messages have `<image>`; for models with an image processor."""
     prompt_key: str | None = setting(None)
     """Column of a single prompt; with `response_key` it replaces `messages_key`."""
     response_key: str | None = setting(None)

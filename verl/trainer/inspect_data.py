@@ -62,7 +62,7 @@ def _open_prompts(files: Any, data: Any, tokenizer: Any, max_samples: int) -> An
 def _open_conversations(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:
     from verl.utils.dataset import create_sft_dataset
 
-    return create_sft_dataset(files, replace(data, truncation="right"), tokenizer, max_samples)
+    return create_sft_dataset(files, replace(data, truncation="right"), tokenizer, max_samples=max_samples)
 
 
 def _open_pairs(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:

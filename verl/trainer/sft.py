@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.config import SFTConfig
+from verl.config import SFTConfig, local_copies
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer
@@ -60,6 +60,7 @@ def require_trained(tokens: int, what: str, data: Any) -> None:
 def to_batch(rows: Mapping[str, Any]) -> DataProto:
     """Convert supervised rows to the columns of an RL batch: a one-token prompt, the rest is the response."""
     ids = rows["input_ids"]
+    images = {name: rows[name] for name in ("multi_modal_inputs",) if name in rows}
     return DataProto.from_dict(
         tensors={
             "input_ids": ids,
@@ -68,7 +69,8 @@ def to_batch(rows: Mapping[str, Any]) -> DataProto:
             "prompts": ids[:, :1],
             "responses": ids[:, 1:],
             "response_mask": rows["loss_mask"][:, 1:],
-        }
+        },
+        non_tensors=images,
     )
 
 
@@ -86,9 +88,13 @@ class SFTRunner(SupervisedRunner):
 
     def open_data(self, config: SFTConfig, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
         """Open the data set of conversations, or of prompts and responses."""
+        from verl.utils import hf_processor
         from verl.utils.dataset import create_sft_dataset
 
-        return create_sft_dataset(files, config.data, tokenizer, max_samples=max_samples)
+        model = local_copies(config).model
+        path = model.tokenizer_path or model.path
+        processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
+        return create_sft_dataset(files, config.data, tokenizer, processor, max_samples)
 
     def collate_fn(self, config: SFTConfig, tokenizer: Any) -> Callable:
         """A function that pads items on the right into a batch."""

@@ -69,6 +69,21 @@ class ImagePrompts:
             raise DataError(f"{place}: the image processor refuses an image: {error}.") from error
         return {name: found[name] for name in IMAGE_INPUTS}
 
+    def repeats(self, ids: Sequence[int], counts: Sequence[int], place: str) -> list[int]:
+        """Return how often each token of a rendered text stands in the model's input: ``counts[n]`` times, or once.
+
+        Raises:
+            DataError: there is another number of image tokens than of images; the message names ``place``.
+        """
+        found = list(ids).count(self.config.image_token_id)
+        if found != len(counts):
+            raise DataError(
+                f"{place}: the text has {found} image token(s) after the chat template, and {len(counts)} image(s). "
+                "Take the text of the image token out of the messages, or use a template that writes images."
+            )
+        remaining = iter(counts)
+        return [next(remaining) if token == self.config.image_token_id else 1 for token in ids]
+
     def expanded(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Repeat the n-th image token of ``ids`` ``counts[n]`` times."""
         remaining = iter(counts)

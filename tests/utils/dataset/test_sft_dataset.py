@@ -218,5 +218,7 @@ def test_random_batches_keep_every_token(tmp_path):
 def test_rows_with_images_are_refused_and_empty_columns_are_fine(tmp_path):
     rows = [{"messages": talk("a", "01"), "images": []}, {"messages": talk("<image>", "01"), "images": ["a.png"]}]
     assert len(MultiTurnSFTDataset(jsonl(tmp_path / "empty.jsonl", rows[:1]), TOKENIZER, config())) == 1
-    with pytest.raises(DataError, match=r"x.jsonl, row 1: column 'images' holds 1 item\(s\).*reads texts"):
+    with pytest.raises(
+        DataError, match=r"x.jsonl, row 1: column 'images' holds 1 item\(s\).*the model is one for text"
+    ):
         MultiTurnSFTDataset(jsonl(tmp_path / "x.jsonl", rows), TOKENIZER, config())

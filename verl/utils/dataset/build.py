@@ -62,13 +62,18 @@ def create_rl_dataset(
 
 
 def create_sft_dataset(
-    data_paths: str | Sequence[str], data_config: SFTDataConfig, tokenizer: Any, max_samples: int = -1
+    data_paths: str | Sequence[str],
+    data_config: SFTDataConfig,
+    tokenizer: Any,
+    processor: Any = None,
+    max_samples: int = -1,
 ) -> Dataset:
     """Create the data set of a supervised run.
 
     :class:`SFTDataset` if ``data.prompt_key`` and ``data.response_key`` are set, :class:`MultiTurnSFTDataset` if
     neither is, or the class that ``data.custom_cls`` names, called as
-    ``cls(files, tokenizer=..., config=..., max_samples=...)``. ``max_samples=-1`` keeps all rows.
+    ``cls(files, tokenizer=..., config=..., max_samples=...)``, with ``processor=...`` if the model takes images.
+    ``max_samples=-1`` keeps all rows.
     """
     if bool(data_config.prompt_key) != bool(data_config.response_key):
         raise ConfigError(
@@ -77,7 +82,8 @@ def create_sft_dataset(
         )
     default = SFTDataset if data_config.prompt_key else MultiTurnSFTDataset
     create = _dataset_class(data_config.custom_cls, default)
-    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples)
+    of_images = {} if processor is None else {"processor": processor}
+    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples, **of_images)
 
 
 def create_rm_dataset(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,20 +13,18 @@ from torch.utils.data import Dataset
 
 from verl.config import SFTDataConfig
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths, truncate
+from verl.protocol.shared import SharedTensors
+from verl.utils.dataset.chat import render, require_usable, token_lengths, truncate
 from verl.utils.dataset.content_checks import ContentChecks
-from verl.utils.dataset.files import (
-    MEDIA_COLUMNS,
-    DataFile,
-    Row,
-    choose_rows,
-    open_files,
-    refuse_media,
-    require_columns,
-)
+from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
+from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages
 
-Item = dict[str, torch.Tensor]
+Item = dict[str, Any]
+
+VIDEO_COLUMN = "videos"
+_DECODERS = 4
+"""Threads that decode images when the files are opened."""
 
 
 class MultiTurnSFTDataset(Dataset):
@@ -37,13 +35,16 @@ class MultiTurnSFTDataset(Dataset):
 
     An item holds ``input_ids``, ``attention_mask``, ``position_ids`` and ``loss_mask``, int64 of shape (max_length,),
     right-padded, or unpadded with ``pad_mode=no_padding``. Columns of the file: ``data.messages_key``, and optionally
-    ``data.tools_key`` (a list, or its JSON text) and ``data.enable_thinking_key``.
+    ``data.tools_key`` (a list, or its JSON text), ``data.enable_thinking_key``, and ``data.image_key`` for a model with
+    images. Then ``position_ids`` are (4, length), see :mod:`verl.vision.positions`, and ``multi_modal_inputs`` holds
+    what the image processor made. Images are decoded on opening; a row with one that cannot be read is left out, and
+    named in a warning. A conversation with images is never cut.
 
     Args:
         parquet_files: one path or several (json and jsonl too); globs, ``~`` and ``$VARIABLES`` are expanded.
         tokenizer: has a chat template and a pad token.
         config: the ``data`` section of a supervised run, or a mapping with any part of it.
-        processor: multi-modal processor; unused, rows with media are refused.
+        processor: the model's, if it takes images; without one rows with images are refused.
         max_samples: number of conversations to keep, -1 for all: a random choice by ``data.seed`` if ``data.shuffle``,
             else the first.
 
@@ -66,7 +67,9 @@ class MultiTurnSFTDataset(Dataset):
         self.config = config = SFTDataConfig.of(config)
         self.files: list[DataFile] = open_files(parquet_files, "parquet_files")
         require_columns(self.files, self.needed_columns())
-        refuse_media(self.files, MEDIA_COLUMNS, "Images are for main_ppo: this trainer reads texts.")
+        self.images = PromptImages(processor, config.image_key, VIDEO_COLUMN)
+        for file in self.files:
+            self.images.refuse_media(file)
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_conversations()
 
@@ -74,23 +77,34 @@ class MultiTurnSFTDataset(Dataset):
         """Required columns, each with the setting that names it."""
         return {self.config.messages_key: "messages_key"}
 
-    def conversation(self, row: Row, place: str) -> list[Message]:
-        """The messages of a row, checked."""
-        return as_messages(row[self.config.messages_key], place)
+    def conversation(self, row: Row, place: str) -> ImagePrompt:
+        """The messages of a row, checked, and its images."""
+        found = self.images.prompt(row[self.config.messages_key], row.get(self.config.image_key), place)
+        for number, message in enumerate(found.messages):
+            if message["role"] == "assistant" and isinstance(message["content"], list):
+                raise DataError(
+                    f"{place}: message {number}, of the assistant, has an image. A model answers with text; put the "
+                    "image into a message before it."
+                )
+        return found
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, item: int) -> Item:
         place = self.place(item)
-        [(ids, mask)] = self.sequences(item)
+        ids, mask, images = self._sequence(item)
         # Cut as pairs, so that ids and mask lose the same places.
-        pairs = truncate(
-            list(zip(ids, mask, strict=True)), self.config.max_length, self.config.truncation, place, "max_length"
-        )
+        truncation = "error" if images else self.config.truncation
+        pairs = truncate(list(zip(ids, mask, strict=True)), self.config.max_length, truncation, place, "max_length")
         columns = torch.tensor(pairs, dtype=torch.int64).reshape(-1, 2)
         length = len(pairs) if self.config.pad_mode == "no_padding" else self.config.max_length
-        return right_pad(columns[:, 0], columns[:, 1], length, self.tokenizer.pad_token_id)
+        found = right_pad(columns[:, 0], columns[:, 1], length, self.tokenizer.pad_token_id)
+        if self.images.maker is not None:
+            made = dict(self.images.columns(images, [int(token) for token in columns[:, 0]], place))
+            found["position_ids"] = right_padded(made.pop("positions"), length)
+            found["multi_modal_inputs"] = SharedTensors(made)
+        return found
 
     def place(self, item: int) -> str:
         """File and row of an item, for error messages."""
@@ -100,19 +114,30 @@ class MultiTurnSFTDataset(Dataset):
         """The rendered conversation, in a list of one."""
         place, row = self._locate(item)
         kwargs = self._template_kwargs(row, place)
-        return [render(self.conversation(row, place), self.tokenizer, place, **kwargs)]
+        return [render(self.conversation(row, place).messages, self.tokenizer, place, **kwargs)]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
         """Token ids and loss mask before truncation, in a list of one."""
+        return [self._sequence(item)[:2]]
+
+    def _sequence(self, item: int) -> tuple[list[int], list[int], list[Any]]:
+        """Token ids and loss mask before truncation, and the decoded images."""
         place, row = self._locate(item)
-        sequence = mask_assistant(
-            self.conversation(row, place),
+        conversation = self.conversation(row, place)
+        ids, mask = mask_assistant(
+            conversation.messages,
             self.tokenizer,
             place,
             strict=not self.config.ignore_input_ids_mismatch,
             **self._template_kwargs(row, place),
         )
-        return [sequence]
+        images, counts = self.images.read(conversation, place)
+        if self.images.maker is None or not images:
+            return ids, mask, []
+        repeats = self.images.maker.repeats(ids, counts, place)
+        pairs = zip(ids, mask, repeats, strict=True)
+        long = [(token, trained) for token, trained, count in pairs for _ in range(count)]
+        return [token for token, _ in long], [trained for _, trained in long], images
 
     def _locate(self, item: int) -> tuple[str, Row]:
         file, number = self.rows[item]
@@ -129,26 +154,43 @@ class MultiTurnSFTDataset(Dataset):
         return kwargs
 
     def _check_conversations(self) -> None:
-        """Check the messages of every row, and the lengths if ``data.truncation`` is ``error``."""
-        measure = self.config.truncation == "error"
-        texts: list[str] = []
+        """Check the messages of every row, and the lengths of those that are not cut; leave out broken images."""
+        cuts = self.config.truncation != "error"
         checks = ContentChecks(self.tokenizer, "conversations")
-        for place, row in map(self._locate, range(len(self))):
-            messages = self.conversation(row, place)
-            require_learnable(messages, place)
-            checks.conversation(messages, place)
-            if measure:
-                texts.append(render(messages, self.tokenizer, place, **self._template_kwargs(row, place)))
+        kept: list[tuple[int, int]] = []
+        must_fit: list[str] = []
+        texts: list[str] = []
+        added: list[int] = []
+        for item, conversation, image_tokens in self.images.measured(self._conversations(checks), _DECODERS):
+            kept.append(self.rows[item])
+            if not cuts or conversation.images:
+                place, row = self._locate(item)
+                must_fit.append(place)
+                texts.append(render(conversation.messages, self.tokenizer, place, **self._template_kwargs(row, place)))
+                added.append(image_tokens)
         checks.report()
+        self.rows = kept
         limit = self.config.max_length
-        too_long = [(n, item) for item, n in enumerate(token_lengths(texts, self.tokenizer)) if n > limit]
+        lengths = [sum(n) for n in zip(token_lengths(texts, self.tokenizer), added, strict=True)]
+        too_long = [(n, place) for n, place in zip(lengths, must_fit, strict=True) if n > limit]
         if too_long:
-            length, item = too_long[0]
+            length, place = too_long[0]
+            why = "conversations with images are never cut" if cuts else "truncation is 'error'"
+            cut = "take these rows out" if cuts else "set truncation to left, right or middle"
             raise DataError(
-                f"{len(too_long)} of {len(self)} conversations are longer than max_length={limit} and "
-                f"truncation is 'error': the first is {self._locate(item)[0]} with {length} tokens, the longest "
-                f"has {max(too_long)[0]}. Raise max_length, or set truncation to left, right or middle."
+                f"{len(too_long)} of {len(self)} conversations are longer than max_length={limit} and {why}: the first "
+                f"is {place} with {length} tokens, the longest has {max(n for n, _ in too_long)}. Raise max_length, or "
+                f"{cut}."
             )
+
+    def _conversations(self, checks: ContentChecks) -> Iterator[tuple[int, str, ImagePrompt]]:
+        """Yield number, place and conversation of each row, checked."""
+        for item in range(len(self)):
+            place, row = self._locate(item)
+            conversation = self.conversation(row, place)
+            require_learnable(conversation.plain, place)
+            checks.conversation(conversation.plain, place)
+            yield item, place, conversation
 
 
 def _tools(value: Any, place: str) -> list[Any]:
@@ -173,6 +215,11 @@ def right_pad(ids: torch.Tensor, loss_mask: torch.Tensor, length: int, pad_token
     }
 
 
+def right_padded(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """Pad M-RoPE positions, (4, tokens), at the right to (4, length) with those of the last token."""
+    return positions[:, torch.arange(length).clamp(max=positions.shape[1] - 1)]
+
+
 def sft_collate_fn(
     tokenizer: Any, config: SFTDataConfig
 ) -> Callable[[list[Item]], dict[str, torch.Tensor | np.ndarray]]:
@@ -184,4 +231,11 @@ def pad_to_longest(items: list[Item], pad_token_id: int) -> dict[str, torch.Tens
     """Collate items into columns of shape (bsz, longest)."""
     longest = max(len(item["input_ids"]) for item in items)
     padded = [right_pad(item["input_ids"], item["loss_mask"], longest, pad_token_id) for item in items]
-    return {key: torch.stack([item[key] for item in padded]) for key in padded[0]}
+    columns: dict[str, torch.Tensor | np.ndarray] = {
+        key: torch.stack([item[key] for item in padded]) for key in padded[0]
+    }
+    if "multi_modal_inputs" in items[0]:
+        columns["position_ids"] = torch.stack([right_padded(item["position_ids"], longest) for item in items])
+        images = [item["multi_modal_inputs"] for item in items]
+        columns["multi_modal_inputs"] = np.fromiter(images, dtype=object, count=len(images))
+    return columns

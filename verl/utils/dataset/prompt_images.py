@@ -10,7 +10,6 @@ from typing import Any
 
 from PIL import Image
 
-from verl.config import DataConfig
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
 from verl.utils.dataset.files import DataFile, refuse_media
@@ -39,12 +38,13 @@ class PromptImages:
 
     Args:
         processor: the model's, or None.
-        config: names the columns.
+        image_key: column of images.
+        video_key: column of videos.
     """
 
-    def __init__(self, processor: Any, config: DataConfig) -> None:
+    def __init__(self, processor: Any, image_key: str, video_key: str) -> None:
         self.maker = ImagePrompts.of(processor)
-        self.image_key, self.video_key = config.image_key, config.video_key
+        self.image_key, self.video_key = image_key, video_key
         self._reader = type(processor).__name__ if processor is not None else None
 
     @property
@@ -60,9 +60,9 @@ class PromptImages:
 
     def _why_not(self, key: str) -> str:
         if key != self.image_key:
-            return "Prompts have texts and images in this version: videos and sounds are not read."
+            return "Rows have texts and images in this version: videos and sounds are not read."
         if self._reader is None:
-            return "The model has no image processor: it is one for text."
+            return "No image processor was given: the model is one for text, or this command reads texts alone."
         return f"Images are for models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL; this one's processor is {self._reader}."
 
     def prompt(self, prompt: Any, images: Any, place: str) -> ImagePrompt:

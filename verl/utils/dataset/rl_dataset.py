@@ -107,7 +107,7 @@ class RLHFDataset(AbsentAttributes, Dataset):
         self.tokenizer = tokenizer
         self.config = config = DataConfig.of(config)
         self.template_kwargs = dict(config.apply_chat_template_kwargs or {})
-        self.images = PromptImages(processor, config)
+        self.images = PromptImages(processor, config.image_key, config.video_key)
         self.files = open_files(data_files, "data_files")
         require_columns(self.files, {config.prompt_key: "prompt_key"})
         if config.reward_fn_key != "data_source":

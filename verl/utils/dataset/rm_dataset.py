@@ -85,7 +85,7 @@ class RMDataset(Dataset):
         if config.prompt_key is not None:
             columns[config.prompt_key] = "prompt_key"
         require_columns(self.files, columns)
-        refuse_media(self.files, MEDIA_COLUMNS, "Images are for main_ppo: this trainer reads texts.")
+        refuse_media(self.files, MEDIA_COLUMNS, "Images are for main_ppo and sft_trainer: this trainer reads texts.")
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_pairs()
 

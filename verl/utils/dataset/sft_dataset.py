@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.errors import DataError
-from verl.utils.dataset.chat import Message, as_messages
+from verl.utils.dataset.chat import Message
 from verl.utils.dataset.files import Row
 from verl.utils.dataset.multiturn_sft_dataset import MultiTurnSFTDataset
+from verl.utils.dataset.prompt_images import ImagePrompt
 
 
 class SFTDataset(MultiTurnSFTDataset):
@@ -22,14 +23,16 @@ class SFTDataset(MultiTurnSFTDataset):
         """The two columns; see :meth:`MultiTurnSFTDataset.needed_columns`."""
         return {self.config.prompt_key or "": "prompt_key", self.config.response_key or "": "response_key"}
 
-    def conversation(self, row: Row, place: str) -> list[Message]:
-        """Prompt and response as messages."""
+    def conversation(self, row: Row, place: str) -> ImagePrompt:
+        """Prompt and response as messages, with the images of the prompt."""
         config = self.config
         prompt = _descend(row[config.prompt_key or ""], config.prompt_dict_keys, place, "prompt_dict_keys")
         response = _descend(row[config.response_key or ""], config.response_dict_keys, place, "response_dict_keys")
         if not isinstance(response, str):
             raise DataError(f"{place}: the response is {type(response).__name__} {response!r:.80}, not text.")
-        return [*as_messages(prompt, place), {"role": "assistant", "content": response}]
+        asked = self.images.prompt(prompt, row.get(config.image_key), place)
+        answer: Message = {"role": "assistant", "content": response}
+        return ImagePrompt([*asked.plain, answer], [*asked.messages, answer], asked.images)
 
 
 def _descend(value: Any, keys: Sequence[str], place: str, setting: str) -> Any:
