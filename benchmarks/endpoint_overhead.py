@@ -45,7 +45,7 @@ class EngineCalls:
         self._asked: dict[int, Future[Any]] = {}
         self.queue = RequestQueue(self._settle)
 
-    def send(self, conversation: str, request: Any) -> EngineCall:
+    def send(self, conversation: str, request: Any, on_part: object = None) -> EngineCall:
         """Send a request."""
         number, future = next(self._numbers), Future()
         self._asked[number] = future

@@ -35,7 +35,7 @@ class Script:
         self._texts = iter(texts)
         self.prompts: list[list[int]] = []
 
-    def send(self, conversation: str, request: RolloutRequest) -> Call:
+    def send(self, conversation: str, request: RolloutRequest, on_part: object = None) -> Call:
         self.prompts.append(list(request.prompt_ids))
         ids = self._tokenizer(next(self._texts) + END, add_special_tokens=False)["input_ids"]
         most = request.sampling.max_tokens

@@ -6,7 +6,7 @@ The engine serves in the main thread; trajectories, and the router between them,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -16,7 +16,7 @@ from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.config import PPOConfig
 from verl.errors import RolloutError
 from verl.tools.threads import LoopThread
-from verl.workers.rollout.request import RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
 from verl.workers.rollout.serving import RequestQueue
 
 
@@ -63,12 +63,14 @@ class LocalAgents:
         self._thread = LoopThread("agent loops")
         self._loop = self._thread.loop
 
-    def send(self, conversation: str, request: RolloutRequest) -> LocalCall:
+    def send(
+        self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
+    ) -> LocalCall:
         """Send a request to the engine, from any thread."""
         router = self._router
         if router is None:
             raise RolloutError("no rollout is running, so no engine answers.")
-        generating = router.generate(conversation, request)
+        generating = router.generate(conversation, request, on_part)
         if self._thread.is_current:
             return LocalCall(self._loop.create_task(generating))
         return LocalCall(asyncio.run_coroutine_threadsafe(generating, self._loop))

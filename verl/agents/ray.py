@@ -20,10 +20,11 @@ import asyncio
 import logging
 import sys
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import ray
@@ -38,7 +39,7 @@ from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.processes import finished_of
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
-from verl.workers.rollout.request import RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
 from verl.workers.rollout.serving import Answer, RequestQueue
 
 logger = logging.getLogger(__name__)
@@ -94,6 +95,8 @@ class RouterActor:
         self._rollout = 0
         self._mailboxes: list[_Mailbox] = []
         self._router: Router | None = None
+        self._streams: dict[str, asyncio.Queue[DrawnPart | None]] = {}
+        """Parts of responses that stream, which :meth:`parts` gives; None after the last."""
 
     async def open(self, engines: int) -> int:
         """Begin a rollout with so many engines; return its number."""
@@ -107,11 +110,29 @@ class RouterActor:
         if self._router is not None:
             self._router.close()
 
-    async def generate(self, conversation: str, request: RolloutRequest) -> RolloutOutput:
-        """See :meth:`Router.generate`."""
+    async def generate(self, conversation: str, request: RolloutRequest, stream: str | None = None) -> RolloutOutput:
+        """See :meth:`Router.generate`. Its parts are kept under the name ``stream``, for :meth:`parts`."""
         if self._router is None:
             raise RolloutEndedError("no rollout is running, so no engine answers.")
-        return await self._router.generate(conversation, request)
+        if stream is None:
+            return await self._router.generate(conversation, request)
+        told = self._streams[stream] = asyncio.Queue()
+        try:
+            return await self._router.generate(conversation, request, told.put_nowait)
+        finally:
+            told.put_nowait(None)
+            del self._streams[stream]
+
+    async def parts(self, stream: str) -> list[DrawnPart]:
+        """Wait for parts of a response that streams, and return those there are; none after its end."""
+        told = self._streams.get(stream)
+        first = None if told is None else await told.get()
+        if told is None or first is None:
+            return []
+        found = [first]
+        while not told.empty() and (part := told.get_nowait()) is not None:
+            found.append(part)
+        return found
 
     async def silent_s(self) -> float:
         """See :meth:`Router.silent_s`."""
@@ -129,7 +150,7 @@ class RouterActor:
         """Return what is new for an engine, after at most ``LONG_POLL_S`` seconds."""
         return await self._mailboxes[engine].fetch() if rollout == self._rollout else [("close", 0, None)]
 
-    async def take_answers(self, rollout: int, answers: Sequence[tuple[int, Answer]]) -> None:
+    async def take_answers(self, rollout: int, answers: Sequence[tuple[int, Answer | DrawnPart]]) -> None:
         """Pass answers of an engine on."""
         if rollout == self._rollout and self._router is not None:
             for number, answer in answers:
@@ -171,6 +192,28 @@ class RayRequests:
             queue.close()
 
 
+def generating(
+    router: Any, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None
+) -> Any:
+    """Send a request to a :class:`RouterActor`, and return the reference of its answer.
+
+    A thread calls ``on_part`` with parts of a response that streams.
+    """
+    if on_part is None:
+        return router.generate.remote(conversation, request)
+    stream = uuid.uuid4().hex
+    reference = router.generate.remote(conversation, request, stream)
+
+    def tell() -> None:
+        with suppress(RayError):  # what goes wrong is told by the answer; here it only ends the stream
+            while parts := ray.get(router.parts.remote(stream)):
+                for part in parts:
+                    on_part(part)
+
+    threading.Thread(target=tell, name="streamed tokens", daemon=True).start()
+    return reference
+
+
 class RayCall:
     """A request under way; see :class:`verl.agents.servers.GenerationCall`."""
 
@@ -192,9 +235,11 @@ class RayConnection:
     def __init__(self, router: Any) -> None:
         self._router = router
 
-    def send(self, conversation: str, request: RolloutRequest) -> RayCall:
+    def send(
+        self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
+    ) -> RayCall:
         """Send a request of a conversation."""
-        return RayCall(self._router.generate.remote(conversation, request))
+        return RayCall(generating(self._router, conversation, request, on_part))
 
 
 class WorkerActor:

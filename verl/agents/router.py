@@ -10,12 +10,12 @@ import asyncio
 import itertools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from verl.errors import EngineLostError, RolloutError
-from verl.workers.rollout.request import RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
 from verl.workers.rollout.serving import Answer
 
 REMEMBERED_CONVERSATIONS = 100_000
@@ -50,6 +50,7 @@ class _PendingRequest:
     request: RolloutRequest
     answer: asyncio.Future[RolloutOutput]
     engine: int
+    on_part: Callable[[DrawnPart], object] | None
 
 
 @dataclass
@@ -82,12 +83,15 @@ class Router:
         self._home: OrderedDict[str, int] = OrderedDict()
         self._over: RolloutError | None = None
 
-    async def generate(self, conversation: str, request: RolloutRequest) -> RolloutOutput:
+    async def generate(
+        self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
+    ) -> RolloutOutput:
         """Draw a response; cancelling the call frees the engine's place at once.
 
         Args:
             conversation: id of the conversation; its requests go to one engine.
             request: the prompt, with all that came before it, and the sampling parameters.
+            on_part: called with the parts of a response that streams.
 
         Raises:
             RolloutError: the request cannot be served, the rollout has ended, or all engines are lost.
@@ -95,9 +99,8 @@ class Router:
         if self._over is not None:
             raise self._over
         number = next(self._numbers)
-        asked = _PendingRequest(
-            conversation, request, asyncio.get_running_loop().create_future(), self._engine_of(conversation)
-        )
+        answer = asyncio.get_running_loop().create_future()
+        asked = _PendingRequest(conversation, request, answer, self._engine_of(conversation), on_part)
         self._asked[number] = asked
         self._engines[asked.engine].waiting.append(number)
         self._send(asked.engine)
@@ -106,13 +109,16 @@ class Router:
         finally:
             self._forget(number)
 
-    def take_answer(self, number: int, answer: Answer) -> None:
-        """Pass an engine's answer on; one that nobody waits for is ignored."""
+    def take_answer(self, number: int, answer: Answer | DrawnPart) -> None:
+        """Pass an engine's answer, or a part of it, on; one that nobody waits for is ignored."""
         asked = self._asked.get(number)
         if asked is None or asked.answer.done():
             return
         self._engines[asked.engine].heard_at = time.monotonic()
-        if isinstance(answer, EngineLostError):
+        if isinstance(answer, DrawnPart):
+            if asked.on_part is not None:
+                asked.on_part(answer)
+        elif isinstance(answer, EngineLostError):
             self._move_from_lost_engine(asked.engine, answer)
         elif isinstance(answer, RolloutError):
             asked.answer.set_exception(answer)

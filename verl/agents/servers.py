@@ -7,7 +7,7 @@ import hashlib
 import operator
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from verl.config import RolloutConfig
 from verl.errors import ConfigError, RolloutError
-from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams, sample_seed
+from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest, SamplingParams, sample_seed
 
 NO_EFFECT = ("logprobs",)
 """Sampling parameters of other engines that ask for what is always given."""
@@ -62,8 +62,10 @@ class GenerationCall(Protocol):
 class Connection(Protocol):
     """The way from agent loops to the router; may be used by any thread."""
 
-    def send(self, conversation: str, request: RolloutRequest) -> GenerationCall:
-        """Send a request of a conversation."""
+    def send(
+        self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
+    ) -> GenerationCall:
+        """Send a request of a conversation; call ``on_part``, in any thread, with parts of a response that streams."""
         ...
 
 
@@ -147,6 +149,7 @@ class AsyncLLMServerManager:
         sampling_params: Mapping[str, Any] | None = None,
         image_data: Sequence[Any] | None = None,
         video_data: Sequence[Any] | None = None,
+        on_drawn: Callable[[list[int]], object] | None = None,
     ) -> TokenOutput:
         """Draw a response to ``prompt_ids``, all tokens of the conversation so far.
 
@@ -157,6 +160,8 @@ class AsyncLLMServerManager:
                 ``stop_token_ids``, ``ignore_eos``; by default those of the rollout (or of validation).
             image_data: not in this version.
             video_data: not in this version.
+            on_drawn: called now and then, in the event loop of the call, with all tokens drawn so far, by engines that
+                tell them before the response has ended (``native``).
 
         Raises:
             ContextFullError: there is no room for another token.
@@ -175,9 +180,10 @@ class AsyncLLMServerManager:
                 "(data.max_prompt_length + data.max_response_length, or rollout.max_model_len)."
             )
         params = self._params(sampling_params or {}, room)
-        request = RolloutRequest(ids, replace(params, seed=self._seed(tuple(ids))))
+        on_part = None if on_drawn is None else _in_this_loop(on_drawn)
+        request = RolloutRequest(ids, replace(params, seed=self._seed(tuple(ids))), streams=on_part is not None)
         began = time.monotonic()
-        call = self._connection.send(f"{self._sample.name}/{request_id}", request)
+        call = self._connection.send(f"{self._sample.name}/{request_id}", request, on_part)
         self._under_way.append(call)
         try:
             if self.is_closed:  # since the question above
@@ -225,6 +231,18 @@ class AsyncLLMServerManager:
             return seed
         tokens = hashlib.blake2b(repr(prompt).encode(), digest_size=16).hexdigest()
         return sample_seed(seed, sample.attempt, tokens, earlier)
+
+
+def _in_this_loop(on_drawn: Callable[[list[int]], object]) -> Callable[[DrawnPart], object]:
+    """Return what takes parts of a response in any thread, and tells the running event loop all tokens so far."""
+    loop = asyncio.get_running_loop()
+    drawn: list[int] = []
+
+    def take(part: DrawnPart) -> None:
+        drawn[part.start : part.start + len(part.token_ids)] = part.token_ids
+        on_drawn(list(drawn))
+
+    return lambda part: loop.call_soon_threadsafe(take, part)
 
 
 def _check_type(name: str, value: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from verl.agents.local import LocalCall
 from verl.agents.router import RolloutEndedError, Router
 from verl.utils.deferred import Deferred
-from verl.workers.rollout.request import RolloutRequest
+from verl.workers.rollout.request import DrawnPart, RolloutRequest
 from verl.workers.rollout.serving import RequestQueue
 
 T = TypeVar("T")
@@ -35,12 +35,15 @@ class LocalEngines:
         self._room, self._loop = room, loop
         self._router: Router | None = None
 
-    def send(self, conversation: str, request: RolloutRequest) -> LocalCall:
+    def send(
+        self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
+    ) -> LocalCall:
         """See :class:`verl.agents.servers.Connection`."""
         router = self._router
         if router is None:
             raise RolloutEndedError(ASLEEP)
-        return LocalCall(asyncio.run_coroutine_threadsafe(router.generate(conversation, request), self._loop))
+        generating = router.generate(conversation, request, on_part)
+        return LocalCall(asyncio.run_coroutine_threadsafe(generating, self._loop))
 
     def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
         """See :meth:`verl.judge.service.Engines.serve_while`; all of it happens in ``result()``."""

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from verl.agents.ray import LOOK_S, RayCall, RayRequests, RouterActor
+from verl.agents.ray import LOOK_S, RayCall, RayRequests, RouterActor, generating
 from verl.agents.router import RolloutEndedError
 from verl.errors import EngineLostError, ProcessLostError, WorkerError
 from verl.judge.local import ASLEEP, waiting
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.watched_actor import light_actor
 from verl.utils.deferred import Deferred
-from verl.workers.rollout.request import RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
 
 T = TypeVar("T")
 
@@ -56,12 +56,14 @@ class RayEngines:
         self._room = room
         self._router: Any = None
 
-    def send(self, conversation: str, request: RolloutRequest) -> RayCall:
+    def send(
+        self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
+    ) -> RayCall:
         """See :class:`verl.agents.servers.Connection`."""
         router = self._router
         if router is None:
             raise RolloutEndedError(ASLEEP)
-        return _JudgeCall(router.generate.remote(conversation, request))
+        return _JudgeCall(generating(router, conversation, request, on_part))
 
     def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
         """See :meth:`verl.judge.service.Engines.serve_while`.

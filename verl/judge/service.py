@@ -19,7 +19,14 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.endpoint.app import endpoint_app
-from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, ModelAnswer, ModelCall, refuse_unmet
+from verl.agents.endpoint.calls import (
+    AnswerStream,
+    CallRefusedError,
+    ContextLengthError,
+    ModelAnswer,
+    ModelCall,
+    refuse_unmet,
+)
 from verl.agents.endpoint.server import LoopbackServer
 from verl.agents.router import RolloutEndedError
 from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId, TokenOutput
@@ -191,8 +198,8 @@ class JudgeBackend:
         counts, self._counts = self._counts, dict.fromkeys(COUNTED, 0.0)
         return {f"judge/{name}": count for name, count in counts.items()}
 
-    async def answer(self, call: ModelCall) -> list[ModelAnswer]:
-        """See :class:`verl.agents.endpoint.calls.Backend`."""
+    async def answer(self, call: ModelCall, stream: AnswerStream | None = None) -> list[ModelAnswer]:
+        """See :class:`verl.agents.endpoint.calls.ModelBackend`. A verdict is short, so it comes at once."""
         counts = self._counts
         counts["calls"] += 1
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from verl.agents.servers import AsyncLLMServerManager, SampleId
 from verl.config import RolloutConfig
-from verl.workers.rollout.request import RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest, SamplingParams
 
 
 class ScriptedEngine:
@@ -40,16 +40,20 @@ class ScriptedEngine:
         added = sorted(tokenizer.get_added_vocab(), key=len, reverse=True)
         self._pieces = re.compile("|".join([*map(re.escape, added), "."]), re.DOTALL)
 
-    def send(self, conversation: str, request: RolloutRequest) -> ScriptedCall:
-        """See :class:`verl.agents.servers.Connection`."""
-        call = ScriptedCall(self)
+    def send(
+        self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
+    ) -> ScriptedCall:
+        """See :class:`verl.agents.servers.Connection`. A response that streams is told token by token."""
+        call = ScriptedCall(self, on_part)
         with self._sending:
             self.requests.append(request)
             text = self.script(self.tokenizer.decode(request.prompt_ids))
             if text is None:
                 self.waiting.append(call)
             else:
-                call.settle(self.draw(text, request.sampling))
+                output = self.draw(text, request.sampling)
+                call.tell(output.token_ids)
+                call.settle(output)
         return call
 
     def draw(self, text: str, sampling: SamplingParams) -> RolloutOutput:
@@ -70,12 +74,20 @@ class ScriptedEngine:
 class ScriptedCall:
     """A request under way."""
 
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: ScriptedEngine, on_part: Callable[[DrawnPart], object] | None = None) -> None:
+        self._engine, self._on_part = engine, on_part
+        self._told = 0
         self._future: Future[RolloutOutput] = Future()
 
     def future(self) -> Future[RolloutOutput]:
         return self._future
+
+    def tell(self, token_ids: list[int]) -> None:
+        """Tell the next tokens of the response, one after the other, if it streams."""
+        for token in token_ids:
+            if self._on_part is not None:
+                self._on_part(DrawnPart(self._told, [token]))
+            self._told += 1
 
     def settle(self, output: RolloutOutput) -> None:
         self._future.set_result(output)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -24,10 +27,13 @@ from verl.testing.rollout_conformance import (
     weights_of,
 )
 from verl.workers.rollout.base import RolloutOutput, RolloutRequest
+from verl.workers.rollout.native import generation
 from verl.workers.rollout.native.memory import CacheShape
 from verl.workers.rollout.native.prefixes import PAGE, PrefixCache
 from verl.workers.rollout.native_rollout import NativeRollout
+from verl.workers.rollout.request import DrawnPart
 from verl.workers.rollout.sampling import uniforms
+from verl.workers.rollout.serving import RequestQueue
 
 ROUNDING = 1e-5
 
@@ -225,3 +231,35 @@ def test_the_least_recently_used_page_is_dropped_first_and_leaves_before_what_th
     assert (known(b), len(cache)) == (0, 0)
     add(a)
     assert known(a) == 1
+
+
+def test_tokens_of_requests_that_stream_are_told_while_they_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the response but its last token, in order; the response itself is as without."""
+    monkeypatch.setattr(generation, "_TELL_EVERY_S", 0.0)
+    engine = loaded(tiny_model("qwen3").eval(), tmp_path, prompt_length=16, response_length=40)
+    asked = [request([5 + n, 6, 7], seed=n, max_tokens=12, ignore_eos=True) for n in range(3)]
+    expected = engine.generate(asked)
+    told: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    answers: dict[int, RolloutOutput] = {}
+
+    def take(number: int, came: Any) -> None:
+        if isinstance(came, DrawnPart):
+            assert number not in answers
+            assert came.start == len(told[number])
+            told[number] += came.token_ids
+        else:
+            answers[number] = came
+
+    queue = RequestQueue(take)
+    for number, one in enumerate(asked):
+        queue.put(number, replace(one, streams=number != 1))
+    thread = threading.Thread(target=engine.serve, args=(queue,))
+    thread.start()
+    while len(answers) < 3:
+        time.sleep(0.01)
+    queue.close()
+    thread.join()
+    assert [answers[number] for number in range(3)] == expected
+    assert [told[number] for number in range(3)] == [expected[0].token_ids[:11], [], expected[2].token_ids[:11]]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -17,7 +16,8 @@ from starlette.routing import Route
 from starlette.types import Receive
 
 from verl.agents.endpoint import chat, completions, messages, responses
-from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, ModelBackend
+from verl.agents.endpoint.calls import CallRefusedError, ContextLengthError, ModelBackend, ModelCall
+from verl.agents.endpoint.stream import ReplyWriter, Vendor, disconnected, streamed
 from verl.errors import VerlError
 
 logger = logging.getLogger(__name__)
@@ -33,16 +33,23 @@ Find = Callable[[str, str], ModelBackend]
 ``/v1``, without slashes: the id of a trajectory, or empty."""
 
 
-class Vendor(Protocol):
-    """Format of errors in the API of one vendor."""
+class Asked(Protocol):
+    """Body of a request that was read."""
 
-    def error(self, error: CallRefusedError) -> dict[str, Any]:
-        """Return the body of an error."""
+    @property
+    def stream(self) -> bool | None:
+        """Whether the client wants a stream."""
+        ...
+
+    def call(self) -> ModelCall:
+        """Return the call in no vendor's form."""
         ...
 
 
 class OpenAIForm:
     """Errors as OpenAI writes them."""
+
+    error_event: str | None = None
 
     def error(self, error: CallRefusedError) -> dict[str, Any]:
         """See :class:`Vendor`."""
@@ -53,6 +60,7 @@ class OpenAIForm:
 class AnthropicForm:
     """Errors as Anthropic writes them."""
 
+    error_event: str | None = "error"
     kinds: Mapping[int, str] = MappingProxyType(
         {
             401: "authentication_error",
@@ -106,28 +114,32 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 
 async def _chat(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
     asked = chat.read(body)
-    reply = chat.ChatReply(asked, await backend.answer(asked.call()), backend.tokenizer)
-    return events(((None, piece) for piece in reply.pieces()), "[DONE]") if asked.stream else whole(reply.whole())
+    return await _answered(backend, asked, chat.ChatReply(asked, backend.tokenizer), OPENAI, "[DONE]")
 
 
 async def _completions(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
     asked = completions.read(body)
-    reply = completions.CompletionReply(asked, await backend.answer(asked.call()), backend.tokenizer)
-    return events(reply.pieces(), "[DONE]") if asked.stream else whole(reply.whole())
+    return await _answered(backend, asked, completions.CompletionReply(asked, backend.tokenizer), OPENAI, "[DONE]")
 
 
 async def _responses(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
     asked = responses.read(body)
-    [answer] = await backend.answer(asked.call())
-    reply = responses.ResponsesReply(asked, answer, backend.tokenizer)
-    return events(reply.pieces()) if asked.stream else whole(reply.whole())
+    return await _answered(backend, asked, responses.ResponsesReply(asked, backend.tokenizer), OPENAI)
 
 
 async def _messages(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
     asked = messages.read(body)
-    [answer] = await backend.answer(asked.call())
-    reply = messages.MessagesReply(asked, answer)
-    return events(reply.pieces()) if asked.stream else whole(reply.whole())
+    return await _answered(backend, asked, messages.MessagesReply(asked), ANTHROPIC)
+
+
+async def _answered(
+    backend: ModelBackend, asked: Asked, reply: ReplyWriter, vendor: Vendor, end: str | None = None
+) -> Response:
+    """Draw the answers and send them, whole or as a stream; ``end`` is the data of a stream's last event."""
+    if asked.stream:
+        return await streamed(backend, asked.call(), reply, vendor, end)
+    answers = await backend.answer(asked.call())
+    return Response(reply.whole(answers).model_dump_json(exclude_unset=True), media_type="application/json")
 
 
 class _Models:
@@ -169,7 +181,7 @@ async def _while_connected(work: Awaitable[Response], receive: Receive) -> Respo
         ClientDisconnect: it did.
     """
     task = asyncio.ensure_future(work)
-    left = asyncio.ensure_future(_disconnected(receive))
+    left = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -178,11 +190,6 @@ async def _while_connected(work: Awaitable[Response], receive: Receive) -> Respo
     finally:
         task.cancel()
         left.cancel()
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _key(request: Request) -> str:
@@ -215,31 +222,6 @@ def _json(body: bytes) -> Mapping[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
-
-
-# ---- responses
-
-
-def whole(reply: BaseModel) -> Response:
-    """Return a reply that is not streamed."""
-    return Response(reply.model_dump_json(exclude_unset=True), media_type="application/json")
-
-
-def events(pieces: Iterable[tuple[str | None, BaseModel | Mapping[str, Any]]], end: str | None = None) -> Response:
-    """Return a reply as server-sent events.
-
-    It is drawn before it is sent: an error has its own status, and nothing is recorded that nobody waits for.
-
-    Args:
-        pieces: names of the events, or None, and their data.
-        end: data of a last event.
-    """
-    lines = []
-    for name, piece in pieces:
-        lines.append(f"event: {name}\n" if name else "")
-        data = piece.model_dump_json(exclude_unset=True) if isinstance(piece, BaseModel) else json.dumps(piece)
-        lines.append(f"data: {data}\n\n")
-    return Response("".join([*lines, f"data: {end}\n\n" if end else ""]), media_type="text/event-stream")
 
 
 def _json_response(value: Any, status: int = 200) -> Response:

@@ -87,7 +87,9 @@ class ModelAnswer:
     """One answer to a call."""
 
     content: str
-    """Text without thoughts, calls and stop text."""
+    """Text without thoughts, calls and stop text; begins with what was streamed."""
+    streamed: str = ""
+    """The beginning of the content that the client has already."""
     calls: tuple[ModelToolCall, ...] = ()
     finish: Literal["stop", "length"]
     """``length``: the answer reached its most tokens."""
@@ -98,6 +100,23 @@ class ModelAnswer:
     """What was drawn."""
     log_probs: Sequence[float]
     """One for each drawn token."""
+
+    @property
+    def unsent(self) -> str:
+        """The content that was not streamed."""
+        return self.content[len(self.streamed) :]
+
+
+class AnswerStream(Protocol):
+    """Takes texts of answers while these are drawn, in the event loop of the call."""
+
+    def begin(self, prompt_tokens: int) -> None:
+        """Take the number of tokens before the answers; called once, before any text."""
+        ...
+
+    def text(self, index: int, new: str) -> None:
+        """Take the next piece of the content of an answer."""
+        ...
 
 
 class ModelBackend(Protocol):
@@ -113,8 +132,12 @@ class ModelBackend(Protocol):
         """The model's tokenizer, which gives the texts of tokens."""
         ...
 
-    async def answer(self, call: ModelCall) -> list[ModelAnswer]:
+    async def answer(self, call: ModelCall, stream: AnswerStream | None = None) -> list[ModelAnswer]:
         """Draw ``call.n`` answers. Cancelling it withdraws the call.
+
+        Args:
+            call: what is asked.
+            stream: gets texts before the answers are whole, as far as the engine tells them.
 
         Raises:
             CallRefusedError: the call is not answered.

@@ -31,6 +31,10 @@ FORCED_CALL = (
 )
 
 
+Event = tuple[str | None, BaseModel | Mapping[str, Any]]
+"""An event of a stream: its name, if it has one, and its data."""
+
+
 class ToolFunction(BaseModel):
     """Description of a function."""
 
@@ -94,19 +98,18 @@ def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
 
 
 class ChatReply:
-    """Answers in the form of ``chat/completions``.
+    """Answers in the form of ``chat/completions``; see :class:`verl.agents.endpoint.stream.ReplyWriter`.
 
     Args:
         body: what was asked.
-        answers: one for each choice.
         tokenizer: gives the texts of tokens.
     """
 
-    def __init__(self, body: ChatBody, answers: Sequence[ModelAnswer], tokenizer: Any) -> None:
-        self._body, self._answers, self._tokenizer = body, answers, tokenizer
+    def __init__(self, body: ChatBody, tokenizer: Any) -> None:
+        self._body, self._tokenizer = body, tokenizer
         self._id, self._created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
 
-    def whole(self) -> ChatCompletion:
+    def whole(self, answers: Sequence[ModelAnswer]) -> ChatCompletion:
         """Return the answer that is not streamed."""
         return ChatCompletion(
             id=self._id,
@@ -120,18 +123,30 @@ class ChatReply:
                     message=_message(answer),
                     logprobs=ChoiceLogprobs(content=self._log_probs(answer)) if self._body.logprobs else None,
                 )
-                for index, answer in enumerate(self._answers)
+                for index, answer in enumerate(answers)
             ],
-            usage=usage(self._answers),
+            usage=usage(answers),
         )
 
-    def pieces(self) -> Iterator[ChatCompletionChunk]:
-        """Yield the chunks of a stream."""
-        for index, answer in enumerate(self._answers):
+    def begin(self, prompt_tokens: int) -> Iterator[Event]:
+        """Yield the chunks before the first text."""
+        for index in range(self._body.n or 1):
+            yield None, self._piece(index, ChoiceDelta(role="assistant", content=""))
+
+    def text(self, index: int, new: str) -> Iterator[Event]:
+        """Yield the chunk of a piece of text."""
+        yield None, self._piece(index, ChoiceDelta(content=new))
+
+    def end(self, answers: Sequence[ModelAnswer]) -> Iterator[Event]:
+        """Yield the chunks of what was not streamed; log-probs come together."""
+        for chunk in self._last_chunks(answers):
+            yield None, chunk
+
+    def _last_chunks(self, answers: Sequence[ModelAnswer]) -> Iterator[ChatCompletionChunk]:
+        for index, answer in enumerate(answers):
             log_probs = ChunkLogprobs(content=self._log_probs(answer)) if self._body.logprobs else None
-            yield self._piece(index, ChoiceDelta(role="assistant", content=""))
-            if answer.content or log_probs:
-                yield self._piece(index, ChoiceDelta(content=answer.content), log_probs)
+            if answer.unsent or log_probs:
+                yield self._piece(index, ChoiceDelta(content=answer.unsent), log_probs)
             for number, call in enumerate(answer.calls):
                 yield self._call_piece(
                     index, number, ChoiceDeltaToolCallFunction(name=call.name, arguments=""), call.id
@@ -139,7 +154,7 @@ class ChatReply:
                 yield self._call_piece(index, number, ChoiceDeltaToolCallFunction(arguments=call.arguments))
             yield self._piece(index, ChoiceDelta(), finish=_finish(answer))
         if (self._body.stream_options or {}).get("include_usage"):
-            yield self._chunk([]).model_copy(update={"usage": usage(self._answers)})
+            yield self._chunk([]).model_copy(update={"usage": usage(answers)})
 
     def _piece(
         self, index: int, delta: ChoiceDelta, log_probs: ChunkLogprobs | None = None, finish: Any = None

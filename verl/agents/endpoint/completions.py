@@ -13,7 +13,7 @@ from openai.types.completion_choice import Logprobs
 from pydantic import Field, StrictInt
 
 from verl.agents.endpoint.calls import ModelAnswer, ModelCall
-from verl.agents.endpoint.chat import stop_texts, token_texts, usage
+from verl.agents.endpoint.chat import Event, stop_texts, token_texts, usage
 from verl.agents.endpoint.requests import CallBody, read_body
 
 DEFAULT_MAX_TOKENS = 16
@@ -48,35 +48,40 @@ class CompletionBody(CallBody):
 
 
 class CompletionReply:
-    """Answers in the form of ``completions``.
+    """Answers in the form of ``completions``; see :class:`verl.agents.endpoint.stream.ReplyWriter`.
 
     Args:
         body: what was asked.
-        answers: one for each choice.
         tokenizer: gives the texts of tokens.
     """
 
-    def __init__(self, body: CompletionBody, answers: Sequence[ModelAnswer], tokenizer: Any) -> None:
-        self._body, self._answers, self._tokenizer = body, answers, tokenizer
+    def __init__(self, body: CompletionBody, tokenizer: Any) -> None:
+        self._body, self._tokenizer = body, tokenizer
         self._id, self._created = f"cmpl-{secrets.token_hex(12)}", int(time.time())
 
-    def whole(self) -> Completion:
+    def whole(self, answers: Sequence[ModelAnswer]) -> Completion:
         """Return the answer that is not streamed."""
-        choices = [
-            CompletionChoice(
-                index=index,
-                finish_reason=answer.finish,
-                text=answer.content,
-                logprobs=self._log_probs(answer) if self._body.logprobs is not None else None,
-            )
-            for index, answer in enumerate(self._answers)
-        ]
-        return self._piece(choices).model_copy(update={"usage": usage(self._answers)})
+        choices = [self._choice(index, answer, answer.content) for index, answer in enumerate(answers)]
+        return self._piece(choices).model_copy(update={"usage": usage(answers)})
 
-    def pieces(self) -> Iterator[tuple[None, Completion]]:
-        """Yield the chunks of a stream."""
-        for choice in self.whole().choices:
-            yield None, self._piece([choice])
+    def begin(self, prompt_tokens: int) -> Iterator[Event]:
+        """Yield nothing: the first text begins the stream."""
+        yield from ()
+
+    def text(self, index: int, new: str) -> Iterator[Event]:
+        """Yield the chunk of a piece of text."""
+        # The type of a choice has no room for one that is not finished, though the API sends such.
+        choice = {"index": index, "text": new, "finish_reason": None, "logprobs": None}
+        yield None, self._piece([]).model_dump(exclude_unset=True) | {"choices": [choice]}
+
+    def end(self, answers: Sequence[ModelAnswer]) -> Iterator[Event]:
+        """Yield a chunk for each choice, with what was not streamed; log-probs come together."""
+        for index, answer in enumerate(answers):
+            yield None, self._piece([self._choice(index, answer, answer.unsent)])
+
+    def _choice(self, index: int, answer: ModelAnswer, text: str) -> CompletionChoice:
+        log_probs = self._log_probs(answer) if self._body.logprobs is not None else None
+        return CompletionChoice(index=index, finish_reason=answer.finish, text=text, logprobs=log_probs)
 
     def _piece(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(

@@ -11,7 +11,7 @@ from anthropic.types import Message as Reply
 from pydantic import BaseModel, Field, StrictInt
 
 from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
-from verl.agents.endpoint.chat import FORCED_CALL, NO_PARAMETERS
+from verl.agents.endpoint.chat import FORCED_CALL, NO_PARAMETERS, Event
 from verl.agents.endpoint.requests import CallBody, checked_messages, read_body
 from verl.utils.dataset.chat import Message
 
@@ -116,45 +116,60 @@ def _text_of(content: Any, place: str) -> str:
 
 
 class MessagesReply:
-    """An answer in the form of ``messages``.
+    """An answer in the form of ``messages``; see :class:`verl.agents.endpoint.stream.ReplyWriter`.
 
     Args:
         body: what was asked.
-        answer: the answer.
     """
 
-    def __init__(self, body: MessagesBody, answer: ModelAnswer) -> None:
-        self._body, self._answer = body, answer
+    def __init__(self, body: MessagesBody) -> None:
+        self._body = body
         self._id = f"msg_{secrets.token_hex(12)}"
+        self._has_text = False
+        """Whether the block of the text has begun."""
 
-    def whole(self) -> Reply:
+    def whole(self, answers: Sequence[ModelAnswer]) -> Reply:
         """Return the answer that is not streamed."""
-        return Reply.model_validate(self._message(self._blocks(), *self._end()))
+        [answer] = answers
+        texts = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
+        drawn = len(answer.token_ids)
+        return Reply.model_validate(
+            self._message([*texts, *_calls(answer)], *_end(answer), answer.prompt_tokens, drawn)
+        )
 
-    def pieces(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the events of a stream, by name."""
-        for event in self._events():
-            yield event["type"], event
+    def begin(self, prompt_tokens: int) -> Iterator[Event]:
+        """Yield the event before the first text."""
+        yield _event({"type": "message_start", "message": self._message([], None, None, prompt_tokens, 0)})
 
-    def _events(self) -> Iterator[dict[str, Any]]:
-        drawn = len(self._answer.token_ids)
-        yield {"type": "message_start", "message": self._message([], None, None)}
-        for index, block in enumerate(self._blocks()):
-            if block["type"] == "text":
-                empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
-            else:
-                empty = block | {"input": {}}
-                delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
-            yield {"type": "content_block_start", "index": index, "content_block": empty}
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
-            yield {"type": "content_block_stop", "index": index}
-        reason, text = self._end()
+    def text(self, index: int, new: str) -> Iterator[Event]:
+        """Yield the events of a piece of text."""
+        if not self._has_text:
+            self._has_text = True
+            empty = {"type": "text", "text": ""}
+            yield _event({"type": "content_block_start", "index": 0, "content_block": empty})
+        delta = {"type": "text_delta", "text": new}
+        yield _event({"type": "content_block_delta", "index": 0, "delta": delta})
+
+    def end(self, answers: Sequence[ModelAnswer]) -> Iterator[Event]:
+        """Yield the events of what was not streamed, and the end."""
+        [answer] = answers
+        if answer.unsent or not (self._has_text or answer.calls):
+            yield from self.text(0, answer.unsent)
+        if self._has_text:
+            yield _event({"type": "content_block_stop", "index": 0})
+        for index, block in enumerate(_calls(answer), int(self._has_text)):
+            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"], ensure_ascii=False)}
+            yield _event({"type": "content_block_start", "index": index, "content_block": block | {"input": {}}})
+            yield _event({"type": "content_block_delta", "index": index, "delta": delta})
+            yield _event({"type": "content_block_stop", "index": index})
+        reason, text = _end(answer)
         delta = {"stop_reason": reason, "stop_sequence": text}
-        yield {"type": "message_delta", "delta": delta, "usage": {"output_tokens": drawn}}
-        yield {"type": "message_stop"}
+        yield _event({"type": "message_delta", "delta": delta, "usage": {"output_tokens": len(answer.token_ids)}})
+        yield _event({"type": "message_stop"})
 
-    def _message(self, blocks: Sequence[Mapping[str, Any]], reason: str | None, stop: str | None) -> dict[str, Any]:
-        answer = self._answer
+    def _message(
+        self, blocks: Sequence[Mapping[str, Any]], reason: str | None, stop: str | None, prompt: int, drawn: int
+    ) -> dict[str, Any]:
         return {
             "id": self._id,
             "type": "message",
@@ -163,27 +178,27 @@ class MessagesReply:
             "content": list(blocks),
             "stop_reason": reason,
             "stop_sequence": stop,
-            "usage": {"input_tokens": answer.prompt_tokens, "output_tokens": len(answer.token_ids) if reason else 0},
+            "usage": {"input_tokens": prompt, "output_tokens": drawn},
         }
 
-    def _blocks(self) -> list[dict[str, Any]]:
-        answer = self._answer
-        texts = [{"type": "text", "text": answer.content}] if answer.content or not answer.calls else []
-        return [
-            *texts,
-            *(
-                {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
-                for call in answer.calls
-            ),
-        ]
 
-    def _end(self) -> tuple[str, str | None]:
-        answer = self._answer
-        if answer.calls:
-            return "tool_use", None
-        if answer.stop_text is not None:
-            return "stop_sequence", answer.stop_text
-        return ("max_tokens" if answer.finish == "length" else "end_turn"), None
+def _event(data: dict[str, Any]) -> Event:
+    return data["type"], data
+
+
+def _calls(answer: ModelAnswer) -> list[dict[str, Any]]:
+    return [
+        {"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)}
+        for call in answer.calls
+    ]
+
+
+def _end(answer: ModelAnswer) -> tuple[str, str | None]:
+    if answer.calls:
+        return "tool_use", None
+    if answer.stop_text is not None:
+        return "stop_sequence", answer.stop_text
+    return ("max_tokens" if answer.finish == "length" else "end_turn"), None
 
 
 def read(body: Mapping[str, Any]) -> MessagesBody:

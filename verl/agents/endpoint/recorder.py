@@ -21,11 +21,13 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
 from verl.agents.endpoint.calls import (
+    AnswerStream,
     CallRefusedError,
     ContextLengthError,
     ModelAnswer,
@@ -34,6 +36,7 @@ from verl.agents.endpoint.calls import (
     refuse_unmet,
 )
 from verl.agents.endpoint.raw_text import RawText
+from verl.agents.endpoint.streamed_text import StreamedText, cut
 from verl.agents.loop import AgentLoopMetrics, AgentLoopOutput
 from verl.agents.parsers import FunctionCall, ToolParser
 from verl.agents.servers import AsyncLLMServerManager, ContextFullError, TokenOutput
@@ -116,7 +119,7 @@ class TrajectoryRecorder:
         """For each conversation that ends with a drawn turn, its sequence and the number of its turns until there."""
         self._conversations = itertools.count()
 
-    async def answer(self, call: ModelCall) -> list[ModelAnswer]:
+    async def answer(self, call: ModelCall, stream: AnswerStream | None = None) -> list[ModelAnswer]:
         """See :class:`verl.agents.endpoint.calls.ModelBackend`."""
         self._check(call)
         is_short = len(call.prompt or "") + sum(len(str(message)) for message in call.messages) <= SHORT_CALL
@@ -128,7 +131,10 @@ class TrajectoryRecorder:
             raise ContextLengthError(len(place.context), place.most)
         max_tokens = min(room, call.max_tokens or room)
         params = {"max_tokens": max_tokens, "stop": (*self._policy.sampling.stop, *call.stop)}
-        drawing = [asyncio.ensure_future(self._drawn(place, params)) for _ in range(call.n)]
+        if stream is not None:
+            stream.begin(len(place.context))
+        texts = [self._text(call, place, stream, index) for index in range(call.n)]
+        drawing = [asyncio.ensure_future(self._drawn(place, params, text)) for text in texts]
         try:
             drawn = await asyncio.gather(*drawing)
         finally:
@@ -136,7 +142,7 @@ class TrajectoryRecorder:
                 one.cancel()  # does nothing unless another one raised
         is_full = max_tokens == room and any(output.stop_reason == "length" for output in drawn)
         self.status = "context_full" if is_full else "done"
-        return [await self._recorded(call, place, output) for output in drawn]
+        return [await self._recorded(call, place, *of) for of in zip(drawn, texts, strict=True)]
 
     def outputs(self) -> list[AgentLoopOutput]:
         """Return the training sequences, that with the newest answer last."""
@@ -239,10 +245,26 @@ class TrajectoryRecorder:
         most = min(prompt + settings.response_length, self._policy.max_model_len)
         return _AnswerPlace(sequence, origin, digest, conversation.ids, most)
 
-    async def _drawn(self, place: _AnswerPlace, params: Mapping[str, Any]) -> TokenOutput:
+    def _text(
+        self, call: ModelCall, place: _AnswerPlace, stream: AnswerStream | None, index: int
+    ) -> StreamedText | None:
+        """Return what sends the text of an answer while it is drawn, if the call streams."""
+        if stream is None:
+            return None
+        parser = self._settings.parser
+        if call.prompt is None:
+            read = partial(parser.spoken, is_thinking=parser.is_thinking_after(place.context))
+        else:
+            read = partial(self.tokenizer.decode, skip_special_tokens=True)
+        return StreamedText(read, call.stop, partial(stream.text, index))
+
+    async def _drawn(self, place: _AnswerPlace, params: Mapping[str, Any], text: StreamedText | None) -> TokenOutput:
         try:
             return await self._policy.generate(
-                str(place.sequence.number), prompt_ids=place.context, sampling_params=params
+                str(place.sequence.number),
+                prompt_ids=place.context,
+                sampling_params=params,
+                on_drawn=None if text is None else text.take,
             )
         except ContextFullError as error:
             self.status = "context_full"
@@ -257,7 +279,9 @@ class TrajectoryRecorder:
                 raise CallRefusedError(ENDED, status=410) from None
             raise
 
-    async def _recorded(self, call: ModelCall, place: _AnswerPlace, output: TokenOutput) -> ModelAnswer:
+    async def _recorded(
+        self, call: ModelCall, place: _AnswerPlace, output: TokenOutput, text: StreamedText | None
+    ) -> ModelAnswer:
         """Write an answer to its sequence."""
         parser, tokens = self._settings.parser, output.token_ids
         content, calls = self.tokenizer.decode(tokens, skip_special_tokens=True), []
@@ -267,9 +291,12 @@ class TrajectoryRecorder:
             if not turn.calls or (call.calls_tools and call.tools is not None):
                 content, calls = turn.content, _with_ids(turn.calls, place.context, tokens)
         shown, stop_text = cut(content, call.stop)
-        self._write(place, output, {"role": "assistant", "content": content}, calls, {shown, shown + (stop_text or "")})
+        said = shown if text is None else text.completed(shown)
+        known = {shown, shown + (stop_text or ""), said}
+        self._write(place, output, {"role": "assistant", "content": content}, calls, known)
         return ModelAnswer(
-            content=shown,
+            content=said,
+            streamed="" if text is None else text.sent,
             calls=tuple(calls),
             finish="length" if output.stop_reason == "length" else "stop",
             stop_text=stop_text,
@@ -326,15 +353,6 @@ def agent_of(model: str) -> str:
     if model == MODEL:
         return MAIN
     return model.removeprefix(f"{MODEL}/") or MAIN
-
-
-def cut(content: str, stop: Sequence[str]) -> tuple[str, str | None]:
-    """Cut a text before the first of the stop texts in it; return that too."""
-    found = [(content.index(text), -len(text), text) for text in stop if text in content]
-    if not found:
-        return content, None
-    place, _, text = min(found)
-    return content[:place], text
 
 
 def _with_ids(calls: Sequence[FunctionCall], context: list[int], drawn: list[int]) -> list[ModelToolCall]:

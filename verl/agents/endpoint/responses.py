@@ -12,7 +12,7 @@ from openai.types.responses import Response as Reply
 from pydantic import BaseModel, Field, StrictInt
 
 from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
-from verl.agents.endpoint.chat import FORCED_CALL, NO_PARAMETERS, token_texts
+from verl.agents.endpoint.chat import FORCED_CALL, NO_PARAMETERS, Event, token_texts
 from verl.agents.endpoint.requests import CallBody, checked_messages, read_body
 from verl.utils.dataset.chat import Message
 
@@ -111,85 +111,94 @@ def _text_of(content: Any, place: str) -> str:
 
 
 class ResponsesReply:
-    """An answer in the form of ``responses``.
+    """An answer in the form of ``responses``; see :class:`verl.agents.endpoint.stream.ReplyWriter`.
 
     Args:
         body: what was asked.
-        answer: the answer.
         tokenizer: gives the texts of tokens.
     """
 
-    def __init__(self, body: ResponsesBody, answer: ModelAnswer, tokenizer: Any) -> None:
-        self._body, self._answer, self._tokenizer = body, answer, tokenizer
+    def __init__(self, body: ResponsesBody, tokenizer: Any) -> None:
+        self._body, self._tokenizer = body, tokenizer
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
-        self._status = "incomplete" if answer.finish == "length" and not answer.calls else "completed"
+        self._numbers = itertools.count()
+        self._has_text = False
+        """Whether the item of the text has begun."""
 
-    def whole(self) -> Reply:
+    def whole(self, answers: Sequence[ModelAnswer]) -> Reply:
         """Return the answer that is not streamed."""
-        return Reply.model_validate(self._response(self._status, self._items()))
+        [answer] = answers
+        has_text = bool(answer.content) or not answer.calls
+        return Reply.model_validate(self._response(_status(answer), self._items(answer, has_text), answer))
 
-    def pieces(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the events of a stream, by name."""
-        numbers = itertools.count()
-        for event in self._events():
-            yield event["type"], event | {"sequence_number": next(numbers)}
+    def begin(self, prompt_tokens: int) -> Iterator[Event]:
+        """Yield the events before the first text."""
+        begun = self._response("in_progress", [], None)
+        yield self._event("response.created", response=begun)
+        yield self._event("response.in_progress", response=begun)
 
-    def _events(self) -> Iterator[dict[str, Any]]:
-        begun = self._response("in_progress", [])
-        yield {"type": "response.created", "response": begun}
-        yield {"type": "response.in_progress", "response": begun}
-        for index, item in enumerate(self._items()):
-            place = {"item_id": item["id"], "output_index": index}
-            is_text = item["type"] == "message"
-            empty = item | {"status": "in_progress"} | ({"content": []} if is_text else {"arguments": ""})
-            yield {"type": "response.output_item.added", "output_index": index, "item": empty}
-            yield from self._text_events(place, item) if is_text else self._call_events(place, item)
-            yield {"type": "response.output_item.done", "output_index": index, "item": item}
-        yield {"type": f"response.{self._status}", "response": self._response(self._status, self._items())}
+    def text(self, index: int, new: str) -> Iterator[Event]:
+        """Yield the events of a piece of text."""
+        if not self._has_text:
+            self._has_text = True
+            empty = self._message_item("in_progress", [])
+            yield self._event("response.output_item.added", output_index=0, item=empty)
+            yield self._event("response.content_part.added", **self._text_place, part=_part(""))
+        yield self._event("response.output_text.delta", **self._text_place, delta=new, logprobs=[])
 
-    @staticmethod
-    def _text_events(place: Mapping[str, Any], item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        [part] = item["content"]
-        place = {**place, "content_index": 0}
-        text = {**place, "logprobs": part.get("logprobs") or []}
-        yield {"type": "response.content_part.added", **place, "part": part | {"text": ""}}
-        yield {"type": "response.output_text.delta", **text, "delta": part["text"]}
-        yield {"type": "response.output_text.done", **text, "text": part["text"]}
-        yield {"type": "response.content_part.done", **place, "part": part}
+    def end(self, answers: Sequence[ModelAnswer]) -> Iterator[Event]:
+        """Yield the events of what was not streamed, and the end; log-probs come with the end of the text."""
+        [answer] = answers
+        if answer.unsent or not (self._has_text or answer.calls):
+            yield from self.text(0, answer.unsent)
+        items = self._items(answer, self._has_text)
+        for index, item in enumerate(items):
+            if item["type"] == "message":
+                [part] = item["content"]
+                log_probs = part.get("logprobs") or []
+                text = part["text"]
+                yield self._event("response.output_text.done", **self._text_place, text=text, logprobs=log_probs)
+                yield self._event("response.content_part.done", **self._text_place, part=part)
+            else:
+                place, arguments = {"item_id": item["id"], "output_index": index}, item["arguments"]
+                empty = item | {"status": "in_progress", "arguments": ""}
+                kind = "response.function_call_arguments"
+                yield self._event("response.output_item.added", output_index=index, item=empty)
+                yield self._event(f"{kind}.delta", **place, delta=arguments)
+                yield self._event(f"{kind}.done", **place, arguments=arguments, name=item["name"])
+            yield self._event("response.output_item.done", output_index=index, item=item)
+        status = _status(answer)
+        yield self._event(f"response.{status}", response=self._response(status, items, answer))
 
-    @staticmethod
-    def _call_events(place: Mapping[str, Any], item: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        kind, arguments = "response.function_call_arguments", item["arguments"]
-        yield {"type": f"{kind}.delta", **place, "delta": arguments}
-        yield {"type": f"{kind}.done", **place, "arguments": arguments, "name": item["name"]}
+    def _event(self, kind: str, **data: Any) -> Event:
+        return kind, {"type": kind, **data, "sequence_number": next(self._numbers)}
 
-    def _items(self) -> list[dict[str, Any]]:
-        answer, body = self._answer, self._body
+    @property
+    def _text_place(self) -> dict[str, Any]:
+        return {"item_id": f"msg_{self._id}", "output_index": 0, "content_index": 0}
+
+    def _message_item(self, status: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+        item = {"type": "message", "role": "assistant", "status": status, "content": parts}
+        return item | {"id": f"msg_{self._id}"}
+
+    def _items(self, answer: ModelAnswer, has_text: bool) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = []
-        if answer.content or not answer.calls:
-            part: dict[str, Any] = {"type": "output_text", "text": answer.content, "annotations": []}
-            if LOG_PROBS in (body.include or ()):
+        if has_text:
+            part = _part(answer.content)
+            if LOG_PROBS in (self._body.include or ()):
                 part["logprobs"] = [
                     {"token": text, "bytes": list(text.encode()), "logprob": log_prob, "top_logprobs": []}
                     for text, log_prob in zip(token_texts(answer, self._tokenizer), answer.log_probs, strict=True)
                 ]
-            message = {"type": "message", "role": "assistant", "status": self._status, "content": [part]}
-            items.append(message | {"id": f"msg_{self._id}"})
+            items.append(self._message_item(_status(answer), [part]))
         for number, call in enumerate(answer.calls):
             named = {"type": "function_call", "call_id": call.id, "name": call.name, "arguments": call.arguments}
             items.append(named | {"id": f"fc_{self._id}_{number}", "status": "completed"})
         return items
 
-    def _response(self, status: str, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        answer, body = self._answer, self._body
-        drawn = len(answer.token_ids)
-        usage = {
-            "input_tokens": answer.prompt_tokens,
-            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-            "output_tokens": drawn,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": answer.prompt_tokens + drawn,
-        }
+    def _response(self, status: str, items: Sequence[Mapping[str, Any]], answer: ModelAnswer | None) -> dict[str, Any]:
+        """The response; it has no answer while it is in progress."""
+        body = self._body
         return {
             "id": self._id,
             "object": "response",
@@ -203,8 +212,27 @@ class ResponsesReply:
             "parallel_tool_calls": True,
             "tool_choice": "none" if body.tool_choice == "none" else "auto",
             "tools": [{"strict": False, **tool.model_dump()} for tool in body.tools or ()],
-            "usage": usage if status != "in_progress" else None,
+            "usage": None if answer is None else _usage(answer),
         }
+
+
+def _status(answer: ModelAnswer) -> str:
+    return "incomplete" if answer.finish == "length" and not answer.calls else "completed"
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def _usage(answer: ModelAnswer) -> dict[str, Any]:
+    drawn = len(answer.token_ids)
+    return {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": drawn,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.prompt_tokens + drawn,
+    }
 
 
 def read(body: Mapping[str, Any]) -> ResponsesBody:

@@ -103,6 +103,17 @@ class ToolParser(ABC):
         content, calls = await (extract(responses_ids, tools) if takes_tools else extract(responses_ids))
         return ParsedTurn(content, calls)
 
+    def spoken(self, responses_ids: list[int], is_thinking: bool = False) -> str:
+        """Return the text outside of calls and thinking of a response that goes on, as far as it stays as it is.
+
+        A stream sends it before the response has ended; the rest follows at the end. By default there is none.
+
+        Args:
+            responses_ids: the first token ids of one response.
+            is_thinking: as in :meth:`parse`.
+        """
+        return ""
+
     def is_thinking_after(self, ids: Sequence[int]) -> bool:
         """Whether a context ends with an opened thinking block, as the header of some templates does."""
         return self.tokenizer.decode(list(ids[-8:]), skip_special_tokens=False).rstrip().endswith(THINK)
@@ -152,6 +163,17 @@ class TextToolParser(ToolParser):
         text = self.tokenizer.decode(responses_ids, skip_special_tokens=False)
         return self.parse_text(self._without_end(text), tools, is_thinking)
 
+    def spoken(self, responses_ids: list[int], is_thinking: bool = False) -> str:
+        """See :meth:`ToolParser.spoken`: what comes before the first call. Without :attr:`starts` there is none."""
+        if not self.starts:
+            return ""
+        text = self._without_end(self.tokenizer.decode(responses_ids, skip_special_tokens=False))
+        if is_thinking or text.lstrip().startswith(THINK):
+            text = text.partition(END_OF_THINK)[2].lstrip()
+        marks = (*self.starts, THINK, END_OF_THINK)
+        first = min((place for mark in marks if (place := text.find(mark)) >= 0), default=len(text))
+        return settled(text[:first], (*marks, *END_MARKERS))
+
     def parse_text(self, text: str, tools: Sequence[Any] | None = None, is_thinking: bool = False) -> ParsedTurn:
         """Read the text of a response whose end markers are gone."""
         thinking, rest = self.split_thinking(text, is_thinking)
@@ -180,6 +202,21 @@ class TextToolParser(ToolParser):
         if end < 0:
             return inner, ""
         return inner[:end].strip(), inner[end + len(END_OF_THINK) :]
+
+
+def settled(text: str, marks: Sequence[str]) -> str:
+    """Return the beginning of a growing text to which it does not matter how the text goes on.
+
+    Left out at the end: blanks, which may be stripped; a character whose bytes are not all there; and what may be the
+    beginning of one of the ``marks``.
+    """
+    while True:
+        kept = text.rstrip().rstrip("\ufffd")
+        begun = max((n for mark in marks for n in range(1, len(mark)) if kept.endswith(mark[:n])), default=0)
+        kept = kept[: len(kept) - begun]
+        if kept == text:
+            return text
+        text = kept
 
 
 Reading = tuple[str, list[FunctionCall], list[MalformedCall]]

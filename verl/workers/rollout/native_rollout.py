@@ -25,7 +25,7 @@ from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel, cannot_serve
 from verl.workers.rollout.native.prefixes import PAGE, PrefixCache
 from verl.workers.rollout.native.tensor_parallel import EngineRanks
-from verl.workers.rollout.request import FinishReason, requests_from_prompts
+from verl.workers.rollout.request import DrawnPart, FinishReason, requests_from_prompts
 from verl.workers.rollout.sampling import StopRules, TokenSampler
 from verl.workers.rollout.serving import Answer, RequestQueue
 from verl.workers.rollout.weights import check_fit
@@ -133,7 +133,7 @@ class NativeRollout(BaseRollout):
             self.check_requests(requests)
             if not requests:
                 return []
-            answers: dict[int, Answer] = {}
+            answers: dict[int, Answer | DrawnPart] = {}
             queue = RequestQueue(answers.__setitem__)
             for number, request in enumerate(requests):
                 queue.put(number, request)

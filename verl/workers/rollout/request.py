@@ -107,6 +107,17 @@ class RolloutRequest:
     """Places of prompt tokens that have the id of images and stand for none, because the policy drew them."""
     returns_routing: bool = False
     """Return the experts that each token went to."""
+    streams: bool = False
+    """Tell the tokens while the response is drawn (:class:`DrawnPart`), by engines that can."""
+
+
+@dataclass(frozen=True)
+class DrawnPart:
+    """Tokens of a response that goes on."""
+
+    start: int
+    """How many tokens of the response come before. A response that is drawn again, by another engine, begins at 0."""
+    token_ids: list[int]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 from verl.errors import RolloutError
-from verl.workers.rollout.request import RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
 
 Answer = RolloutOutput | RolloutError
 """What became of a request: a response, or why this request cannot be served."""
@@ -29,10 +29,11 @@ class RequestQueue:
 
     Args:
         on_answer: called once with the number and the answer of each request that was neither cancelled nor left when
-            the queue was closed; in the engine's thread, so it must return at once.
+            the queue was closed, and before that with parts of the response if the request streams; in the engine's
+            thread, so it must return at once.
     """
 
-    def __init__(self, on_answer: Callable[[int, Answer], object]) -> None:
+    def __init__(self, on_answer: Callable[[int, Answer | DrawnPart], object]) -> None:
         self._on_answer = on_answer
         self._waiting: deque[tuple[int, RolloutRequest]] = deque()
         self._running: set[int] = set()
@@ -102,6 +103,13 @@ class RequestQueue:
         with self._changed:
             cancelled, self._cancelled = self._cancelled, set()
             return cancelled
+
+    def tell(self, number: int, part: DrawnPart) -> None:
+        """Give a part of the response to a taken request; ignored if it was cancelled."""
+        with self._changed:
+            if number not in self._running:
+                return
+        self._on_answer(number, part)
 
     def answer(self, number: int, answer: Answer) -> None:
         """Give the answer of a taken request; ignored if it was cancelled."""

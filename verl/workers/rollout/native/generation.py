@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from verl.workers.rollout.native.memory import KeyValueMemory
 from verl.workers.rollout.native.model import NativeModel
 from verl.workers.rollout.native.prefixes import PAGE, Prefix, PrefixCache
 from verl.workers.rollout.placed_images import ImageSpan, PlacedImages
-from verl.workers.rollout.request import FinishReason, RolloutOutput, RolloutRequest, SamplingParams
+from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.routing import RoutingTable
 from verl.workers.rollout.sampling import StopRules, TokenSampler, enlarged
 from verl.workers.rollout.serving import RequestQueue
@@ -28,6 +29,8 @@ _REFILL_AT = 0.125
 # For the same reason a few requests wait for others while many rows run, for at most so many tokens.
 _ENOUGH_FOR_A_PASS = 0.125
 _LONGEST_WAIT = 4
+# Tokens of streamed responses are told together after this time: each telling waits for the device.
+_TELL_EVERY_S = 0.05
 
 
 @dataclass
@@ -112,6 +115,9 @@ class Generation:
         """What routers chose for the rows, once a request has asked for it."""
         self._routed: set[int] = set()
         """Numbers of the requests that asked."""
+        self._told: dict[int, int] = {}
+        """Of each request that streams, how many of its tokens were told."""
+        self._told_at = 0.0
         self._drawn = none
         """(rows,) number of tokens drawn."""
         self._tokens = none.view(0, 0)
@@ -132,6 +138,8 @@ class Generation:
             if logits is None:
                 return
             rows, newest = self._draw(logits, rows)
+            if self._told:
+                self._tell()
             logits = self._decode(rows, newest) if len(rows) else None
         self._finish(rows, places=None)
         for group in self._waiting:
@@ -164,6 +172,8 @@ class Generation:
             if request.returns_routing:
                 self._routing = self._routing or RoutingTable()
                 self._routed.add(number)
+            if request.streams:
+                self._told[number] = 0
 
     def _admit(self, aborted: Event) -> list[tuple[Tensor, Tensor]]:
         """Prefill requests for which there is room; one pair of rows and logits of their first tokens per pass."""
@@ -282,6 +292,19 @@ class Generation:
             rows, newest = rows[places], newest[places]
         return rows, newest
 
+    def _tell(self) -> None:
+        """Tell the newest tokens of the requests that stream."""
+        now = time.monotonic()
+        if now - self._told_at < _TELL_EVERY_S:
+            return
+        self._told_at = now
+        for row, (number, _) in self._running.items():
+            told = self._told.get(number)
+            if told is not None:
+                new = self._tokens[row, told : int(self._drawn[row])].tolist()
+                self._told[number] = told + len(new)
+                self._queue.tell(number, DrawnPart(told, new))
+
     def _finish(self, rows: Tensor, places: list[int] | None) -> None:
         """Answer the requests of rows that have ended, and free the rows; keep states of those in ``places``."""
         drawn = self._drawn[rows]
@@ -301,6 +324,8 @@ class Generation:
 
     def _without(self, cancelled: set[int], rows: Tensor, logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Drop cancelled requests; return the rows that go on, and their logits."""
+        for number in cancelled:
+            self._told.pop(number, None)
         for group in self._waiting:
             group.members = [member for member in group.members if member[0] not in cancelled]
         for prompt, group in list(self._open.items()):
@@ -321,5 +346,7 @@ class Generation:
         if self._routing is not None:
             self._routing.drop(rows)
         for row in rows:
-            self._routed.discard(self._running.pop(row)[0])
+            number, _ = self._running.pop(row)
+            self._routed.discard(number)
+            self._told.pop(number, None)
             heapq.heappush(self._free, row)
