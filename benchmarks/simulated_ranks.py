@@ -200,7 +200,7 @@ class SimulatedRunner(StandInRunner):
 def one_size(ranks: int, response: int) -> dict[str, float]:
     """Means over all steps but the first, which imports and starts the processes of the reward function."""
     stored._values_of = Store.values_of
-    keep_freed_memory()  # as a Ray session does
+    keep_freed_memory(of_any_size=True)  # as a Ray session does
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "reward.py").write_text(REWARD)

@@ -24,8 +24,11 @@ def metrics_of(folder: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_node_ends_with_the_numbers_of_one_that_does_not(tmp_path: Path):
-    whole, lost = metrics_of(tmp_path / "whole"), metrics_of(tmp_path / "lost", "lose")
+@pytest.mark.parametrize("shared", ["ulysses", "megatron"])
+def test_a_run_that_loses_a_node_ends_with_the_numbers_of_one_that_does_not(shared: str, tmp_path: Path):
+    if shared == "megatron":
+        pytest.importorskip("verl.workers.engine.megatron.library")
+    whole, lost = metrics_of(tmp_path / "whole", shared), metrics_of(tmp_path / "lost", shared, "lose")
     assert len(whole) == 3
     assert lost[-1]["recovery/restarts"] == 1
     for one, other in zip(whole, lost, strict=True):

@@ -2,9 +2,10 @@
 
 A program of its own, because the tests' process has its Ray already::
 
-    python -m tests.trainer.train_on_nodes FOLDER [lose]
+    python -m tests.trainer.train_on_nodes FOLDER {ulysses|megatron} [lose]
 
-Two nodes have two ranks each, which are one model over all four, and share sequences in pairs; the third is spare.
+Two nodes have two ranks each, and the third is spare. The four ranks are one model: under FSDP they share sequences in
+pairs, under Megatron matrices and layers.
 """
 
 from __future__ import annotations
@@ -33,6 +34,15 @@ SYSTEM = {
 }  # fmt: skip
 CPUS = 2
 NODE = {"object_store_memory": 80 << 20, "include_dashboard": False}
+SHARED = {
+    "ulysses": {"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2},
+    "megatron": {
+        "actor_rollout_ref__actor__strategy": "megatron",
+        "actor_rollout_ref__actor__megatron__tensor_model_parallel_size": 2,
+        "actor_rollout_ref__actor__megatron__pipeline_model_parallel_size": 2,
+        "actor_rollout_ref__actor__megatron__dtype": "float32",
+    },
+}
 REWARD = "def compute_score(solution_str, **_):\n    return sum(c.isdigit() for c in solution_str) / 8\n"
 
 
@@ -45,7 +55,7 @@ def kill_a_node_with_ranks(cluster: Cluster, log: Path) -> None:
     cluster.remove_node(busy[-1], allow_graceful=False)
 
 
-def main(folder: Path, lose: bool) -> list[dict[str, Any]]:
+def main(folder: Path, shared: str, lose: bool) -> list[dict[str, Any]]:
     """Train three steps; return the logged metrics."""
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "_system_config": SYSTEM})
     for _ in range(3):
@@ -57,13 +67,13 @@ def main(folder: Path, lose: bool) -> list[dict[str, Any]]:
     tensor_columns.LEAST_BYTES = 1  # all columns travel as references, between nodes too
     settings = {
         "actor_rollout_ref__actor__use_kl_loss": "true",
-        "actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2,
         "actor_rollout_ref__actor__optim__lr": 1e-4,
         "custom_reward_function__path": folder / "reward.py",
         "trainer__controller": "ray",
         "trainer__nnodes": 2,
         "trainer__n_gpus_per_node": 2,
         "trainer__total_training_steps": 3,
+        **SHARED[shared],
     }
     if lose:
         threading.Thread(target=kill_a_node_with_ranks, args=(cluster, log), daemon=True).start()
@@ -74,4 +84,4 @@ def main(folder: Path, lose: bool) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"\n{json.dumps(main(Path(sys.argv[1]), 'lose' in sys.argv))}\n")
+    sys.stdout.write(f"\n{json.dumps(main(Path(sys.argv[1]), sys.argv[2], 'lose' in sys.argv))}\n")

@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="gl
 FREED = """
 import mmap, runpy, sys
 module, how, mib = sys.argv[1], sys.argv[2], int(sys.argv[3])
-print(runpy.run_path(module)["keep_freed_memory"]() if how == "keep" else None)
+keep = runpy.run_path(module)["keep_freed_memory"]
+print(None if how == "default" else keep(of_any_size=how == "keep all"))
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -47,8 +48,11 @@ def test_what_is_freed_stays_for_the_next_pass():
     assert left > 0.9
 
 
-def test_blocks_above_the_bound_go_back():
+def test_blocks_above_the_bound_go_back_unless_all_are_kept():
     assert run("keep", mib=64)[1] < 0.5
+    said, left = run("keep all", mib=64)
+    assert said == "True"
+    assert left > 0.9
 
 
 @pytest.mark.parametrize(

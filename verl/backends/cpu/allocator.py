@@ -12,7 +12,7 @@ import platform
 import torch
 from torch import Tensor
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # parameter numbers in glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4  # parameter numbers in glibc's malloc.h
 
 # Freed memory that a process keeps at the end of its heap.
 KEEP_BYTES = 1 << 30
@@ -26,12 +26,16 @@ LARGEST_HUGE_BLOCK = 256 << 20
 ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(of_any_size: bool = False) -> bool:
     """Make glibc keep large freed blocks for the next allocation, for the whole process and until it ends.
 
     By default glibc returns large blocks to the kernel. The next batch then lies in new pages, which the kernel maps
     and clears at the first write; that takes several times as long as the copy itself. Call it once, early, in
     processes that compute on a CPU or pass batches on (the driver).
+
+    Args:
+        of_any_size: keep blocks above 32 MiB too. Then none is returned to the kernel alone, only the free end of the
+            heap; so this is for processes that hold batches and no model.
 
     Returns:
         False if nothing was set: the C library is not glibc, or the user's environment sets the allocator.
@@ -39,7 +43,8 @@ def keep_freed_memory() -> bool:
     if platform.libc_ver()[0] != "glibc" or _is_set_by_user():
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK))
+    is_set = bool(mallopt(M_TRIM_THRESHOLD, KEEP_BYTES) and mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BLOCK))
+    return is_set and (not of_any_size or bool(mallopt(M_MMAP_MAX, 0)))
 
 
 class ReclaimableBuffers:

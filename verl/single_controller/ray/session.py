@@ -53,7 +53,7 @@ def ray_session(ray_kwargs: Any, nodes: int = 1) -> Iterator[None]:
     Raises:
         ResourceError: the requested cluster does not answer or has fewer machines, or Ray cannot start.
     """
-    keep_freed_memory()
+    keep_freed_memory(of_any_size=True)
     ours = not ray.is_initialized()
     if ours:
         for name, value in SETTINGS.items():
