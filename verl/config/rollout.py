@@ -18,7 +18,7 @@ OTHER_PROGRAMS = ("vllm", "sglang")
 """Engines that need the package of the same name, in this environment or another."""
 
 OWN_ENGINES = ("native", "hf")
-"""Engines inside the worker's process, with a whole model in each rank."""
+"""Engines inside the worker's process."""
 
 EngineName = Literal["native", "hf", "vllm", "sglang", "trtllm"]
 NO_OTHER_ENGINE = "this engine is not in this version; use native, vllm or sglang"

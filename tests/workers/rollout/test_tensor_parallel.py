@@ -84,6 +84,22 @@ def check_one_rank_draws_the_same(rank: int, folder: Path) -> None:
     )
 
 
+def check_bf16(rank: int, folder: Path) -> None:
+    """The usual format of weights: as far as both draw the same tokens, log-probs agree to its rounding."""
+    outputs = [
+        EngineUnderTest("native", folder / f"{rank}", settings={"tensor_model_parallel_size": size})
+        .ready(dtype="bfloat16")
+        .generate([greedy(p) for p in PROMPTS])
+        for size in (1, 2)
+    ]
+    for whole, split in zip(*outputs, strict=True):
+        same = [a == b for a, b in zip(whole.token_ids, split.token_ids, strict=True)]
+        count = same.index(False) if False in same else len(same)
+        torch.testing.assert_close(
+            torch.tensor(split.log_probs[:count]), torch.tensor(whole.log_probs[:count]), atol=0.1, rtol=0
+        )
+
+
 def check_weights(rank: int, folder: Path) -> None:
     """A rank keeps its half of the matrices, none of it in the memory of a whole one, and drops it."""
     running = EngineUnderTest("native", folder / f"{rank}", settings=SPLIT).build()
@@ -145,7 +161,14 @@ def check_refusals(rank: int, folder: Path) -> None:
 
 
 def on_each_rank(rank: int, world_size: int, folder: Path) -> None:
-    for check in (check_families, check_one_rank_draws_the_same, check_weights, check_odd_sizes, check_refusals):
+    for check in (
+        check_families,
+        check_one_rank_draws_the_same,
+        check_bf16,
+        check_weights,
+        check_odd_sizes,
+        check_refusals,
+    ):
         check(rank, folder)
 
 

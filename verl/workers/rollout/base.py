@@ -93,7 +93,8 @@ class BaseRollout(AbsentAttributes, ABC):
         self.ranks_per_engine = 1
         """Number of consecutive ranks that share one engine; all of them must be given the same prompts."""
         self.leads = True
-        """Whether this rank generates; the other ranks of its engine only take part in ``load_weights``."""
+        """Whether this rank's responses count; the other ranks of its engine take part in ``load_weights`` and, where
+        they hold a part of the model, in its passes."""
         self._abort_lock = threading.Lock()
         self._running: set[threading.Event] = set()
         self.set_up()
