@@ -113,14 +113,15 @@ class EnvironmentAgentLoop(AgentLoopBase):
         return "context_full"
 
     def _told(self, conversation: Conversation, played: _PlayedEpisode) -> list[dict[str, Any]]:
-        """The messages; those of the policy with the seconds of its turn and the environment's, and the reward."""
+        """The messages; those of the policy with the times of its turn and the environment's, and the reward."""
         turns = zip(self.server_manager.turns, played.step_seconds, played.rewards, strict=True)
         told = []
         for number, message in enumerate(conversation.messages):
             more: dict[str, Any] = {}
             if number >= conversation.prompt_length and message["role"] == "assistant":
                 drawn, in_step, reward = next(turns)
-                more = {"seconds": drawn.seconds, "environment_seconds": in_step, "reward": reward}
+                more = {"seconds": drawn.seconds, "began": drawn.began, "environment_seconds": in_step}
+                more["reward"] = reward
             told.append({**message, **more})
         return told
 

@@ -79,6 +79,8 @@ class DrawnTurn:
     weight_version: int
     seconds: float = 0.0
     """Time from the call to the answer."""
+    began: float = 0.0
+    """When it was asked for, in seconds since 1970."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,7 +184,7 @@ class AsyncLLMServerManager:
         params = self._params(sampling_params or {}, room)
         on_part = None if on_drawn is None else _in_this_loop(on_drawn)
         request = RolloutRequest(ids, replace(params, seed=self._seed(tuple(ids))), streams=on_part is not None)
-        began = time.monotonic()
+        asked_at, began = time.time(), time.monotonic()
         call = self._connection.send(f"{self._sample.name}/{request_id}", request, on_part)
         self._under_way.append(call)
         try:
@@ -196,7 +198,8 @@ class AsyncLLMServerManager:
             self._under_way.remove(call)
             seconds = time.monotonic() - began
             self.seconds += seconds
-        self.turns.append(DrawnTurn(ids, output.token_ids, output.log_probs, output.weight_version, seconds))
+        drawn = DrawnTurn(ids, output.token_ids, output.log_probs, output.weight_version, seconds, asked_at)
+        self.turns.append(drawn)
         return TokenOutput(
             token_ids=output.token_ids,
             log_probs=output.log_probs,

@@ -197,22 +197,24 @@ class ToolAgentLoop(AgentLoopBase):
                 return "context_full"
 
     def _told(self, conversation: Conversation, others: _Counterparts) -> list[dict[str, Any]]:
-        """The messages with the seconds that each took; at the end the results that had no room in the response."""
-        turns, results, said = iter(self.server_manager.turns), iter(others.calls.results), iter(others.seconds)
+        """The messages with the times of what the policy and others said; at the end the results that had no room."""
+        turns, results, said = iter(self.server_manager.turns), iter(others.calls.results), iter(others.times)
         told = []
         for number, message in enumerate(conversation.messages):
             more: dict[str, Any] = {}
             if number >= conversation.prompt_length:
                 match message["role"]:
                     case "assistant":
-                        more = {"seconds": next(turns).seconds}
+                        drawn = next(turns)
+                        more = {"seconds": drawn.seconds, "began": drawn.began}
                     case "tool":
                         more = _call_columns(next(results))
                     case _:
-                        more = {"seconds": next(said)}
+                        began, seconds = next(said)
+                        more = {"seconds": seconds, "began": began}
             told.append({**message, **more})
         for result in results:
-            unseen = {"role": "tool", "name": result.name, "content": result.response.text or ""}
+            unseen = {"role": "tool", "content": result.response.text or ""}
             told.append({**unseen, **_call_columns(result), "is_left_out": True})
         return told
 
@@ -226,8 +228,8 @@ class _Counterparts:
     user: SimulatedUser | None
     scores: list[float | None] = field(default_factory=list)
     """Of each turn of the policy, the user's score."""
-    seconds: list[float] = field(default_factory=list)
-    """Of each answer of the user."""
+    times: list[tuple[float, float]] = field(default_factory=list)
+    """Of each answer of the user: when it was asked for (since 1970), and how long it took."""
 
     async def answer(
         self, turn: ParsedTurn, messages: list[dict[str, Any]], limit: TrajectoryStatus | None
@@ -246,9 +248,9 @@ class _Counterparts:
             return [{"role": "tool", "content": result.response.text or ""} for result in results]
         if self.user is None:
             return limit if limit == "context_full" or (limit and has_calls) else "done"
-        began = time.monotonic()
+        asked_at, began = time.time(), time.monotonic()
         said = await self.user.answer(messages)
-        self.seconds.append(time.monotonic() - began)
+        self.times.append((asked_at, time.monotonic() - began))
         self.scores.append(said.score)
         if said.is_end and limit != "context_full" and not has_calls:
             return "done"
@@ -288,5 +290,11 @@ class _Calls:
 
 def _call_columns(result: ToolCallResult) -> dict[str, Any]:
     """Return what a dump says of a call beside its message."""
-    known = {"seconds": result.seconds, "waited_s": result.waited_s, "reward": result.reward}
+    known = {
+        "name": result.name,
+        "seconds": result.seconds,
+        "waited_s": result.waited_s,
+        "began": result.began,
+        "reward": result.reward,
+    }
     return known | ({"failure": result.failure.value} if result.failure else {})

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Real
 from typing import Any, Literal
@@ -95,6 +95,8 @@ class ToolCallResult:
     """Time in the tool."""
     waited_s: float = 0.0
     """Time until a slot was free."""
+    began: float = field(default_factory=time.time)
+    """When the call was made, before it waited for a slot, in seconds since 1970."""
     is_truncated: bool = False
 
 
@@ -269,7 +271,8 @@ class ToolSession:
 
     async def call(self, call: FunctionCall, **kwargs: Any) -> ToolCallResult:
         """Make one call; see :meth:`call_all`."""
-        begin = start = time.monotonic()
+        made_at, begin = time.time(), time.monotonic()
+        start = begin
         try:
             arguments = self.runner.read_arguments(call)
             tool = self.runner.tools[call.name]
@@ -277,7 +280,8 @@ class ToolSession:
                 start = time.monotonic()
                 response, reward, metrics = await self._execute(tool, arguments, kwargs)
         except _CallError as error:
-            return self._failed(call, error.failure, str(error), time.monotonic() - start, start - begin)
+            failed = self._failed(call, error.failure, str(error), time.monotonic() - start, start - begin)
+            return replace(failed, began=made_at)
         text, is_truncated = self.runner.shortened(response.text or "")
         return ToolCallResult(
             name=call.name,
@@ -287,6 +291,7 @@ class ToolSession:
             metrics=metrics,
             seconds=time.monotonic() - start,
             waited_s=start - begin,
+            began=made_at,
             is_truncated=is_truncated,
         )
 

@@ -78,8 +78,8 @@ _OTHER_ENGINE_CLASSES = Absence(
 _QUEUE = Absence("not yet", "The transfer queue is missing: batches travel as verl.DataProto; leave the decorator out.")
 _TRACE = Absence(
     "other design",
-    "Traces go to no backend: VERL_LOGGING_LEVEL=DEBUG logs each call of a function under rollout_trace_op, with its "
-    "time; trainer.rollout_data_dir keeps all rollouts as jsonl.",
+    "Traces are made by the trainer, with rollout.trace.backend=otel, from what the loops return. "
+    "VERL_LOGGING_LEVEL=DEBUG logs each call of a function under rollout_trace_op, with its time.",
 )
 
 _TRAINER = "verl.trainer.ppo.ray_trainer.RayPPOTrainer"

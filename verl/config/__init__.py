@@ -50,7 +50,7 @@ from verl.config.model import (
     OptimizerConfig,
     WrapPolicyConfig,
 )
-from verl.config.observation import PrometheusConfig
+from verl.config.observation import PrometheusConfig, TraceConfig
 from verl.config.ppo import (
     ActorRolloutRefConfig,
     PPOConfig,
@@ -185,6 +185,7 @@ __all__ = [
     "SupervisedConfig",
     "SupervisedDataConfig",
     "TorchProfilerToolConfig",
+    "TraceConfig",
     "TrainerConfig",
     "WrapPolicyConfig",
     "local_copies",

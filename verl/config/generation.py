@@ -59,6 +59,9 @@ class GenerationConfig(BaseConfig):
         if self.rollout.prometheus.enable:
             wrong = "only training runs serve metrics (main_ppo)"
             yield Problem("rollout.prometheus.enable", True, wrong, "false")
+        if self.rollout.trace.backend is not None:
+            wrong = "only training runs are traced (main_ppo)"
+            yield Problem("rollout.trace.backend", self.rollout.trace.backend, wrong, "null")
 
     @property
     def roles(self) -> ActorRolloutRefConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting
 from verl.config.problems import Problem
@@ -32,3 +32,49 @@ class PrometheusConfig(BaseConfig):
         if self.enable and importlib.util.find_spec("prometheus_client") is None:
             remedy = f"pip install 'verl[prometheus]', or set {path}.enable=false"
             yield Problem(f"{path}.enable", True, "the package prometheus_client is not installed", remedy=remedy)
+
+
+_BY_OTEL = "{} takes the spans of OpenTelemetry; use otel with OTEL_EXPORTER_OTLP_TRACES_ENDPOINT at its address"
+
+
+@section
+class TraceConfig(BaseConfig):
+    """Spans of each trajectory of training, its turns and tool calls (docs/monitoring.md)."""
+
+    hydra_target: ClassVar[str] = "verl.workers.config.TraceConfig"
+
+    backend: Literal["otel"] | None = setting(
+        None,
+        refuse_values={
+            "mlflow": _BY_OTEL.format("an MLflow server"),
+            "weave": _BY_OTEL.format("Weave"),
+            "trackio": "Trackio takes no spans; use otel",
+        },
+    )
+    """`otel` sends spans by OpenTelemetry's SDK to the collector that `OTEL_EXPORTER_OTLP_ENDPOINT` names; needs the
+    extra `otel`."""
+    token2text: bool = setting(False)
+    """Give the spans the texts of prompts, responses, tool calls and results, beside numbers."""
+    max_samples_per_step_per_worker: int | None = setting(None, ge=1)
+    """Trace this many trajectories of a step for each of `rollout.agent.num_workers`; null traces all."""
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """The SDK is installed, and the other settings have a backend."""
+        if self.backend == "otel" and not all(map(_is_installed, _OF_OTEL)):
+            remedy = f"pip install 'verl[otel]', or set {path}.backend=null"
+            wrong = "OpenTelemetry's SDK and its exporter over HTTP are not installed"
+            yield Problem(f"{path}.backend", "otel", wrong, remedy=remedy)
+        for name in ("token2text", "max_samples_per_step_per_worker"):
+            if self.backend is None and self[name]:
+                remedy = f"set {path}.backend=otel, or leave {name} out"
+                yield Problem(f"{path}.{name}", self[name], "nothing is traced", remedy=remedy)
+
+
+_OF_OTEL = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a package above it
+        return False

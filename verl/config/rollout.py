@@ -11,7 +11,7 @@ from verl.base.registry import suggest
 from verl.config.agent import SINGLE_TURN, AgentLoopConfig, MultiTurnConfig
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.model import DType
-from verl.config.observation import PrometheusConfig
+from verl.config.observation import PrometheusConfig, TraceConfig
 from verl.config.problems import Problem
 
 OTHER_PROGRAMS = ("vllm", "sglang")
@@ -180,6 +180,8 @@ class RolloutConfig(BaseConfig):
     """Agent loops: the programs that answer prompts."""
     prometheus: PrometheusConfig = subsection(PrometheusConfig)
     """Metrics of the run over HTTP, in the format of Prometheus."""
+    trace: TraceConfig = subsection(TraceConfig)
+    """Spans of each trajectory of training, its turns and tool calls."""
     skip_rollout: bool = setting(False)
     """Train on the responses in `skip_dump_dir` in place of sampling; those that are not there are sampled and kept
     there. For debugging: they are those of the run that wrote them, not of the policy."""

@@ -204,7 +204,7 @@ class TaskRunner:
             trainer.shutdown()
         finally:
             trainer.end_agent_loops()
-            trainer.stop_serving_metrics()
+            trainer.end_observation()
             if judge is not None:
                 judge.close()
             pools.release()  # the Ray cluster may outlive this run and place another one

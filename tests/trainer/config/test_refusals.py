@@ -61,7 +61,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
         "actor_rollout_ref.actor.use_prefix_grouper",
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.rollout.quantization",
-        "actor_rollout_ref.rollout.trace.backend",
         "global_profiler.profile_continuous_steps",
         "trainer.esi_redundant_time",
         "transfer_queue.enable",

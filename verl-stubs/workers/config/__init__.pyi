@@ -23,4 +23,5 @@ from verl.config import RolloutCorrectionConfig as RolloutCorrectionConfig
 from verl.config import RouterReplayConfig as RouterReplayConfig
 from verl.config import SamplingConfig as SamplingConfig
 from verl.config import SandboxFusionConfig as SandboxFusionConfig
+from verl.config import TraceConfig as TraceConfig
 from verl.config import WrapPolicyConfig as WrapPolicyConfig

@@ -293,18 +293,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         no_effect("no response is cut off to save time: all of a batch are finished", {"over_sample_rate": 0}),
         no_effect("weights travel tensor by tensor already", {"layered_summon": False}),
         no_effect("engines always return log-probs and the gap is always logged", {"calculate_log_probs": False}),
-        not_yet(
-            "rollout tracing is not in this version; use trainer.rollout_data_dir to keep all rollouts as jsonl",
-            {"trace.backend": None},
-        ),
-        no_effect(
-            "part of rollout tracing, which is not in this version",
-            {
-                "trace._target_": "verl.workers.config.TraceConfig",
-                "trace.token2text": False,
-                "trace.max_samples_per_step_per_worker": None,
-            },
-        ),
         no_effect(_WITH_THE_ACTOR.partition(";")[0], {"profiler._target_": "verl.utils.profiler.ProfilerConfig"}),
         not_yet(
             _WITH_THE_ACTOR,

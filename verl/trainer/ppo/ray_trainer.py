@@ -112,6 +112,7 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 if TYPE_CHECKING:
     from verl.judge.service import JudgeService
     from verl.single_controller.ray import ResourcePoolManager
+    from verl.trainer.ppo.tracing import RolloutTraces
     from verl.utils.prometheus import MetricsServer
 
 logger = logging.getLogger(__name__)
@@ -221,16 +222,24 @@ class RayPPOTrainer(FitParts):
         self._told_unused = False
         self.train_sampler = train_sampler
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
+        self.traces: RolloutTraces | None = None
         self.metrics_server: MetricsServer | None = None
-        if config.actor_rollout_ref.rollout.prometheus.enable:
-            from verl.utils.prometheus import MetricsServer  # needs the extra of that name
-
-            served = config.actor_rollout_ref.rollout.prometheus
-            self.metrics_server = MetricsServer(served, trainer.project_name, trainer.experiment_name)
-            self.metrics_server.total_steps = self.total_training_steps
-            self.observe_stage = self.metrics_server.stage
+        self._begin_observation(config)
 
     # ---- set-up -------------------------------------------------------------------------------
+
+    def _begin_observation(self, config: PPOConfig) -> None:
+        if config.actor_rollout_ref.rollout.prometheus.enable:
+            from verl.utils.prometheus import MetricsServer  # needs the extra `prometheus`
+
+            served, run = config.actor_rollout_ref.rollout.prometheus, config.trainer
+            self.metrics_server = MetricsServer(served, run.project_name, run.experiment_name)
+            self.metrics_server.total_steps = self.total_training_steps
+            self.observe_stage = self.metrics_server.stage
+        if config.actor_rollout_ref.rollout.trace.backend is not None:
+            from verl.trainer.ppo.tracing import RolloutTraces  # needs the extra `otel`
+
+            self.traces = RolloutTraces(config, self.tokenizer)
 
     def _create_dataloaders(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, sampler: Any) -> None:
         data = self.typed_config.data
@@ -285,8 +294,11 @@ class RayPPOTrainer(FitParts):
             self.agent_loops.shutdown()
             self.agent_loops = None
 
-    def stop_serving_metrics(self) -> None:
-        """Stop listening for scrapes of ``rollout.prometheus``."""
+    def end_observation(self) -> None:
+        """Send the rest of the spans of ``rollout.trace``, and stop listening for scrapes of ``rollout.prometheus``."""
+        if self.traces is not None:
+            self.traces.close()
+            self.traces = None
         if self.metrics_server is not None:
             self.metrics_server.close()
             self.metrics_server = None
@@ -364,6 +376,7 @@ class RayPPOTrainer(FitParts):
             self.policy_metrics(batch, context)
         self._notify_dataset(batch, context)
         self.dump_tokens(batch, context)
+        self.trace_rollouts(context)
         return batch
 
     def collect(self, prompts: DataProto, context: PPOStepContext) -> tuple[DataProto, Deferred[DataProto]]:
@@ -636,6 +649,12 @@ class RayPPOTrainer(FitParts):
         if self.token_dump.is_due(context.number):
             with context.stage("dump_tokens"):
                 self.token_dump.write(context.number, batch)
+
+    def trace_rollouts(self, context: PPOStepContext) -> None:
+        """Send the spans of all responses of the step, with ``rollout.trace``."""
+        if self.traces is not None:
+            with context.stage("trace_rollouts"):
+                self.traces.write(context.number, context.rewards.batches, context.spans)
 
     def _notify_dataset(self, batch: DataProto, context: PPOStepContext) -> None:
         """Pass all scored responses to a curriculum sampler, and the batch to a data set's ``on_batch_end``."""

@@ -26,6 +26,7 @@ from verl.config import RolloutCorrectionConfig as RolloutCorrectionConfig
 from verl.config import RouterReplayConfig as RouterReplayConfig
 from verl.config import SamplingConfig as SamplingConfig
 from verl.config import SandboxFusionConfig as SandboxFusionConfig
+from verl.config import TraceConfig as TraceConfig
 from verl.config import WrapPolicyConfig as WrapPolicyConfig
 
 __getattr__ = absent_names(__name__)

@@ -1,0 +1,211 @@
+"""Spans of the trajectories of a step, by OpenTelemetry's SDK.
+
+::
+
+    trajectory                      a trace of its own
+      ├─ turn                       the policy's message and what answered it
+      │    ├─ generation
+      │    ├─ tool_call             one for each call
+      │    └─ environment, user     whichever answered
+      ├─ turn ...
+      └─ reward                     the stage in which the batch was scored
+
+Spans are made on the driver once the step has its scores, from the times that the loops noted beside their messages.
+So the processes of agent loops, on whatever machine, need neither the SDK nor a way to the collector.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import Span, Status, StatusCode
+
+from verl.base.redact import redacted_texts, secrets_in
+from verl.config import PPOConfig
+from verl.protocol import DataProto, compute_response_mask
+
+LONGEST_TEXT = 20_000
+"""Characters of an attribute that are kept."""
+_QUEUE = 2**17
+"""Spans that wait for the exporter; those of a step come at once."""
+
+Interval = tuple[float, float]
+"""Begin and end in seconds since 1970."""
+
+
+@dataclass
+class PlannedSpan:
+    """A span to be made, with those inside of it."""
+
+    name: str
+    interval: Interval
+    attributes: dict[str, Any] = field(default_factory=dict)
+    error: str = ""
+    parts: list[PlannedSpan] = field(default_factory=list)
+
+
+class RolloutTraces:
+    """Sends the trajectories of steps to a collector.
+
+    Args:
+        config: the run's.
+        tokenizer: the policy's.
+        exporter: by default over HTTP to the address that ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its relatives name. It
+            works in a thread of its own; what it cannot deliver is lost, with a line in the log.
+    """
+
+    def __init__(self, config: PPOConfig, tokenizer: Any, exporter: SpanExporter | None = None) -> None:
+        rollout = config.actor_rollout_ref.rollout
+        self._with_texts = rollout.trace.token2text
+        per_worker = rollout.trace.max_samples_per_step_per_worker
+        self._most = None if per_worker is None else per_worker * rollout.agent.num_workers
+        self._tokenizer = tokenizer
+        self._secrets = secrets_in(config.to_dict())
+        run = {"verl.project": config.trainer.project_name, "verl.experiment": config.trainer.experiment_name}
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": "verl", **run}),
+            span_limits=SpanLimits(max_attribute_length=LONGEST_TEXT),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(), max_queue_size=_QUEUE))
+        self._tracer = self._provider.get_tracer("verl")
+
+    def write(self, step: int, batches: Iterable[DataProto], stages: Sequence[tuple[str, float, float]]) -> None:
+        """Send the trajectories of a step.
+
+        Args:
+            step: its number.
+            batches: scored responses; the rows of a trajectory lie side by side.
+            stages: name, begin and end of the stages of the step; those of a name belong to the batches in order.
+        """
+        left = self._most
+        for number, batch in enumerate(batches):
+            drawn, scored = (_nth(stages, name, number) for name in ("gen", "reward"))
+            for rows in _by_trajectory(batch):
+                if left is not None:
+                    if left == 0:
+                        return
+                    left -= 1
+                self._send(self._trajectory(step, batch, rows, drawn, scored), None)
+
+    def close(self) -> None:
+        """Send what is left, and end the thread."""
+        self._provider.shutdown()
+
+    def _send(self, part: PlannedSpan, parent: Span | None) -> None:
+        begin, end = (int(seconds * 1e9) for seconds in part.interval)
+        context = None if parent is None else trace.set_span_in_context(parent)
+        known = {name: value for name, value in part.attributes.items() if value is not None}
+        attributes = redacted_texts(known, self._secrets)
+        span = self._tracer.start_span(part.name, context, start_time=begin, attributes=attributes)
+        if part.error:
+            span.set_status(Status(StatusCode.ERROR, part.error))
+        for inner in part.parts:
+            self._send(inner, span)
+        span.end(max(begin, end))
+
+    def _trajectory(self, step: int, batch: DataProto, rows: range, drawn: Interval, scored: Interval) -> PlannedSpan:
+        last = rows[-1]
+        columns = {name: values[last] for name, values in batch.non_tensor_batch.items()}
+        present = compute_response_mask(batch)[rows.start : rows.stop].bool()
+        score = float(batch.batch["token_level_scores"][rows.start : rows.stop].sum())
+        conversation = columns.get("trajectory_conversation")
+        turns = [] if conversation is None else list(self._turns(conversation))
+        if not turns:
+            turns = [PlannedSpan("turn", drawn, parts=[PlannedSpan("generation", drawn)])]
+        begin = min(turn.interval[0] for turn in turns)
+        end = max(turn.interval[1] for turn in turns)
+        status, message = columns.get("trajectory_status"), columns.get("trajectory_message")
+        reward = PlannedSpan(
+            "reward", scored, {"verl.score": score, "verl.reward_status": columns.get("reward_status")}
+        )
+        attributes = {
+            "verl.step": step,
+            "verl.uid": columns.get("uid"),
+            "verl.sample_index": _plain(columns.get("sample_index")),
+            "verl.trajectory_id": columns.get("trajectory_id"),
+            "verl.agent_name": columns.get("agent_name"),
+            "verl.data_source": columns.get("data_source"),
+            "verl.status": status or columns.get("finish_reason"),
+            "verl.sequences": len(rows),
+            "verl.response_tokens": int(present.sum()),
+            "verl.trained_tokens": int(batch.batch["response_mask"][rows.start : rows.stop].sum()),
+            "verl.weight_version": _plain(columns.get("weight_version")),
+            "verl.score": score,
+        }
+        if self._with_texts:
+            attributes["verl.prompt"] = self._text(batch.batch["prompts"][rows.start])
+            attributes["verl.response"] = self._text(batch.batch["responses"][last][present[-1]])
+        error = f"{status}: {message}" if message else ""
+        return PlannedSpan("trajectory", (begin, max(end, scored[1])), attributes, error, [*turns, reward])
+
+    def _turns(self, conversation: Sequence[Mapping[str, Any]]) -> Iterable[PlannedSpan]:
+        """A part for each message of the policy that has times, with those of the messages that answer it."""
+        turn: PlannedSpan | None = None
+        for message in conversation:
+            if "began" not in message:
+                continue
+            begin, seconds = message["began"], message["seconds"] + message.get("waited_s", 0.0)
+            interval = (begin, begin + seconds)
+            if message["role"] == "assistant":
+                if turn is not None:
+                    yield turn
+                turn = PlannedSpan("turn", interval, parts=[PlannedSpan("generation", interval, self._said(message))])
+                if "environment_seconds" in message:
+                    answered = (interval[1], interval[1] + message["environment_seconds"])
+                    turn.parts.append(PlannedSpan("environment", answered, {"verl.reward": message["reward"]}))
+            elif turn is not None:
+                name = "tool_call" if message["role"] == "tool" else str(message["role"])
+                turn.parts.append(PlannedSpan(name, interval, self._said(message), message.get("failure", "")))
+            if turn is not None:
+                turn.interval = (turn.interval[0], max(part.interval[1] for part in turn.parts))
+        if turn is not None:
+            yield turn
+
+    def _said(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Attributes of a message."""
+        said = {
+            "verl.tool": message.get("name"),
+            "verl.waited_s": message.get("waited_s"),
+            "verl.reward": message.get("reward"),
+            "verl.is_left_out": message.get("is_left_out"),
+        }
+        if self._with_texts:
+            calls = message.get("tool_calls")
+            said["verl.content"] = str(message.get("content") or "")
+            said["verl.tool_calls"] = json.dumps(calls, ensure_ascii=False, default=str) if calls else None
+        return said
+
+    def _text(self, ids: Any) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _by_trajectory(batch: DataProto) -> Iterable[range]:
+    """Rows of each trajectory, which lie side by side; without a column of trajectories each row is one."""
+    ids = batch.non_tensor_batch.get("trajectory_id")
+    if ids is None:
+        yield from (range(row, row + 1) for row in range(len(batch)))
+        return
+    starts = [0, *(row for row in range(1, len(ids)) if ids[row] != ids[row - 1])]
+    yield from (range(start, end) for start, end in zip(starts, [*starts[1:], len(ids)], strict=True))
+
+
+def _nth(stages: Sequence[tuple[str, float, float]], name: str, number: int) -> Interval:
+    """Begin and end of the stage of a batch; of all stages so far, if a subclass has none of that name."""
+    found = [(begin, end) for stage, begin, end in stages if stage == name]
+    times = 2 if name == "reward" else 1  # it is entered to start the scoring, and to take the scores
+    mine = found[times * number : times * (number + 1)] or [(begin, end) for _, begin, end in stages]
+    return min(begin for begin, _ in mine), max(end for _, end in mine)
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
