@@ -24,6 +24,7 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": "hf_hidden"}) as tracking:
     for step in (1, 2):
         tracking.log({"critic/score/mean": 0.25 * step, "val-core/s/acc/mean@4": float("nan")}, step=step)
+    tracking.log_alert(2, "entropy_collapse", "the entropy fell from 3 to 0.01")
     sample = {"input": "what is 2+2", "output": "it is four", "gts": "4", "score": 1.0}
     ValidationGenerationsLogger("proj", "exp").log([sys.argv[1]], [sample], step=2)
 """
@@ -61,6 +62,8 @@ def test_tensorboard(run):
     assert all(e.value != e.value for e in events.Scalars("val-core/s/acc/mean@4"))
     text = events.Tensors("val/generations/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "| 2 | what is 2+2 | it is four | 4 | 1.0 |" in text
+    alert = events.Tensors("alerts/entropy_collapse/text_summary")[0]
+    assert (alert.step, alert.tensor_proto.string_val[0]) == (2, b"the entropy fell from 3 to 0.01")
     assert "hf_hidden" not in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
@@ -82,7 +85,7 @@ def test_tensorboard_shows_a_step_that_is_done_again_once(tmp_path, monkeypatch)
 def test_wandb(run):
     folder = run("wandb", WANDB_MODE="offline")
     written = everything(folder / "wandb")
-    for piece in (b"critic/score/mean", b"val-core/s/acc/mean@4", b"NaN", b"it is four", b"optim"):
+    for piece in (b"critic/score/mean", b"val-core/s/acc/mean@4", b"NaN", b"it is four", b"optim", b"entropy_collapse"):
         assert piece in written
     assert b"hf_hidden" not in written
 
@@ -96,6 +99,8 @@ def test_mlflow(run):
     assert parameter.read_text() == "1e-06"
     (table,) = folder.rglob("artifacts/val/generations/step_2.json")
     assert "it is four" in table.read_text()
+    (alert,) = folder.rglob("tags/alert.entropy_collapse")
+    assert alert.read_text() == "step 2: the entropy fell from 3 to 0.01"
     assert b"hf_hidden" not in everything(folder / "mlruns")
 
 

@@ -423,7 +423,7 @@ class TrainingLoop:
             tracking.log_event("ranks", step=self.global_steps, **rank_columns(calls))
         for alert in self.health.look(self.global_steps, metrics):
             logger.warning("step %d: %s", alert.step, alert.reason)
-            tracking.log_event("alert", step=alert.step, rule=alert.rule, reason=alert.reason)
+            tracking.log_alert(alert.step, alert.rule, alert.reason)
         self._reported_step = self.global_steps
 
     # ---- states ---------------------------------------------------------------------------------

@@ -152,6 +152,14 @@ class Tracking:
                 with self._guard(name):
                     tracker.log_event(event, details)
 
+    def log_alert(self, step: int, rule: str, reason: str) -> None:
+        """Record a sign of trouble as the event ``alert``, and show it in the trackers that have a place for it."""
+        self.log_event("alert", step=step, rule=rule, reason=reason)
+        for name, tracker in self.trackers.items():
+            if type(tracker).log_alert is not Tracker.log_alert:
+                with self._guard(name):
+                    tracker.log_alert(step, rule, reason)
+
     def finish(self) -> None:
         """Flush and close all trackers, and log how many of their calls failed; later calls do nothing."""
         for name, health in self._health.items():

@@ -43,6 +43,9 @@ class Tracker(ABC):
     def log_event(self, event: str, details: Mapping[str, Any]) -> None:  # noqa: B027
         """Record what happened to the run: ``checkpoint`` (step, folder), ``end`` (status); does nothing by default."""
 
+    def log_alert(self, step: int, rule: str, reason: str) -> None:  # noqa: B027
+        """Show that a rule of :mod:`verl.trainer.health` found a sign of trouble; does nothing by default."""
+
     def go_on_after(self, step: int) -> None:  # noqa: B027
         """Drop the records of later steps if possible; called when the run was resumed after ``step``."""
 

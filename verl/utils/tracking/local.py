@@ -127,6 +127,10 @@ class TensorboardTracker(Tracker):
         """Write the table as Markdown text."""
         self._writer.add_text(name, markdown_table(columns, rows), step)
 
+    def log_alert(self, step: int, rule: str, reason: str) -> None:
+        """Write a text."""
+        self._writer.add_text(f"alerts/{rule}", reason, step)
+
     def finish(self) -> None:
         """Write buffered events and close the file."""
         self._writer.close()

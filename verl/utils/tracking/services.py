@@ -51,6 +51,10 @@ class WandbTracker(Tracker):
         table = self._wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
         self._run.log({name: table}, step=step)
 
+    def log_alert(self, step: int, rule: str, reason: str) -> None:
+        """Send an alert, which the service passes on to people as their settings say."""
+        self._run.alert(title=rule, text=f"step {step}: {reason}", level=self._wandb.AlertLevel.WARN)
+
     def finish(self) -> None:
         """Upload buffered records and end the run."""
         self._run.finish()
@@ -90,6 +94,10 @@ class MlflowTracker(Tracker):
         data = {column: [str(row[number]) for row in rows] for number, column in enumerate(columns)}
         self._mlflow.log_table(data, artifact_file=f"{name}/step_{step}.json")
 
+    def log_alert(self, step: int, rule: str, reason: str) -> None:
+        """Set a tag of the run, ``alert.{rule}``, to the newest alert of the rule."""
+        self._mlflow.set_tag(self._name(f"alert.{rule}"), f"step {step}: {reason}")
+
     def finish(self) -> None:
         """Mark the run as finished."""
         self._mlflow.end_run()
@@ -120,6 +128,10 @@ class SwanlabTracker(Tracker):
         """Log a text per row."""
         texts = ["\n".join(f"{column}: {cell}" for column, cell in zip(columns, row, strict=True)) for row in rows]
         self._swanlab.log({name: [self._swanlab.Text(text) for text in texts]}, step=step)
+
+    def log_alert(self, step: int, rule: str, reason: str) -> None:
+        """Log a text."""
+        self._swanlab.log({f"alerts/{rule}": self._swanlab.Text(reason)}, step=step)
 
     def finish(self) -> None:
         """Upload buffered records and end the run."""
@@ -153,6 +165,10 @@ class ClearmlTracker(Tracker):
         title, _, series = name.partition("/")
         table = [list(columns), *([str(cell) for cell in row] for row in rows)]
         self._logger.report_table(title, series or title, iteration=step, table_plot=table)
+
+    def log_alert(self, step: int, rule: str, reason: str) -> None:
+        """Write a line to the text log of the task."""
+        self._logger.report_text(f"step {step}: {rule}: {reason}", print_console=False)
 
     def finish(self) -> None:
         """Close the task."""
