@@ -49,7 +49,7 @@ def per_fetch_ms(ranks: int, repeats: int = 50) -> float:
 
     from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 
-    ray.init(num_cpus=ranks + 1, include_dashboard=False, log_to_driver=False)
+    ray.init(address="local", num_cpus=ranks + 1, include_dashboard=False, log_to_driver=False)
     pool = RayResourcePool([ranks], use_gpu=False)
     group: Any = RayWorkerGroup(pool, RayClassWithInitArgs(Idle))
     taken = []

@@ -66,7 +66,7 @@ async function showRanks(element, run, range, number) {
     lane("driver", stages, begin, seconds, (span) => span.depth > 1),
     ...found.lanes.map(({ rank, calls }) => lane(rank, calls, begin, seconds, () => false)),
   ];
-  const named = [...new Set([...stages, ...found.lanes.flatMap(({ calls }) => calls)].map((span) => span.name))];
+  const named = [...new Set([...stages, ...found.lanes.flatMap(({ calls }) => calls)].map((span) => shortName(span.name)))];
   fill(element,
     h("h2", {}, `Step ${short(number)}: ${short(seconds)} s on the driver and each rank`),
     h("div", { class: "legend" }, named.map((name) => swatch(name))),
