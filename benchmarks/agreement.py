@@ -1,0 +1,199 @@
+"""Do trainer and rollout engines compute what Transformers computes? The largest differences, for each kind of model.
+
+    python -m benchmarks.agreement
+
+Tiny models with random weights, in fp32 on one rank: their responses are drawn by a rollout engine, and one plain
+forward and backward pass of Transformers over each response alone, with the model's own attention and positions, says
+what log-probs and gradients should be. Prints the table of docs/internals/agreement.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from verl.config import HFModelConfig, RolloutConfig
+from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig
+from verl.protocol import DataProto
+from verl.testing.models import tiny_model_dir
+from verl.testing.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
+from verl.utils import hf_processor, hf_tokenizer
+from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.vision.families import FAMILIES
+from verl.workers.engine import EngineRegistry, MicroBatchConfig
+from verl.workers.losses import SFTLoss
+from verl.workers.rollout.base import get_rollout_class
+
+KINDS = {
+    "dense (Qwen3)": "qwen3",
+    "LoRA (Qwen3)": "qwen3",
+    "experts (Qwen3-MoE)": "qwen3_moe",
+    **{f"images ({family})": family for family in FAMILIES},
+}
+ENGINES = ("hf", "native")
+PROMPTS, RESPONSES, PROMPT_LENGTH, RESPONSE_LENGTH = 6, 2, 40, 8
+
+
+def main() -> None:
+    """Print the table."""
+    logging.disable(logging.WARNING)
+    print("| kind | rollout engine | log-probs of the rollout | log-probs of the trainer | gradients of the trainer |")
+    print("|---|---|---|---|---|")
+    for kind, family in KINDS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            for engine, found in measure(family, kind.startswith("LoRA"), Path(folder)).items():
+                print(f"| {kind} | `{engine}` | {' | '.join(f'{value:.1e}' for value in found)} |")
+
+
+def measure(family: str, has_adapters: bool, folder: Path) -> dict[str, tuple[float, float, float]]:
+    """Return the differences of a kind by rollout engine; gradients are relative to the largest gradient."""
+    has_images = family in FAMILIES
+    path = (tiny_vision_model_dir if has_images else tiny_mixture_dir if family == "qwen3_moe" else tiny_model_dir)(
+        folder / "model", family
+    )
+    adapters: Any = {"lora_rank": 4, "lora_alpha": 8} if has_adapters else {}
+    trainer: Any = EngineRegistry.new(
+        "language_model",
+        "fsdp2",
+        model_config=HFModelConfig(path=path, **adapters),
+        engine_config=FSDPEngineConfig(dtype="fp32"),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3),
+        device_name="cpu",
+    )
+    trainer.initialize()
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trainer.model.named_parameters():
+            if "lora_B" in name:  # zero at first
+                parameter.normal_(std=0.1)
+    weights = {name: tensor.detach().clone() for name, tensor in trainer.get_per_tensor_param()}
+    plain: Any = (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(path)
+    plain.load_state_dict(weights)
+    prompts = read_prompts(path, folder, has_images)
+    return {engine: compared(engine, path, prompts, weights, plain, trainer) for engine in ENGINES}
+
+
+def tiny_mixture_dir(path: Path, family: str) -> str:
+    """Save a mixture of 8 experts, 2 for each token, and its tokenizer."""
+    tiny_model_dir(path)
+    settings: dict[str, Any] = {
+        "vocab_size": 104,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.2,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    config = Qwen3MoeConfig(**settings)
+    assert config.model_type == family
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).float().save_pretrained(path)
+    return str(path)
+
+
+def read_prompts(path: str, folder: Path, has_images: bool) -> DataProto:
+    """Every third row is one of text, or all are."""
+    rows = picture_rows(PROMPTS, text_every=3 if has_images else 1)
+    if not has_images:
+        rows = [{name: value for name, value in row.items() if name != "images"} for row in rows]
+    file = write_parquet(folder / "rows.parquet", rows)
+    dataset = RLHFDataset(file, hf_tokenizer(path), {"max_prompt_length": PROMPT_LENGTH}, hf_processor(path))
+    batch = DataProto.from_single_dict(collate_fn([dataset[number] for number in range(PROMPTS)]))
+    batch = batch.repeat(RESPONSES, interleave=True)
+    batch.non_tensor_batch |= {
+        "uid": np.repeat(np.arange(PROMPTS), RESPONSES),
+        "sample_index": np.tile(np.arange(RESPONSES), PROMPTS),
+    }
+    return batch
+
+
+def compared(
+    engine: str, path: str, prompts: DataProto, weights: Mapping[str, Tensor], plain: Any, trainer: Any
+) -> tuple[float, float, float]:
+    """Draw responses, and compare log-probs of the rollout and the trainer, and the trainer's gradients."""
+    config: Any = {"name": engine, "prompt_length": PROMPT_LENGTH, "response_length": RESPONSE_LENGTH}
+    config["tensor_model_parallel_size"] = 1
+    rollout = get_rollout_class(engine)(
+        RolloutConfig(dtype="float32", **config), HFModelConfig(path=path), hf_tokenizer(path), "cpu"
+    )
+    with rollout.awake(weights.items, version=0):
+        found = rollout.generate_sequences(prompts)
+    batch = prompts.select(batch_keys=[]) | found
+    expected = plain_log_probs(plain, batch)
+    own = trainer.infer_batch(batch, {"log_probs"}, MicroBatchConfig())["log_probs"]
+    mask = batch.batch["response_mask"]
+    plain.zero_grad()
+    (-(expected * mask).sum() / mask.sum()).backward()
+    with trainer.train_mode():
+        trainer.optimizer_zero_grad()
+        trainer.forward_backward_batch(batch, SFTLoss(), MicroBatchConfig())
+        gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+        wanted = {name: gradient_of(name, trainer.model, plain) for name in gradients}
+        largest = max(float(one.abs().max()) for one in wanted.values())
+        gap = max(float((_whole(gradients[name]) - one).abs().max()) for name, one in wanted.items())
+    log_probs = (batch.batch["rollout_log_probs"], own)
+    return (*(float(((one - expected.detach()) * mask).abs().max()) for one in log_probs), gap / largest)  # pyright: ignore[reportReturnType]
+
+
+def plain_log_probs(model: Any, batch: DataProto) -> Tensor:
+    """Log-probs of the responses, (bsz, response_length), by Transformers alone, one sequence at a time."""
+    columns, rows = batch.batch, []
+    for number in range(len(batch)):
+        seen = columns["attention_mask"][number].bool()
+        ids, start = columns["input_ids"][number][seen][None], int(seen[:PROMPT_LENGTH].sum())
+        given: dict[str, Any] = {}
+        if "multi_modal_inputs" in batch.non_tensor_batch:
+            given = dict(batch.non_tensor_batch["multi_modal_inputs"][number])
+            is_image = (ids == model.config.image_token_id).int()
+            is_image[:, start:] = 0
+            given["mm_token_type_ids"] = is_image
+        log_p = model(input_ids=ids, **given).logits[0, start - 1 : -1].log_softmax(-1)
+        chosen = log_p.gather(1, ids[0, start:, None]).squeeze(1)
+        rows.append(torch.nn.functional.pad(chosen, (0, RESPONSE_LENGTH - len(chosen))))
+    return torch.stack(rows)
+
+
+def gradient_of(name: str, trained: Any, plain: Any) -> Tensor:
+    """What the gradient of a parameter of the trainer should be.
+
+    Of adapters W + s B A it follows from that of W: s B^T dW for A, s dW A^T for B.
+    """
+    known = dict(plain.named_parameters())
+    layer, _, part = name.partition(".lora_")
+    if not part:
+        return known[plain_name(name, known)].grad
+    parameters = dict(trained.named_parameters())
+    whole = known[plain_name(f"{layer}.weight", known)].grad
+    other = name.replace("lora_A", "lora_B") if part.startswith("A") else name.replace("lora_B", "lora_A")
+    factor = _whole(parameters[other]).detach()
+    return 2.0 * (factor.T @ whole if part.startswith("A") else whole @ factor.T)  # 2: lora_alpha / lora_rank
+
+
+def plain_name(name: str, known: Mapping[str, Any]) -> str:
+    """The name in the plain model of a parameter that wrappers have given a longer one."""
+    return max((one for one in known if name == one or name.endswith(f".{one}")), key=len)
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+if __name__ == "__main__":
+    main()
