@@ -133,13 +133,6 @@ def test_each_trajectory_is_a_trace_of_turns_calls_and_reward(train, tmp_path, m
     assert collector.resources[0]["service.name"] == "verl"
 
 
-@pytest.mark.slow
-def test_so_it_is_with_agent_loops_in_processes_of_ray(train, tmp_path, monkeypatch, collector, ray_cluster):  # noqa: F811
-    workers = {"actor_rollout_ref__rollout__agent__num_workers": 2, "trainer__controller": "ray"}
-    train_with_tools(train, tmp_path, monkeypatch, **workers)
-    check_trees(collector)
-
-
 def test_without_agent_loops_and_with_few_samples(train, collector):  # noqa: F811
     few = {f"{TRACE}max_samples_per_step_per_worker": 3, "actor_rollout_ref__rollout__agent__num_workers": 1}
     train(**{f"{TRACE}backend": "otel", **few})
