@@ -16,14 +16,16 @@ MIXTURES = ("mixtral", "qwen3_moe")
 MEGATRON_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *MIXTURES)
 """``model_type`` of the models that ``strategy=megatron`` builds."""
 
+SHARING = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+"""Keys of the numbers of ranks whose product shares one copy of a model."""
+
 SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
+    *SHARING,
+    "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size",
     "expert_tensor_parallel_size",
 )
-"""Keys of the numbers of ranks that share a model or a part of it; one process has one of each."""
+"""Keys of a layout; one process has one of each."""
 
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 """Keys of `override_transformer_config` that are honoured."""

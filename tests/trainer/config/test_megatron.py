@@ -27,6 +27,17 @@ def test_other_models_follow_the_actors_sizes(run: Run):
     assert [part.shared_by for part in (roles.actor, roles.ref, config.critic)] == [2, 2, 2]
     assert roles.ref.placement is roles.ref.megatron
     assert roles.ref.megatron.forward_only
+    stages = {f"{ACTOR}.megatron.{kind}pipeline_model_parallel_size": 2 for kind in ("", "virtual_")}
+    config = run.load(TWO | stages)
+    models = (config.actor_rollout_ref.ref.megatron, config.critic.megatron)
+    assert [model.virtual_pipeline_model_parallel_size for model in models] == [2, 2]
+
+
+@installed
+def test_sizes_of_passes_are_for_the_ranks_that_share_a_copy(run: Run):
+    """8 rows of a pass of all 4 ranks, in two copies: each copy computes 4 of them, on both of its ranks."""
+    sizes = {f"{ACTOR}.ppo_micro_batch_size": 8, f"{ACTOR}.ppo_micro_batch_size_per_gpu": None}
+    assert run.load(TWO | sizes).actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
 
 
 @installed

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from verl.config import JudgeRolloutConfig, Problem, RolloutConfig, RolloutCorrectionConfig
+from verl.config.megatron import SHARING
 from verl.config.megatron import SIZES as MEGATRON_SIZES
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
@@ -140,7 +141,7 @@ def _shared_by(tree: Tree, size: str) -> Any:
     """Return the number of ranks that get the same rows in passes whose size is in the key ``size``."""
     section = size.rpartition(".")[0].replace(_ROLLOUT, _ACTOR)
     if get(tree, f"{section}.strategy") == "megatron":
-        sizes = [get(tree, f"{section}.megatron.{name}", 1) for name in MEGATRON_SIZES]
+        sizes = [get(tree, f"{section}.megatron.{name}", 1) for name in SHARING]
         return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 1
     return get(tree, f"engine.{_SHARED}" if section == "data" else f"{section}.{_SHARED}", 1)
 
