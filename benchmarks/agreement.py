@@ -1,6 +1,6 @@
 """Do trainer and rollout engines compute what Transformers computes? The largest differences, for each kind of model.
 
-    python -m benchmarks.agreement
+    python -m benchmarks.agreement [--kinds "dense (Qwen3)" ...]
 
 Tiny models with random weights, in fp32 on one rank: their responses are drawn by a rollout engine, and one plain
 forward and backward pass of Transformers over each response alone, with the model's own attention and positions, says
@@ -9,6 +9,7 @@ what log-probs and gradients should be. Prints the table of docs/internals/agree
 
 from __future__ import annotations
 
+import argparse
 import logging
 import tempfile
 from collections.abc import Mapping
@@ -44,10 +45,15 @@ PROMPTS, RESPONSES, PROMPT_LENGTH, RESPONSE_LENGTH = 6, 2, 40, 8
 
 def main() -> None:
     """Print the table."""
-    logging.disable(logging.WARNING)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.agreement", description="Compare trainer and rollout engines with Transformers."
+    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="rows of the table (all)")
+    kinds = parser.parse_args().kinds
     print("| kind | rollout engine | log-probs of the rollout | log-probs of the trainer | gradients of the trainer |")
     print("|---|---|---|---|---|")
-    for kind, family in KINDS.items():
+    for kind in kinds:
+        family = KINDS[kind]
         with tempfile.TemporaryDirectory() as folder:
             for engine, found in measure(family, kind.startswith("LoRA"), Path(folder)).items():
                 print(f"| {kind} | `{engine}` | {' | '.join(f'{value:.1e}' for value in found)} |")
@@ -196,4 +202,5 @@ def _whole(tensor: Any) -> Tensor:
 
 
 if __name__ == "__main__":
+    logging.disable(logging.WARNING)
     main()

@@ -12,7 +12,7 @@ from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.workers.config import ActorConfig, CriticConfig, PolicyLossConfig
 from verl.workers.engine import BatchTotals, PartialSum
-from verl.workers.losses import OwnForwardLoss, PolicyLoss, ValueLoss, sft_loss
+from verl.workers.losses import OwnForwardLoss, PolicyLoss, TokenRecord, ValueLoss, sft_loss
 
 TOTALS = BatchTotals(dp_size=2, batch_num_tokens=6, global_batch_size=4)
 
@@ -61,9 +61,10 @@ def test_a_batch_without_old_log_probs_is_compared_with_itself():
     """Two micro-batches with their rows out of order, and a filler that repeats row 0 without its tokens."""
     columns = {"response_mask": tensor([[1, 1], [1, 0], [1, 1]]), "advantages": tensor([[1.0, 2.0], [-1.0, 9], [3, 4]])}
     plain = PolicyLoss(ActorConfig())
-    scoring = OwnForwardLoss(plain, 3)
+    record = TokenRecord(3)
+    scoring = OwnForwardLoss(plain, record)
     assert (plain.outputs, scoring.outputs) == ({"log_probs"}, {"log_probs", "entropy"})
-    whole = scoring.numbered(batch(**columns))
+    whole = record.numbered(batch(**columns))
     log_probs = tensor([[-1.0, -2.0], [-0.5, 0.0], [-0.25, -3.0]], requires_grad=True)
     entropy = tensor([[1.0, 2.0], [3.0, 0.0], [0.5, 0.75]], requires_grad=True)
     for rows in ([2, 0], [1]):
@@ -78,7 +79,7 @@ def test_a_batch_without_old_log_probs_is_compared_with_itself():
     # d/d log π of -A·r at r = 1 is -A, times dp_size over the 6 tokens of the mini-batch
     assert_close(log_probs.grad, tensor([[-1.0, -2.0], [1.0, 0.0], [-3.0, -4.0]]) * 2 / 6)
     assert entropy.grad is None
-    found = scoring.columns(response_length=2).batch
+    found = record.columns(response_length=2, missing=0.0).batch
     assert_close(found["old_log_probs"], log_probs.detach())
     assert_close(found["entropys"], entropy.detach())
 
