@@ -46,10 +46,12 @@ PROMPTS, RESPONSES, PROMPT_LENGTH, RESPONSE_LENGTH = 6, 2, 40, 8
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.agreement", description="Compare trainer and rollout engines with Transformers."
+        prog="python -m benchmarks.agreement",
+        description="Compare trainer and rollout engines with Transformers, and print the table of differences.",
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="rows of the table (all)")
     kinds = parser.parse_args().kinds
+    logging.disable(logging.WARNING)
     print("| kind | rollout engine | log-probs of the rollout | log-probs of the trainer | gradients of the trainer |")
     print("|---|---|---|---|---|")
     for kind in kinds:
@@ -202,5 +204,4 @@ def _whole(tensor: Any) -> Tensor:
 
 
 if __name__ == "__main__":
-    logging.disable(logging.WARNING)
     main()
