@@ -21,6 +21,15 @@ from verl.config import GenerationConfig, RolloutConfig, TraceConfig
 
 TRACE = "actor_rollout_ref__rollout__trace__"
 
+# Ray's processes have the environment that Ray was started in: what a run sets later does not reach them.
+LOOP = """
+import my_parser
+from verl.agents.tool_agent import ToolAgentLoop
+
+class WithParser(ToolAgentLoop):
+    pass
+"""
+
 
 class Collector:
     """A server of OTLP over HTTP that keeps all spans."""
@@ -73,9 +82,9 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     made.thread.join()
 
 
-def train_with_tools(train, tmp_path, monkeypatch, **more):  # noqa: F811
+def train_with_tools(train, tmp_path, monkeypatch, tool=TOOL, **more):  # noqa: F811
     (tmp_path / "my_parser.py").write_text(PARSER)
-    (tmp_path / "my_tools.py").write_text(TOOL)
+    (tmp_path / "my_tools.py").write_text(tool)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "my_parser")
@@ -93,6 +102,14 @@ def train_with_tools(train, tmp_path, monkeypatch, **more):  # noqa: F811
         },
         **more,
     )
+
+
+def check_scores(collector: Collector, steps: dict[int, dict[str, float]]) -> None:
+    """The spans of each step have the scores that its metrics are of."""
+    for number, metrics in steps.items():
+        roots = [values(root) for root in collector.named("trajectory")]
+        scores = [root["score"] for root in roots if root["step"] == number]
+        assert sum(scores) / len(scores) == pytest.approx(metrics["critic/score/mean"])
 
 
 def check_trees(collector: Collector) -> None:
@@ -123,14 +140,42 @@ def check_trees(collector: Collector) -> None:
 def test_each_trajectory_is_a_trace_of_turns_calls_and_reward(train, tmp_path, monkeypatch, collector):  # noqa: F811
     steps = train_with_tools(train, tmp_path, monkeypatch, **{f"{TRACE}token2text": "true"})
     check_trees(collector)
+    check_scores(collector, steps)
     roots = collector.named("trajectory")
-    first = [values(root)["score"] for root in roots if values(root)["step"] == 1]
-    assert sum(first) / len(first) == pytest.approx(steps[1]["critic/score/mean"])
     assert {values(root)["weight_version"] for root in roots} == {0, 2}  # optimizer steps
     assert all("make" in values(root)["prompt"] for root in roots)
     assert {values(call)["content"] for call in collector.named("tool_call")} == {"42"}
     assert '"number": 21' in values(collector.named("generation")[0])["tool_calls"].replace("\\", "")
     assert collector.resources[0]["service.name"] == "verl"
+
+
+def test_trajectories_of_two_processes_and_two_ranks_reach_one_collector(
+    train,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    collector,
+    ray_cluster,
+):
+    (calls := tmp_path / "calls").mkdir()
+    note = f"open(f'{calls}/{{os.getpid()}}', 'a').write('x')"
+    tool = "import os\n" + TOOL.replace("    return", f"    {note}\n    return")
+    (tmp_path / "my_loops.py").write_text(LOOP)
+    (tmp_path / "loops.yaml").write_text(f"- {{name: with_parser, _target_: WithParser, path: {tmp_path}/my_loops.py}}")
+    settings = {
+        "actor_rollout_ref__rollout__agent__agent_loop_config_path": tmp_path / "loops.yaml",
+        "actor_rollout_ref__rollout__agent__default_agent_loop": "with_parser",
+        "trainer__controller": "ray",
+        "trainer__n_gpus_per_node": 2,
+        "actor_rollout_ref__rollout__agent__num_workers": 2,
+        f"{TRACE}token2text": "true",
+    }
+    steps = train_with_tools(train, tmp_path, monkeypatch, tool, **settings)
+    check_trees(collector)
+    check_scores(collector, steps)
+    called = {int(file.name): len(file.read_text()) for file in calls.iterdir()}
+    assert len(called) == 2
+    assert os.getpid() not in called
+    assert sum(called.values()) == len(collector.named("tool_call"))
 
 
 def test_without_agent_loops_and_with_few_samples(train, collector):  # noqa: F811

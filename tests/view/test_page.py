@@ -194,6 +194,42 @@ def test_a_run_that_goes_on_is_followed(serve, open_view, tmp_path):
     page.locator("#runs").get_by_text("another").wait_for()
 
 
+def focused(page) -> str:
+    """What has the focus, by its name or the run that it belongs to."""
+    return page.evaluate("""() => {
+        const one = document.activeElement;
+        return one.getAttribute("aria-label") || one.closest("[data-run]")?.textContent || one.tagName;
+    }""")
+
+
+def test_the_focus_stays_where_it_is_while_a_run_goes_on(serve, open_view, tmp_path):
+    log = make_up_run(tmp_path / "live", steps=40, ended=False)
+    events = tmp_path / "live" / "metrics.run.jsonl"
+    first = next(line for line in events.read_text().splitlines() if '"event": "step"' in line)
+    tab = open_view(serve(tmp_path))
+    page = tab.page
+    draw = random.Random(1)
+
+    def go_on(step: int) -> None:
+        with events.open("a") as file:
+            file.write(json.dumps(json.loads(first) | {"step": step}) + "\n")
+        with log.open("a") as file:
+            file.write(json.dumps(metrics_line(step, 12, draw)) + "\n")
+        page.locator("#runs").get_by_text(f"step {step}").wait_for()
+
+    tab.show("time")
+    page.get_by_role("button", name="Ranks of step 2", exact=True).focus()
+    go_on(41)
+    page.get_by_role("button", name="Ranks of step 41").wait_for()
+    assert focused(page) == "Ranks of step 2"
+    go_on(42)  # 40 steps are shown: step 2 has left them
+    page.get_by_role("button", name="Ranks of step 42").wait_for()
+    assert focused(page) == "Ranks of step 3"
+    page.locator("#runs input[type=checkbox]").focus()
+    go_on(43)
+    assert focused(page).startswith("live")
+
+
 HOSTILE = [
     "<script>window.harmed = 1</script><img src=x onerror='window.harmed = 2'>",
     "</pre></body><iframe srcdoc='<script>parent.harmed = 3</script>'>",

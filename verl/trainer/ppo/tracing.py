@@ -122,8 +122,9 @@ class RolloutTraces:
         turns = [] if conversation is None else list(self._turns(conversation))
         if not turns:
             turns = [PlannedSpan("turn", drawn, parts=[PlannedSpan("generation", drawn)])]
-        begin = min(turn.interval[0] for turn in turns)
-        end = max(turn.interval[1] for turn in turns)
+        # The driver's clock timed the scoring, and may differ from that of the machine of the loop.
+        intervals = [scored, *(turn.interval for turn in turns)]
+        begin, end = min(begin for begin, _ in intervals), max(end for _, end in intervals)
         status, message = columns.get("trajectory_status"), columns.get("trajectory_message")
         reward = PlannedSpan(
             "reward", scored, {"verl.score": score, "verl.reward_status": columns.get("reward_status")}
@@ -146,7 +147,7 @@ class RolloutTraces:
             attributes["verl.prompt"] = self._text(batch.batch["prompts"][rows.start])
             attributes["verl.response"] = self._text(batch.batch["responses"][last][present[-1]])
         error = f"{status}: {message}" if message else ""
-        return PlannedSpan("trajectory", (begin, max(end, scored[1])), attributes, error, [*turns, reward])
+        return PlannedSpan("trajectory", (begin, end), attributes, error, [*turns, reward])
 
     def _turns(self, conversation: Sequence[Mapping[str, Any]]) -> Iterable[PlannedSpan]:
         """A part for each message of the policy that has times, with those of the messages that answer it."""

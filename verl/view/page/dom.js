@@ -24,11 +24,28 @@ function append(element, children) {
   }
 }
 
-/** Replace what is inside an element. */
+const FOCUSABLE = "a, button, input, select, summary, [tabindex]";
+
+/** Replace what is inside an element; the focus goes to what took the place of the element that had it. */
 export function fill(element, ...children) {
+  const had = element.contains(document.activeElement) ? document.activeElement : null;
   element.replaceChildren();
   append(element, children);
+  const next = had && had !== element ? successorOf(had, element) : null;
+  next?.focus({ preventScroll: true });
+  if (typeof had?.selectionStart === "number" && typeof next?.selectionStart === "number") next.setSelectionRange(had.selectionStart, had.selectionEnd);
   return element;
+}
+
+/** The element of the same name, or else the first of the same kind: the oldest step leaves a list first. */
+function successorOf(had, element) {
+  const alike = [...element.querySelectorAll(FOCUSABLE)].filter((one) => one.tagName === had.tagName && one.className === had.className);
+  return alike.find((one) => nameOf(one) === nameOf(had)) || alike[0];
+}
+
+function nameOf(element) {
+  const run = element.closest("[data-run]")?.dataset.run;
+  return [run, element.getAttribute("name"), element.getAttribute("aria-label"), element.textContent].join("\n");
 }
 
 /** A text as nodes: characters that cannot be seen, or that turn the direction of text, become their codes. */

@@ -50,10 +50,10 @@ export class RunList {
 
   show() {
     const shown = this.runs.filter((run) => run.name.toLowerCase().includes(this.text));
-    const items = h("ul", { class: "runs" }, shown.map((run) => this.item(run)));
+    const items = shown.map((run) => this.item(run));
     const old = this.element.querySelector("ul");
     if (old) {
-      old.replaceWith(items);
+      fill(old, items);
       return;
     }
     const search = h("input", {
@@ -64,7 +64,7 @@ export class RunList {
       },
     });
     const opened = matchMedia("(min-width: 760px)").matches;
-    fill(this.element, h("details", { open: opened }, h("summary", {}, "Runs"), search, items));
+    fill(this.element, h("details", { open: opened }, h("summary", {}, "Runs"), search, h("ul", { class: "runs" }, items)));
   }
 
   item(run) {
