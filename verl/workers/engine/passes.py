@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -212,6 +212,33 @@ class PassSizes:
             self._running = part
             yield part
         self._running = None
+
+    def attempts(
+        self, kind: str, device: torch.device, is_alone: bool, clear_gradients: Callable[[], None]
+    ) -> Iterator[PassAttempt]:
+        """Yield attempts at all passes of a batch: one, and another with smaller passes whenever memory ran out.
+
+        Args:
+            kind: ``train`` or ``infer``.
+            device: whose cached memory is released before another attempt.
+            is_alone: no other rank waits for this one, and an interrupted pass can be undone.
+            clear_gradients: undoes a pass of kind ``train``: it has added to some gradients but not to others.
+
+        Raises:
+            ResourceError, PassTooLargeError: see :meth:`lower`.
+        """
+        while True:
+            attempt = PassAttempt(self.limits.get(kind))
+            yield attempt
+            error, attempt.error = attempt.error, None
+            if error is None:
+                return
+            self.lower(kind, error, is_alone)
+            del error  # its traceback holds the tensors of the pass
+            if kind == "train":
+                clear_gradients()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def lower(self, kind: str, error: BaseException, alone: bool) -> None:
         """Lower the limit of a kind of pass after the running one did not fit the memory.

@@ -171,23 +171,16 @@ class FSDPEngine(ShardedModel):
         return load.total(self.get_data_parallel_group())
 
     def _attempts(self, kind: str) -> Iterator[PassAttempt]:
-        """Yield attempts at all passes of a batch: one, and another with smaller passes whenever memory ran out."""
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
         is_fresh = kind == "infer" or all(weight.grad is None for weight in weights)
-        while True:
-            attempt = PassAttempt(self.pass_sizes.limits.get(kind))
-            yield attempt
-            error, attempt.error = attempt.error, None
-            if error is None:
-                return
-            # FSDP cannot undo a pass that broke off, neither here nor on ranks that wait in its collectives.
-            self.pass_sizes.lower(kind, error, alone=is_fresh and not isinstance(self.model, FSDPModule))
-            del error  # its traceback holds the tensors of the pass
-            if kind == "train":  # an interrupted backward has added to some gradients but not to others
-                for weight in weights:
-                    weight.grad = None
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+
+        def clear() -> None:
+            for weight in weights:
+                weight.grad = None
+
+        # FSDP cannot undo a pass that broke off, neither here nor on ranks that wait in its collectives.
+        is_alone = is_fresh and not isinstance(self.model, FSDPModule)
+        return self.pass_sizes.attempts(kind, self.device, is_alone, clear)
 
     def _forward_backward(
         self,

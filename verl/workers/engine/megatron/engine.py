@@ -331,19 +331,7 @@ class MegatronEngine(BaseEngine):
         )
 
     def _attempts(self, kind: str) -> Iterator[PassAttempt]:
-        """Yield attempts at all passes of a batch: one, and another with smaller passes whenever memory ran out."""
-        while True:
-            attempt = PassAttempt(self.pass_sizes.limits.get(kind))
-            yield attempt
-            error, attempt.error = attempt.error, None
-            if error is None:
-                return
-            self.pass_sizes.lower(kind, error, alone=dist.get_world_size() == 1)
-            del error  # its traceback holds the tensors of the pass
-            if kind == "train":  # an interrupted backward has added to some gradients but not to others
-                self.optimizer_zero_grad()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        return self.pass_sizes.attempts(kind, self.device, dist.get_world_size() == 1, self.optimizer_zero_grad)
 
     # ---- the optimizer ------------------------------------------------------------------------
 
