@@ -125,7 +125,7 @@ $(VLLM): requirements/vllm.txt
 # Two at a time, unless other tests run beside them: an engine starts on one core, in a minute or less.
 # They keep no list of failed tests: `make test-failed` reads that of other tests, which may run beside these.
 VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5 -p no:cacheprovider
-VLLM_SERVED := tests/workers/rollout/test_vllm_server.py tests/workers/rollout/test_vllm_run.py
+VLLM_SERVED := $(addprefix tests/workers/rollout/test_vllm_,server.py run.py lora.py)
 VLLM_FILES := $(VLLM_SERVED) tests/workers/rollout/test_vllm.py
 VLLM_JOBS ?= 2
 BY_FILE = +$(MAKE) --no-print-directory --jobs $(VLLM_JOBS) --output-sync=target --keep-going

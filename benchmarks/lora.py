@@ -2,11 +2,13 @@
 
     python -m benchmarks.lora memory
     python -m benchmarks.lora learning [--seed 1] [--output_dir outputs/lora]
+    .venv-vllm/bin/python -m benchmarks.lora rollout
 
 ``memory`` makes one GRPO update with a KL loss in a process for each way, on one rank in fp32, and shows the bytes of
 weights, gradients and optimizer state after it and the peak of resident memory above what the libraries took.
 ``learning`` runs the quickstart's warm-up once and then its 45 steps of GRPO from the same model, by all weights and
-by adapters of rank 8, whose learning rate is ten times as large.
+by adapters of rank 8, whose learning rate is ten times as large. ``rollout`` sends merged weights, and adapters alone,
+to vLLM inside the process: bytes and seconds of an update, and tokens in a second.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks.shape import Work
 from examples.quickstart.quickstart import HERE, compare, exported_model, fresh_folder, report_accuracy, run_stage
@@ -92,6 +97,60 @@ def memory() -> None:
         print(f"| {name} | {' | '.join(f'{row[part] / 1e6:.1f}' for part in parts)} |")
 
 
+def rollout() -> None:
+    """Print a table of what updates of vLLM cost in both ways, and what its responses take."""
+    import torch
+
+    from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, RolloutConfig
+    from verl.utils import hf_tokenizer
+    from verl.workers.engine import EngineRegistry
+    from verl.workers.rollout.base import RolloutRequest, SamplingParams
+    from verl.workers.rollout.vllm_rollout import VLLMRollout
+
+    rounds, responses, length = 5, 32, 64
+    print("| adapters | MB of an update | seconds of an update | tokens in a second |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        path = LARGE.save_model(folder)
+        model = HFModelConfig(path=path, lora_rank=8)
+        trainer = EngineRegistry.new(
+            "language_model",
+            "fsdp2",
+            model_config=model,
+            engine_config=FSDPEngineConfig(dtype="fp32"),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-3),
+            device_name="cpu",
+        )
+        trainer.initialize()
+        requests = [
+            RolloutRequest([5 + number, 6, 7, 8], SamplingParams(max_tokens=length, seed=number, ignore_eos=True))
+            for number in range(responses)
+        ]
+        for merges in (True, False):
+            config = RolloutConfig(
+                name="vllm",
+                mode="sync",
+                dtype="float32",
+                prompt_length=8,
+                response_length=length,
+                enforce_eager=True,
+                merge_adapters=merges,
+                tensor_model_parallel_size=1,
+            )
+            engine: Any = VLLMRollout(config, model, hf_tokenizer(folder), torch.device("cpu"))
+            weights = trainer.get_per_tensor_param if merges else trainer.adapted_weights()
+            updates, speeds = [], []
+            for version in range(1 + rounds):
+                began = time.perf_counter()
+                with trainer.eval_mode(), engine.awake(weights, version):
+                    updates.append(time.perf_counter() - began)
+                    began = time.perf_counter()
+                    engine.generate(requests)
+                    speeds.append(responses * length / (time.perf_counter() - began))
+            seconds, speed = statistics.median(updates[1:]), statistics.median(speeds[1:])
+            size = engine.sent_bytes / 1e6
+            print(f"| {'merged' if merges else 'alone'} | {size:.1f} | {seconds:.3f} | {speed:,.0f} |")
+
+
 def learning(seed: int, output: Path) -> None:
     """Warm up once, train in both ways, and print the held-out accuracy before and after."""
     task, sft = output / "task", output / "sft"
@@ -118,7 +177,7 @@ def learning(seed: int, output: Path) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["memory", "learning", "measure"])
+    parser.add_argument("part", choices=["memory", "learning", "rollout", "measure"])
     parser.add_argument("--seed", type=int, default=1, help="learning: of data, weights and sampling")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/lora"), help="learning: where it writes")
     parser.add_argument("--rank", type=int, default=0, help="measure: of the adapters")
@@ -126,6 +185,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.part == "memory":
         memory()
+    elif args.part == "rollout":
+        rollout()
     elif args.part == "measure":
         print(json.dumps(measure(args.rank, args.model)))
     else:

@@ -48,7 +48,8 @@ _VISION = Absence(
 _LORA = Absence(
     "other design",
     "Adapters are those of peft: verl.workers.engine.fsdp.adapters adds, merges and writes them, and an engine's "
-    "get_per_tensor_param gives merged weights. Each checkpoint has them in lora_adapter, for peft.",
+    "get_per_tensor_param gives merged weights, its adapted_weights base and adapters apart. Each checkpoint has "
+    "them in lora_adapter, for peft.",
 )
 _DISTILLATION = Absence("not yet", "Distillation from a teacher is missing.")
 

@@ -56,6 +56,9 @@ class GenerationConfig(BaseConfig):
         """Greedy decoding has one response per prompt, and nothing is observed that only training has."""
         if not self.rollout.do_sample and self.data.n_samples > 1:
             yield all_the_same("rollout", "data.n_samples", self.data.n_samples)
+        if not self.rollout.merge_adapters:
+            wrong = "weights are loaded once, so nothing is saved by sending adapters alone"
+            yield Problem("rollout.merge_adapters", False, wrong, "true", "leave it out")
         if self.rollout.prometheus.enable:
             wrong = "only training runs serve metrics (main_ppo)"
             yield Problem("rollout.prometheus.enable", True, wrong, "false")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from verl.config.base import INTERNAL, BaseConfig, section, setting, subsection
 from verl.config.critic import FSDPCriticConfig
 from verl.config.data import DataConfig
 from verl.config.model import HFModelConfig
+from verl.config.problems import Problem
 from verl.config.profiler import GlobalProfilerConfig
 from verl.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from verl.config.rollout import RolloutConfig
@@ -37,6 +39,20 @@ class ActorRolloutRefConfig(BaseConfig):
     def trained_model(self) -> HFModelConfig:
         """The model section with the actor's own ``use_remove_padding``."""
         return replace(self.model, use_remove_padding=self.actor.use_remove_padding)
+
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Only adapters that there are, and that the engine knows, are sent by themselves."""
+        if self.rollout.merge_adapters:
+            return
+        key, wrong = f"{path}.rollout.merge_adapters".lstrip("."), ""
+        if self.rollout.name != "vllm":
+            wrong = f"rollout.name={self.rollout.name} gets merged weights; only vllm applies adapters by itself"
+        elif not self.model.has_adapters:
+            wrong = "no adapters are trained (model.lora_rank=0)"
+        elif self.model.lora.use_dora:
+            wrong = "vllm has no DoRA (model.lora.use_dora=true)"
+        if wrong:
+            yield Problem(key, False, wrong, "true", "leave it out")
 
 
 @section

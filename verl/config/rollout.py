@@ -136,6 +136,9 @@ class RolloutConfig(BaseConfig):
     """Sequences that the engine runs at once."""
     load_format: str = setting("dummy")
     """How the engine loads its first weights: `dummy` waits for the trainer's (`vllm`, `sglang`)."""
+    merge_adapters: bool = setting(True)
+    """Merge LoRA adapters into the weights that the engine gets; false sends the base weights once and then adapters
+    alone, which the engine applies by itself (`vllm`)."""
     limit_images: int | None = setting(None, ge=0)
     """Most images in one prompt (`vllm`, `sglang`)."""
     enable_chunked_prefill: bool = setting(True)

@@ -35,7 +35,7 @@ from verl.workers.engine import BaseEngine, MicroBatchConfig
 from verl.workers.engine.fsdp.model import pretrained_weights
 from verl.workers.losses import OwnForwardLoss, PolicyLoss, RecordedLoss, TokenRecord, ValueLoss
 from verl.workers.reward_input import RewardInput
-from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, get_rollout_class
+from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, Weights, get_rollout_class
 from verl.workers.rollout.serving import EngineRequests, RequestQueue
 from verl.workers.training_workers import EngineWorker
 from verl.workers.update import OptimizerSteps, UpdatePlan, mini_batch_size_per_rank
@@ -121,9 +121,9 @@ class ActorRolloutRefWorker(EngineWorker):
         """Generate one response to each row with the current policy; see :mod:`verl.workers.rollout.request`."""
         rollout = _present(self.rollout, "rollout")
         if self.engine is None:
-            with rollout.awake(self._pretrained_weights, version=0):
+            with rollout.awake(self._policy_weights(rollout), version=0):
                 return rollout.generate_sequences(prompts)
-        with self.engine.eval_mode(), rollout.awake(self.engine.get_per_tensor_param, self.engine.weight_version):
+        with self.engine.eval_mode(), rollout.awake(self._policy_weights(rollout), self.engine.weight_version):
             return rollout.generate_sequences(prompts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -131,7 +131,7 @@ class ActorRolloutRefWorker(EngineWorker):
         """Answer requests with the current policy, one by one as they come, until they are closed."""
         rollout = _present(self.rollout, "rollout")
         engine = self.engine
-        weights = self._pretrained_weights if engine is None else engine.get_per_tensor_param
+        weights = self._policy_weights(rollout)
         with ExitStack() as entered:
             if engine is not None:
                 entered.enter_context(engine.eval_mode())
@@ -142,6 +142,11 @@ class ActorRolloutRefWorker(EngineWorker):
                 queue = RequestQueue(lambda number, answer: None)
                 queue.close()
             rollout.serve(queue)
+
+    def _policy_weights(self, rollout: BaseRollout) -> Weights:
+        if self.engine is None:
+            return self._pretrained_weights
+        return self.engine.adapted_weights() if rollout.applies_adapters else self.engine.get_per_tensor_param
 
     def _pretrained_weights(self) -> Iterable[tuple[str, Tensor]]:
         return pretrained_weights(self.config.model, torch_dtype(self.config.rollout.dtype))

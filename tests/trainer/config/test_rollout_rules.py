@@ -187,3 +187,19 @@ def test_a_run_on_a_gpu_takes_the_fast_engine_unless_it_names_one(
     for changes, explicit in own_choices:
         assert run.load(changes, explicit=explicit).actor_rollout_ref.rollout.name == changes.get(name, "native")
     assert "because the run is on a GPU" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "wrong"),
+    [
+        ({f"{ROLLOUT}.name": "native", "lora_rank": 4}, "name=native gets merged weights; only vllm applies adapters"),
+        ({}, "no adapters are trained (model.lora_rank=0)"),
+        ({"lora_rank": 4, "lora.use_dora": True}, "vllm has no DoRA (model.lora.use_dora=true)"),
+    ],
+)
+def test_adapters_are_sent_alone_where_there_are_some_and_vllm_applies_them(run: Run, settings: dict, wrong: str):
+    model = {k if k.startswith(ROLLOUT) else f"actor_rollout_ref.model.{k}": v for k, v in settings.items()}
+    kwargs = {f"{ROLLOUT}.name": "vllm", f"{ROLLOUT}.engine_kwargs": {"vllm": {"python": sys.executable}}}
+    assert wrong in run.refusal(kwargs | model | {f"{ROLLOUT}.merge_adapters": False})
+    allowed = kwargs | {f"{ROLLOUT}.merge_adapters": False, "actor_rollout_ref.model.lora_rank": 4}
+    assert not run.load(allowed).actor_rollout_ref.rollout.merge_adapters

@@ -89,6 +89,7 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, body, status=200):
         data = json.dumps(body).encode()
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

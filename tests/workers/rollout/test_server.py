@@ -41,6 +41,7 @@ class Handler(BaseHTTPRequestHandler):
     def reply(self, status, body=None):
         data = b"" if body is None else json.dumps(body).encode()
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

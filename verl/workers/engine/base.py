@@ -30,6 +30,7 @@ from verl.checkpoint.ranks import RankState, save_together
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.flops_counter import Arithmetic
+from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine.loss import LossCallable, LossFunction
 from verl.workers.engine.non_finite import NonFinite
 from verl.workers.engine.passes import MicroBatchConfig, PassSizes
@@ -139,6 +140,14 @@ class BaseEngine(ABC):
 
         A tensor is valid until the next iteration only: it may be the trainer's own, or a buffer that is reused.
         """
+
+    def adapted_weights(self) -> AdaptedWeights:
+        """Return base weights and LoRA adapters apart, for a rollout engine that applies adapters by itself.
+
+        Raises:
+            ConfigError: the model has no adapters.
+        """
+        raise ConfigError("this model has no adapters to send: it is trained without model.lora_rank.")
 
     @abstractmethod
     def get_data_parallel_size(self) -> int:

@@ -29,6 +29,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
 from verl.utils.model import check_tokenizer_fits, eos_token_ids, hf_config_of, unknown_ids
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
+from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.rollout.request import (
     NO_WEIGHTS,
     FinishReason,
@@ -53,6 +54,10 @@ __all__ = [
 ]
 
 
+Weights = Callable[[], Iterable[tuple[str, Tensor]]] | AdaptedWeights
+"""What gives the weights of a model: a function, or of a model with LoRA adapters base and adapters apart."""
+
+
 class BaseRollout(AbsentAttributes, ABC):
     """The rollout engine of one rank.
 
@@ -70,6 +75,8 @@ class BaseRollout(AbsentAttributes, ABC):
     absent_at = "verl.workers.rollout.base.BaseRollout"
     takes_images = False
     """Whether requests may have images."""
+    applies_adapters = False
+    """Whether :meth:`awake` takes LoRA adapters apart from the weights that they were added to."""
 
     def __init__(
         self,
@@ -169,13 +176,15 @@ class BaseRollout(AbsentAttributes, ABC):
                 self._running.discard(aborted)
 
     @contextmanager
-    def awake(self, weights: Callable[[], Iterable[tuple[str, Tensor]]], version: int) -> Iterator[Self]:
+    def awake(self, weights: Weights, version: int) -> Iterator[Self]:
         """Wake the engine with the weights of ``version``; put it to sleep on exit, also after an error.
 
         Args:
             weights: returns names and tensors; called only if the engine does not already hold ``version``.
             version: version of the weights that ``weights()`` returns.
         """
+        if isinstance(weights, AdaptedWeights):
+            raise RolloutError(f"{type(self).__name__} applies no adapters. Give it merged weights.")
         try:
             self.wake()
             if self.weight_version != version:

@@ -45,6 +45,8 @@ class PartialResponse:
     """The sampling parameters in the engine's own format."""
     is_end: Callable[[list[int]], bool] | None = None
     """Whether the last of the given tokens ends the response; None if the engine itself detects every end."""
+    has_adapters: bool = False
+    """Draw with the adapters that :meth:`EngineClient.load_adapters` brought."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason = "abort"
@@ -228,6 +230,17 @@ class EngineClient(ABC):
         Raises:
             RolloutError: they did not arrive as they were sent. The engine then holds no usable weights.
         """
+
+    def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
+        """Replace the LoRA adapters, discard everything computed from the previous ones, and return their bytes.
+
+        Args:
+            adapters: as in :class:`~verl.workers.adapted_weights.AdaptedWeights`, in the model's dtype.
+
+        Raises:
+            RolloutError: they did not arrive as they were sent, or the engine applies no adapters.
+        """
+        raise RolloutError(f"{type(self).__name__} applies no adapters. Set rollout.merge_adapters=true.")
 
     @abstractmethod
     def sleep(self, parts: Sequence[str]) -> None:

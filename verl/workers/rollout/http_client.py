@@ -80,7 +80,7 @@ class HttpClient:
         return (await self._client.get(path, timeout=_HEALTH_S)).status_code
 
     async def request(self, method: str, path: str, body: Any = None, is_work: bool = True) -> Any:
-        """Send a JSON body and return the JSON of the answer, or None if it is empty.
+        """Send a JSON body and return the JSON of the answer, or None if it is of another type.
 
         ``is_work`` False leaves ``heard_at`` as it is: the answer does not show that generation makes progress.
         """
@@ -88,7 +88,8 @@ class HttpClient:
         if is_work:
             self.heard_at = time.monotonic()
         answer.raise_for_status()
-        return json.loads(answer.content) if answer.content else None
+        is_json = answer.content and "json" in answer.headers.get("content-type", "")
+        return json.loads(answer.content) if is_json else None
 
     async def post_all(
         self,

@@ -7,6 +7,7 @@ weights collectively, so after each part of the work they exchange one number to
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from abc import abstractmethod
@@ -23,7 +24,8 @@ from torch import Tensor
 from verl.errors import EngineLostError, ProcessLostError, RolloutError
 from verl.protocol import DataProto
 from verl.utils.model import empty_causal_lm, torch_dtype
-from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRequest
+from verl.workers.adapted_weights import AdaptedWeights
+from verl.workers.rollout.base import NO_WEIGHTS, BaseRollout, RolloutOutput, RolloutRequest, Weights
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
 from verl.workers.rollout.engine_kwargs import launch_settings
 from verl.workers.rollout.ranks import RankExchange, devices_of_the_engine, engine_group
@@ -38,8 +40,6 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Pause before the first restart, doubled before each further one up to the longest."""
 _MIB = 2**20
 
-Weights = Callable[[], Iterable[tuple[str, Tensor]]]
-
 
 class _State(IntEnum):
     """Result of a part of the work on one rank. All ranks act on the largest value among them."""
@@ -50,6 +50,14 @@ class _State(IntEnum):
     FAILED = 2
     LOST = 3
     """The engine was lost and not replaced."""
+
+
+class _Lack(IntEnum):
+    """What a rank lacks of a version of the weights. All ranks gather what any of them lacks."""
+
+    NOTHING = 0
+    ADAPTERS = 1
+    ALL = 2
 
 
 class RemoteRollout(BaseRollout):
@@ -81,6 +89,10 @@ class RemoteRollout(BaseRollout):
         self._source: tuple[Weights, int] | None = None
         """The function that returns the weights, and their version; set only inside :meth:`awake`."""
         self._engine: EngineClient | None = None
+        self._holds_base = False
+        """Whether the engine has the base weights of a model whose adapters it applies."""
+        self.sent_bytes = 0
+        """Bytes of weights that the engine was given at the last update; 0 on ranks without an engine."""
         self._asleep: set[str] = set()
         """Parts of the engine's memory that are released."""
         self._gives_memory_back = config.free_cache_engine and self.device.type == "cuda"
@@ -152,29 +164,55 @@ class RemoteRollout(BaseRollout):
 
         The transfer is verified by a checksum of each tensor, computed in the engine's own processes.
         """
+        with self._loading(version):
+            self._send(weights, version)
+
+    def _load_adapted(self, weights: AdaptedWeights, version: int, gathered: _Lack, lacks: _Lack) -> None:
+        """Load the parts that this rank lacks, and gather those that any rank lacks."""
+        base = iter(weights.base() if gathered == _Lack.ALL else ())
+        adapters = iter(weights.adapters())
+        try:
+            if lacks != _Lack.NOTHING:
+                with self._loading(version):
+                    if lacks == _Lack.ALL:
+                        self._send(base, version)
+                    self._holds_base = True
+                    _finish(base)
+                    self._send_adapters(adapters, version)
+        finally:
+            _finish(base)
+            _finish(adapters)
+
+    @contextmanager
+    def _loading(self, version: int) -> Iterator[None]:
+        """Wake the engine for new weights, which it holds in ``version`` after the context."""
         self.wake()
-        self.weight_version = NO_WEIGHTS
-        began, size = time.perf_counter(), 0
+        self.weight_version, self._holds_base, self.sent_bytes = NO_WEIGHTS, False, 0
+        began = time.perf_counter()
+        yield
+        # With multi_stage_wake_up, the cache's memory is allocated only now, after the transfer.
+        self._wake_memory(MEMORY)
+        self.weight_version = version
+        if self._engine is not None:
+            took, size = time.perf_counter() - began, self.sent_bytes / _MIB
+            logger.info("%s engine: version %d loaded, %.1f MiB in %.3f s", self.config.name, version, size, took)
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         weights = iter(weights)
         checked = self._expected.checked(weights, version)
         try:
             if self._engine is not None:
                 bucket_bytes = self.config.checkpoint_engine.update_weights_bucket_megabytes * _MIB
-                size = self._engine.load_weights(checked, bucket_bytes)
+                self.sent_bytes += self._engine.load_weights(checked, bucket_bytes)
             else:  # a rank without an engine still takes part in gathering, and checks the weights
-                for _ in checked:
-                    pass
+                _finish(checked)
         finally:
-            for _ in weights:  # the iteration is collective: every rank must finish it, also after an error
-                pass
-        # With multi_stage_wake_up, the cache's memory is allocated only now, after the transfer.
-        self._wake_memory(MEMORY)
-        self.weight_version = version
+            _finish(weights)
+
+    def _send_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> None:
+        found = self._expected.checked_adapters(adapters, version)
         if self._engine is not None:
-            took = time.perf_counter() - began
-            logger.info(
-                "%s engine: version %d loaded, %.1f MiB in %.3f s", self.config.name, version, size / _MIB, took
-            )
+            self.sent_bytes += self._engine.load_adapters(found)
 
     @contextmanager
     def awake(self, weights: Weights, version: int) -> Iterator[Self]:
@@ -198,16 +236,23 @@ class RemoteRollout(BaseRollout):
         ready = False
         while not ready:
             ready = self._collectively(self.wake)
-            lacks_weights = self.weight_version != version
-            if ready and any(self._exchange(lacks_weights)):
-                ready = self._collectively(lambda lacks=lacks_weights: self._load_or_gather(weights(), version, lacks))
+            lacks = self._lack_of(version)
+            if ready and (gathered := _Lack(max(self._exchange(lacks)))):
+                load = functools.partial(self._load_or_gather, weights, version, gathered, lacks)
+                ready = self._collectively(load)
 
-    def _load_or_gather(self, weights: Iterable[tuple[str, Tensor]], version: int, lacks_weights: bool) -> None:
-        if lacks_weights:
-            self.load_weights(weights, version)
+    def _lack_of(self, version: int) -> _Lack:
+        if self.weight_version == version:
+            return _Lack.NOTHING
+        return _Lack.ADAPTERS if self._holds_base else _Lack.ALL
+
+    def _load_or_gather(self, weights: Weights, version: int, gathered: _Lack, lacks: _Lack) -> None:
+        if isinstance(weights, AdaptedWeights):
+            self._load_adapted(weights, version, gathered, lacks)
+        elif lacks:
+            self.load_weights(weights(), version)
         else:  # another rank needs the weights, and gathering them is collective
-            for _ in weights:
-                pass
+            _finish(iter(weights()))
 
     # ---- generation
 
@@ -335,7 +380,7 @@ class RemoteRollout(BaseRollout):
         return [int(value)] if self._source is None else self._exchange_all(int(value))
 
     def _start_engine(self) -> None:
-        self._asleep = set()
+        self._asleep, self._holds_base = set(), False
         self._engine = self._start()
         if self.starts_at_once:
             self._sleep_memory(self._engine)
@@ -346,7 +391,7 @@ class RemoteRollout(BaseRollout):
 
     def _end_lost(self, error: RolloutError) -> str:
         """End the remaining processes of a lost engine; return the error's text with the path of the engine's log."""
-        self.weight_version = NO_WEIGHTS
+        self.weight_version, self._holds_base = NO_WEIGHTS, False
         log = self._end_engine()
         return f"{error}{f' The whole log: {log}.' if log else ''}"
 
@@ -380,3 +425,9 @@ class RemoteRollout(BaseRollout):
             # A start that fails by itself counts as a loss too: the lost engine's memory may not be free yet.
             except RolloutError as next_error:
                 error = next_error
+
+
+def _finish(weights: Iterator[tuple[str, Tensor]]) -> None:
+    """Iterate to the end: gathering is collective, so every rank must finish it, also after an error."""
+    for _ in weights:
+        pass

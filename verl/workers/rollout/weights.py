@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -61,6 +63,26 @@ class ExpectedWeights:
                 yield name, tensor.detach().to(self._dtype or tensor.dtype)
         problems += [f"{name} is missing" for name in self._needed if name not in seen]
         check_fit(problems, version, self.model_name)
+
+    def checked_adapters(self, adapters: Iterable[tuple[str, Tensor]], version: int) -> dict[str, Tensor]:
+        """Return the adapters of an iteration, converted; see :class:`~verl.workers.adapted_weights.AdaptedWeights`.
+
+        Raises:
+            RolloutError: an adapter is of no layer of the model, or of another shape; the message names it.
+        """
+        problems, found = [], {}
+        for name, tensor in adapters:
+            layer, _, part = name.rpartition(".lora_")
+            shape = self._shapes.get(f"{layer}.weight")
+            side = -1 if part.startswith("A") else 0
+            if shape is None:
+                problems.append(f"{name} is of no layer")
+            elif tensor.shape[side] != shape[side]:
+                problems.append(f"{name} has shape {list(tensor.shape)}, and the layer's weight {list(shape)}")
+            else:
+                found[name] = tensor.detach().to(self._dtype or tensor.dtype)
+        check_fit(problems, version, self.model_name)
+        return found
 
 
 def check_fit(problems: Sequence[str], version: int, model_name: str) -> None:
@@ -131,6 +153,28 @@ def write_weight_files(
         path = _with_room(folders, sum(tensor.nbytes for tensor in part.values())) / f"{name}-{number}.safetensors"
         save_file(part, path)
         yield path, part
+
+
+def write_adapters(adapters: Mapping[str, Tensor], folders: Sequence[Path]) -> tuple[Path, dict[str, Tensor]]:
+    """Write LoRA adapters as peft does, to a new folder below the first of ``folders`` with enough free space.
+
+    Args:
+        adapters: see :class:`~verl.workers.adapted_weights.AdaptedWeights`.
+        folders: where there may be room.
+
+    Returns:
+        the new folder, which the caller deletes, and the tensors in its file.
+    """
+    tensors = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in adapters.items()}
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
+    layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapters})
+    parent = _with_room(folders, sum(tensor.nbytes for tensor in tensors.values()))
+    folder = Path(tempfile.mkdtemp(prefix="adapters-", dir=parent))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    # The scale lora_alpha / r is 1: that of training is part of the tensors.
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": layers}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder, tensors
 
 
 def _with_room(folders: Sequence[Path], size: int) -> Path:

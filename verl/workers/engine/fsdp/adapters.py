@@ -304,6 +304,29 @@ def _merge(base: Tensor, adapter: Mapping[str, Tensor], scale: float) -> Tensor:
     return whole * (magnitude.to(dtype) / whole.norm(dim=1)).unsqueeze(1)
 
 
+def base_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a model with adapters but theirs, by the names of the model without adapters."""
+    for name, tensor in weights:
+        if ".lora_" not in name:
+            yield name.replace(".base_layer.", "."), tensor
+
+
+@torch.no_grad()
+def scaled_adapters(weights: Iterable[tuple[str, Tensor]], scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+    """Yield A and s B of each layer as :class:`~verl.workers.adapted_weights.AdaptedWeights` has them.
+
+    Args:
+        weights: those of a model with adapters, or its adapters alone.
+        scales: the scale s of each layer with an adapter, by name.
+    """
+    for name, tensor in weights:
+        if name.endswith(_A):
+            yield f"{name.removesuffix(_A)}.lora_A.weight", tensor
+        elif name.endswith(_B):
+            layer = name.removesuffix(_B)
+            yield f"{layer}.lora_B.weight", tensor * scales[layer]
+
+
 def scales_of(layers: Mapping[str, Any]) -> dict[str, float]:
     """Return the scale s of each of the :func:`adapter_layers`."""
     return {name: float(layer.scaling[_ADAPTER]) for name, layer in layers.items()}

@@ -25,12 +25,15 @@ from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import hf_config_of, torch_dtype
 from verl.utils.sharded_tensor import full_tensor
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
+from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine.base import BaseEngine
 from verl.workers.engine.fsdp.adapters import (
     ADAPTER_FOLDER,
     adapter_layers,
+    base_of,
     check_same_scale,
     merged,
+    scaled_adapters,
     scales_of,
     without_adapters,
     write_adapters,
@@ -230,6 +233,22 @@ class ShardedModel(BaseEngine):
         self._reshard()
         weights = self.backend.whole_weights()
         return merged(weights, scales_of(self.adapters)) if self.has_adapters else weights
+
+    def adapted_weights(self) -> AdaptedWeights:
+        """See :meth:`BaseEngine.adapted_weights`."""
+        if not self.has_adapters:
+            return super().adapted_weights()
+        return AdaptedWeights(self._base_weights, self._adapter_weights)
+
+    def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._reshard()
+        return base_of(self.backend.whole_weights())
+
+    def _adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
+        self._reshard()
+        trained = trained_parameters(self.model).items()
+        whole = ((name, full_tensor(parameter, self.device)) for name, parameter in trained)
+        return scaled_adapters(whole, scales_of(self.adapters))
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:

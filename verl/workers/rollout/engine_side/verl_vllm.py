@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 from verl_engine import TOKEN_VARIABLE, weights_in_files, with_checksums
@@ -16,11 +17,22 @@ class WeightLoader:
     """Load weights from files; a mix-in of vLLM's worker (``worker_extension_cls``)."""
 
     reload_weights: Callable[..., None]
+    add_lora: Callable[..., bool]
 
     def load_weight_files(self, paths: list[str]) -> dict[str, Any]:
         """Replace all weights by those of safetensors files; return ``{"checksums": {name: checksum}}`` of these."""
         found: dict[str, str] = {}
         self.reload_weights(weights_iterator=with_checksums(weights_in_files(paths), found))
+        return {"checksums": found}
+
+    def load_adapters(self, name: str, number: int, folder: str) -> dict[str, Any]:
+        """Replace the LoRA adapters of that name by those in a folder of peft; return the checksums of their files."""
+        from vllm.lora.request import LoRARequest
+
+        self.add_lora(LoRARequest(name, number, folder, load_inplace=True))
+        found: dict[str, str] = {}
+        for _ in with_checksums(weights_in_files(map(str, Path(folder).glob("*.safetensors"))), found):
+            pass
         return {"checksums": found}
 
 

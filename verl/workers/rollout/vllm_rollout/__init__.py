@@ -14,7 +14,7 @@ from verl.workers.rollout.remote import RemoteRollout
 from verl.workers.rollout.sampling import completes_stop_text
 from verl.workers.rollout.vllm_rollout.inprocess import VLLMInProcess
 from verl.workers.rollout.vllm_rollout.served import VLLMServer
-from verl.workers.rollout.vllm_rollout.settings import engine_arguments
+from verl.workers.rollout.vllm_rollout.settings import applies_adapters, engine_arguments
 
 
 @RolloutRegistry.register("vllm")
@@ -23,6 +23,11 @@ class VLLMRollout(RemoteRollout):
 
     default_start_timeout_s = 600.0
     starts_at_once = True  # so that an unknown argument of vLLM is reported before anything else is built
+
+    def set_up(self) -> None:
+        """See :meth:`BaseRollout.set_up`."""
+        self.applies_adapters = applies_adapters(self.config, self.model_config)
+        super().set_up()
 
     def _engine_arguments(self) -> dict[str, Any]:
         return engine_arguments(self.config, self.model_config, self.max_model_len, self.device)
@@ -49,7 +54,7 @@ class VLLMRollout(RemoteRollout):
             params |= {"top_p": sampling.top_p, "top_k": max(sampling.top_k, 0), "min_p": sampling.min_p}
         texts = sampling.stop
         is_end = (lambda tokens: completes_stop_text(tokens, texts, self.tokenizer)) if texts else None
-        return PartialResponse(request, params, is_end)
+        return PartialResponse(request, params, is_end, has_adapters=self._holds_base)
 
 
 vLLMRollout = vLLMAsyncRollout = VLLMRollout  # noqa: N816 - names of other versions; the one class serves both modes

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -15,9 +18,11 @@ from torch import Tensor
 from verl.base.registry import suggest
 from verl.errors import ConfigError, RolloutError
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
-from verl.workers.rollout.engine_side.verl_engine import checksum, with_checksums
-from verl.workers.rollout.vllm_rollout.settings import process_environment
-from verl.workers.rollout.weights import check_arrival
+from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_files, with_checksums
+from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_FILE, ADAPTER_ID, process_environment
+from verl.workers.rollout.weights import check_arrival, write_adapters
+
+_FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 
 class VLLMInProcess(EngineClient):
@@ -46,6 +51,9 @@ class VLLMInProcess(EngineClient):
                         f"rollout.engine_kwargs.vllm: this vLLM has no argument {name}.{suggest(name, known)}"
                     )
             self._engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+        # A base that stays while its adapters change is kept in the CPU's memory (1), other weights are dropped (2).
+        self._sleep_level = 1 if arguments.get("enable_lora") else 2
+        self._adapters: Any = None
         self._served = 0
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
@@ -86,7 +94,9 @@ class VLLMInProcess(EngineClient):
         self._served += 1
         name = str(self._served)
         params = SamplingParams(**response.params, output_kind=RequestOutputKind.DELTA)
-        self._engine.add_request(name, {"prompt_token_ids": list(response.request.prompt_ids)}, params)
+        prompt = {"prompt_token_ids": list(response.request.prompt_ids)}
+        adapters = self._adapters if response.has_adapters else None
+        self._engine.add_request(name, prompt, params, lora_request=adapters)
         running[name] = response
         return name
 
@@ -130,13 +140,33 @@ class VLLMInProcess(EngineClient):
         if failed:
             raise failed[0]
         check_arrival(sent, arrived, "vLLM (in this process)")
+        self._reset_cache()
+        return size
+
+    def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
+        """See :meth:`EngineClient.load_adapters`. vLLM reads them from a file, in shared memory if it can be."""
+        from vllm.lora.request import LoRARequest
+
+        folder, tensors = write_adapters(adapters, [path for path in _FOLDERS if os.access(path, os.W_OK)])
+        try:
+            self._engine.add_lora(LoRARequest(ADAPTER, ADAPTER_ID, str(folder), load_inplace=True))
+            self._adapters = LoRARequest(ADAPTER, ADAPTER_ID, str(folder))
+            arrived: dict[str, str] = {}
+            for _ in with_checksums(weights_in_files([str(folder / ADAPTER_FILE)]), arrived):
+                pass
+        finally:
+            shutil.rmtree(folder)
+        check_arrival({name: str(checksum(tensor)) for name, tensor in tensors.items()}, arrived, "vLLM")
+        self._reset_cache()
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _reset_cache(self) -> None:
         if not self._engine.reset_prefix_cache():
             raise RolloutError("vLLM kept its prefix cache over an update of the weights: it still serves requests.")
-        return size
 
     def sleep(self, parts: Sequence[str]) -> None:
         """Release the memory of weights and cache, whatever the parts: vLLM cannot release them separately."""
-        self._engine.sleep(level=2)
+        self._engine.sleep(level=self._sleep_level)
 
     def wake(self, parts: Sequence[str]) -> None:
         """See :meth:`EngineClient.wake`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import shutil
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
 from threading import Event
@@ -18,8 +19,8 @@ from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.server import LOOPBACK
-from verl.workers.rollout.vllm_rollout.settings import command_line, process_environment
-from verl.workers.rollout.weights import check_arrival, write_weight_files
+from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_ID, command_line, process_environment
+from verl.workers.rollout.weights import check_arrival, write_adapters, write_weight_files
 
 _GENERATE = "/inference/v1/generate"
 _ABORT_ALL: tuple[str, Any] = ("/abort_requests", {})
@@ -39,6 +40,10 @@ class VLLMServer(ServerClient):
     def __init__(
         self, arguments: Mapping[str, Any], device: torch.device, launch: Launch, devices: str | None = None
     ) -> None:
+        # A base that stays while its adapters change is kept in the CPU's memory (1), other weights are dropped (2).
+        self._sleep_level = 1 if arguments.get("enable_lora") else 2
+        self._knows_adapters = False
+
         def command(port: int) -> list[str]:
             return [
                 *(launch.python, "-m", "vllm.entrypoints.openai.api_server", "--host", LOOPBACK, "--port", str(port)),
@@ -57,7 +62,7 @@ class VLLMServer(ServerClient):
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`. With stop texts, tokens are streamed so that work ends at a stop text."""
-        bodies = [{"token_ids": one.request.prompt_ids, "sampling_params": one.params} for one in responses]
+        bodies = [_body(response) for response in responses]
 
         def take(number: int, answer: Any) -> bool:
             return self.take(responses[number], answer)
@@ -73,7 +78,7 @@ class VLLMServer(ServerClient):
 
         def work(http: HttpClient) -> Coroutine[Any, Any, None]:
             async def ask(number: int, response: PartialResponse) -> None:
-                body = {"token_ids": response.request.prompt_ids, "sampling_params": response.params}
+                body = _body(response)
                 with refusals():
                     if response.is_end is None:
                         self.take(response, await http.request("POST", _GENERATE, body))
@@ -114,9 +119,28 @@ class VLLMServer(ServerClient):
         finally:
             for path in paths:
                 path.unlink(missing_ok=True)
+        self._reset_cache()
+        return size
+
+    def load_adapters(self, adapters: Mapping[str, Tensor]) -> int:
+        """See :meth:`EngineClient.load_adapters`."""
+        folder, tensors = write_adapters(adapters, (self.server.memory_folder, self.server.folder))
+        sent = {name: str(checksum(tensor)) for name, tensor in tensors.items()}
+        try:
+            if not self._knows_adapters:  # the server's front end must know the name; the workers load them below
+                self.server.post("/v1/load_lora_adapter", {"lora_name": ADAPTER, "lora_path": str(folder)})
+                self._knows_adapters = True
+            call = {"method": "load_adapters", "args": [ADAPTER, ADAPTER_ID, str(folder)]}
+            for number, worker in enumerate(self.server.post("/collective_rpc", call)["results"]):
+                check_arrival(sent, worker["checksums"], f"vLLM (worker {number})")
+        finally:
+            shutil.rmtree(folder)
+        self._reset_cache()
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _reset_cache(self) -> None:
         if not self.server.post("/reset_prefix_cache")["success"]:
             raise RolloutError("vLLM kept its prefix cache over an update of the weights: it still serves requests.")
-        return size
 
     def _load_files(self, paths: list[Path], sent: dict[str, str]) -> None:
         call = {"method": "load_weight_files", "args": [[str(path) for path in paths]]}
@@ -125,12 +149,19 @@ class VLLMServer(ServerClient):
 
     def sleep(self, parts: Sequence[str]) -> None:
         """Release the memory of weights and cache, whatever the parts: vLLM cannot release them separately."""
-        self.server.post("/sleep?level=2")
+        self.server.post(f"/sleep?level={self._sleep_level}")
 
     def wake(self, parts: Sequence[str]) -> None:
         """See :meth:`EngineClient.wake`."""
         tags = "" if set(parts) == set(MEMORY) else "?" + "&".join(f"tags={part}" for part in parts)
         self.server.post(f"/wake_up{tags}")
+
+
+def _body(response: PartialResponse) -> dict[str, Any]:
+    body: dict[str, Any] = {"token_ids": response.request.prompt_ids, "sampling_params": response.params}
+    if response.has_adapters:
+        body["model"] = ADAPTER
+    return body
 
 
 def _explain(error: RolloutError, python: str) -> RolloutError | ConfigError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from verl.utils.model import ATTN_IMPLEMENTATION, resolve_model_path
 from verl.workers.rollout.engine_kwargs import extra_arguments
 from verl.workers.rollout.server import SERVER_KEEPALIVE_S
 
+ADAPTER, ADAPTER_ID = "policy", 1
+"""Name and number of the only adapters in vLLM."""
+ADAPTER_FILE = "adapter_model.safetensors"
 _CPU_KV_CACHE_BYTES = 2**30
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM 0.32 takes as max_lora_rank
 _KV_CACHE_BYTES, _KV_CACHE_VARIABLE = "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"
 
 
@@ -26,7 +31,7 @@ def engine_arguments(
 
     Raises:
         ConfigError: ``engine_kwargs.vllm`` sets an argument that another setting determines, or
-            ``data_parallel_size`` is not 1.
+            ``data_parallel_size`` is not 1, or vLLM applies no adapters of that rank.
     """
     if config.data_parallel_size != 1:
         raise ConfigError(
@@ -68,6 +73,9 @@ def engine_arguments(
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
+    if applies_adapters(config, model_config):
+        rank = _largest_rank(model_config)
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}
     if device.type == "cpu":
         # After a partial prefill vLLM rewinds the request's random generator, which CPU generators do not support.
         arguments["enable_chunked_prefill"] = False
@@ -79,6 +87,26 @@ def engine_arguments(
         # Without a size vLLM takes half of the machine's memory.
         extra.setdefault(_KV_CACHE_BYTES, _CPU_KV_CACHE_BYTES)
     return arguments | extra
+
+
+def applies_adapters(config: RolloutConfig, model_config: HFModelConfig) -> bool:
+    """Return whether vLLM is given LoRA adapters apart from the weights."""
+    return model_config.has_adapters and not config.merge_adapters
+
+
+def _largest_rank(model_config: HFModelConfig) -> int:
+    """Return the smallest rank that vLLM has room for and the adapters fit into."""
+    rank = model_config.lora_rank
+    if model_config.lora_adapter_path is not None:
+        found = json.loads((Path(model_config.lora_adapter_path) / "adapter_config.json").read_text())
+        rank = max([found["r"], *found.get("rank_pattern", {}).values()])
+    allowed = [size for size in _LORA_RANKS if size >= rank]
+    if not allowed:
+        raise ConfigError(
+            f"adapters of rank {rank} are too large for vLLM, which applies at most rank {_LORA_RANKS[-1]}. Set "
+            "rollout.merge_adapters=true."
+        )
+    return allowed[0]
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
@@ -105,6 +133,7 @@ def process_environment(device: torch.device) -> dict[str, str]:
     variables = {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",  # the route that tells a server of adapters; it asks for the token
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEPALIVE_S),
     }
