@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -99,6 +100,7 @@ def memory() -> None:
 
 def rollout() -> None:
     """Print a table of what updates of vLLM cost in both ways, and what its responses take."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
 
     from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, RolloutConfig
