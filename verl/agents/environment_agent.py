@@ -45,6 +45,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
     conversation. ``environment_info`` is what the last step said beside them.
     """
 
+    takes_images = False
     shared: EnvironmentAgentParts
 
     @classmethod

@@ -17,17 +17,20 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, Field, model_validator
 
+from verl.agents.images import FOR_TEXT, INPUTS, as_inputs, expanded, token_counts
 from verl.agents.servers import AsyncLLMServerManager
 from verl.base.import_utils import load_module
 from verl.base.registry import Registry
 from verl.config.agent import TrajectoryStatus
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, DataError, RolloutError
 from verl.utils.dataset.chat import as_messages, encode, render, render_prompt
+from verl.vision.messages import without_images
+from verl.vision.prompts import ImagePrompts
 
 PLACE = "the conversation"
 
@@ -58,6 +61,8 @@ class AgentLoopOutput(BaseModel):
     """log p of the drawn tokens, 0 on others; None takes what the engines returned."""
     routed_experts: Any | None = None
     multi_modal_data: dict[str, Any] | None = None
+    """``images``: all images whose tokens the sequence has, in their order, as ``generate`` takes them; None takes
+    those that the policy was given in its last turn there."""
     reward_score: float | None = None
     """Score of the whole trajectory, if the loop computes it; otherwise the reward function does."""
     agent: str = "main"
@@ -138,6 +143,9 @@ class AgentLoopBase(ABC):
         self.dataset_config = (dataset_config or DictConfigWrap(self.config.data)).config
         self.apply_chat_template_kwargs = dict(self.dataset_config.apply_chat_template_kwargs or {})
 
+    takes_images: ClassVar[bool] = True
+    """Whether rows with images may ask for this loop."""
+
     @classmethod
     def prepare(cls, config: Any, tokenizer: Any) -> Any:
         """Make what all trajectories of a process share; each finds it as ``self.shared``. Called once in a process.
@@ -179,7 +187,7 @@ class AgentLoopBase(ABC):
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
-        images: Sequence[Any] | None = None,
+        images: Sequence[Any] | Mapping[str, Any] | None = None,
         videos: Sequence[Any] | None = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
@@ -190,18 +198,25 @@ class AgentLoopBase(ABC):
         Args:
             messages: the conversation, or its newest part.
             tools: schemas of the tools that the policy may call.
-            images: not in this version.
+            images: those that stand in the messages, in their order, as ``server_manager.generate`` takes them; the
+                tokens are repeated as often as each image needs.
             videos: not in this version.
             remove_system_prompt: leave out the system message that the template writes by itself in front of messages
                 without one.
         """
-        if images or videos:
-            raise ConfigError("images and videos are not in this version; give text alone.")
+        if videos:
+            raise ConfigError("videos are not in this version; give texts and images.")
+        maker = ImagePrompts.of(self.processor)
         settings: dict[str, Any] = {**self.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
-        text = render_prompt(as_messages(list(messages), PLACE), self.tokenizer, PLACE, **settings)
+        text = render_prompt(as_messages(list(messages), PLACE, maker is not None), self.tokenizer, PLACE, **settings)
         if remove_system_prompt:
             text = text.removeprefix(self._system_prompt())
-        return encode(text, self.tokenizer)
+        ids = encode(text, self.tokenizer)
+        if maker is None and not images:
+            return ids
+        inputs = as_inputs(images, maker, PLACE)
+        assert maker is not None
+        return expanded(ids, token_counts(inputs, maker.config), maker, PLACE)
 
     def _system_prompt(self) -> str:
         """Text that the template writes in front of a conversation which has no system message."""
@@ -210,8 +225,24 @@ class AgentLoopBase(ABC):
         return once.removesuffix(twice.removeprefix(once))
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the images and videos of messages: none in this version, which trains on text."""
-        return {}
+        """Return the images that stand in messages, decoded, as ``images``; nothing if there are none.
+
+        Messages of a row hold the places of its images alone: the images are the row's ``multi_modal_inputs``.
+
+        Raises:
+            ConfigError: there are images, and the policy is a model for text.
+            DataError: an image cannot be read, or a message holds its place alone.
+        """
+        images = without_images([dict(message) for message in messages])[1]
+        maker = ImagePrompts.of(self.processor)
+        if images and maker is None:
+            raise ConfigError(f"{PLACE}: there are images, and {FOR_TEXT}.")
+        if None in images:
+            raise DataError(
+                f"{PLACE}: an image part holds no image. Those of the row are kwargs['{INPUTS}'], which "
+                "apply_chat_template and generate take as images."
+            )
+        return {"images": [maker.read(image, PLACE) for image in images]} if maker is not None and images else {}
 
 
 # ---- which loop

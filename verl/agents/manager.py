@@ -9,7 +9,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
+from torch import Tensor
 
+from verl.agents.images import FOR_TEXT, INPUTS, NO_IMAGES, sequence_positions
 from verl.agents.loop import JUDGE_ADDRESS, AgentLoopOutput
 from verl.agents.servers import SampleId
 from verl.agents.worker import Trajectory, TrajectoryResult, agent_loops
@@ -17,6 +19,8 @@ from verl.config import PPOConfig
 from verl.config.agent import TrajectoryStatus
 from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
+from verl.protocol.shared import SharedTensors
+from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import joined_columns, padded, requests_from_prompts
 
 LEFT_OUT = ("mask", "redraw")
@@ -69,11 +73,13 @@ class AgentLoopManager:
         processor: Any = None,
         judge_address: str | None = None,
     ) -> None:
-        agent_loops(config)  # here too, so that what cannot be loaded ends the run before a process starts
+        # Here too, so that what cannot be loaded ends the run before a process starts.
+        self._loops = agent_loops(config)
         self.worker_group = worker_group
         self._rollout = config.actor_rollout_ref.rollout
         self._of_run = {} if judge_address is None else {JUDGE_ADDRESS: judge_address}
         self._pad = tokenizer.pad_token_id
+        self._images = ImagePrompts.of(processor)
         self._agents: Agents = _agents(config, tokenizer, processor)
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
@@ -87,13 +93,16 @@ class AgentLoopManager:
             a row for each training sequence, in the order of the prompts, with the columns of the ranks'
             ``generate_sequences``, where ``response_mask`` is 1 on the policy's tokens alone, and ``trajectory_id``,
             ``agent``, ``trajectory_status``, ``trajectory_message``, ``__num_turns__``, ``agent_loop_metrics``,
-            ``trajectory_conversation``, ``agent_name`` if the prompts lack it, and those of ``extra_fields``.
+            ``trajectory_conversation``, ``agent_name`` if the prompts lack it, and those of ``extra_fields``. For a
+            model with images ``position_ids`` are (bsz, 4, length), and ``multi_modal_inputs`` has the images of each
+            sequence, those of tools among them.
+
+        Raises:
+            DataError: a row has images, and its agent loop or the policy takes none.
+            RolloutError: too many trajectories failed.
         """
-        if any(len(images) for images in prompts.non_tensor_batch.get("multi_modal_inputs", ())):
-            raise DataError(
-                "agent loops do not take prompts with images in this version. Take agent_name out of rows with images."
-            )
         trajectories = self._trajectories(prompts)
+        self._check_images(trajectories)
         results = self._agents.run(trajectories, self.worker_group)
         for attempt in range(1, REDRAWS + 1):
             again = [row for row, result in enumerate(results) if self._treatment(result) == "redraw"]
@@ -135,6 +144,19 @@ class AgentLoopManager:
             trajectories.append(Trajectory(agent_name=name, sample=sample, sampling=request.sampling, row=row))
         return trajectories
 
+    def _check_images(self, trajectories: Sequence[Trajectory]) -> None:
+        for trajectory in trajectories:
+            if not len(trajectory.row.get(INPUTS) or ()):
+                continue
+            if self._images is None:
+                raise DataError(f"a row has images, and {FOR_TEXT}. Take the rows with images out.")
+            loop = self._loops.get(trajectory.agent_name)  # an unknown one fails the trajectory
+            if loop is not None and not loop[0].takes_images:
+                raise DataError(
+                    f"a row has images, and its agent loop '{trajectory.agent_name}' takes none in this version. Give "
+                    "rows with images another agent_name (single_turn_agent), or take them out."
+                )
+
     def _report_failures(self, results: Sequence[TrajectoryResult]) -> None:
         """Log each kind of failure once, with its number.
 
@@ -152,20 +174,32 @@ class AgentLoopManager:
             raise RolloutError(f"{said}\nMore than rollout.agent.max_failure_rate={limit:g} ends the run.")
         logger.warning("%s", said)
 
+    def _positions(
+        self,
+        prompts: tuple[Tensor, Tensor],
+        responses: tuple[Tensor, Tensor],
+        response_mask: Tensor,
+        images: Sequence[SharedTensors],
+    ) -> dict[str, Tensor]:
+        if self._images is None:
+            return {}
+        return {"position_ids": sequence_positions(prompts, responses, response_mask, images, self._images.config)}
+
     def _columns(self, trajectories: Sequence[Trajectory], results: Sequence[TrajectoryResult]) -> DataProto:
         rows = _sequences(trajectories, results)
         outputs = [output for *_, output in rows]
         longest_prompt, longest = self._rollout.prompt_length, self._rollout.response_length
         response_mask, _ = padded([output.response_mask for output in outputs], longest, 0)
         log_probs, _ = padded([output.response_logprobs or [] for output in outputs], longest, 0.0)
+        prompts = padded([output.prompt_ids for output in outputs], longest_prompt, self._pad, left=True)
+        responses = padded([output.response_ids for output in outputs], longest, self._pad)
+        images = [_images_of(trajectory, output) for trajectory, _, output in rows]
         extra = {name: None for output in outputs for name in output.extra_fields}
         own_scores = [output.reward_score for output in outputs]
         return DataProto.from_dict(
             tensors={
-                **joined_columns(
-                    padded([output.prompt_ids for output in outputs], longest_prompt, self._pad, left=True),
-                    padded([output.response_ids for output in outputs], longest, self._pad),
-                ),
+                **joined_columns(prompts, responses),
+                **self._positions(prompts, responses, response_mask, images),
                 "response_mask": response_mask,
                 "rollout_log_probs": log_probs,
             },
@@ -181,10 +215,17 @@ class AgentLoopManager:
                 "__num_turns__": np.array([output.num_turns for output in outputs]),
                 "agent_loop_metrics": _objects(output.metrics.model_dump() for output in outputs),
                 "trajectory_conversation": _objects(output.conversation for output in outputs),
+                **({} if self._images is None else {INPUTS: _objects(images)}),
                 **({} if own_scores == [None] * len(outputs) else {"reward_score": _objects(own_scores)}),
                 **{name: _objects(output.extra_fields.get(name) for output in outputs) for name in extra},
             },
         )
+
+
+def _images_of(trajectory: Trajectory, output: AgentLoopOutput) -> SharedTensors:
+    """The images of a sequence, by default those of its row, which the responses to a prompt share."""
+    found = (output.multi_modal_data or trajectory.row).get(INPUTS)
+    return found if isinstance(found, SharedTensors) else SharedTensors(found) if found else NO_IMAGES
 
 
 def _agents(config: PPOConfig, tokenizer: Any, processor: Any) -> Agents:

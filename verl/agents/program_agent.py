@@ -51,6 +51,7 @@ class ProgramAgentLoop(AgentLoopBase):
         **kwargs: see :class:`AgentLoopBase`.
     """
 
+    takes_images = False
     shared: ProgramAgentParts
 
     def __init__(

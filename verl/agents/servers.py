@@ -14,8 +14,12 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
+from verl.agents.images import as_inputs, text_places
+from verl.agents.turns import DrawnTurn
 from verl.config import RolloutConfig
 from verl.errors import ConfigError, RolloutError
+from verl.protocol.shared import SharedTensors
+from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest, SamplingParams, sample_seed
 
 NO_EFFECT = ("logprobs",)
@@ -69,20 +73,6 @@ class Connection(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class DrawnTurn:
-    """A response as it was asked for and drawn."""
-
-    prompt_ids: list[int]
-    token_ids: list[int]
-    log_probs: list[float]
-    weight_version: int
-    seconds: float = 0.0
-    """Time from the call to the answer."""
-    began: float = 0.0
-    """When it was asked for, in seconds since 1970."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class SampleId:
     """Which response of a run a trajectory is; its random numbers follow from this and from its own tokens."""
@@ -109,12 +99,19 @@ class AsyncLLMServerManager:
         connection: the way to the engines.
         sample: which response of the run the trajectory is.
         default: sampling parameters where a call names none.
+        images: reads images, by the policy's processor; None for a model for text.
     """
 
     def __init__(
-        self, config: RolloutConfig, connection: Connection, sample: SampleId, default: SamplingParams
+        self,
+        config: RolloutConfig,
+        connection: Connection,
+        sample: SampleId,
+        default: SamplingParams,
+        images: ImagePrompts | None = None,
     ) -> None:
         self._config = config
+        self._images = images
         self._connection = connection
         self._sample = sample
         self.sampling = default
@@ -149,7 +146,7 @@ class AsyncLLMServerManager:
         *,
         prompt_ids: Sequence[int],
         sampling_params: Mapping[str, Any] | None = None,
-        image_data: Sequence[Any] | None = None,
+        image_data: Sequence[Any] | Mapping[str, Any] | None = None,
         video_data: Sequence[Any] | None = None,
         on_drawn: Callable[[list[int]], object] | None = None,
     ) -> TokenOutput:
@@ -157,21 +154,24 @@ class AsyncLLMServerManager:
 
         Args:
             request_id: id of the conversation; the same for all its turns, so that they meet the same engine.
-            prompt_ids: at least one token.
+            prompt_ids: at least one token, with all tokens of the images.
             sampling_params: ``temperature``, ``top_p``, ``top_k``, ``min_p``, ``max_tokens``, ``stop``,
                 ``stop_token_ids``, ``ignore_eos``; by default those of the rollout (or of validation).
-            image_data: not in this version.
+            image_data: all images whose tokens are in ``prompt_ids``, in their order: a list of images, each the bytes
+                of a file, a path, a ``data:`` URL or a PIL image; or ``multi_modal_inputs`` of the row. What the policy
+                itself drew stands for no image.
             video_data: not in this version.
             on_drawn: called now and then, in the event loop of the call, with all tokens drawn so far, by engines that
                 tell them before the response has ended (``native``).
 
         Raises:
             ContextFullError: there is no room for another token.
-            ConfigError: a sampling parameter is unknown or out of range.
+            ConfigError: a sampling parameter is unknown or out of range, or the images are not those of the tokens.
+            DataError: an image cannot be read.
             RolloutError: the request cannot be served.
         """
-        if image_data or video_data:
-            raise ConfigError("images and videos are not in this version; give text alone.")
+        if video_data:
+            raise ConfigError("videos are not in this version; give texts and images.")
         if self.is_closed:
             raise RolloutError("this trajectory has ended, and the policy answers it no more.")
         ids = [operator.index(token) for token in prompt_ids]
@@ -182,8 +182,11 @@ class AsyncLLMServerManager:
                 "(data.max_prompt_length + data.max_response_length, or rollout.max_model_len)."
             )
         params = self._params(sampling_params or {}, room)
+        images, texts = await self._with_images(ids, image_data)
         on_part = None if on_drawn is None else _in_this_loop(on_drawn)
-        request = RolloutRequest(ids, replace(params, seed=self._seed(tuple(ids))), streams=on_part is not None)
+        request = RolloutRequest(
+            ids, replace(params, seed=self._seed(tuple(ids))), images, texts, streams=on_part is not None
+        )
         asked_at, began = time.time(), time.monotonic()
         call = self._connection.send(f"{self._sample.name}/{request_id}", request, on_part)
         self._under_way.append(call)
@@ -198,7 +201,7 @@ class AsyncLLMServerManager:
             self._under_way.remove(call)
             seconds = time.monotonic() - began
             self.seconds += seconds
-        drawn = DrawnTurn(ids, output.token_ids, output.log_probs, output.weight_version, seconds, asked_at)
+        drawn = DrawnTurn(ids, output.token_ids, output.log_probs, output.weight_version, seconds, asked_at, images)
         self.turns.append(drawn)
         return TokenOutput(
             token_ids=output.token_ids,
@@ -206,6 +209,15 @@ class AsyncLLMServerManager:
             stop_reason=output.finish_reason,
             weight_version=output.weight_version,
         )
+
+    async def _with_images(self, ids: list[int], images: Any) -> tuple[SharedTensors | None, tuple[int, ...]]:
+        """Return the inputs of images, None without any, and the places of image tokens that the policy drew."""
+        if isinstance(images, Mapping) or not images:
+            found = as_inputs(images, self._images, "image_data")
+        else:  # decoding a picture would hold up all other conversations
+            found = await asyncio.to_thread(as_inputs, images, self._images, "image_data")
+        texts = () if self._images is None else text_places(ids, found, self.turns, self._images.config)
+        return found if len(found) else None, texts
 
     def _params(self, given: Mapping[str, Any], room: int) -> SamplingParams:
         wanted = {OTHER_NAMES.get(name, name): value for name, value in given.items() if name not in NO_EFFECT}

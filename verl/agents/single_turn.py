@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from verl.agents.images import INPUTS
 from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 
 
@@ -14,7 +15,9 @@ class SingleTurnAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         """See :meth:`AgentLoopBase.run`."""
         prompt = kwargs["raw_prompt_ids"]
-        drawn = await self.server_manager.generate("turn", prompt_ids=prompt, sampling_params=sampling_params)
+        drawn = await self.server_manager.generate(
+            "turn", prompt_ids=prompt, sampling_params=sampling_params, image_data=kwargs.get(INPUTS)
+        )
         return AgentLoopOutput(
             prompt_ids=prompt,
             response_ids=drawn.token_ids,

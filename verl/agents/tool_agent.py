@@ -118,6 +118,7 @@ class ToolAgentLoop(AgentLoopBase):
     policy, 0 for turns that the user did not answer.
     """
 
+    takes_images = False
     shared: ToolAgentParts
 
     @classmethod

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from verl.agents.environment_agent import EnvironmentAgentLoop
+from verl.agents.images import INPUTS, NO_IMAGES, as_inputs, images_of_sequence
 from verl.agents.loop import (
     AGENT_LOOPS,
     JUDGE_ADDRESS,
@@ -34,15 +35,19 @@ from verl.agents.loop import (
 )
 from verl.agents.parsers import is_built_in_parser
 from verl.agents.program_agent import ProgramAgentLoop
-from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, DrawnTurn, SampleId
+from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
+from verl.agents.turns import DrawnTurn, drawn_log_probs
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, VerlError
+from verl.protocol.shared import SharedTensors
 from verl.tools.threads import DaemonThreads, in_thread
+from verl.vision.families import VisionConfig
+from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -183,6 +188,7 @@ class AgentLoopWorker:
         self._config = config
         self._rollout = config.actor_rollout_ref.rollout
         self._tokenizer, self._processor, self._connection = tokenizer, processor, connection
+        self._images = ImagePrompts.of(processor)
         self._vocabulary = len(tokenizer)
         self._loops = agent_loops(config)
         self._shared: dict[type[AgentLoopBase], Any] = {}
@@ -199,7 +205,9 @@ class AgentLoopWorker:
 
     async def run(self, trajectory: Trajectory) -> TrajectoryResult:
         """Run a trajectory to its end. Cancelling the call cancels the trajectory."""
-        policy = AsyncLLMServerManager(self._rollout, self._connection, trajectory.sample, trajectory.sampling)
+        policy = AsyncLLMServerManager(
+            self._rollout, self._connection, trajectory.sample, trajectory.sampling, self._images
+        )
         async with self._places:
             if self._loops.get(trajectory.agent_name, (None,))[0] in self._never_blocking:
                 return await self._run_here(trajectory, policy)
@@ -356,16 +364,50 @@ class AgentLoopWorker:
                 )
         self._check_foreign(output, log_probs)
         _check_additions(output, row)
-        is_cut = len(output.response_ids) > most
+        images, end = self._images_of(output, log_probs, turns, row)
+        is_cut, most = len(output.response_ids) > most, min(most, end - len(output.prompt_ids))
         pairs = zip(output.response_mask, log_probs, strict=True)
         return output.model_copy(
             update={
                 "response_ids": output.response_ids[:most],
                 "response_mask": output.response_mask[:most],
                 "response_logprobs": [value if mask and value is not None else 0.0 for mask, value in pairs][:most],
+                "multi_modal_data": images,
                 "status": "context_full" if is_cut and output.status == "done" else output.status,
             }
         )
+
+    def _images_of(
+        self,
+        output: AgentLoopOutput,
+        log_probs: Sequence[float | None],
+        turns: Sequence[DrawnTurn],
+        row: Mapping[str, Any],
+    ) -> tuple[dict[str, SharedTensors] | None, int]:
+        """Return the inputs of a sequence's images, None for those of the row, and how many tokens of it may stay."""
+        ids = [*output.prompt_ids, *output.response_ids]
+        data = dict(output.multi_modal_data or {})
+        given = data.pop(INPUTS, None) if INPUTS in data else data.pop("images", None)
+        if others := [name for name, value in data.items() if value]:
+            raise ConfigError(
+                f"multi_modal_data has {', '.join(others)}, which is not read in this version. Give images alone."
+            )
+        named = None if given is None else as_inputs(given, self._images, "multi_modal_data")
+        if self._images is None:
+            return None, len(ids)
+        drawn = [False] * len(output.prompt_ids) + [value is not None for value in log_probs]
+        for place, mask in enumerate(output.response_mask, len(output.prompt_ids)):
+            if not mask and drawn[place] and ids[place] == self._images.config.image_token_id:
+                raise ConfigError(
+                    "the policy drew an image token in a turn that a sequence repeats with mask 0, and the trainer "
+                    "would take it for an image. Leave such turns out, or give them mask 1 in this sequence alone."
+                )
+        of_row = row.get(INPUTS)
+        known = of_row if isinstance(of_row, SharedTensors) else as_inputs(of_row, self._images, "the row")
+        most = len(output.prompt_ids) + self._rollout.response_length
+        images, end = images_of_sequence(ids, drawn, turns, named, known, most, self._images.config)
+        is_of_row = images is of_row or not (len(images) or len(known))
+        return (None if is_of_row else {INPUTS: images}), end
 
     def _check_foreign(self, output: AgentLoopOutput, log_probs: Sequence[float | None]) -> None:
         """Check the tokens that the policy did not draw, which the trainer's model reads."""
@@ -381,7 +423,8 @@ class AgentLoopWorker:
         self, trajectory: Trajectory, policy: AsyncLLMServerManager, status: TrajectoryStatus, message: str
     ) -> TrajectoryResult:
         logger.info("trajectory %s ended with %s: %s", trajectory.sample.name, status, message)
-        return failed(trajectory, tuple(policy.turns), status, message, self._rollout)
+        vision = None if self._images is None else self._images.config
+        return failed(trajectory, tuple(policy.turns), status, message, self._rollout, vision)
 
 
 def failed(
@@ -390,14 +433,20 @@ def failed(
     status: TrajectoryStatus,
     message: str,
     rollout: RolloutConfig,
+    vision: VisionConfig | None = None,
 ) -> TrajectoryResult:
     """Make the result of a trajectory without an output: what the policy drew last, and all before it."""
     prompt = _first_prompt(trajectory, turns, rollout.prompt_length)
     drawn = turns
     turns = [turn for turn in turns if turn.prompt_ids[: len(prompt)] == prompt]
     written = [*turns[-1].prompt_ids, *turns[-1].token_ids] if turns else prompt
-    response = slice(len(prompt), len(prompt) + rollout.response_length)
-    values = drawn_log_probs(written, turns)[response]
+    values = drawn_log_probs(written, turns)
+    images, end = None, len(prompt) + rollout.response_length
+    if vision is not None and turns:
+        is_drawn = [value is not None for value in values]
+        images, end = images_of_sequence(written, is_drawn, turns, None, NO_IMAGES, end, vision)
+    response = slice(len(prompt), end)
+    values = values[response]
     output = AgentLoopOutput(
         prompt_ids=prompt,
         response_ids=written[response],
@@ -406,6 +455,7 @@ def failed(
         num_turns=1 + len(turns),
         metrics=AgentLoopMetrics(generate_sequences=sum(turn.seconds for turn in drawn)),
         status=status,
+        multi_modal_data=None if images is None or images is trajectory.row.get(INPUTS) else {INPUTS: images},
     )
     return TrajectoryResult((output,), message, turns[-1].weight_version if turns else -1)
 
@@ -476,18 +526,6 @@ def _check_drawn_once(outputs: Sequence[AgentLoopOutput], turns: Sequence[DrawnT
 
 def _too_long(limit_s: float) -> str:
     return f"it took longer than trajectory_timeout_s={limit_s:g} s"
-
-
-def drawn_log_probs(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[float | None]:
-    """Return the log-prob of each token that the policy drew after exactly the tokens before it; None for others."""
-    written = list(tokens)
-    found: list[float | None] = [None] * len(written)
-    for turn in turns:
-        start, end = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.token_ids)
-        kept = written[start:end]
-        if kept and kept == turn.token_ids[: len(kept)] and written[:start] == turn.prompt_ids:
-            found[start : start + len(kept)] = turn.log_probs[: len(kept)]
-    return found
 
 
 def _named(sampling: SamplingParams) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def _source(value: Any, place: str) -> Image.Image | io.BytesIO | str:
     """The PIL image, the bytes or the path that a value stands for."""
     while isinstance(value, Mapping):
         found = next(
-            (value[key] for key in ("bytes", "image", "path", "image_url") if value.get(key) is not None), None
+            (value[key] for key in ("bytes", "image", "path", "image_url", "url") if value.get(key) is not None), None
         )
         if found is None:
             raise DataError(

@@ -46,11 +46,11 @@ def _listed(images: Any, place: str) -> list[Any]:
 
 def _message(message: Any, inline: list[Any]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list) or not any(_is_image(part) for part in content):
+    if not has_image_parts(content):
         return message
     parts = []
-    for part in content:
-        if not _is_image(part):
+    for part in content or ():
+        if not is_image_part(part):
             parts.append(part)
             continue
         given = {key: value for key, value in part.items() if key != "type" and value is not None}
@@ -59,7 +59,35 @@ def _message(message: Any, inline: list[Any]) -> Any:
     return {**message, "content": parts}
 
 
-def _is_image(part: Any) -> bool:
+def without_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """Take the images out of image parts; return the messages, whose image parts hold nothing, and what they held.
+
+    A part without an image gives None. The given messages stay as they are.
+    """
+    images: list[Any] = []
+    return [_bare(message, images) for message in messages], images
+
+
+def _bare(message: Message, images: list[Any]) -> Message:
+    content = message.get("content")
+    if not has_image_parts(content):
+        return message
+    parts: list[Any] = []
+    for part in content or ():
+        if is_image_part(part):
+            images.append({key: value for key, value in part.items() if key != "type" and value is not None} or None)
+            part = {"type": "image"}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def has_image_parts(content: Any) -> bool:
+    """Whether the content of a message has an image part."""
+    return isinstance(content, list) and any(is_image_part(part) for part in content)
+
+
+def is_image_part(part: Any) -> bool:
+    """Whether a part of a message stands for an image."""
     return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
 
 

@@ -26,7 +26,7 @@ TEMPLATES = {family: ChatTemplate(tokenizer) for family, tokenizer in TOKENIZERS
 def of_a_loop(tokenizer: Any, messages: list[dict[str, Any]]) -> list[int]:
     class Loop(AgentLoopBase):
         def __init__(self) -> None:
-            self.tokenizer, self.apply_chat_template_kwargs = tokenizer, {}
+            self.tokenizer, self.processor, self.apply_chat_template_kwargs = tokenizer, None, {}
 
         async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
             return await self.apply_chat_template(messages)

@@ -25,6 +25,7 @@ from verl.algorithms.groups import group_numbers
 from verl.protocol import DataProto, replace_columns
 from verl.workers.reward_manager.scores import on_last_token
 
+IMAGES = "multi_modal_inputs"
 MAIN = "main"
 """The agent whose last sequence is scored."""
 
@@ -39,6 +40,8 @@ def with_prompts(prompts: DataProto, responses: DataProto) -> DataProto:
     ids = responses.non_tensor_batch.get("trajectory_id")
     if ids is None:
         return prompts | responses
+    if IMAGES in responses.non_tensor_batch:  # those of the prompt, and what tools showed
+        prompts = prompts.select(non_tensor_batch_keys=[name for name in prompts.non_tensor_batch if name != IMAGES])
     columns = prompts.non_tensor_batch
     names = map(trajectory_id, columns["uid"], columns["sample_index"])
     row_of = {name: row for row, name in enumerate(names)}

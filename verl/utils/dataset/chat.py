@@ -12,6 +12,7 @@ from jinja2.exceptions import TemplateError
 
 from verl.errors import ConfigError, DataError
 from verl.utils.control_tokens import control_tokens_of, has_special, is_marked
+from verl.vision.messages import has_image_parts, is_image_part
 
 Message = dict[str, Any]
 Truncation = Literal["error", "left", "right", "middle"]
@@ -40,12 +41,13 @@ def require_usable(tokenizer: Any) -> None:
         )
 
 
-def as_messages(prompt: Any, place: str) -> list[Message]:
+def as_messages(prompt: Any, place: str, with_images: bool = False) -> list[Message]:
     """Validate a prompt, a string or a list of messages, and return it as a list of messages.
 
     A string becomes one user message. Keys with value None are dropped, except ``content``: parquet gives every message
     all keys of the column, and templates may test for a key. Text parts are joined to one string, as text-only
-    templates would print the list as Python code. ``place`` (file and row) is named in errors.
+    templates would print the list as Python code. With ``with_images`` contents that have image parts stay lists, of
+    ``{"type": "image"}`` and text parts. ``place`` (file and row) is named in errors.
     """
     if isinstance(prompt, str):
         _refuse_json(prompt, place)
@@ -60,7 +62,8 @@ def as_messages(prompt: Any, place: str) -> list[Message]:
         kept = {key: value for key, value in message.items() if value is not None or key == "content"}
         if not isinstance(kept.get("role"), str):
             raise DataError(f"{place}: message {number} has no role: {_shown(message)}. {expected}")
-        messages.append(kept | {"content": _content(kept, f"{place}: message {number}")})
+        here = f"{place}: message {number}"
+        messages.append(kept | {"content": _content(kept, here, with_images)})
     return messages
 
 
@@ -79,8 +82,11 @@ def _refuse_json(text: str, place: str) -> None:
         )
 
 
-def _content(message: Message, place: str) -> str | None:
+def _content(message: Message, place: str, with_images: bool = False) -> str | list[Message] | None:
     content = message.get("content")
+    if with_images and has_image_parts(content):
+        parts = [{"type": "image"} if is_image_part(part) else _text_part(part, place) for part in content or ()]
+        return [part for part in parts if part.get("text") != ""]
     if content is None and message.get("tool_calls"):
         return None
     if not isinstance(content, str):
@@ -92,6 +98,10 @@ def _content(message: Message, place: str) -> str | None:
             f"{place} holds half a character, {error.object[error.start]!r}, which no tokenizer reads."
         ) from error
     return content
+
+
+def _text_part(part: Any, place: str) -> Message:
+    return {"type": "text", "text": _content({"content": [part]}, place)}
 
 
 def _parts(content: Any, place: str) -> Iterator[str]:

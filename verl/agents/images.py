@@ -1,0 +1,212 @@
+"""Images of trajectories: as inputs of the policy in its turns, and as inputs of the trainer in its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.agents.turns import DrawnTurn, drawn_log_probs
+from verl.errors import ConfigError
+from verl.protocol.shared import SharedTensors, joined
+from verl.vision.families import IMAGE_INPUTS, VisionConfig
+from verl.vision.positions import mrope_positions
+from verl.vision.prompts import ImagePrompts
+from verl.workers.rollout.placed_images import digests
+
+INPUTS = "multi_modal_inputs"
+"""Column of the images of a row, and key of ``AgentLoopOutput.multi_modal_data`` for images that are inputs already."""
+NO_IMAGES = SharedTensors({})
+FOR_TEXT = (
+    "the policy reads no images: it is a model for text, or of none of the families Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
+)
+
+
+def as_inputs(images: Any, maker: ImagePrompts | None, place: str) -> SharedTensors:
+    """Return images as inputs of the model, empty if there are none.
+
+    Args:
+        images: a list of images, each as :func:`verl.vision.images.read_image` takes it; or ``multi_modal_inputs`` of a
+            row, which are inputs already; or None.
+        maker: of the policy's processor; None for a model for text.
+        place: for errors.
+
+    Raises:
+        DataError: an image cannot be read.
+        ConfigError: there are images, and the policy reads none, or they have another form.
+    """
+    if images is None or (isinstance(images, Mapping | list | tuple) and not images):
+        return NO_IMAGES
+    if maker is None:
+        raise ConfigError(f"{place}: there are images, and {FOR_TEXT}.")
+    if isinstance(images, Mapping):
+        if not set(images) >= set(IMAGE_INPUTS):
+            raise ConfigError(
+                f"{place}: images are a mapping with {', '.join(map(str, images))}. Give a list of images, or "
+                f"{INPUTS} of the row, which has {' and '.join(IMAGE_INPUTS)}."
+            )
+        return images if isinstance(images, SharedTensors) else SharedTensors(images)
+    if isinstance(images, str | bytes) or not isinstance(images, Sequence):
+        raise ConfigError(f"{place}: images are {type(images).__name__}, and must be a list of images.")
+    read = [maker.read(image, f"{place}, image {number}") for number, image in enumerate(images)]
+    return SharedTensors(maker.inputs(read, place))
+
+
+def together(parts: Sequence[SharedTensors]) -> SharedTensors:
+    """Join inputs of images, in their order; a single part stays the same object."""
+    some = [part for part in parts if len(part)]
+    if len(some) < 2:
+        return some[0] if some else NO_IMAGES
+    tensors = {name: joined(some, name) for name in IMAGE_INPUTS}
+    return SharedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
+
+
+def token_counts(images: SharedTensors, vision: VisionConfig) -> list[int]:
+    """Return the number of tokens of each image."""
+    return [vision.tokens_of(grid) for grid in images[IMAGE_INPUTS[1]]] if len(images) else []
+
+
+def expanded(ids: Sequence[int], counts: Sequence[int], maker: ImagePrompts, place: str) -> list[int]:
+    """Repeat the image token of each image of a rendered text as often as the image has tokens.
+
+    Raises:
+        DataError: there is another number of image tokens than of images.
+    """
+    maker.repeats(ids, counts, place)
+    return maker.expanded(ids, counts)
+
+
+def text_places(
+    ids: Sequence[int], images: SharedTensors, turns: Sequence[DrawnTurn], vision: VisionConfig
+) -> tuple[int, ...]:
+    """Return the places of tokens with the id of images that stand for none, because the policy drew them.
+
+    Raises:
+        ConfigError: the other tokens with this id are not those of the images.
+    """
+    token = vision.image_token_id
+    if token not in ids:
+        drawn, found = (), 0
+    else:
+        values = drawn_log_probs(ids, turns)
+        places = [place for place, number in enumerate(ids) if number == token]
+        drawn = tuple(place for place in places if values[place] is not None)
+        found = len(places) - len(drawn)
+    wanted = sum(token_counts(images, vision))
+    if found != wanted:
+        raise ConfigError(
+            f"prompt_ids have {found} image tokens, and image_data makes {wanted}. Give all images of the conversation "
+            f"in their order as image_data: a list, or kwargs['{INPUTS}'] for those of the row."
+        )
+    return drawn
+
+
+def images_of_sequence(
+    ids: Sequence[int],
+    drawn: Sequence[bool],
+    turns: Sequence[DrawnTurn],
+    given: SharedTensors | None,
+    of_row: SharedTensors,
+    most: int,
+    vision: VisionConfig,
+) -> tuple[SharedTensors, int]:
+    """Return the images of a training sequence, and how many of its tokens stay.
+
+    Args:
+        ids: the sequence.
+        drawn: which of its tokens the policy drew.
+        turns: the turns of the policy, with the images that it was shown.
+        given: what the agent loop says are the images; None takes those of the last turn in the sequence.
+        of_row: the images of the row, for a sequence without a turn.
+        most: tokens that may stay. A sequence is not cut within an image, but before it.
+        vision: the policy's.
+
+    Raises:
+        ConfigError: the image tokens are not those of the images, or the policy was shown other images.
+    """
+    shown = _shown(ids, turns)
+    images = given if given is not None else of_row if shown is None else shown
+    places = [place for place, token in enumerate(ids) if token == vision.image_token_id and not drawn[place]]
+    counts = token_counts(images, vision)
+    if not places and given is None:
+        return NO_IMAGES, min(most, len(ids))
+    if len(places) != sum(counts):
+        raise ConfigError(
+            f"a sequence has {len(places)} image tokens that the policy did not draw, and its {len(counts)} images "
+            f"make {sum(counts)}. Give all of its images in their order: multi_modal_data={{'images': [...]}}."
+        )
+    if given is not None and shown is not None and digests(given)[: len(digests(shown))] != digests(shown):
+        raise ConfigError(
+            "multi_modal_data has other images than the policy was shown in its turns. Give those of image_data, in "
+            "the same order and size."
+        )
+    end, before, whole = min(most, len(ids)), 0, 0
+    for count in counts:
+        if places[before + count - 1] >= most:
+            end = min(end, places[before])
+            break
+        before, whole = before + count, whole + 1
+    return _first(images, whole, counts), end
+
+
+def _shown(ids: Sequence[int], turns: Sequence[DrawnTurn]) -> SharedTensors | None:
+    """The images of the last turn of a sequence; None if it has no turn."""
+    written = list(ids)
+    known = [turn for turn in turns if written[: len(turn.prompt_ids)] == turn.prompt_ids]
+    if not known:
+        return None
+
+    def rank(turn: DrawnTurn) -> tuple[bool, int]:
+        start = len(turn.prompt_ids)
+        return written[start : start + len(turn.token_ids)] == turn.token_ids, start
+
+    return max(known, key=rank).images or NO_IMAGES
+
+
+def _first(images: SharedTensors, number: int, counts: Sequence[int]) -> SharedTensors:
+    """The first images."""
+    if number == len(counts):
+        return images
+    if not number:
+        return NO_IMAGES
+    pixels, grid = (images[name] for name in IMAGE_INPUTS)
+    patches = int(grid[:number].prod(-1).sum())
+    return SharedTensors(dict(zip(IMAGE_INPUTS, (pixels[:patches], grid[:number]), strict=True)))
+
+
+def sequence_positions(
+    prompts: tuple[Tensor, Tensor],
+    responses: tuple[Tensor, Tensor],
+    response_mask: Tensor,
+    images: Sequence[SharedTensors],
+    vision: VisionConfig,
+) -> Tensor:
+    """Return the position ids of sequences with images in prompts and responses.
+
+    Args:
+        prompts: (bsz, prompt_length) tokens and their mask, padded on the left.
+        responses: (bsz, response_length) tokens and their mask, padded on the right.
+        response_mask: (bsz, response_length) 1 on tokens that the policy drew, which stand for no image.
+        images: of each row.
+        vision: the policy's.
+
+    Returns:
+        (bsz, 4, prompt_length + response_length), as :func:`verl.vision.positions.continued` makes them of responses
+        of text: zeros on the left, and on the right the largest position before.
+    """
+    ids = torch.cat([prompts[0], responses[0]], dim=-1)
+    mask = torch.cat([prompts[1], responses[1]], dim=-1).bool()
+    drawn = torch.cat([torch.zeros_like(prompts[0]), response_mask], dim=-1).bool()
+    is_image = (ids == vision.image_token_id) & ~drawn
+    width = prompts[0].shape[1]
+    found = torch.zeros(len(ids), 4, ids.shape[1], dtype=torch.int64)
+    for row, shown in enumerate(images):
+        there = mask[row]
+        grid = shown[IMAGE_INPUTS[1]] if len(shown) else None
+        own = mrope_positions(ids[row][there], grid, vision, is_image[row][there])
+        found[row][:, there] = own
+        last = torch.stack([own[0].amax(), *[own[1:].amax()] * 3])
+        found[row][:, width:][:, ~there[width:]] = last.unsqueeze(-1)
+    return found
