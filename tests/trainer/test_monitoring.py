@@ -55,6 +55,7 @@ def test_a_run_is_scraped_while_it_trains(train, tmp_path):  # noqa: F811
     settings = {"enable": "true", "port": port, "file": file, "served_model_name": "tiny"}
     steps = train(
         **{f"actor_rollout_ref__rollout__prometheus__{key}": value for key, value in settings.items()},
+        actor_rollout_ref__rollout__name="native",
         trainer__val_before_train="true",
         trainer__project_name="pro",
         trainer__experiment_name="ex",
@@ -93,6 +94,43 @@ def test_a_run_is_scraped_while_it_trains(train, tmp_path):  # noqa: F811
             names = set(re.findall(r"\b(?:verl|process)_\w+", expression))
             assert names, target
             assert names <= served, target
+
+
+def of_ranks(scrapes: list[Scrape], name: str) -> dict[str, list[float]]:
+    """Values of a gauge of engines by rank, scrape by scrape."""
+    found: dict[str, list[float]] = {}
+    for one in scrapes:
+        for (key, labels), value in one.items():
+            if key == f"verl_engine_{name}":
+                found.setdefault(labels[0], []).append(value)
+    return found
+
+
+def test_the_engines_of_two_ranks_are_scraped_while_they_draw(train, ray_cluster):  # noqa: F811
+    port = free_port()
+    scraper = Scraper(port)
+    scraper.start()
+    key = "actor_rollout_ref__rollout__prometheus__"
+    train(
+        trainer__controller="ray",
+        trainer__n_gpus_per_node=2,
+        actor_rollout_ref__rollout__name="native",
+        actor_rollout_ref__rollout__multi_turn__enable="true",
+        data__max_response_length=96,
+        **{f"{key}enable": "true", f"{key}port": port},
+    )
+    scraper.over.set()
+    scraper.join()
+    for name in ("requests_running", "memory_tokens", "prefix_cache_tokens", "prompt_tokens_total"):
+        by_rank = of_ranks(scraper.seen, name)
+        assert set(by_rank) == {"0", "1"}, name
+        assert all(max(values) > 0 for values in by_rank.values()), name
+    for values in of_ranks(scraper.seen, "prompt_tokens_total").values():
+        assert values == sorted(values)
+    for values in of_ranks(scraper.seen, "weight_version").values():
+        assert set(values) <= {-1, 0, 2}  # none, and those of the two steps
+        assert 0 in values
+        assert values[-1] == -1
 
 
 def test_a_taken_port_is_an_error_before_models_load(train):  # noqa: F811

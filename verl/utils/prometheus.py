@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
-from prometheus_client.core import GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from verl.config.observation import PrometheusConfig
@@ -34,7 +34,7 @@ class MetricsServer(Collector):
     A metric ``critic/score/mean`` becomes the gauge ``verl_critic_score_mean``. Beside the metrics there are
     ``verl_step``, ``verl_steps`` (of the whole run), ``verl_step_timestamp_seconds`` (when the newest step ended),
     ``verl_stage{stage="gen"}`` (1 for the stages that are entered, outer ones included), ``verl_run_info`` and the
-    process's own memory and time (``process_*``).
+    process's own memory and time (``process_*``). With :attr:`engine_states` there are ``verl_engine_*{rank="0"}``.
 
     Args:
         config: address, port and file.
@@ -47,6 +47,8 @@ class MetricsServer(Collector):
 
     def __init__(self, config: PrometheusConfig, project: str, experiment: str) -> None:
         self.total_steps = 0
+        self.engine_states: Callable[[], Mapping[int, object]] = dict
+        """Returns what the rollout engine of each rank does, at each scrape."""
         self._info = {"project": project, "experiment": experiment, "model": config.served_model_name or ""}
         self._lock = threading.Lock()
         self._values: dict[str, float] = {}
@@ -111,8 +113,28 @@ class MetricsServer(Collector):
         for stage in entered:
             stages.add_metric([stage], 1)
         yield stages
+        yield from self._of_engines()
         for name, value in values.items():
             yield GaugeMetricFamily(names[name], f"Metric {name}, of the newest step that has it.", value)
+
+    def _of_engines(self) -> Iterator[Metric]:
+        states = self.engine_states()
+        families: list[tuple[str, GaugeMetricFamily | CounterMetricFamily]] = [
+            *(
+                (name, GaugeMetricFamily(f"verl_engine_{name}", what, labels=["rank"]))
+                for name, what in _ENGINE_GAUGES.items()
+            ),
+            *(
+                (name, CounterMetricFamily(f"verl_engine_{name}", what, labels=["rank"]))
+                for name, what in _ENGINE_COUNTERS.items()
+            ),
+        ]
+        for name, family in families:
+            for rank, state in sorted(states.items()):
+                value = getattr(state, name)
+                if value is not None:
+                    family.add_metric([str(rank)], value)
+            yield family
 
     def _gauge_name(self, name: str) -> str:
         """``critic/score/mean`` → ``verl_critic_score_mean``; of two that would be the same the later gets ``_2``."""
@@ -135,4 +157,20 @@ class MetricsServer(Collector):
         self._thread.join()
 
 
-_OWN = ("verl_run_info", "verl_step", "verl_steps", "verl_step_timestamp_seconds", "verl_stage")
+_ENGINE_GAUGES = {
+    "weight_version": "Version of the weights that the engine holds, -1 for none.",
+    "requests_running": "Responses that are being drawn.",
+    "requests_waiting": "Requests that wait for room.",
+    "memory_tokens": "Tokens of running requests whose keys and values are in memory.",
+    "prefix_cache_tokens": "Tokens of earlier texts whose keys and values are kept.",
+}
+_ENGINE_COUNTERS = {
+    "prompt_tokens": "Prompt tokens of all requests.",
+    "prefix_hit_tokens": "Prompt tokens whose keys and values were kept from earlier texts.",
+}
+"""Fields of an engine's state, and what they are."""
+_OWN = (
+    *("verl_run_info", "verl_step", "verl_steps", "verl_step_timestamp_seconds", "verl_stage"),
+    *(f"verl_engine_{name}" for name in _ENGINE_GAUGES),
+    *(f"verl_engine_{name}_total" for name in _ENGINE_COUNTERS),
+)

@@ -5,6 +5,7 @@ Workers configure engines and call them; the engines compute.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -26,6 +27,7 @@ from verl.config import (
 )
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+from verl.single_controller.base.board import Board
 from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from verl.utils.device import get_device
 from verl.utils.model import hf_config_of, torch_dtype, training_randomness
@@ -147,6 +149,14 @@ class ActorRolloutRefWorker(EngineWorker):
         if self.engine is None:
             return self._pretrained_weights
         return self.engine.adapted_weights() if rollout.applies_adapters else self.engine.get_per_tensor_param
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def post_engine_state(self, board: Board) -> None:
+        """Let the rollout engine post its state to a board, under the number of this rank, from now on."""
+        rollout = _present(self.rollout, "rollout")
+        if rollout.leads:
+            rollout.on_state = functools.partial(board.post, self.rank)
+            rollout.tell_state()
 
     def _pretrained_weights(self) -> Iterable[tuple[str, Tensor]]:
         return pretrained_weights(self.config.model, torch_dtype(self.config.rollout.dtype))

@@ -26,6 +26,7 @@ from verl.testing.rollout_conformance import (
     tokens_of,
     weights_of,
 )
+from verl.workers.rollout import base
 from verl.workers.rollout.base import RolloutOutput, RolloutRequest
 from verl.workers.rollout.native import generation
 from verl.workers.rollout.native.memory import CacheShape
@@ -34,6 +35,7 @@ from verl.workers.rollout.native_rollout import NativeRollout
 from verl.workers.rollout.request import DrawnPart
 from verl.workers.rollout.sampling import uniforms
 from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.state import EngineState
 
 ROUNDING = 1e-5
 
@@ -47,6 +49,40 @@ def served(engine: NativeRollout, requests: list[RolloutRequest], pauses: random
             serving.queue.put(number, requests[number])
             time.sleep(pauses.choice([0, 0, 0.002]))
         return serving.answered(sorted(order))
+
+
+# ---- what the engine tells of itself
+
+
+def test_states_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "_TELL_EVERY_S", 0)  # before every token
+    engine = loaded(tiny_model("qwen3").eval(), tmp_path, prompt_length=64, response_length=8, max_num_seqs=2)
+    told: list[EngineState] = []
+    engine.on_state = told.append
+    first, second = list(range(4, 44)), [*range(4, 40), 77]  # 40 tokens, and 37 of which 36 are the same
+    serving = Serving(engine)
+    for number in range(3):  # there is room for two
+        serving.queue.put(number, greedy(first, max_tokens=4))
+    with serving:
+        serving.answered([0, 1, 2])
+        while told[-1].requests_running:
+            time.sleep(0.001)
+        serving.queue.put(3, greedy(second, max_tokens=4))
+        serving.answered([3])
+
+    def column(name: str) -> list[int]:
+        return [getattr(one, name) for one in told]
+
+    # Four tokens of two responses, four of the third, four of the fourth; after the third and the fourth nothing runs.
+    assert column("requests_running") == [2] * 4 + [1] * 4 + [0] + [1] * 4 + [0]
+    assert column("requests_waiting") == [1] * 4 + [0] * 10
+    # The prompt of two responses counts once; each token that went into the model is stored.
+    assert column("memory_tokens") == [40, 42, 44, 46, *(40, 41, 42, 43), 0, *(37, 38, 39, 40), 0]
+    assert column("prefix_cache_tokens") == [2 * PAGE] * 14  # of 43 and of 40 tokens, 36 of them the same
+    # Found are whole pages of all but the last token: 2 of 39, and 2 of 36.
+    assert column("prompt_tokens") == [40] * 4 + [80] * 5 + [117] * 5
+    assert column("prefix_hit_tokens") == [0] * 4 + [2 * PAGE] * 5 + [4 * PAGE] * 5
+    assert set(column("weight_version")) == {0}
 
 
 # ---- the same with and without what was kept

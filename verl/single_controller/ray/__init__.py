@@ -8,6 +8,7 @@ except ModuleNotFoundError as error:
         "without it: verl.single_controller.local, controller=local."
     ) from error
 
+from verl.single_controller.ray.board import RayBoard
 from verl.single_controller.ray.resource_pool import (
     RayResourcePool,
     ResourcePoolManager,
@@ -23,10 +24,13 @@ from verl.single_controller.ray.worker_group import (
     create_colocated_worker_cls_fused,
 )
 
-# verl.trainer uses this name and ResourcePoolManager of either controller.
+# verl.trainer uses these names and ResourcePoolManager of either controller.
 WorkerGroup = RayWorkerGroup
+Board = RayBoard
 
 __all__ = [
+    "Board",
+    "RayBoard",
     "RayClassWithInitArgs",
     "RayResourcePool",
     "RayWorkerGroup",

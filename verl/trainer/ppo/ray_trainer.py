@@ -111,6 +111,7 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 if TYPE_CHECKING:
     from verl.judge.service import JudgeService
+    from verl.single_controller.base.board import Board
     from verl.single_controller.ray import ResourcePoolManager
     from verl.trainer.ppo.tracing import RolloutTraces
     from verl.utils.prometheus import MetricsServer
@@ -224,6 +225,7 @@ class RayPPOTrainer(FitParts):
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
         self.traces: RolloutTraces | None = None
         self.metrics_server: MetricsServer | None = None
+        self.engine_board: Board | None = None
         self._begin_observation(config)
 
     # ---- set-up -------------------------------------------------------------------------------
@@ -280,12 +282,22 @@ class RayPPOTrainer(FitParts):
         self.ref_policy_wg = groups.get(Role.RefPolicy)
         self.rm_wg = groups.get(Role.RewardModel)
         self._use_workers()
+        if self.metrics_server is not None:
+            board: Board = load_controller(self.typed_config.trainer.controller).Board()
+            self.engine_board = board
+            self.actor_rollout_wg.post_engine_state(board)
+            self.metrics_server.engine_states = board.values
 
     def end_workers(self) -> None:
         """See :meth:`TrainingLoop.end_workers`."""
         self.end_agent_loops()
         if self.judge is not None:
             self.judge.forget()
+        if self.engine_board is not None:
+            if self.metrics_server is not None:
+                self.metrics_server.engine_states = dict
+            self.engine_board.close()
+            self.engine_board = None
         super().end_workers()
 
     def end_agent_loops(self) -> None:

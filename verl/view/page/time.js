@@ -80,9 +80,10 @@ function swatch(name) {
 }
 
 function lane(name, spans, begin, seconds, isInner) {
+  const [pool, number] = name.split(" ");  // where there is no room for both, the number stays
   const what = spans.map((span) => `${shortName(span.name)} ${short(span.seconds)} s`).join(", ");
   return h("div", { class: "step", role: "listitem", "aria-label": `${name}: ${what || "nothing"}` },
-    h("span", { class: "label name", title: name }, name),
+    h("span", { class: "label name", title: name }, h("span", { class: "pool" }, pool), number),
     h("div", { class: "bar" }, spans.map((span) => h("i", {
       class: isInner(span) ? "span inner" : "span",
       title: `${span.name}: ${short(span.seconds)} s after ${short(span.begin - begin)} s${memory(span)}`,

@@ -13,6 +13,7 @@ import importlib
 import math
 import pkgutil
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -40,6 +41,10 @@ from verl.workers.rollout.request import (
     requests_from_prompts,
 )
 from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.state import EngineState
+
+_TELL_EVERY_S = 0.5
+"""Interval at which an engine at work tells its state."""
 
 __all__ = [
     "NO_WEIGHTS",
@@ -102,6 +107,10 @@ class BaseRollout(AbsentAttributes, ABC):
         self.leads = True
         """Whether this rank's responses count; the other ranks of its engine take part in ``load_weights`` and, where
         they hold a part of the model, in its passes."""
+        self.on_state: Callable[[EngineState], object] | None = None
+        """Called with the state of the engine: after it woke and fell asleep, and now and then while it works. It must
+        return at once."""
+        self._state_told_at = 0.0
         self._abort_lock = threading.Lock()
         self._running: set[threading.Event] = set()
         self.set_up()
@@ -189,9 +198,30 @@ class BaseRollout(AbsentAttributes, ABC):
             self.wake()
             if self.weight_version != version:
                 self.load_weights(weights(), version)
+            self.tell_state()
             yield self
         finally:
             self.sleep()
+            self.tell_state()
+
+    def state(self) -> EngineState:
+        """Return what the engine does now; called by the thread that generates."""
+        return EngineState(weight_version=self.weight_version)
+
+    def tell_state(self, if_due: bool = False) -> None:
+        """Give the state to :attr:`on_state`, if somebody wants it.
+
+        Args:
+            if_due: the engine is at work; do nothing if it has told so less than half a second ago.
+        """
+        if self.on_state is None:
+            return
+        if if_due:
+            now = time.monotonic()
+            if now - self._state_told_at < _TELL_EVERY_S:
+                return
+            self._state_told_at = now
+        self.on_state(self.state())
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Draw one response to each row of ``prompts``; ``verl.workers.rollout.request`` lists the columns.

@@ -7,6 +7,7 @@ weights are gathered once per update. docs/rollout_engines.md says when to choos
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable
@@ -28,6 +29,7 @@ from verl.workers.rollout.native.tensor_parallel import EngineRanks
 from verl.workers.rollout.request import DrawnPart, FinishReason, requests_from_prompts
 from verl.workers.rollout.sampling import StopRules, TokenSampler
 from verl.workers.rollout.serving import Answer, RequestQueue
+from verl.workers.rollout.state import EngineState
 from verl.workers.rollout.weights import check_fit
 
 logger = logging.getLogger(__name__)
@@ -60,6 +62,8 @@ class NativeRollout(BaseRollout):
         self._lock = threading.Lock()
         """Held while responses are drawn, so that weights and memory are not replaced or freed meanwhile."""
         self._is_checked = False
+        self._generation: Generation | None = None
+        self._prompt_tokens = self._hit_tokens = 0  # of generations that have ended
 
     takes_images = True
 
@@ -120,6 +124,19 @@ class NativeRollout(BaseRollout):
     def _forget_texts(self) -> None:
         if self._cache is not None:
             self._cache.clear()
+
+    def state(self) -> EngineState:
+        """See :meth:`BaseRollout.state`."""
+        now = self._generation
+        return EngineState(
+            weight_version=self.weight_version,
+            requests_running=0 if now is None else now.running,
+            requests_waiting=0 if now is None else now.waiting,
+            memory_tokens=0 if now is None or self._memory is None else self._memory.tokens,
+            prefix_cache_tokens=0 if self._cache is None else len(self._cache) * PAGE,
+            prompt_tokens=self._prompt_tokens + (0 if now is None else now.prompt_tokens),
+            prefix_hit_tokens=self._hit_tokens + (0 if now is None else now.known_tokens),
+        )
 
     # ---- generation
 
@@ -183,11 +200,18 @@ class NativeRollout(BaseRollout):
             self._output,
             check,
             cache,
+            on_pass=functools.partial(self.tell_state, if_due=True),
         )
-        with self.until_aborted() as aborted, contextlib.ExitStack() as on_error:
-            on_error.callback(self._forget_states)
-            generation.run(aborted)
-            on_error.pop_all()
+        self._generation = generation
+        try:
+            with self.until_aborted() as aborted, contextlib.ExitStack() as on_error:
+                on_error.callback(self._forget_states)
+                generation.run(aborted)
+                on_error.pop_all()
+        finally:
+            self._generation = None
+            self._prompt_tokens += generation.prompt_tokens
+            self._hit_tokens += generation.known_tokens
         memory.keep(torch.zeros(0, dtype=torch.long, device=self.device))
 
     def _output(self, token_ids: list[int], log_probs: list[float], finish_reason: FinishReason) -> RolloutOutput:

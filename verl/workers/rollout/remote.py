@@ -224,10 +224,12 @@ class RemoteRollout(BaseRollout):
         self._source = weights, version
         try:
             self._make_ready()
+            self.tell_state()
             yield self
         finally:
             self._source = None
             self.sleep()
+            self.tell_state()
 
     def _make_ready(self) -> None:
         """Wake the engines and load the weights on all ranks, until no engine is lost in between."""

@@ -83,6 +83,7 @@ class Generation:
         answer: makes the answer from the tokens, their log-probs and the finish reason.
         check: raises RolloutError if a request cannot be served, which is then the answer; None checks nothing.
         cache: keys and values of earlier requests, and then also of these.
+        on_pass: called before each token, and once more at the end.
     """
 
     def __init__(
@@ -96,11 +97,16 @@ class Generation:
         answer: Callable[[list[int], list[float], FinishReason], RolloutOutput],
         check: Callable[[RolloutRequest], None] | None = None,
         cache: PrefixCache | None = None,
+        on_pass: Callable[[], object] | None = None,
     ) -> None:
         self._queue, self._model, self._memory, self._cache = queue, model, memory, cache
         self._sampler, self._stop = sampler, stop
         self._prefill_tokens = prefill_tokens
-        self._answer, self._check = answer, check
+        self._answer, self._check, self._on_pass = answer, check, on_pass
+        self.prompt_tokens = 0
+        """Tokens of the prompts that were admitted; of a group of equal ones, once."""
+        self.known_tokens = 0
+        """Those of them that were in the cache."""
         self._waiting: deque[Group] = deque()
         self._open: dict[tuple[tuple[int, ...], tuple[bytes, ...]], Group] = {}
         """By the prompt and the hashes of its images, the waiting group that takes further requests."""
@@ -125,6 +131,16 @@ class Generation:
         self._log_probs = none.view(0, 0).float()
         """(rows, longest response) log-prob of each."""
 
+    @property
+    def running(self) -> int:
+        """Number of requests whose responses are being drawn."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for room."""
+        return sum(len(group.members) for group in self._waiting)
+
     def run(self, aborted: Event) -> None:
         """Draw tokens until no request runs or waits, or ``aborted`` is set, which ends them all."""
         rows, logits = self._drawn[:0], None  # running rows, and the logits of the next token of each
@@ -135,6 +151,8 @@ class Generation:
             for new_rows, new_logits in self._admit(aborted):
                 rows = torch.cat([rows, new_rows])
                 logits = new_logits if logits is None else torch.cat([logits, new_logits])
+            if self._on_pass is not None:
+                self._on_pass()
             if logits is None:
                 return
             rows, newest = self._draw(logits, rows)
@@ -248,6 +266,8 @@ class Generation:
         offsets = [0 if one is None else one.offset for one in images]
         self._memory.admit([len(prompt) for prompt in prompts], counts, known, offsets)
         starts = [len(group.known) for group in groups]
+        self.prompt_tokens += sum(map(len, prompts))
+        self.known_tokens += sum(starts)
         with self._model.routers.watched(None) as choices:
             logits = self._model.prefill(self._memory, prompts, starts, images)
         if self._routing is not None:

@@ -96,6 +96,11 @@ class KeyValueMemory(ABC):
         """(rows,) number of tokens before each row's next token."""
         return self.prompt_lengths + self.lengths
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of the running rows whose keys and values are stored."""
+        return int(self.positions.sum())
+
     def admit(
         self,
         prompt_lengths: Sequence[int],
@@ -216,6 +221,12 @@ class SharedPromptMemory(KeyValueMemory):
         """Keys and values of responses, (layers, slots, kv_heads, room, head_dim) each."""
         self._shared_of, self._own_of = (list(zip(*memory, strict=True)) for memory in (self.shared, self.own))
         self._slots, self._prompts = self.lengths, self.lengths
+
+    @property
+    def tokens(self) -> int:
+        """See :meth:`KeyValueMemory.tokens`. A prompt counts once for all its rows."""
+        prompts = dict(zip(self._prompts.tolist(), self.prompt_lengths.tolist(), strict=True))
+        return sum(prompts.values()) + int(self.lengths.sum())
 
     @property
     def nbytes(self) -> int:
