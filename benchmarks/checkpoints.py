@@ -27,7 +27,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.scaling import Work, make_model, one_step, prompts
 from benchmarks.scaling import start as start_ranks
-from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.resume import CheckpointPlan
+from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState
 from verl.config import SFTDataConfig
 from verl.protocol import DataProto

@@ -17,7 +17,8 @@ import torch
 
 from verl.checkpoint.files import DurableFile, FileEntry, write_states
 from verl.checkpoint.ranks import SaveReport, Writing
-from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.resume import CheckpointPlan
+from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState, rng_state
 from verl.checkpoint.steps import wrong_contents
 from verl.errors import CheckpointError

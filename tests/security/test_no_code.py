@@ -21,7 +21,8 @@ from omegaconf import OmegaConf
 
 from tests.security.malicious import pickle_bomb, torch_bomb
 from tests.trainer.config.support import Run
-from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.resume import CheckpointPlan
+from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.shards import read_state
 from verl.errors import CheckpointError, ConfigError, DataError, VerlError
 from verl.model_merger import merge

@@ -18,7 +18,8 @@ from tests.trainer.config.support import Run
 from verl.base import env
 from verl.base.fs import below, copy_to_local, name_problem
 from verl.checkpoint import steps
-from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.resume import CheckpointPlan
+from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.shards import read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.model_merger import merge

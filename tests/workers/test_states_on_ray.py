@@ -7,7 +7,8 @@ import ray
 from transformers import AutoModelForCausalLM
 
 from tests.workers.support import ragged_batch
-from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.resume import CheckpointPlan
+from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState
 from verl.errors import CheckpointError, WorkerError
 from verl.single_controller.ray import RayResourcePool, RayWorkerGroup

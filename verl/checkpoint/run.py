@@ -23,78 +23,31 @@ import pickle
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from verl.base.remote import is_remote
 from verl.checkpoint import steps
 from verl.checkpoint.files import UNREADABLE, FileEntry, sync_folder, write_bytes, write_states
 from verl.checkpoint.ranks import SaveReport
 from verl.checkpoint.remote import RemoteSteps
-from verl.checkpoint.shards import WORLD_SIZE_FILE
-from verl.checkpoint.states import RunState, from_arrays
+from verl.checkpoint.resume import CheckpointPlan, ResumeChoice, is_public
+from verl.checkpoint.states import DATA, RNG, STATE, RunState, from_arrays
 from verl.checkpoint.steps import (
-    LATEST,
     LINEAGE,
-    MANIFEST,
     Lineage,
     contains_step,
     read_lineage,
     saved_steps,
     step_folder,
 )
-from verl.config import BaseTrainerConfig, TrainerConfig
 from verl.errors import CheckpointError, VerlError
 
 logger = logging.getLogger(__name__)
 
-FETCHED = "fetched"
-"""Folder, below that of the run, of the remote step that ``resume_from_path`` names."""
-STATE, DATA, RNG = "trainer_state.json", "data.pt", "driver_rng.pt"
 FORMAT = 2
 """Version of ``trainer_state.json``. Steps of version 2 have a manifest; version 1 had neither number nor manifest."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointPlan:
-    """Where a run saves, how many checkpoints it keeps, what it resumes from, and how it reacts to failures."""
-
-    root: str
-    resume_mode: str = "auto"
-    resume_from_path: str | None = None
-    keep: dict[str, int | None] = field(default_factory=dict)
-    """Number of newest checkpoints to keep, for each sub-folder; None keeps all."""
-    delete_after_load: bool = False
-    on_damaged: Literal["previous", "stop"] = "previous"
-    on_failed_save: Literal["retry", "stop"] = "retry"
-    remote: str | None = None
-    """URL of a folder that gets a copy of each step; see :mod:`verl.checkpoint.remote`."""
-
-    @classmethod
-    def of(
-        cls, trainer: BaseTrainerConfig, keep: dict[str, int | None], delete_after_load: bool = False
-    ) -> CheckpointPlan:
-        """Create from a run's ``trainer`` section."""
-        return cls(
-            root=trainer.default_local_dir,
-            resume_mode=trainer.resume_mode,
-            resume_from_path=trainer.resume_from_path,
-            keep=keep,
-            delete_after_load=delete_after_load,
-            on_damaged=trainer.recovery.on_damaged_checkpoint,
-            on_failed_save=trainer.recovery.on_failed_save,
-            remote=trainer.default_hdfs_dir,
-        )
-
-    @classmethod
-    def of_ppo(cls, trainer: TrainerConfig) -> CheckpointPlan:
-        """Create for a PPO run, which limits actor and critic checkpoints separately."""
-        one = 1 if trainer.remove_previous_ckpt_in_save else None
-        keep = {"actor": one or trainer.max_actor_ckpt_to_keep, "critic": one or trainer.max_critic_ckpt_to_keep}
-        return cls.of(trainer, keep, trainer.del_local_ckpt_after_load)
 
 
 class TrainerCheckpoint:
@@ -121,6 +74,7 @@ class TrainerCheckpoint:
         self.root = Path(plan.root).expanduser().absolute()
         self.groups = groups
         self.remote = None if plan.remote is None else RemoteSteps(plan.remote, self.root)
+        self._choice = ResumeChoice(plan, self.root, groups, self.remote)
         self.owed = False
         """A save failed and none has succeeded since: save after the next step."""
         self.failed_saves = 0
@@ -316,7 +270,7 @@ class TrainerCheckpoint:
                 ``recovery.on_damaged_checkpoint`` forbids another one, or no complete one exists. A run never starts
                 from scratch silently where one was saved.
         """
-        self._loaded_from = self._folder_to_resume()
+        self._loaded_from = self._choice.folder()
         if self._loaded_from is None:
             return None
         state = self._read(self._loaded_from)
@@ -338,12 +292,12 @@ class TrainerCheckpoint:
             folders.append(self._loaded_from)
         if not folders:
             return None
-        state = self._read(self._first_whole(folders, []))
+        state = self._read(self._choice.first_whole(folders, []))
         self._own_steps = [step for step in self._own_steps if step <= state.global_step]  # damaged ones come again
         return state
 
     def _read(self, folder: Path) -> RunState:
-        if _is_public(folder):
+        if is_public(folder):
             return self._read_public(folder)
         state = _read_file(folder / STATE, lambda path: json.loads(path.read_text()))
         dataloader, rng = (
@@ -377,109 +331,6 @@ class TrainerCheckpoint:
                 )
             group.load_checkpoint(str(folder / name))
         logger.info("resumed from %s", folder)
-
-    def _folder_to_resume(self) -> Path | None:
-        mode = self.plan.resume_mode
-        if mode == "disable":
-            if others := list(saved_steps(self.root).values()):
-                logger.warning("starting anew in a folder where another run saved: %s", ", ".join(map(str, others)))
-            return None
-        if mode == "resume_path" and is_remote(str(self.plan.resume_from_path)):
-            return self._fetched(str(self.plan.resume_from_path))
-        if mode == "resume_path":
-            folder = Path(str(self.plan.resume_from_path)).expanduser().absolute()
-            if problem := self._problem(folder):
-                raise CheckpointError(
-                    f"the checkpoint to resume from is not whole: {problem}. Set resume_from_path to an existing "
-                    ".../global_step_N folder that is."
-                )
-            return folder
-        steps.repair(self.root)
-        if self.remote is not None:
-            self.remote.bring(self.plan.on_damaged)
-        return self._newest_whole()
-
-    def _fetched(self, url: str) -> Path:
-        """A verified local copy of a remote step, below the folder of the run, which all ranks see."""
-        parent, _, name = url.rstrip("/").rpartition("/")
-        return RemoteSteps(parent, self.root).fetch(int(name.rpartition("_")[2]), self.root / FETCHED)
-
-    def _newest_whole(self) -> Path | None:
-        """The latest step, or the newest intact one before it if it is damaged."""
-        found, problems = saved_steps(self.root), []
-        try:
-            latest = steps.read_latest(self.root)
-        except CheckpointError as error:
-            latest = None
-            problems.append(str(error))
-        if latest is None and not found and not problems:
-            logger.info("no checkpoint in %s: starting from step 0", self.root)
-            return None
-        if latest is None and not problems:
-            problems.append(f"{self.root / LATEST} is missing")
-        if latest is not None and latest not in found:
-            problems.append(f"{step_folder(self.root, latest)}, which {LATEST} names, does not exist")
-        before = {step: path for step, path in found.items() if latest is None or step <= latest}
-        lineages = {step: of for step, path in before.items() if (of := read_lineage(path, STATE)) is not None}
-        lineage = lineages[max(lineages)] if lineages else ()
-        others = [step for step, of in lineages.items() if not contains_step(lineage, step, of[-1][0])]
-        if others and latest not in lineages:
-            problems.append("steps of several runs lie there, and none of them is named as the latest")
-            before = {}
-        ours = {step: path for step, path in before.items() if step not in others}
-        return self._first_whole(
-            [ours[step] for step in sorted(ours, reverse=True)], problems, [found[step].name for step in others]
-        )
-
-    def _first_whole(self, folders: Sequence[Path], problems: list[str], others: Sequence[str] = ()) -> Path:
-        """The first intact one of ``folders``, which are ordered the best first.
-
-        ``problems`` are known problems of better checkpoints, ``others`` steps skipped because another run saved them.
-        """
-        passed_over = f"{', '.join(others)}: saved by another run, passed over. " if others else ""
-        for folder in folders:
-            if problems and self.plan.on_damaged == "stop":
-                break
-            if problem := self._problem(folder):
-                problems.append(problem)
-                continue
-            if problems:
-                logger.warning("damaged checkpoints: %s. %sGoing on from %s.", "; ".join(problems), passed_over, folder)
-            return folder
-        raise CheckpointError(
-            f"cannot resume from {self.root}: {'; '.join(problems)}. {passed_over}"
-            + (
-                "By on_damaged_checkpoint=stop no other step takes its place. "
-                if self.plan.on_damaged == "stop"
-                else "There is no whole step before it. "
-            )
-            + "Restore it, name another step with resume_mode=resume_path and resume_from_path=.../global_step_N, or "
-            "set resume_mode=disable to start anew."
-        )
-
-    def _problem(self, folder: Path) -> str | None:
-        """The first problem of a saved step; None if it is intact."""
-        if not folder.is_dir():
-            return f"{folder} does not exist"
-        try:
-            files = steps.read_manifest(folder)
-        except CheckpointError as error:
-            if _is_public(folder):
-                return None
-            if _is_of_format_1(folder):
-                logger.warning(
-                    "%s has no %s: it was saved by an earlier version, and is not verified", folder, MANIFEST
-                )
-                return None
-            return str(error)
-        if problems := steps.wrong_sizes(folder, files):
-            return problems[0]
-        # Every byte is read, so every rank takes a share of the files: the largest ones first, dealt in turn.
-        group = next(iter(self.groups.values()))
-        names = sorted(files, key=lambda name: -files[name].size)
-        shares = [{name: files[name] for name in names[rank :: group.world_size]} for rank in range(group.world_size)]
-        found = group.check_files([str(folder)] * group.world_size, shares)
-        return next((problem for problems in found for problem in problems), None)
 
 
 def _write_driver(folder: Path, state: RunState, lineage: Lineage) -> dict[str, FileEntry]:
@@ -530,21 +381,6 @@ def _joined(found: dict[str, list[SaveReport]]) -> dict[str, FileEntry]:
                 raise CheckpointError(f"{report.problem} (rank {rank})")
             files |= {(Path(name) / file).as_posix(): entry for file, entry in report.files.items()}
     return files
-
-
-def _is_public(folder: Path) -> bool:
-    """Whether ``folder`` is a step that verl 0.8 saved under FSDP: without files of this driver, with its shards."""
-    if any((folder / name).exists() for name in (MANIFEST, STATE, RNG)):
-        return False
-    return any((folder / name / WORLD_SIZE_FILE).is_file() for name in (".", "actor", "critic"))
-
-
-def _is_of_format_1(folder: Path) -> bool:
-    """Whether ``folder`` was saved by a version without manifests, where the latest step counted as complete."""
-    try:
-        return "format" not in json.loads((folder / STATE).read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False
 
 
 def _read_file(path: Path, reader: Callable[[Path], Any]) -> Any:

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+STATE, DATA, RNG = "trainer_state.json", "data.pt", "driver_rng.pt"
+"""Files of the driver in the folder of a step."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from verl.base.redact import without_secrets
-from verl.checkpoint.run import CheckpointPlan, TrainerCheckpoint
+from verl.checkpoint.resume import CheckpointPlan
+from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState, rng_state, set_rng_state
 from verl.checkpoint.steps import saved_steps
 from verl.protocol import DataProto

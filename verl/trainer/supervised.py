@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.checkpoint.run import CheckpointPlan
+from verl.checkpoint.resume import CheckpointPlan
 from verl.config import local_copies
 from verl.errors import DataError
 from verl.protocol import DataProto

@@ -48,7 +48,7 @@ from verl.algorithms import (
 )
 from verl.base.lazy import on_first_use
 from verl.base.redact import secrets_in
-from verl.checkpoint.run import CheckpointPlan
+from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.states import rng_state, set_rng_state
 from verl.config import PPOConfig
 from verl.errors import ConfigError, DataError
