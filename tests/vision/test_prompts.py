@@ -139,7 +139,7 @@ def test_limits_of_pixels():
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (b"no image", "of 8 bytes cannot be read: cannot identify image file"),
+        (b"no image", "of 8 bytes cannot be read: it is no image file"),
         (png(picture("red", size=(64, 64)))[:90], "cannot be read"),
         ("/nowhere/a.png", "'/nowhere/a.png' cannot be read: .*No such file"),
         ("https://example.org/a.png", "is a remote address"),

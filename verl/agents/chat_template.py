@@ -117,15 +117,17 @@ class ChatTemplate:
         """Tokens of a prompt, the header of the assistant's turn included."""
         return self.encoded([self.prepare(message, "prompt") for message in messages], self.guarded(tools), True)
 
-    def prepare(self, message: Message, author: Author, assistant: Author = "policy") -> Message:
+    def prepare(
+        self, message: Message, author: Author, assistant: Author = "policy", with_images: bool = False
+    ) -> Message:
         """Check a message and mark its texts so that they cannot become control tokens.
 
         In a prompt, results of tools are taken as a program's, and earlier turns of the assistant as written by
-        ``assistant``.
+        ``assistant``. Image parts stay parts of the content if it may have them.
         """
         is_prompt = author == "prompt" and isinstance(message, Mapping)
         guarded = self.control.guard_prompt(message, assistant) if is_prompt else self.control.guard(message, author)
-        [checked] = as_messages([guarded], PLACE)
+        [checked] = as_messages([guarded], PLACE, with_images)
         return checked
 
     def guarded(self, tools: Tools | None) -> Tools | None:
@@ -227,7 +229,7 @@ class ChatTemplate:
             if message["role"] == "tool" and not self._has_tool_role:
                 message = {"role": "user", "content": message["content"]}
             if self._joins_users and adapted and message["role"] == adapted[-1]["role"] == "user":
-                adapted[-1] = message | {"content": f"{adapted[-1]['content']}\n\n{message['content']}"}
+                adapted[-1] = message | {"content": _joined(adapted[-1]["content"], message["content"])}
             else:
                 adapted.append(message)
         return adapted
@@ -268,6 +270,14 @@ class _Rendered:
             while self._size > MOST_KEPT:
                 old = self._texts.popitem(last=False)
                 self._size -= len(old[0]) + len(old[1])
+
+
+def _joined(first: Any, second: Any) -> Any:
+    """Contents of two messages of the user as that of one."""
+    if isinstance(first, str) and isinstance(second, str):
+        return f"{first}\n\n{second}"
+    parts = [[{"type": "text", "text": one}] if isinstance(one, str) else one for one in (first, second)]
+    return [*parts[0], {"type": "text", "text": "\n\n"}, *parts[1]]
 
 
 def _user(text: str) -> Message:

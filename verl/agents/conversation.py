@@ -12,7 +12,8 @@ A conversation grows by two methods, and the tokens, their mask and their log-pr
     \n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n      mask 0
     It is 4.<|im_end|>                                                                               mask 1
 
-What the policy drew is never decoded and encoded again.
+What the policy drew is never decoded and encoded again. Messages may have image parts: their tokens are the
+processor's, with mask 0, and ``image_data`` has all images for the engine.
 """
 
 from __future__ import annotations
@@ -20,17 +21,23 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
 from verl.agents.chat_template import ChatTemplate as ChatTemplate
 from verl.agents.chat_template import Tools
+from verl.agents.images import FOR_TEXT, as_inputs, expanded, together, token_counts
 from verl.agents.rendering_check import KINDS, REFUSED, Difference, differences
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
+from verl.protocol.shared import SharedTensors
 from verl.utils.control_tokens import Author, Side
 from verl.utils.dataset.chat import Message, Truncation, common_prefix_length, truncate
+from verl.vision.messages import is_image_part, without_images
+from verl.vision.prompts import ImagePrompts
+
+PLACE = "the conversation"
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,12 @@ class Conversation:
         messages: the prompt, as an OpenAI client would send it.
         tools: descriptions of the tools, as an OpenAI client would send them.
         assistant: who wrote the assistant's turns of the prompt; only those of the ``policy`` hold control tokens.
+        images: reads images, by the policy's processor; None for a model for text.
+        of_row: ``multi_modal_inputs`` of the row, for image parts of the prompt that hold no image of their own.
+
+    Raises:
+        DataError: the template refuses the messages, or an image cannot be read.
+        ConfigError: a message has an image, and the policy is a model for text.
     """
 
     def __init__(
@@ -94,22 +107,33 @@ class Conversation:
         messages: list[Message],
         tools: Tools | None = None,
         assistant: Author = "policy",
+        images: ImagePrompts | None = None,
+        of_row: Mapping[str, Any] | None = None,
     ) -> None:
         self.template = template
-        self.messages = copied(list(messages))
-        """As an OpenAI client would hold them."""
+        self._maker = images
+        bare, sources = without_images(list(messages))
+        self.messages = copied(bare)
+        """As an OpenAI client would hold them; image parts without their images."""
+        from_row = bool(sources) and not any(sources)
+        given = as_inputs(of_row, images, PLACE) if from_row else together(self._inputs(sources))
+        self._images_of_prompt = given
+        self._later_images: list[SharedTensors] = []
+        self._image_data: SharedTensors | None = None
         self.tools = tools
         self.problems: Counter[str] = Counter()
         """What :meth:`check` found, by kind."""
         self._guarded_tools = template.guarded(tools)
-        self._prepared = [template.prepare(message, "prompt", assistant) for message in self.messages]
+        takes = images is not None
+        self._prepared = [template.prepare(message, "prompt", assistant, takes) for message in self.messages]
         self.prompt_length = len(self.messages)
         """How many of the messages are the prompt's."""
         self._drawn_last = False
         self._is_cut = False
         self._ends: frozenset[int] = frozenset()
         self._numbers = itertools.count()
-        self.sequences = [Written(template.encoded(self._prepared, self._guarded_tools, True))]
+        rendered = template.encoded(self._prepared, self._guarded_tools, True)
+        self.sequences = [Written(self._with_image_tokens(rendered, [given]))]
         """The sequences to train on: one, unless the template rewrote history."""
 
     @property
@@ -147,18 +171,27 @@ class Conversation:
         """The prompt and the response: what the engine gets next."""
         return self.written.ids
 
+    @property
+    def image_data(self) -> SharedTensors:
+        """All images so far, in their order, for ``server_manager.generate``; empty without any."""
+        if self._image_data is None:
+            self._image_data = together([self._images_of_prompt, *self._later_images])
+        return self._image_data
+
     def truncate_prompt(self, max_length: int, truncation: Truncation) -> None:
         """Cut the tokens of the prompt to ``max_length``, as the data set cuts those of prompts for single turns.
 
         Args:
             max_length: ``data.max_prompt_length``.
-            truncation: ``data.truncation``.
+            truncation: ``data.truncation``. A prompt with images is never cut.
 
         Raises:
-            DataError: they are more, and ``truncation`` is ``error``.
+            DataError: they are more, and ``truncation`` is ``error`` or the prompt has images.
         """
         whole = self.prompt_ids
         what = "the prompt with the descriptions of the tools" if self.tools else "the prompt"
+        if len(self._images_of_prompt):
+            what, truncation = f"{what} and with its images", "error"
         self.written.prompt_ids = truncate(whole, max_length, truncation, what, "data.max_prompt_length")
         self._is_cut = len(whole) > max_length
 
@@ -195,8 +228,8 @@ class Conversation:
 
         Args:
             messages: results of tools, messages of the user.
-            max_tokens: how many tokens there may be, header included. Results of tools are shortened to that, the
-                longest first; other texts are not.
+            max_tokens: how many tokens there may be, header included. Texts of results of tools are shortened to that,
+                the longest first; other texts, and images, are not.
             keep: the side of a shortened result that is kept; ``middle`` drops the middle.
 
         Returns:
@@ -204,11 +237,14 @@ class Conversation:
         """
         if not self._drawn_last:
             raise DataError("messages are added after a turn of the policy; add its tokens first.")
-        messages = self._named(copied(list(messages)))
-        fitting = self._fitting(messages, max_tokens, keep)
+        bare, sources = without_images(list(messages))
+        images = self._inputs(sources)
+        fitting = self._fitting(self._named(copied(bare)), images, max_tokens, keep)
         if fitting is None:
             return False
         messages, prepared, ids = fitting
+        if images:
+            self._later_images, self._image_data = [*self._later_images, *images], None
         self.messages += messages
         self._prepared += prepared
         self._drawn_last = False
@@ -243,6 +279,8 @@ class Conversation:
         replies = [number for number, message in after_prompt if message["role"] == "assistant"]
         part, reply = parts[drawn_turns - 1], replies[drawn_turns - 1]
         stop = written.turns[part - 1].stop
+        number = sum(_count_images(message) for message in twin.messages[self.prompt_length : reply])
+        twin._later_images, twin._image_data = self._later_images[:number], None
         del twin.messages[reply:], twin._prepared[reply:], twin.written.turns[part:]
         del twin.response_ids[stop:], twin.response_mask[stop:], twin.response_logprobs[stop:]
         twin._drawn_last = True
@@ -280,9 +318,10 @@ class Conversation:
         except DataError as error:
             yield Difference(REFUSED, " ".join(message["role"] for message in self.messages), str(error))
             return
+        ids, mask = self._without_repeats(self.ids, [0] * len(self.prompt_ids) + self.response_mask)
         yield from differences(
-            self.ids,
-            [0] * len(self.prompt_ids) + self.response_mask,
+            ids,
+            mask,
             rendering,
             special=frozenset(template.control.special.values()),
             ends=self._ends | template.end_token_ids,
@@ -306,15 +345,54 @@ class Conversation:
             result.setdefault("name", names.get(result["tool_call_id"], "unknown"))
         return messages
 
+    def _inputs(self, sources: Sequence[Any]) -> list[SharedTensors]:
+        """The inputs of each image of image parts."""
+        if sources and self._maker is None:
+            raise ConfigError(f"{PLACE}: a message has an image, and {FOR_TEXT}.")
+        if None in sources:
+            raise DataError(
+                f"{PLACE}: an image part holds no image. Give it as {{'type': 'image', 'image': ...}}: bytes of a "
+                "file, a path, a data: URL or a PIL image."
+            )
+        made = [source.get("image") for source in sources]
+        return [
+            image if isinstance(image, SharedTensors) else as_inputs([source], self._maker, PLACE)
+            for image, source in zip(made, sources, strict=True)
+        ]
+
+    def _with_image_tokens(self, ids: list[int], images: Sequence[SharedTensors]) -> list[int]:
+        """Tokens of a rendered text, the image token of each image as often as the image has tokens."""
+        if self._maker is None:
+            return ids
+        vision = self._maker.config
+        return expanded(ids, [n for image in images for n in token_counts(image, vision)], self._maker, PLACE)
+
+    def _without_repeats(self, ids: list[int], mask: list[int]) -> tuple[list[int], list[int]]:
+        """Tokens and their mask with one token for each image, as the template writes it."""
+        if self._maker is None or not len(self.image_data):
+            return ids, mask
+        token, counts = self._maker.config.image_token_id, iter(token_counts(self.image_data, self._maker.config))
+        kept: list[tuple[int, int]] = []
+        repeats = 0
+        for number, drawn in zip(ids, mask, strict=True):
+            if number == token and not drawn:
+                if repeats:
+                    repeats -= 1
+                    continue
+                repeats = next(counts) - 1
+            kept.append((number, drawn))
+        return [number for number, _ in kept], [drawn for _, drawn in kept]
+
     def _fitting(
-        self, messages: list[Message], max_tokens: int | None, keep: Side
+        self, messages: list[Message], images: Sequence[SharedTensors], max_tokens: int | None, keep: Side
     ) -> tuple[list[Message], list[Message], list[int]] | None:
         """The messages, shortened to ``max_tokens``, their prepared form and their tokens; None if they cannot fit."""
         control = self.template.control
-        prepared, ids = self._following(messages)
+        prepared, ids = self._following(messages, images)
         if max_tokens is None or len(ids) <= max_tokens:
             return messages, prepared, ids
-        texts = {n: control.plain(m["content"]) for n, m in enumerate(prepared) if m["role"] == "tool"}
+        results = [(n, message["content"]) for n, message in enumerate(prepared) if message["role"] == "tool"]
+        texts = {(n, part): control.plain(text) for n, content in results for part, text in _texts_of(content)}
         lengths = [control.count(text) for text in texts.values()]
         room = sum(lengths)
         while len(ids) > max_tokens:
@@ -322,20 +400,24 @@ class Conversation:
             limit = _level(lengths, room)
             if limit < 1:
                 return None
+            shorter: dict[int, dict[int, str]] = {n: {} for n, _ in results}
+            for (n, part), text in texts.items():
+                shorter[n][part] = control.shorten(text, limit, keep)
             messages = [
-                message | {"content": control.shorten(texts[n], limit, keep)} if n in texts else message
+                message | {"content": _with_texts(prepared[n]["content"], shorter[n])} if n in shorter else message
                 for n, message in enumerate(messages)
             ]
-            prepared, ids = self._following(messages)
+            prepared, ids = self._following(messages, images)
         return messages, prepared, ids
 
-    def _following(self, messages: list[Message]) -> tuple[list[Message], list[int]]:
+    def _following(self, messages: list[Message], images: Sequence[SharedTensors]) -> tuple[list[Message], list[int]]:
         """The messages in prepared form, and the tokens that they add after the last turn of the policy."""
-        prepared = [self.template.prepare(message, "program") for message in messages]
+        takes = self._maker is not None
+        prepared = [self.template.prepare(message, "program", with_images=takes) for message in messages]
         first_prompt = self._prepared[: self.prompt_length]
         continuation = self.template.after_turn(first_prompt, self._prepared[-1], prepared, self._guarded_tools)
         self._ends |= continuation.ends
-        ids, turn = continuation.ids, self.turns[-1]
+        ids, turn = self._with_image_tokens(continuation.ids, images), self.turns[-1]
         if turn.start == turn.stop:
             return prepared, ids
         last = self.response_ids[-1]
@@ -349,7 +431,8 @@ class Conversation:
 
     def _rewritten(self, ids: list[int]) -> bool:
         """Begin another sequence if the template writes all messages otherwise than they are written so far."""
-        rendering = self.template.encoded(self._prepared, self._guarded_tools, True)
+        every = [self._images_of_prompt, *self._later_images]
+        rendering = self._with_image_tokens(self.template.encoded(self._prepared, self._guarded_tools, True), every)
         decode = self.template.tokenizer.decode
         if decode(rendering) == decode(self.ids + ids):
             return False
@@ -368,6 +451,26 @@ def copied(value: Any) -> Any:
     if type(value) is list:
         return [copied(item) for item in value]
     return copy.deepcopy(value)
+
+
+def _count_images(message: Message) -> int:
+    """Number of image parts of a message."""
+    content = message.get("content")
+    return sum(map(is_image_part, content)) if isinstance(content, list) else 0
+
+
+def _texts_of(content: Any) -> list[tuple[int, str]]:
+    """The texts of a content, each with the number of its part."""
+    if isinstance(content, str):
+        return [(0, content)]
+    return [(number, part["text"]) for number, part in enumerate(content or ()) if not is_image_part(part)]
+
+
+def _with_texts(content: Any, texts: Mapping[int, str]) -> Any:
+    """A content with other texts, by the number of the part."""
+    if isinstance(content, str):
+        return texts[0]
+    return [part | {"text": texts[number]} if number in texts else part for number, part in enumerate(content)]
 
 
 def _excerpt(text: str) -> str:

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
+from verl.agents.images import INPUTS
 from verl.agents.loop import (
     JUDGE_ADDRESS,
     AgentLoopBase,
@@ -41,8 +42,10 @@ from verl.config.agent import TrajectoryStatus
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
 from verl.tools.base_tool import BaseTool
+from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools
 from verl.utils.dataset.chat import as_messages
+from verl.vision.prompts import ImagePrompts
 
 CONVERSATION = "policy"
 
@@ -118,7 +121,6 @@ class ToolAgentLoop(AgentLoopBase):
     policy, 0 for turns that the user did not answer.
     """
 
-    takes_images = False
     shared: ToolAgentParts
 
     @classmethod
@@ -134,8 +136,10 @@ class ToolAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         parts = self.shared
-        messages = as_messages(list(kwargs["raw_prompt"]), "the prompt")
-        conversation = Conversation(parts.template, messages, parts.tools.schemas or None)
+        images = ImagePrompts.of(self.processor)
+        messages = as_messages(list(kwargs["raw_prompt"]), "the prompt", with_images=images is not None)
+        tools = parts.tools.schemas or None
+        conversation = Conversation(parts.template, messages, tools, images=images, of_row=kwargs.get(INPUTS))
         conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
         calls = _Calls()
         user = SimulatedUser.of_row(
@@ -146,7 +150,7 @@ class ToolAgentLoop(AgentLoopBase):
             {JUDGE_ADDRESS: kwargs[JUDGE_ADDRESS]} if JUDGE_ADDRESS in kwargs else {},
         )
         async with AsyncExitStack() as stack:
-            session = await stack.enter_async_context(parts.tools.session(kwargs.get("tools_kwargs")))
+            session = await stack.enter_async_context(parts.tools.session(kwargs.get("tools_kwargs"), images))
             if user is not None:
                 await stack.enter_async_context(user)
             others = _Counterparts(session, calls, user)
@@ -179,7 +183,9 @@ class ToolAgentLoop(AgentLoopBase):
                 return "context_full"
             limits = {**sampling_params, "max_tokens": min(left, sampling_params.get("max_tokens") or left)}
             context = conversation.ids
-            drawn = await self.server_manager.generate(CONVERSATION, prompt_ids=context, sampling_params=limits)
+            drawn = await self.server_manager.generate(
+                CONVERSATION, prompt_ids=context, sampling_params=limits, image_data=conversation.image_data
+            )
             number += 1
             parser = self.shared.parser
             # A call that the policy only thinks of is none.
@@ -246,7 +252,7 @@ class _Counterparts:
         if has_calls and limit is None:
             self.scores.append(None)
             results = await self.calls.make(turn, self.tools)
-            return [{"role": "tool", "content": result.response.text or ""} for result in results]
+            return [{"role": "tool", "content": _content(result.response)} for result in results]
         if self.user is None:
             return limit if limit == "context_full" or (limit and has_calls) else "done"
         asked_at, began = time.time(), time.monotonic()
@@ -287,6 +293,15 @@ class _Calls:
         self.seconds += time.monotonic() - began
         self.results += results
         return results
+
+
+def _content(response: ToolResponse) -> str | list[dict[str, Any]]:
+    """The content of a result's message: its images, and then its text."""
+    text = response.text or ""
+    if not response.image:
+        return text
+    images = [{"type": "image", "image": image} for image in response.image]
+    return [*images, {"type": "text", "text": text}] if text else images
 
 
 def _call_columns(result: ToolCallResult) -> dict[str, Any]:

@@ -24,16 +24,19 @@ from typing import Any, Literal
 
 from jsonschema import Draft202012Validator
 
+from verl.agents.images import as_inputs
 from verl.agents.loop import TrajectoryError
 from verl.agents.parsers import FunctionCall, MalformedCall
 from verl.agents.parsers.base import properties_of
 from verl.agents.slots import ProcessSlots, Slots, no_limit
 from verl.base.redact import redacted
 from verl.base.registry import suggest
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
+from verl.protocol.shared import SharedTensors
 from verl.tools.base_tool import BaseTool, ToolTimeoutError
 from verl.tools.schemas import ToolResponse
 from verl.tools.threads import LoopThread, LoopThreads, called
+from verl.vision.prompts import ImagePrompts
 
 logger = logging.getLogger(__name__)
 
@@ -145,18 +148,21 @@ class ToolRunner:
         self._telling = threading.Lock()
 
     @asynccontextmanager
-    async def session(self, tools_kwargs: Mapping[str, Any] | None = None) -> AsyncIterator[ToolSession]:
+    async def session(
+        self, tools_kwargs: Mapping[str, Any] | None = None, images: ImagePrompts | None = None
+    ) -> AsyncIterator[ToolSession]:
         """The tools for one trajectory; at the end all that they have created is released.
 
         Args:
             tools_kwargs: of each tool by name, the row's ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs``
                 and ``release_kwargs``.
+            images: reads images of results, by the policy's processor; None for a model for text.
 
         Raises:
             ConfigError: they have another form.
         """
         self._check_row(tools_kwargs)
-        session = ToolSession(self, tools_kwargs or {})
+        session = ToolSession(self, tools_kwargs or {}, images)
         try:
             yield session
         finally:
@@ -240,8 +246,9 @@ class ToolRunner:
 class ToolSession:
     """The tools of one trajectory. Their code runs in a thread lent to it alone, so that it may block."""
 
-    def __init__(self, runner: ToolRunner, tools_kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, runner: ToolRunner, tools_kwargs: Mapping[str, Any], images: ImagePrompts | None = None) -> None:
         self.runner = runner
+        self._images = images
         self._kwargs = tools_kwargs
         self._thread: LoopThread | None = None
         self._instances: dict[str, asyncio.Task[Any]] = {}
@@ -279,6 +286,7 @@ class ToolSession:
             async with self.runner._slots[call.name]():
                 start = time.monotonic()
                 response, reward, metrics = await self._execute(tool, arguments, kwargs)
+            images = await self._read_images(tool.name, response)
         except _CallError as error:
             failed = self._failed(call, error.failure, str(error), time.monotonic() - start, start - begin)
             return replace(failed, began=made_at)
@@ -286,7 +294,7 @@ class ToolSession:
         return ToolCallResult(
             name=call.name,
             arguments=call.arguments,
-            response=response.model_copy(update={"text": text}),
+            response=response.model_copy(update={"text": text, "image": images}),
             reward=reward,
             metrics=metrics,
             seconds=time.monotonic() - start,
@@ -355,6 +363,26 @@ class ToolSession:
         # Calls of one turn share it, and one that times out must not cancel it for the others.
         instance, _ = await asyncio.shield(making)
         return await tool.execute(instance, arguments, **kwargs)
+
+    async def _read_images(self, name: str, response: ToolResponse) -> list[SharedTensors] | None:
+        """The images of a response as inputs of the policy; None if it has none.
+
+        Raises:
+            _CallError: one cannot be read, or the policy reads none.
+        """
+        if response.video:
+            raise _CallError(CallFailure.WRONG_RESULT, f"the tool {name} gave a video, which is not read here.")
+        if not response.image:
+            return None
+        images = response.image
+
+        def read() -> list[SharedTensors]:
+            return [as_inputs([image], self._images, f"the tool {name}") for image in images]
+
+        try:
+            return await asyncio.to_thread(read)  # decoding a picture would hold up all other conversations
+        except (ConfigError, DataError) as error:
+            raise _CallError(CallFailure.WRONG_RESULT, str(error)) from error
 
     def _created(self) -> dict[str, str]:
         """Names of the states that exist, by tool."""

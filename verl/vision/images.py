@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from verl.errors import DataError
 
@@ -42,9 +42,10 @@ def read_image(value: Any, place: str) -> Image.Image:
         image = source if isinstance(source, Image.Image) else Image.open(source)
         image.load()
     except _BROKEN as error:
+        is_other = isinstance(error, UnidentifiedImageError)  # whose text is the address of an object
+        reason = "it is no image file that Pillow knows" if is_other else error or type(error).__name__
         raise DataError(
-            f"{place}: the image {_shown(value)} cannot be read: {error or type(error).__name__}. Replace the file, or "
-            "take the row out."
+            f"{place}: the image {_shown(value)} cannot be read: {reason}. Replace the file, or take the row out."
         ) from error
     if image.mode in ("RGBA", "LA", "PA") or (image.mode == "P" and "transparency" in image.info):
         image = image.convert("RGBA")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.config import PPOConfig, Problem
-from verl.config.agent import SINGLE_TURN
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.utils import model_files
 from verl.vision.families import FAMILIES
@@ -34,11 +33,6 @@ def models_with_images(config: PPOConfig) -> Problems:
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         wrong = f"a model with images ({kind}) is not split over ranks in this version"
         yield Problem(key, rollout.tensor_model_parallel_size, wrong, "1")
-    if rollout.default_agent_loop != SINGLE_TURN:
-        wrong = "conversations with images are not in this version"
-        remedy = "set multi_turn.enable=false, so that prompts are answered in one turn"
-        key = "actor_rollout_ref.rollout.agent.default_agent_loop"
-        yield Problem(key, rollout.default_agent_loop, wrong, SINGLE_TURN, remedy)
     if roles.actor.ulysses_sequence_parallel_size > 1:
         key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
         wrong = "ranks cannot share the sequences of a model with images in this version"
