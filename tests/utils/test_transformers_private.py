@@ -6,6 +6,7 @@ import ast
 import logging
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from transformers import (
     PretrainedConfig,
 )
 
-from verl.testing.models import tiny_model, tiny_model_dir
+from verl.testing.models import tiny_model, tiny_model_dir, tiny_tokenizer
 from verl.utils import transformers_private as private
 
 ROOT = Path(__file__).parents[2]
@@ -127,3 +128,47 @@ def test_nothing_else_imports_from_below_the_top_of_transformers():
                 if name in ("_attn_implementation", "_supports_attention_backend", "_no_split_modules"):
                     guilty.append(f"{path.relative_to(ROOT)}:{node.lineno} uses {name}")
     assert not guilty, "\n".join(guilty)
+
+
+MESSAGES = [
+    {"role": "user", "content": "ü <b>'\"</b>", "name": None},
+    {"role": "assistant", "content": None, "thinking": "so", "tool_calls": [{"function": {"name": "f"}}]},
+]
+SHOWS_ALL = "{{ messages | tojson }}|{{ tools | tojson }}|{{ add_generation_prompt }}|{{ eos_token }}|{{ extra }}"
+
+
+def test_values_of_json_are_rendered_as_by_apply_chat_template():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = SHOWS_ALL
+    tools: list[Any] = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    rendered = private.json_renderer(tokenizer, {"extra": 3})
+    assert rendered is not None
+    for given in (None, tools):
+        expected = tokenizer.apply_chat_template(
+            MESSAGES, tools=given, tokenize=False, add_generation_prompt=True, extra=3
+        )
+        assert rendered(MESSAGES, given, True) == expected
+    assert '"reasoning_content": "so"' in expected  # names of thoughts are aliased
+    assert '"name": null' not in expected
+
+
+def test_only_plain_templates_and_variables_are_rendered_from_json():
+    class Own(type(tiny_tokenizer())):
+        def apply_chat_template(self, *args, **kwargs):
+            return "own"
+
+    plain, own = tiny_tokenizer(), tiny_tokenizer()
+    own.__class__ = Own
+    assert private.json_renderer(plain, {}) is not None
+    assert private.json_renderer(own, {}) is None
+    for variables in ({"extra": object()}, {"extra": (1,)}, {"continue_final_message": True}, {"documents": []}):
+        assert private.json_renderer(plain, variables) is None
+    plain.chat_template = {"default": "-", "tool_use": "+"}
+    assert private.json_renderer(plain, {}) is None
+
+
+def test_tokens_are_decoded_as_by_the_tokenizer():
+    tokenizer = tiny_tokenizer()
+    ids = [tokenizer.eos_token_id, *tokenizer("a b")["input_ids"], tokenizer.eos_token_id]
+    for skips in (False, True):
+        assert private.decoded(tokenizer, ids, skips) == tokenizer.decode(ids, skip_special_tokens=skips)

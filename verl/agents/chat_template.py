@@ -14,8 +14,16 @@ from typing import Any, Literal, Self
 from verl.config import PPOConfig
 from verl.errors import DataError
 from verl.utils.control_tokens import MARK, Author, ControlTokens
-from verl.utils.dataset.chat import Message, as_messages, common_prefix_length, render, require_chat_template
+from verl.utils.dataset.chat import (
+    Message,
+    as_messages,
+    common_prefix_length,
+    refusals,
+    render,
+    require_chat_template,
+)
 from verl.utils.model import eos_token_ids
+from verl.utils.transformers_private import json_renderer
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +93,7 @@ class ChatTemplate:
         self.end_token_ids = frozenset({*end_token_ids, tokenizer.eos_token_id} - {None})
         self.control = ControlTokens(tokenizer, str(tokenizer.chat_template))
         self._kwargs = dict(template_kwargs or {})
+        self._render_json = json_renderer(tokenizer, self._kwargs)
         self._guarded: tuple[Tools | None, Tools | None] = None, None
         self._rendered = _Rendered()
         self._told: set[str] = set()
@@ -212,12 +221,16 @@ class ChatTemplate:
         try:
             key = json.dumps([messages, tools, add_generation_prompt])
         except (TypeError, ValueError, RecursionError):  # not all are values of JSON
-            key = None
-        text = None if key is None else self._rendered.find(key)
+            return render(messages, self.tokenizer, PLACE, add_generation_prompt=add_generation_prompt, **kwargs)
+        text = self._rendered.find(key)
         if text is None:
-            text = render(messages, self.tokenizer, PLACE, add_generation_prompt=add_generation_prompt, **kwargs)
-            if key is not None:
-                self._rendered.keep(key, text)
+            plain, plain_tools, _ = json.loads(key)
+            if self._render_json is None or not messages or plain != messages or plain_tools != tools:
+                text = render(messages, self.tokenizer, PLACE, add_generation_prompt=add_generation_prompt, **kwargs)
+            else:
+                with refusals(messages, PLACE):
+                    text = self._render_json(plain, plain_tools or None, add_generation_prompt)
+            self._rendered.keep(key, text)
         return text
 
     def _adapted(self, prepared: list[Message]) -> list[Message]:

@@ -22,6 +22,7 @@ from verl.config.agent import TrajectoryStatus
 from verl.environments.registry import EnvironmentEntry, environment_of_row, read_environments
 from verl.tools.threads import LoopThreads
 from verl.utils.dataset.chat import Message, as_messages
+from verl.utils.transformers_private import decoded
 from verl.workers.rollout.request import sample_seed
 
 CONVERSATION = "policy"
@@ -130,7 +131,7 @@ class EnvironmentAgentLoop(AgentLoopBase):
         parser = self.shared.parser
         turn = await parser.parse(drawn, conversation.tools, parser.is_thinking_after(context))
         if turn.calls and not conversation.tools:  # what looks like a call is a text like any other
-            return ParsedTurn(self.tokenizer.decode(drawn, skip_special_tokens=True))
+            return ParsedTurn(decoded(self.tokenizer, drawn, skip_special_tokens=True))
         return turn
 
 

@@ -27,6 +27,9 @@ NO_EFFECT = ("logprobs",)
 OTHER_NAMES = {"max_new_tokens": "max_tokens"}
 NEUTRAL = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "n": 1}
 """Parameters that engines of this version lack, and the value that changes nothing."""
+KINDS = {"max_tokens": int, "top_k": int, "ignore_eos": bool, "stop": str, "stop_token_ids": int}
+"""Types of parameters that are no numbers, or whole ones."""
+KNOWN = SamplingParams.__dataclass_fields__.keys() - {"seed"}
 
 
 class ContextFullError(RolloutError):
@@ -174,19 +177,19 @@ class AsyncLLMServerManager:
             raise ConfigError("videos are not in this version; give texts and images.")
         if self.is_closed:
             raise RolloutError("this trajectory has ended, and the policy answers it no more.")
-        ids = [operator.index(token) for token in prompt_ids]
+        ids = list(map(operator.index, prompt_ids))
         room = self.max_model_len - len(ids)
         if room < 1:
             raise ContextFullError(
                 f"the conversation has {len(ids)} tokens, and prompt and response may have {self.max_model_len} "
                 "(data.max_prompt_length + data.max_response_length, or rollout.max_model_len)."
             )
-        params = self._params(sampling_params or {}, room)
+        wanted = self._checked(sampling_params or {})
+        most = min(wanted.pop("max_tokens", self.sampling.max_tokens), room)
         images, texts = await self._with_images(ids, image_data)
+        params = replace(self.sampling, **wanted, max_tokens=most, seed=self._seed(tuple(ids)))
         on_part = None if on_drawn is None else _in_this_loop(on_drawn)
-        request = RolloutRequest(
-            ids, replace(params, seed=self._seed(tuple(ids))), images, texts, streams=on_part is not None
-        )
+        request = RolloutRequest(ids, params, images, texts, streams=on_part is not None)
         asked_at, began = time.time(), time.monotonic()
         call = self._connection.send(f"{self._sample.name}/{request_id}", request, on_part)
         self._under_way.append(call)
@@ -219,22 +222,21 @@ class AsyncLLMServerManager:
         texts = () if self._images is None else text_places(ids, found, self.turns, self._images.config)
         return found if len(found) else None, texts
 
-    def _params(self, given: Mapping[str, Any], room: int) -> SamplingParams:
+    def _checked(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sampling parameters that a call names, in the names and types of :class:`SamplingParams`."""
         wanted = {OTHER_NAMES.get(name, name): value for name, value in given.items() if name not in NO_EFFECT}
         for name, neutral in NEUTRAL.items():
             if wanted.pop(name, neutral) != neutral:
                 raise ConfigError(f"sampling parameter {name}={given[name]!r} is not in this version; leave it out.")
-        known = set(SamplingParams.__dataclass_fields__) - {"seed"}
-        if unknown := sorted(set(wanted) - known):
-            raise ConfigError(f"unknown sampling parameter {', '.join(unknown)}. Known: {', '.join(sorted(known))}.")
+        if unknown := sorted(wanted.keys() - KNOWN):
+            raise ConfigError(f"unknown sampling parameter {', '.join(unknown)}. Known: {', '.join(sorted(KNOWN))}.")
         for name in ("stop", "stop_token_ids"):
             if name in wanted:
                 value = wanted[name] or ()
                 wanted[name] = (value,) if isinstance(value, str) else tuple(value)
         for name, value in wanted.items():
             _check_type(name, value)
-        params = replace(self.sampling, **{name: value for name, value in wanted.items() if value is not None})
-        return replace(params, max_tokens=min(params.max_tokens, room))
+        return {name: value for name, value in wanted.items() if value is not None}
 
     def _seed(self, prompt: tuple[int, ...]) -> int:
         """Seed of a response: by the sample and the tokens before it, never by the order of calls."""
@@ -266,8 +268,7 @@ def _check_type(name: str, value: Any) -> None:
     Raises:
         ConfigError: it has another.
     """
-    kinds = {"max_tokens": int, "top_k": int, "ignore_eos": bool, "stop": str, "stop_token_ids": int}
-    kind = kinds.get(name, (int, float))
+    kind = KINDS.get(name, (int, float))
     values = value if name in ("stop", "stop_token_ids") else [value]
     if wrong := [each for each in values if each is not None and not isinstance(each, kind)]:
         wanted = kind.__name__ if isinstance(kind, type) else "number"

@@ -107,8 +107,11 @@ class ControlTokens:
         return self._guarded(value, author) if isinstance(value, str) else value
 
     def _guarded(self, text: str, author: Author) -> str:
-        pattern = {"program": self._control, "prompt": self._special, "policy": _NOTHING}[author]
-        return pattern.sub(lambda found: "".join(c + _BROKEN for c in found[0]), cleaned(text))
+        text = cleaned(text)
+        if author == "policy":
+            return text
+        pattern = self._control if author == "program" else self._special
+        return pattern.sub(lambda found: "".join(c + _BROKEN for c in found[0]), text)
 
     def guard_prompt(self, message: Any, assistant: Author = "policy") -> Any:
         """Mark control tokens in a message of a prompt: in results of tools as a program's, in turns of the assistant
@@ -232,7 +235,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 def cleaned(text: str) -> str:
     """The text with U+FFFD in place of the noncharacters that are used here and of halves of characters."""
-    return _UNUSABLE.sub("\ufffd", text)
+    return text if text.isascii() else _UNUSABLE.sub("\ufffd", text)
 
 
 def _opening(token: str) -> str:

@@ -7,9 +7,12 @@ configs. ``tests/utils/test_transformers_private.py`` fails on a version of Tran
 
 from __future__ import annotations
 
+import inspect
+import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -23,9 +26,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
     TypeHintParsingException,
+    _alias_reasoning_fields,
+    _compile_jinja_template,
     get_json_schema,
 )
 
@@ -108,3 +114,52 @@ def token_classifier_of(model_type: str) -> str | None:
 def names_on_disk(module: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return whole weights under the names (and in the shapes) that the model's files have."""
     return revert_weight_conversion(module, weights)
+
+
+# ---- tokenizers
+
+_READ_BY_TRANSFORMERS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+"""Variables of a template with a meaning of their own, among them all that change more than the rendering."""
+
+
+def json_renderer(tokenizer: Any, variables: Mapping[str, Any]) -> Callable[[list[Any], Any, bool], str] | None:
+    """Return ``apply_chat_template`` for messages and tools that are nothing but values of JSON.
+
+    Transformers rebuilds all that a template sees, as other objects could let it do harm; that takes several times as
+    long as the rendering.
+
+    Args:
+        tokenizer: with a chat template.
+        variables: further variables of the template.
+
+    Returns:
+        A function of messages, tools (or None) and ``add_generation_prompt``; it raises what the template raises. None
+        if the tokenizer renders by code of its own or has several templates, or the variables are of another kind.
+    """
+    is_own = type(tokenizer).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template
+    if is_own or not isinstance(tokenizer.chat_template, str) or _READ_BY_TRANSFORMERS & variables.keys():
+        return None
+    seen = {**tokenizer.special_tokens_map, **variables}
+    try:
+        plain = json.loads(json.dumps(seen))
+    except (TypeError, ValueError):
+        return None
+    if plain != seen:
+        return None
+    template = _compile_jinja_template(tokenizer.chat_template)
+
+    def rendered(messages: list[Any], tools: Any, add_generation_prompt: bool) -> str:
+        without_none = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        chat = _alias_reasoning_fields(without_none)
+        return template.render(
+            messages=chat, tools=tools, documents=None, add_generation_prompt=add_generation_prompt, **plain
+        )
+
+    return rendered
+
+
+def decoded(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+    """Return ``tokenizer.decode`` of a list of integers, without its look at each of them for tensors and arrays."""
+    if type(tokenizer).decode is not PreTrainedTokenizerBase.decode:
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    return tokenizer._decode(token_ids, skip_special_tokens=skip_special_tokens)

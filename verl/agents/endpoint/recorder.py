@@ -44,6 +44,7 @@ from verl.base.import_utils import user_code
 from verl.config.agent import TrajectoryStatus
 from verl.errors import DataError, RolloutError
 from verl.utils.dataset.chat import Message
+from verl.utils.transformers_private import decoded
 
 SHORT_CALL = 20_000
 """Characters of the messages of a call that is rendered in the event loop of all calls."""
@@ -284,7 +285,7 @@ class TrajectoryRecorder:
     ) -> ModelAnswer:
         """Write an answer to its sequence."""
         parser, tokens = self._settings.parser, output.token_ids
-        content, calls = self.tokenizer.decode(tokens, skip_special_tokens=True), []
+        content, calls = decoded(self.tokenizer, tokens, skip_special_tokens=True), []
         if call.prompt is None:
             with user_code("the tool parser"):
                 turn = await parser.parse(tokens, call.tools, parser.is_thinking_after(place.context))

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 from pydantic import BaseModel
 
 from verl.base.registry import Registry
+from verl.utils.transformers_private import decoded
 
 END_MARKERS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|eot|>", "<|eom|>", "<|end_of_text|>", "</s>",
@@ -116,7 +117,7 @@ class ToolParser(ABC):
 
     def is_thinking_after(self, ids: Sequence[int]) -> bool:
         """Whether a context ends with an opened thinking block, as the header of some templates does."""
-        return self.tokenizer.decode(list(ids[-8:]), skip_special_tokens=False).rstrip().endswith(THINK)
+        return decoded(self.tokenizer, list(ids[-8:])).rstrip().endswith(THINK)
 
     @classmethod
     def register(cls, name: str) -> Callable[[P], P]:
@@ -160,14 +161,14 @@ class TextToolParser(ToolParser):
         self, responses_ids: list[int], tools: Sequence[Any] | None = None, is_thinking: bool = False
     ) -> ParsedTurn:
         """See :meth:`ToolParser.parse`."""
-        text = self.tokenizer.decode(responses_ids, skip_special_tokens=False)
+        text = decoded(self.tokenizer, responses_ids)
         return self.parse_text(self._without_end(text), tools, is_thinking)
 
     def spoken(self, responses_ids: list[int], is_thinking: bool = False) -> str:
         """See :meth:`ToolParser.spoken`: what comes before the first call. Without :attr:`starts` there is none."""
         if not self.starts:
             return ""
-        text = self._without_end(self.tokenizer.decode(responses_ids, skip_special_tokens=False))
+        text = self._without_end(decoded(self.tokenizer, responses_ids))
         if is_thinking or text.lstrip().startswith(THINK):
             text = text.partition(END_OF_THINK)[2].lstrip()
         marks = (*self.starts, THINK, END_OF_THINK)

@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
 from jinja2.exceptions import TemplateError
@@ -130,8 +131,15 @@ def render(messages: list[Message], tokenizer: Any, place: str, **template_kwarg
     ``template_kwargs`` are variables of the template: add_generation_prompt, tools, enable_thinking, ... A template may
     refuse messages (for roles in a wrong order, for example); the ``DataError`` then names ``place``.
     """
-    try:
+    with refusals(messages, place):
         return tokenizer.apply_chat_template(messages, tokenize=False, **template_kwargs)
+
+
+@contextmanager
+def refusals(messages: list[Message], place: str) -> Iterator[None]:
+    """Turn errors by which a template refuses messages into a :class:`DataError` that names ``place``."""
+    try:
+        yield
     except (TemplateError, TypeError) as error:
         roles = [message["role"] for message in messages]
         raise DataError(f"{place}: the chat template refuses the messages (roles {roles}): {error}.") from error
