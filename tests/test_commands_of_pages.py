@@ -19,6 +19,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import click
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from verl.cli.commands import MODULES
@@ -49,12 +51,20 @@ NOT_OURS = {
 }
 """Programs whose command lines are not read here, and why. What they name below examples/ and docker/ must exist."""
 
+GSM8K = "data/gsm8k/train.parquet data/gsm8k/test.parquet"
 RUN = {
-    "verl doctor": "ends with 1 where the machine lacks something",
-    "verl doctor --json": "ends with 1 where the machine lacks something",
-    "python -m benchmarks.plan_accuracy": "takes minutes",
+    "verl doctor": "",
+    "verl doctor --json": "",
+    "python -m benchmarks.agreement": "--kinds 'dense (Qwen3)'",
+    f"python -m benchmarks.answer_scorers {GSM8K}": "",
+    "python -m benchmarks.dataproto_transfer": "--mb 1 --rounds 2",
+    "python -m benchmarks.driver_bytes": "--lengths 64",
+    f"python -m benchmarks.gsm8k_scores {GSM8K}": "",
+    "python -m benchmarks.hostile_rewards --timeout_s 10": "--timeout_s 1",
+    "python -m benchmarks.plan_accuracy": "--quick",
+    "python -m benchmarks.simulated_ranks": "--ranks 4 --response 64",
 }
-"""Commands that the slow test runs to the end, with what is to be said of them."""
+"""Commands that the slow test runs to the end, with the options that make them shorter."""
 
 NOT_RUN = {
     "make": "quickstarts and studies: tests/examples runs their programs, shorter",
@@ -64,7 +74,7 @@ NOT_RUN = {
     "verl.model_merger": "needs a checkpoint; tests/model_merger makes one",
     "verl view": "serves until it is ended; tests/view starts it",
     "verl": "needs runs or models of the reader; tests/cli and tests/view run it on made-up ones",
-    "benchmarks": "measures for minutes, some on a data set that is downloaded; `make bench` runs most of them",
+    "benchmarks.invariance": "trains in a dozen layouts; tests/trainer compares them, two at a time",
 }
 """Why the slow test leaves out the other commands, by the beginning of the program or module."""
 
@@ -301,12 +311,26 @@ def test_every_command_of_ours_is_run_or_has_its_reason():
     assert set(RUN) <= known, "RUN names a command that no page has"
 
 
+def write_gsm8k(path: Path) -> None:
+    """Two rows as examples/data_preprocess/gsm8k.py writes them."""
+    texts = ["3 + 4 = <<3+4=7>>7.\n#### 7", "Half of 2,400 is 1,200.\n#### 1,200"]
+    rows = [
+        {"reward_model": {"ground_truth": text.split()[-1].replace(",", "")}, "extra_info": {"answer": text}}
+        for text in texts
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("line", RUN)
 def test_what_a_cpu_can_run_runs_to_the_end(line, tmp_path):
-    words = shlex.split(line)
+    for part in ("train", "test") if GSM8K in line else ():
+        write_gsm8k(tmp_path / "data" / "gsm8k" / f"{part}.parquet")
+    words = shlex.split(f"{line} {RUN[line]}")
     start = [sys.executable, *words[1:]] if words[0] == "python" else [sys.executable, "-m", *words]
-    done = subprocess.run(start, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=False)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(start, cwd=tmp_path, env=environment, capture_output=True, check=False)
     assert done.returncode in ((0, 1) if line.startswith("verl doctor") else (0,)), done.stderr.decode()[-2000:]
     assert done.stdout

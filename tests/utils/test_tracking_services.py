@@ -17,11 +17,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
+# The secret comes by the environment: ClearML stores the text of a script.
 RUN = """
-import sys
+import os, sys
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
-with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": "hf_hidden"}) as tracking:
+with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": os.environ["OUR_TOKEN"]}) as tracking:
     for step in (1, 2):
         tracking.log({"critic/score/mean": 0.25 * step, "val-core/s/acc/mean@4": float("nan")}, step=step)
     tracking.log_alert(2, "entropy_collapse", "the entropy fell from 3 to 0.01")
@@ -36,7 +37,8 @@ def run(tmp_path: Path):
 
     def start(name: str, **environment: str) -> Path:
         pytest.importorskip(name)
-        env = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONWARNINGS": "ignore"} | environment
+        own = {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path), "PYTHONWARNINGS": "ignore", "OUR_TOKEN": "hf_hidden"}
+        env = os.environ | own | environment
         script = tmp_path / "train.py"
         script.write_text(RUN)
         done = subprocess.run(
