@@ -17,6 +17,11 @@ from verl.planner.advice import changes, with_settings
 from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, make_plan
 
 ROOT = Path(__file__).parents[2]
+NATIVE = "actor_rollout_ref.rollout.name=native"
+ROLLOUT_RANKS = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+MEGATRON = ("--config-name", "ppo_megatron_trainer")
+STAGES = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
+PIECES = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"
 
 
 @pytest.fixture
@@ -90,6 +95,41 @@ def test_offload_ulysses_and_adapters_take_less(folder):
     assert peak(*critic, "critic.model.fsdp_config.optimizer_offload=true") < peak(*critic)
 
 
+def test_pieces_of_a_pipeline_that_divide_the_layers_are_planned(folder):
+    plan = plan_of(folder, *MEGATRON, f"{STAGES}=2", f"{PIECES}=7", "--gpus", "2")
+    assert plan.models["actor"].memory.layout.pipeline == 2
+
+
+def test_advice_is_what_a_run_takes(folder):
+    # A rank's share of a mini-batch is 256 / 8 = 32 rows: what fits in between is rounded down to a divisor.
+    plan = plan_of(folder, "--gpus", "8", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32")
+    key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    sizes = [change.settings[key] for change in changes(plan) if key in change.settings]
+    assert sizes
+    assert all(32 % size == 0 for size in sizes)
+    # 7.6 billion parameters are 15.2 GB in bf16: a copy in each rank is too much here, half of one is not.
+    offload = [f"actor_rollout_ref.actor.fsdp_config.{part}_offload=true" for part in ("param", "optimizer")]
+    words = [NATIVE, *offload, "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", "--memory_gb", "18.3"]
+    native = plan_of(folder, "--gpus", "32", *words)
+    assert native.stages[0].largest == 0
+    assert {ROLLOUT_RANKS: 2} in [change.settings for change in changes(native)]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--mfu", "40"], "a part of the peak, at most 1"),
+        (["--mfu", "nan"], "must be a number above 0"),
+        (["--memory_gb", "3"], "3 GB are kept"),
+        (["--gpus", "-1"], "must be a number above 0"),
+    ],
+)
+def test_options_out_of_range_are_said(folder, capsys, words, said):
+    with pytest.raises(SystemExit):
+        plan_of(folder, *words)
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -98,6 +138,16 @@ def test_offload_ulysses_and_adapters_take_less(folder):
         (["--gpus", "16", "trainer.nnodes=3"], "nodes of 8 GPUs are another number"),
         (["data.train_batch_sise=4"], "train_batch_size"),
         (["actor_rollout_ref.actor.fsdp_config.fsdp_size=3", "--gpus", "8"], "must divide"),
+        (["trainer.n_gpus_per_node=0", "--gpus", "8"], "must be a whole number above 0"),
+        (["--config-name", "ppo_megatron"], "Known are ppo_megatron_trainer, ppo_trainer"),
+        (["--response_tokens", "3585"], "no response is longer than data.max_response_length=3584"),
+        (["actor_rollout_ref.actor.ulysses_sequence_parallel_size=8", "--gpus", "8"], "28 attention heads"),
+        ([NATIVE, f"{ROLLOUT_RANKS}=2", "--gpus", "4", "trainer.n_gpus_per_node=1"], "does not divide trainer.n_gpus"),
+        ([NATIVE, f"{ROLLOUT_RANKS}=3", "--gpus", "3"], "each rank computes equally many of the model's 28 attention"),
+        (["--gpus", "3"], "which 3 ranks cannot share equally"),
+        ([*MEGATRON, f"{STAGES}=2", "--gpus", "3"], "2 ranks share the model, which does not divide 3 ranks"),
+        ([*MEGATRON, f"{STAGES}=2", f"{PIECES}=4", "--gpus", "2"], "=8 does not divide the model's 28 layers"),
+        ([*MEGATRON, "actor_rollout_ref.model.lora_rank=8", "--gpus", "2"], "strategy=megatron has no LoRA"),
     ],
 )
 def test_what_cannot_be_planned_is_said(folder, words, said):

@@ -7,8 +7,9 @@ import re
 
 import pytest
 
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.testing.made_up_run import make_up_run
+from verl.view.command import view
 from verl.view.report import text, write_report
 
 
@@ -47,3 +48,19 @@ def test_no_run_or_several_are_told(tmp_path):
     make_up_run(tmp_path / "b", steps=1)
     with pytest.raises(DataError, match=r"there is 2 runs \(a, b\)"):
         write_report(tmp_path, tmp_path / "report.html")
+
+
+def test_other_files_are_no_runs_and_a_report_that_cannot_be_written_is_told(tmp_path):
+    make_up_run(tmp_path / "run", steps=1)
+    with pytest.raises(DataError, match=r"report\.html cannot be written: .*Name another file by -o"):
+        write_report(tmp_path / "run", tmp_path / "run/metrics.jsonl/report.html")
+    other = tmp_path / "other.yaml"
+    other.write_text("a: 1\n")
+    with pytest.raises(DataError, match=r"other\.yaml holds no metrics"):
+        write_report(other, tmp_path / "report.html")
+    with pytest.raises(DataError, match=r"Name .*/run/metrics\.jsonl, or the folder"):
+        write_report(tmp_path / "run/metrics.run.jsonl", tmp_path / "report.html")
+    with pytest.raises(ConfigError, match=r"other\.yaml holds no metrics"):
+        view([other])
+    with pytest.raises(ConfigError, match=r"--port 65536: ports are 1 to 65535"):
+        view([tmp_path], port=65_536)

@@ -9,6 +9,7 @@ from typing import Any
 from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.planner.plan import Plan
+from verl.utils.model_files import head_split_problem
 
 _ROLES = "actor_rollout_ref"
 
@@ -53,21 +54,46 @@ def _candidates(plan: Plan) -> Iterator[dict[str, Any]]:
     yield from _recomputation(plan)
     if plan.config.actor_rollout_ref.actor.strategy == "megatron":
         yield {f"{_ROLES}.actor.megatron.optimizer_offload": True}
-        for size in _larger(plan.config.actor_rollout_ref.actor.megatron.tensor_model_parallel_size):
+        megatron, shape = plan.config.actor_rollout_ref.actor.megatron, plan.models["actor"].memory.shape
+        for size in _larger(megatron.tensor_model_parallel_size):
+            if shape.heads % (size * megatron.context_parallel_size) or shape.kv_heads % size:
+                continue
             yield {f"{_ROLES}.actor.megatron.tensor_model_parallel_size": size}
     else:
         yield from _fsdp(plan)
     rollout = plan.config.actor_rollout_ref.rollout
-    if rollout.name in OTHER_PROGRAMS:
+    if rollout.name in (*OTHER_PROGRAMS, "native"):
         for size in _larger(rollout.tensor_model_parallel_size):
-            yield {f"{_ROLES}.rollout.tensor_model_parallel_size": size}
+            if _can_share_rollout(plan, size):
+                yield {f"{_ROLES}.rollout.tensor_model_parallel_size": size}
+    if rollout.name in OTHER_PROGRAMS:
         yield {f"{_ROLES}.rollout.gpu_memory_utilization": 0.4}
+
+
+def _can_share_rollout(plan: Plan, size: int) -> bool:
+    """Whether so many ranks of one machine can share an engine of the policy."""
+    shape = plan.models["actor"].memory.shape
+    ranks = size * plan.config.actor_rollout_ref.rollout.pipeline_model_parallel_size
+    return plan.cluster.gpus_per_node % ranks == 0 and head_split_problem(shape.heads, shape.kv_heads, size) is None
 
 
 def _smaller_passes(plan: Plan) -> Iterator[dict[str, Any]]:
     for stage in plan.stages[1:]:
         if stage.micro_batch is not None and stage.largest and stage.largest < stage.micro_batch:
-            yield {stage.micro_batch_key: stage.largest}
+            yield {stage.micro_batch_key: _dividing(plan, stage.micro_batch_key, stage.largest)}
+
+
+def _dividing(plan: Plan, key: str, most: int) -> int:
+    """Return the largest micro-batch up to ``most`` that a run takes: one of an update divides the mini-batch."""
+    roles = plan.config.actor_rollout_ref
+    sections = {f"{_ROLES}.actor": ("actor", roles.actor), "critic": ("critic", plan.config.critic)}
+    where, _, name = key.rpartition(".")
+    if name != "ppo_micro_batch_size_per_gpu":
+        return most
+    model, section = sections[where]
+    groups = plan.ranks // plan.models[model].memory.layout.ranks_per_model
+    share = section.ppo_mini_batch_size * roles.rollout.n // groups
+    return next((size for size in range(min(most, share), 0, -1) if share % size == 0), most)
 
 
 def _recomputation(plan: Plan) -> Iterator[dict[str, Any]]:

@@ -157,6 +157,12 @@ class Plan:
         outputs: int | None,
     ) -> Held:
         adapters = _adapter_parameters(shape, model) if is_trained else 0
+        sequence = 1 if isinstance(placement, McoreEngineConfig) else placement.ulysses_sequence_parallel_size
+        if shape.heads % sequence:
+            raise ConfigError(
+                f"{name}: fsdp_config.ulysses_sequence_parallel_size={sequence} does not divide the model's "
+                f"{shape.heads} attention heads. Use a divisor of them."
+            )
         memory = ModelMemory(
             shape=shape,
             layout=layout_of(placement, self.ranks, adapters > 0),

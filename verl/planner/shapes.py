@@ -103,7 +103,7 @@ class ModelShape:
         Raises:
             ConfigError: there is no such file, or it describes another kind of model.
         """
-        file = _config_file(name_or_path)
+        file = config_file(name_or_path)
         try:
             fields = json.loads(file.read_text())
         except (OSError, ValueError) as error:
@@ -192,8 +192,13 @@ class ModelShape:
         return FlopsCounter(config, outputs, is_frozen)
 
 
-def _config_file(name_or_path: str) -> Path:
-    folder = Path(name_or_path)
+def config_file(name_or_path: str) -> Path:
+    """Return the config.json of a model folder, or of a name on the Hugging Face hub, which is downloaded.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    folder = Path(name_or_path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} holds no config.json. Name the folder of a model.")

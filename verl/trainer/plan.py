@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
-from verl.config import PPOConfig
+from hydra.errors import MissingConfigException
+
+from verl.config import PPOConfig, Problem
 from verl.config.problems import report
 from verl.errors import ConfigError, VerlError
-from verl.planner.advice import Change, changes
+from verl.planner.advice import Change, changes, with_settings
 from verl.planner.hardware import GPUS, Cluster, gpu_named
 from verl.planner.plan import OtherModels, Plan, Stage
-from verl.trainer.config.command_line import compose, keys_set, override_problems
+from verl.planner.shapes import config_file
+from verl.trainer.config import rules_engines, rules_megatron, rules_sizes
+from verl.trainer.config.command_line import CONFIG_DIR, compose, keys_set, override_problems
 from verl.trainer.config.load import load_config
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.console import console, show
@@ -65,8 +70,16 @@ def arguments(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"{' '.join(unknown)}: not an option here; --help lists all")
     for name in ("gpus", "memory_gb", "prompt_tokens", "response_tokens", "mfu", "bandwidth_use", "network_gbit_s"):
         value = getattr(options, name)
-        if value is not None and value <= 0:
-            parser.error(f"--{name} {value}: must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            parser.error(f"--{name} {value}: must be a number above 0")
+    for name in ("mfu", "bandwidth_use"):
+        if (value := getattr(options, name)) > 1:
+            parser.error(f"--{name} {value}: is a part of the peak, at most 1; for 40 % write 0.4")
+    if options.memory_gb is not None and options.memory_gb <= Cluster.reserved_gb:
+        parser.error(
+            f"--memory_gb {options.memory_gb}: {Cluster.reserved_gb:g} GB are kept for CUDA, NCCL and the allocator; "
+            "must be above that"
+        )
     return options, rest
 
 
@@ -82,7 +95,11 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
         raise ConfigError(report(problems))
     if options.gpus:
         settings = [*settings, *_placement(options.gpus, settings)]
-    composed = compose(settings, options.config_name)
+    try:
+        composed = compose(settings, options.config_name)
+    except MissingConfigException as error:
+        known = ", ".join(sorted(file.stem for file in CONFIG_DIR.glob("ppo*trainer.yaml")))
+        raise ConfigError(f"--config-name {options.config_name}: there is no such file. Known are {known}.") from error
     config = load_config(composed, explicit=keys_set(settings), with_rules=False, with_algorithms=False)
     cluster = Cluster(
         gpu=gpu,
@@ -93,17 +110,44 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
         bandwidth_use=options.bandwidth_use,
         network_bytes_per_s=options.network_gbit_s / 8 * 1e9,
     )
+    for name, longest in (("prompt", config.data.max_prompt_length), ("response", config.data.max_response_length)):
+        expected = getattr(options, f"{name}_tokens")
+        if expected is not None and expected > longest:
+            raise ConfigError(
+                f"--{name}_tokens {expected}: no {name} is longer than data.max_{name}_length={longest}. Expect at "
+                "most that, or raise the limit."
+            )
     estimator, critic = config.algorithm.adv_estimator, config.critic.enable
     if critic is None:
         known = estimator in (*WITH_CRITIC, *WITHOUT_CRITIC)
         critic = estimator in WITH_CRITIC if known else need_critic(config)
     needs = OtherModels(critic=critic, reference=need_reference_policy(config))
+    if problems := layout_problems(with_settings(config, {"critic.enable": critic})):
+        raise ConfigError(report(problems))
     return Plan(config, cluster, needs, prompt=options.prompt_tokens, response=options.response_tokens), options
+
+
+def layout_problems(config: PPOConfig) -> list[Problem]:
+    """Return what `verl train` refuses of the way in which ranks share models and batches, on every machine.
+
+    Heads and layers are read where the plan reads them, so names on the hub are checked too. ``critic.enable`` must be
+    set: the estimator is not asked, which would import PyTorch.
+    """
+    model = config.actor_rollout_ref.model
+    read = {"actor_rollout_ref.model.path": config_file(model.hf_config_path or model.path).parent}
+    if config.critic.enable:
+        read["critic.model.path"] = config_file(config.critic.model.path).parent
+    located = with_settings(config, {key: str(folder) for key, folder in read.items()})
+    rules = (rules_engines.parallel_sizes, rules_megatron.layouts, rules_sizes.mini_batches)
+    return [problem for rule in rules for problem in rule(located)]
 
 
 def _placement(gpus: int, settings: list[str]) -> list[str]:
     """Return the settings of nodes for ``gpus`` GPUs."""
     given = {key: setting.partition("=")[2] for setting in settings for key in keys_set([setting])}
+    for key in ("trainer.n_gpus_per_node", "trainer.nnodes"):
+        if key in given and not (given[key].isdecimal() and int(given[key]) > 0):
+            raise ConfigError(f"{key}={given[key]}: must be a whole number above 0. Leave it out to follow --gpus.")
     per_node = int(given.get("trainer.n_gpus_per_node", min(gpus, PER_NODE)))
     if gpus % per_node:
         raise ConfigError(

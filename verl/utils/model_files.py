@@ -41,6 +41,11 @@ def key_value_heads(folder: Path) -> int | None:
     return _size_of_text_model(folder, "num_key_value_heads") or attention_heads(folder)
 
 
+def layers(folder: Path) -> int | None:
+    """The number of layers in ``config.json`` of a model folder; None if there is none to be read."""
+    return _size_of_text_model(folder, "num_hidden_layers")
+
+
 def head_split_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
     """Why so many ranks cannot split the attention heads of each layer; None if they can."""
     if heads % ranks:

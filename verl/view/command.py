@@ -11,12 +11,14 @@ import uvicorn
 
 from verl.errors import ConfigError
 from verl.utils.console import show
+from verl.view.discovery import metrics_problem
 from verl.view.guard import Guard
 from verl.view.index import Index, place_of_index
 from verl.view.runs import Library
 from verl.view.server import make_app
 
 HOST = "127.0.0.1"
+LAST_PORT = 65_535
 
 
 def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token: str | None = None) -> None:
@@ -29,11 +31,15 @@ def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token:
         token: what the page's address must have; by default a new random one.
 
     Raises:
-        ConfigError: a folder is not there, or the port is taken.
+        ConfigError: a folder is not there, a file holds no metrics, or the port is taken or none.
     """
     for folder in folders:
         if not folder.exists():
             raise ConfigError(f"there is no {folder}. Name folders with runs, or files of the tracker `file`.")
+        if folder.is_file() and (wrong := metrics_problem(folder)):
+            raise ConfigError(wrong)
+    if not 0 <= port <= LAST_PORT:
+        raise ConfigError(f"--port {port}: ports are 1 to {LAST_PORT}; 0, or no --port, takes a free one.")
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

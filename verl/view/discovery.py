@@ -72,6 +72,22 @@ def find_runs(folders: Iterable[Path]) -> list[RunFiles]:
     return runs
 
 
+def metrics_problem(file: Path) -> str | None:
+    """Say why a file that the user named is no file of metrics; None if it is one, or an empty one to be written."""
+    if file.name.endswith((".run.jsonl", ".ranks.jsonl")):
+        own = file.with_name(file.name.removesuffix(".jsonl").rpartition(".")[0] + ".jsonl")
+        return f"{file} lies beside the metrics of a run and is read with them. Name {own}, or the folder."
+    try:
+        is_empty = file.stat().st_size == 0
+        with file.open("rb"):
+            pass
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}. Change its permissions, or name another run."
+    if not is_empty and not _is_metrics(file):
+        return f"{file} holds no metrics: its first line is none of the tracker `file`. Name such a file, or a folder."
+    return None
+
+
 def read_events(path: Path) -> list[dict[str, Any]]:
     """Read a file of events; a line that is not complete yet is left out, and so is a file that is not there."""
     try:

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.config.problems import shown
 from verl.errors import DataError
-from verl.view.discovery import Kind
+from verl.view.discovery import Kind, metrics_problem
 from verl.view.drawing import curve, heat
 from verl.view.index import Index
 from verl.view.runs import Library, Run
@@ -59,8 +59,10 @@ def write_report(folder: Path, output: Path) -> None:
     """Write the report of the run below a folder, or of a file of the tracker ``file``.
 
     Raises:
-        DataError: there is no run there, or there are several.
+        DataError: there is no run there, or there are several, or the report cannot be written.
     """
+    if folder.is_file() and (wrong := metrics_problem(folder)):
+        raise DataError(wrong)
     with tempfile.TemporaryDirectory() as scratch:
         library = Library([folder], Index(Path(scratch) / "index.sqlite"))
         library.find()
@@ -71,8 +73,12 @@ def write_report(folder: Path, output: Path) -> None:
         library.refresh()
         library.refresh_samples()
         (run,) = library.runs.values()
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(page_of(run, library.index), encoding="utf-8", errors="replace")
+        page = page_of(run, library.index)
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            output.write_text(page, encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise DataError(f"{output} cannot be written: {error.strerror}. Name another file by -o.") from error
 
 
 def page_of(run: Run, index: Index) -> str:

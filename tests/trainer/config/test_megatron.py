@@ -56,6 +56,19 @@ def test_sizes_must_divide_the_ranks_and_be_the_same(run: Run):
     assert "megatron-core has one layout in a process" in message
 
 
+def test_heads_and_layers_must_divide_before_a_model_loads(run: Run, tmp_path):
+    model = tiny_model_dir(tmp_path / "four", num_hidden_layers=4)  # with 4 heads and 2 key/value heads
+    sizes = {"actor_rollout_ref.model.path": model, f"{ACTOR}.strategy": "megatron", "trainer.n_gpus_per_node": 4}
+    four = {f"{ACTOR}.megatron.tensor_model_parallel_size": 4}
+    assert "it does not divide the model's 2 key/value heads" in run.refusal(sizes | four)
+    context = {f"{ACTOR}.megatron.{key}_parallel_size": n for key, n in (("context", 2), ("tensor_model", 4))}
+    message = run.refusal(sizes | context | {"trainer.n_gpus_per_node": 8})
+    assert "tensor_model_parallel_size × context_parallel_size=8 does not divide the model's 4 heads" in message
+    pieces = {f"{ACTOR}.megatron.{kind}pipeline_model_parallel_size": n for kind, n in (("", 2), ("virtual_", 4))}
+    message = run.refusal(sizes | pieces)
+    assert "virtual_pipeline_model_parallel_size=8 does not divide the model's 4 layers" in message
+
+
 @installed
 def test_experts_must_be_there_and_their_ranks_divide_all(run: Run, tmp_path):
     experts = {f"{ACTOR}.megatron.expert_model_parallel_size": 2}

@@ -105,5 +105,6 @@ def _of_one_rank(path: str, rollout: RolloutConfig) -> Iterator[Problem]:
             wrong = f"{path}.name=native splits a model by {path}.tensor_model_parallel_size alone"
         else:
             wrong = f"with {path}.name={rollout.name} each rank generates with a whole copy of the model"
-        remedy = f"leave it out; to split a model over ranks so, set {path}.name=vllm or sglang"
+        engines = "native, vllm or sglang" if name == PARALLEL_SIZES[0] else "vllm or sglang"
+        remedy = f"leave it out; to split a model over ranks so, set {path}.name={engines}"
         yield Problem(f"{path}.{name}", rollout[name], wrong, "1", remedy)

@@ -17,20 +17,26 @@ Problems = Iterator[Problem]
 
 def models(config: PPOConfig) -> Problems:
     """megatron-core is installed and has the models; layouts divide ranks, and are one where models share processes."""
-    found = {name: part for name, part in _sections(config).items() if isinstance(part[0], McoreEngineConfig)}
+    found = _sections(config)
+    if found and importlib.util.find_spec("megatron") is None:
+        wrong = "megatron-core is not installed"
+        remedy = "pip install 'verl[megatron]' on every node, or use strategy=fsdp2"
+        yield Problem(f"{next(iter(found))}.strategy", "megatron", wrong, "fsdp2", remedy)
+    yield from layouts(config)
+
+
+def layouts(config: PPOConfig) -> Problems:
+    """What holds on every machine: layouts divide ranks and models, and are one where models share processes."""
+    found = _sections(config)
     if not found:
         return
     first = next(iter(found))
-    if importlib.util.find_spec("megatron") is None:
-        wrong = "megatron-core is not installed"
-        remedy = "pip install 'verl[megatron]' on every node, or use strategy=fsdp2"
-        yield Problem(f"{first}.strategy", "megatron", wrong, "fsdp2", remedy)
     for name, (engine, path, ranks) in found.items():
         assert isinstance(engine, McoreEngineConfig)
         yield from _layout(name, engine, path, ranks)
-    layouts = {name: [engine[size] for size in SIZES] for name, (engine, _, _) in found.items()}
+    sizes_of = {name: [engine[size] for size in SIZES] for name, (engine, _, _) in found.items()}
     pool = config.reward_model.enable_resource_pool
-    together = {name: sizes for name, sizes in layouts.items() if not (pool and name == "reward_model")}
+    together = {name: sizes for name, sizes in sizes_of.items() if not (pool and name == "reward_model")}
     for name, sizes in together.items():
         if sizes != next(iter(together.values())):
             wrong = f"megatron-core has one layout in a process, and {next(iter(together))} has another one"
@@ -55,7 +61,7 @@ def models(config: PPOConfig) -> Problems:
 
 
 def _sections(config: PPOConfig) -> dict[str, tuple]:
-    """Back end, model folder and ranks of each model of the run."""
+    """Back end, model folder and ranks of each model of the run that Megatron holds."""
     roles, critic, reward, ranks = config.actor_rollout_ref, config.critic, config.reward_model, config.trainer.ranks
     found: dict[str, tuple] = {"actor_rollout_ref.actor": (roles.actor.placement, roles.model.path, ranks)}
     if need_reference_policy(config):
@@ -65,7 +71,7 @@ def _sections(config: PPOConfig) -> dict[str, tuple]:
     if reward.enable and config.judge is None:
         own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else ranks
         found["reward_model"] = (reward.placement, reward.model.path, own)
-    return found
+    return {name: part for name, part in found.items() if isinstance(part[0], McoreEngineConfig)}
 
 
 def _layout(name: str, engine: McoreEngineConfig, path: str, ranks: int) -> Problems:
@@ -84,6 +90,25 @@ def _layout(name: str, engine: McoreEngineConfig, path: str, ranks: int) -> Prob
     if kind is not None and kind not in MEGATRON_FAMILIES:
         wrong = f"it has no {kind} models ({path})"
         yield Problem(f"{name}.strategy", "megatron", wrong, "fsdp2", f"or a model of {', '.join(MEGATRON_FAMILIES)}")
+    yield from _parts(name, engine, Path(path).expanduser())
+
+
+def _parts(name: str, engine: McoreEngineConfig, folder: Path) -> Problems:
+    """Check that each rank gets equally many heads and each piece of a pipeline equally many layers."""
+    tensor, pieces = engine.tensor_model_parallel_size, engine.virtual_pipeline_model_parallel_size
+    of_heads, of_layers = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    key_heads, stages = model_files.key_value_heads(folder), engine.pipeline_model_parallel_size * (pieces or 1)
+    by_context = "" if engine.context_parallel_size == 1 else " × context_parallel_size"
+    by_pieces = "" if pieces in (None, 1) else " × virtual_pipeline_model_parallel_size"
+    for key, by, parts, count, what in (
+        (of_heads, by_context, tensor * engine.context_parallel_size, model_files.attention_heads(folder), "heads"),
+        (of_heads, "", tensor, key_heads, "key/value heads"),
+        (of_layers, by_pieces, stages, model_files.layers(folder), "layers"),
+    ):
+        if count is not None and count % parts:
+            product = f"{key}{by}={parts}" if by else "it"
+            wrong = f"{product} does not divide the model's {count} {what} ({folder})"
+            yield Problem(f"{name}.megatron.{key}", engine[key], wrong, f"divisors of {count}{by and ' in all'}")
 
 
 def only_ppo(config: SupervisedConfig) -> Problems:

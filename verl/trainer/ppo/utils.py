@@ -90,11 +90,11 @@ class Needs:
 
 def need_critic(config: PPOConfig) -> bool:
     """Whether a critic is trained: ``critic.enable`` if set, else whether the estimator reads ``values``."""
+    if config.critic.enable is not None:
+        return bool(config.critic.enable)  # before PyTorch is imported
     from verl.algorithms import adv_needs
     from verl.algorithms.estimator_registry import ESTIMATORS
 
-    if config.critic.enable is not None:
-        return bool(config.critic.enable)
     if config.algorithm.adv_estimator not in ESTIMATORS.names():
         prepare_process()  # a task runner of the user's own asks before the workers' processes are prepared
     return "values" in adv_needs(config.algorithm.adv_estimator).columns
