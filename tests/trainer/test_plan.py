@@ -14,7 +14,7 @@ from verl.algorithms import adv_needs
 from verl.algorithms.estimator_registry import ESTIMATORS
 from verl.errors import ConfigError
 from verl.planner.advice import changes, with_settings
-from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, make_plan
+from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, check_layouts, make_plan
 
 ROOT = Path(__file__).parents[2]
 NATIVE = "actor_rollout_ref.rollout.name=native"
@@ -33,7 +33,9 @@ def folder(tmp_path):
 def plan_of(folder, *words):
     path = f"actor_rollout_ref.model.path={folder}"
     usual = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2"]
-    return make_plan([path, *usual, "data.max_response_length=3584", *words])[0]
+    plan = make_plan([path, *usual, "data.max_response_length=3584", *words])[0]
+    check_layouts(plan)
+    return plan
 
 
 def test_the_command_answers_without_torch(folder):

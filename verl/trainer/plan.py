@@ -19,7 +19,7 @@ from typing import Any
 
 from hydra.errors import MissingConfigException
 
-from verl.config import PPOConfig, Problem
+from verl.config import PPOConfig
 from verl.config.problems import report
 from verl.errors import ConfigError, VerlError
 from verl.planner.advice import Change, changes, with_settings
@@ -87,7 +87,7 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
     """Make the plan of a command line.
 
     Raises:
-        ConfigError: settings, model or GPUs cannot be planned with.
+        ConfigError: settings or GPUs cannot be planned with. Models are read when the plan is looked at.
     """
     options, settings = arguments(words)
     gpu = gpu_named(options.gpu)
@@ -122,24 +122,27 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
         known = estimator in (*WITH_CRITIC, *WITHOUT_CRITIC)
         critic = estimator in WITH_CRITIC if known else need_critic(config)
     needs = OtherModels(critic=critic, reference=need_reference_policy(config))
-    if problems := layout_problems(with_settings(config, {"critic.enable": critic})):
-        raise ConfigError(report(problems))
     return Plan(config, cluster, needs, prompt=options.prompt_tokens, response=options.response_tokens), options
 
 
-def layout_problems(config: PPOConfig) -> list[Problem]:
-    """Return what `verl train` refuses of the way in which ranks share models and batches, on every machine.
+def check_layouts(plan: Plan) -> None:
+    """Refuse what `verl train` refuses of the way in which ranks share models and batches, on every machine.
 
-    Heads and layers are read where the plan reads them, so names on the hub are checked too. ``critic.enable`` must be
-    set: the estimator is not asked, which would import PyTorch.
+    Heads and layers are read where the plan reads them, so names on the hub are checked too.
+
+    Raises:
+        ConfigError: lists all problems; or a model has no config.json.
     """
-    model = config.actor_rollout_ref.model
+    model = plan.config.actor_rollout_ref.model
     read = {"actor_rollout_ref.model.path": config_file(model.hf_config_path or model.path).parent}
-    if config.critic.enable:
-        read["critic.model.path"] = config_file(config.critic.model.path).parent
-    located = with_settings(config, {key: str(folder) for key, folder in read.items()})
+    if plan.needs.critic:
+        read["critic.model.path"] = config_file(plan.config.critic.model.path).parent
+    located = {key: str(folder) for key, folder in read.items()}
+    # With critic.enable the rules do not ask the estimator, which would import PyTorch.
+    config = with_settings(plan.config, {**located, "critic.enable": plan.needs.critic})
     rules = (rules_engines.parallel_sizes, rules_megatron.layouts, rules_sizes.mini_batches)
-    return [problem for rule in rules for problem in rule(located)]
+    if problems := [problem for rule in rules for problem in rule(config)]:
+        raise ConfigError(report(problems))
 
 
 def _placement(gpus: int, settings: list[str]) -> list[str]:
@@ -244,6 +247,7 @@ def main() -> None:
     """Plan, print, and end with status 1 if a stage does not fit, 2 if settings cannot be planned with."""
     try:
         plan, options = make_plan(sys.argv[1:])
+        check_layouts(plan)
         advice = changes(plan)
         if options.json:
             sys.stdout.write(json.dumps(as_json(plan, advice), indent=2) + "\n")
