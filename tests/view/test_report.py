@@ -10,6 +10,7 @@ import pytest
 from verl.errors import ConfigError, DataError
 from verl.testing.made_up_run import make_up_run
 from verl.view.command import view
+from verl.view.index import Index
 from verl.view.report import text, write_report
 
 
@@ -64,3 +65,13 @@ def test_other_files_are_no_runs_and_a_report_that_cannot_be_written_is_told(tmp
         view([other])
     with pytest.raises(ConfigError, match=r"--port 65536: ports are 1 to 65535"):
         view([tmp_path], port=65_536)
+
+
+def test_a_damaged_index_is_made_anew_and_one_that_cannot_be_written_is_told(tmp_path):
+    file = tmp_path / "index.sqlite"
+    file.write_bytes(b"no database at all" * 100)
+    with Index(file).reading() as database:
+        assert database.execute("SELECT count(*) FROM sample").fetchone()[0] == 0
+    (tmp_path / ".verl_view").write_text("a file where the folder of the index is to be")
+    with pytest.raises(ConfigError, match=r"the index .*\.verl_view/index-.* cannot be written: .*Make room"):
+        view([tmp_path])

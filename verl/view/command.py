@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import sqlite3
 import webbrowser
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token:
         token: what the page's address must have; by default a new random one.
 
     Raises:
-        ConfigError: a folder is not there, a file holds no metrics, or the port is taken or none.
+        ConfigError: a folder is not there, a file holds no metrics, the port is taken or none, or the index cannot be
+            written.
     """
     for folder in folders:
         if not folder.exists():
@@ -48,7 +50,14 @@ def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token:
         raise ConfigError(f"port {port} cannot be used ({error.strerror}). Leave --port out for a free one.") from error
     port = listener.getsockname()[1]
     token = token or secrets.token_urlsafe(24)
-    library = Library(folders, Index(place_of_index(folders)))
+    place = place_of_index(folders)
+    try:
+        index = Index(place)
+    except (OSError, sqlite3.Error) as error:
+        raise ConfigError(
+            f"the index {place} cannot be written: {error}. Make room or change permissions there; it may be deleted."
+        ) from error
+    library = Library(folders, index)
     library.find()
     address = f"http://{HOST}:{port}/?token={token}"
     show(f"{len(library.runs)} runs; open {address}")

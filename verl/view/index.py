@@ -58,8 +58,14 @@ class Index:
                 database.executescript(f"{_TABLES} PRAGMA user_version = {VERSION};")
 
     def _version(self) -> int:
-        with self.reading() as database:
-            return database.execute("PRAGMA user_version").fetchone()[0]
+        """Return the version of the tables: 0 of a new file, -1 of one that is no database."""
+        try:
+            with self.reading() as database:
+                return database.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.OperationalError:  # a full disk, no permission: nothing that a new file mends
+            raise
+        except sqlite3.DatabaseError:
+            return -1
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
