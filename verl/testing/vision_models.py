@@ -176,3 +176,11 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> str:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
     return str(path)
+
+
+def heads_of_32(family: str) -> dict[str, Any]:
+    """Arguments of :func:`tiny_vision_model` for heads of 32 numbers, the fewest that vLLM computes on a CPU."""
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    if family == "qwen3_vl":
+        return {"hidden": 128, "head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
+    return {"hidden": 128, "rope_parameters": rope}

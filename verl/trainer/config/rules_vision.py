@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl.config import PPOConfig, Problem
+from verl.config import PPOConfig, Problem, RolloutConfig
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.utils import model_files
 from verl.vision.families import FAMILIES
 
 Problems = Iterator[Problem]
 
-ENGINES = ("native", "hf")
+ENGINES = ("native", "hf", "vllm")
 """Rollout engines that take images."""
 
 
@@ -29,7 +30,9 @@ def models_with_images(config: PPOConfig) -> Problems:
     if rollout.name not in ENGINES:
         wrong = f"this engine does not take a model with images ({kind}) in this version"
         yield Problem("actor_rollout_ref.rollout.name", rollout.name, wrong, ", ".join(ENGINES))
-    elif rollout.tensor_model_parallel_size > 1:
+    elif rollout.name == "vllm":
+        yield from _of_vllm(rollout, kind)
+    if rollout.name in ENGINES and rollout.tensor_model_parallel_size > 1:
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         wrong = f"a model with images ({kind}) is not split over ranks in this version"
         yield Problem(key, rollout.tensor_model_parallel_size, wrong, "1")
@@ -49,3 +52,14 @@ def models_with_images(config: PPOConfig) -> Problems:
         if critic is not None and critic != kind:
             wrong = f"it holds a {critic}, and the policy with images is a {kind}, whose tokens the critic reads"
             yield Problem("critic.model.path", config.critic.model.path, wrong, "a model of the same kind")
+
+
+def _of_vllm(rollout: RolloutConfig, kind: str | None) -> Problems:
+    """The engine is in the process that has the pixels, and can import its models with images."""
+    if rollout.mode != "sync":
+        wrong = f"a server of vllm does not take the images of a {kind} in this version"
+        yield Problem("actor_rollout_ref.rollout.mode", rollout.mode, wrong, "sync", "or set rollout.name=native")
+    elif importlib.util.find_spec("torchvision") is None:
+        wrong = f"vllm needs the package torchvision for a {kind}, and it is not installed here"
+        remedy = "install it (on a CPU as requirements/vllm.txt says), or set rollout.name=native"
+        yield Problem("actor_rollout_ref.rollout.name", "vllm", wrong, remedy=remedy)

@@ -26,15 +26,17 @@ class VLLMRollout(RemoteRollout):
 
     def set_up(self) -> None:
         """See :meth:`BaseRollout.set_up`."""
+        self.takes_images = self.config.mode == "sync"  # a server gets tokens alone
         self.applies_adapters = applies_adapters(self.config, self.model_config)
         super().set_up()
 
     def _engine_arguments(self) -> dict[str, Any]:
-        return engine_arguments(self.config, self.model_config, self.max_model_len, self.device)
+        has_images = self._vision is not None
+        return engine_arguments(self.config, self.model_config, self.max_model_len, self.device, has_images)
 
     def _start(self) -> EngineClient:
         if self._in_process:
-            return VLLMInProcess(self._arguments, self.device)
+            return VLLMInProcess(self._arguments, self.device, self._vision)
         return VLLMServer(self._arguments, self.device, self._launch, self._devices)
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:

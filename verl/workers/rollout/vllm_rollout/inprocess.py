@@ -17,8 +17,11 @@ from torch import Tensor
 
 from verl.base.registry import suggest
 from verl.errors import ConfigError, RolloutError
+from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
 from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_files, with_checksums
+from verl.workers.rollout.placed_images import PlacedImages
+from verl.workers.rollout.request import RolloutRequest
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_FILE, ADAPTER_ID, process_environment
 from verl.workers.rollout.weights import check_arrival, write_adapters
 
@@ -32,7 +35,7 @@ class VLLMInProcess(EngineClient):
         ConfigError: vLLM is not installed here, or has no argument of a given name.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], device: torch.device) -> None:
+    def __init__(self, arguments: Mapping[str, Any], device: torch.device, vision: VisionConfig | None = None) -> None:
         variables = process_environment(device) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with _undisturbed(variables):
             try:
@@ -54,6 +57,7 @@ class VLLMInProcess(EngineClient):
         # A base that stays while its adapters change is kept in the CPU's memory (1), other weights are dropped (2).
         self._sleep_level = 1 if arguments.get("enable_lora") else 2
         self._adapters: Any = None
+        self._vision = vision
         self._served = 0
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
@@ -94,7 +98,7 @@ class VLLMInProcess(EngineClient):
         self._served += 1
         name = str(self._served)
         params = SamplingParams(**response.params, output_kind=RequestOutputKind.DELTA)
-        prompt = {"prompt_token_ids": list(response.request.prompt_ids)}
+        prompt = _prompt(response.request, self._vision)
         adapters = self._adapters if response.has_adapters else None
         self._engine.add_request(name, prompt, params, lora_request=adapters)
         running[name] = response
@@ -161,6 +165,8 @@ class VLLMInProcess(EngineClient):
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _reset_cache(self) -> None:
+        if self._vision is not None:  # features of images that were computed by the previous weights
+            self._engine.reset_encoder_cache()
         if not self._engine.reset_prefix_cache():
             raise RolloutError("vLLM kept its prefix cache over an update of the weights: it still serves requests.")
 
@@ -174,6 +180,31 @@ class VLLMInProcess(EngineClient):
 
     def kill(self) -> None:
         """Do nothing: the engine has no process of its own, and ends with this one."""
+
+
+def _prompt(request: RolloutRequest, vision: VisionConfig | None) -> dict[str, Any]:
+    """Return a prompt in vLLM's own format, with the pixels of its images as the model's processor has made them."""
+    ids = list(request.prompt_ids)
+    placed = PlacedImages.of(request, vision)
+    if placed is None:
+        return {"prompt_token_ids": ids}
+    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+
+    pixels, grid = IMAGE_INPUTS
+    sizes = placed.tensors[grid].prod(-1)  # (images,) patches of each
+    fields = {
+        pixels: MultiModalFieldConfig.flat_from_sizes("image", sizes),
+        grid: MultiModalFieldConfig.batched("image", keep_on_cpu=True),
+    }
+    return {
+        "type": "multimodal",
+        "prompt_token_ids": ids,
+        "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(dict(placed.tensors), fields),
+        "mm_hashes": {"image": [digest.hex() for digest in placed.digests]},
+        "mm_placeholders": {
+            "image": [PlaceholderRange(offset=span.start, length=len(span.places)) for span in placed.spans]
+        },
+    }
 
 
 def worker_of(engine: Any) -> Any:

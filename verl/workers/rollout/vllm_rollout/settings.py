@@ -25,9 +25,13 @@ _KV_CACHE_BYTES, _KV_CACHE_VARIABLE = "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE
 
 
 def engine_arguments(
-    config: RolloutConfig, model_config: HFModelConfig, max_model_len: int, device: torch.device
+    config: RolloutConfig,
+    model_config: HFModelConfig,
+    max_model_len: int,
+    device: torch.device,
+    has_images: bool = False,
 ) -> dict[str, Any]:
-    """Return vLLM's engine arguments by their Python names.
+    """Return vLLM's engine arguments by their Python names; ``has_images`` if the model is one with images.
 
     Raises:
         ConfigError: ``engine_kwargs.vllm`` sets an argument that another setting determines, or
@@ -73,6 +77,16 @@ def engine_arguments(
         arguments["compilation_config"] = {"cudagraph_capture_sizes": list(config.cudagraph_capture_sizes)}
     if config.limit_images is not None:
         arguments["limit_mm_per_prompt"] = {"image": config.limit_images}
+    if has_images:
+        # vLLM starts no model with images without its tokenizer and processor, but gets tokens and pixels made here:
+        # normalized ones, of which it keeps no copy.
+        arguments |= {
+            "skip_tokenizer_init": False,
+            "tokenizer": resolve_model_path(model_config.tokenizer_path or path),
+        }
+        arguments |= {"mm_device_do_normalize": False, "mm_processor_cache_gb": 0}
+        if device.type == "cpu":
+            arguments["skip_mm_profiling"] = True  # of GPU memory
     if applies_adapters(config, model_config):
         rank = _largest_rank(model_config)
         arguments |= {"enable_lora": True, "max_loras": 1, "max_cpu_loras": 1, "max_lora_rank": rank}

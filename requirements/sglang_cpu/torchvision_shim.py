@@ -1,8 +1,8 @@
-"""Lets PyPI's torchvision be imported beside a CPU build of PyTorch, which SGLang needs to start.
+"""Lets PyPI's torchvision be imported beside a CPU build of PyTorch, which SGLang and vLLM need for models with images.
 
 That torchvision is a CUDA build: its library of operators does not load here, and importing it fails where it
 describes operators that nobody declared. So they are declared, without an implementation, just before the import.
-SGLang uses them for images alone. Loaded by a ``.pth`` file; it costs nothing until torchvision is imported.
+SGLang needs the import to start, too. Loaded by a ``.pth`` file; it costs nothing until torchvision is imported.
 """
 
 from __future__ import annotations
