@@ -1,18 +1,22 @@
 """Do trainer and rollout engines compute what Transformers computes? The largest differences, for each kind of model.
 
     python -m benchmarks.agreement [--kinds "dense (Qwen3)" ...]
+    .venv-vllm/bin/python -m benchmarks.agreement --engines vllm
 
 Tiny models with random weights, in fp32 on one rank: their responses are drawn by a rollout engine, and one plain
 forward and backward pass of Transformers over each response alone, with the model's own attention and positions, says
-what log-probs and gradients should be. Prints the table of docs/internals/agreement.md.
+what log-probs and gradients should be. Prints the table of docs/internals/agreement.md. With vllm all
+models have heads of 32 numbers, the fewest that it computes on a CPU; it runs inside the process and applies adapters.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +29,7 @@ from verl.config import HFModelConfig, RolloutConfig
 from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
-from verl.testing.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
+from verl.testing.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
 from verl.vision.families import FAMILIES
@@ -39,7 +43,7 @@ KINDS = {
     "experts (Qwen3-MoE)": "qwen3_moe",
     **{f"images ({family})": family for family in FAMILIES},
 }
-ENGINES = ("hf", "native")
+ENGINES = ("hf", "native", "vllm")
 PROMPTS, RESPONSES, PROMPT_LENGTH, RESPONSE_LENGTH = 6, 2, 40, 8
 
 
@@ -50,23 +54,29 @@ def main() -> None:
         description="Compare trainer and rollout engines with Transformers, and print the table of differences.",
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="rows of the table (all)")
-    kinds = parser.parse_args().kinds
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["hf", "native"], help="rollout engines")
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     logging.disable(logging.WARNING)
     print("| kind | rollout engine | log-probs of the rollout | log-probs of the trainer | gradients of the trainer |")
     print("|---|---|---|---|---|")
-    for kind in kinds:
+    for kind in args.kinds:
         family = KINDS[kind]
         with tempfile.TemporaryDirectory() as folder:
-            for engine, found in measure(family, kind.startswith("LoRA"), Path(folder)).items():
+            for engine, found in measure(family, kind.startswith("LoRA"), Path(folder), args.engines).items():
                 print(f"| {kind} | `{engine}` | {' | '.join(f'{value:.1e}' for value in found)} |")
 
 
-def measure(family: str, has_adapters: bool, folder: Path) -> dict[str, tuple[float, float, float]]:
+def measure(
+    family: str, has_adapters: bool, folder: Path, engines: Sequence[str] = ENGINES[:2]
+) -> dict[str, tuple[float, float, float]]:
     """Return the differences of a kind by rollout engine; gradients are relative to the largest gradient."""
     has_images = family in FAMILIES
-    path = (tiny_vision_model_dir if has_images else tiny_mixture_dir if family == "qwen3_moe" else tiny_model_dir)(
-        folder / "model", family
-    )
+    if has_images:
+        path = tiny_vision_model_dir(folder / "model", family, **(heads_of_32(family) if "vllm" in engines else {}))
+    else:
+        make = tiny_mixture_dir if family == "qwen3_moe" else tiny_model_dir
+        path = make(folder / "model", family, head_dim=32 if "vllm" in engines else 16)
     adapters: Any = {"lora_rank": 4, "lora_alpha": 8} if has_adapters else {}
     trainer: Any = EngineRegistry.new(
         "language_model",
@@ -86,10 +96,10 @@ def measure(family: str, has_adapters: bool, folder: Path) -> dict[str, tuple[fl
     plain: Any = (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(path)
     plain.load_state_dict(weights)
     prompts = read_prompts(path, folder, has_images)
-    return {engine: compared(engine, path, prompts, weights, plain, trainer) for engine in ENGINES}
+    return {engine: compared(engine, path, prompts, weights, plain, trainer) for engine in engines}
 
 
-def tiny_mixture_dir(path: Path, family: str) -> str:
+def tiny_mixture_dir(path: Path, family: str, head_dim: int) -> str:
     """Save a mixture of 8 experts, 2 for each token, and its tokenizer."""
     tiny_model_dir(path)
     settings: dict[str, Any] = {
@@ -100,7 +110,7 @@ def tiny_mixture_dir(path: Path, family: str) -> str:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "num_experts": 8,
         "num_experts_per_tok": 2,
         "max_position_embeddings": 4096,
@@ -138,10 +148,13 @@ def compared(
     """Draw responses, and compare log-probs of the rollout and the trainer, and the trainer's gradients."""
     config: Any = {"name": engine, "prompt_length": PROMPT_LENGTH, "response_length": RESPONSE_LENGTH}
     config["tensor_model_parallel_size"] = 1
-    rollout = get_rollout_class(engine)(
-        RolloutConfig(dtype="float32", **config), HFModelConfig(path=path), hf_tokenizer(path), "cpu"
-    )
-    with rollout.awake(weights.items, version=0):
+    applies = engine == "vllm" and trainer.has_adapters
+    if engine == "vllm":
+        # The seed is one that draws no token of images, which the plain model would take for an image.
+        config |= {"mode": "sync", "enforce_eager": True, "merge_adapters": not applies, "seed": 5}
+    model = replace(trainer.model_config, path=path) if applies else HFModelConfig(path=path)
+    rollout = get_rollout_class(engine)(RolloutConfig(dtype="float32", **config), model, hf_tokenizer(path), "cpu")
+    with rollout.awake(trainer.adapted_weights() if applies else weights.items, version=0):
         found = rollout.generate_sequences(prompts)
     batch = prompts.select(batch_keys=[]) | found
     expected = plain_log_probs(plain, batch)
