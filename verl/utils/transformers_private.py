@@ -27,13 +27,16 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_template_utils import (
     DocstringParsingException,
     TypeHintParsingException,
-    _alias_reasoning_fields,
     _compile_jinja_template,
     get_json_schema,
 )
+
+# Transformers 5.19, which vLLM pins, hands messages to a template without other names of their reasoning.
+_alias_reasoning_fields = getattr(chat_template_utils, "_alias_reasoning_fields", list)
 
 __all__ = ["ALL_ATTENTION_FUNCTIONS", "DynamicLayer", "get_json_schema", "get_tokenizer_config", "no_init_weights"]
 
