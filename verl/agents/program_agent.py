@@ -21,6 +21,7 @@ from verl.config import PPOConfig
 from verl.errors import ConfigError, VerlError
 from verl.utils.dataset.chat import as_messages
 from verl.utils.model import eos_token_ids
+from verl.vision.prompts import ImagePrompts
 
 if TYPE_CHECKING:
     from verl.agents.endpoint.server import TrajectoryEndpoint
@@ -106,7 +107,8 @@ class ProgramAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
-        recorder = TrajectoryRecorder(self.server_manager, replace(self.shared.settings, ignored=self._ignored))
+        settings = replace(self.shared.settings, ignored=self._ignored)
+        recorder = TrajectoryRecorder(self.server_manager, settings, ImagePrompts.of(self.processor))
         with self.shared.endpoint.access(recorder) as access:
             task = ProgramTask(
                 messages=as_messages(list(kwargs["raw_prompt"]), "the prompt"),

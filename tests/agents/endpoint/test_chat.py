@@ -103,6 +103,9 @@ def test_a_key_opens_its_own_trajectory_only_and_only_while_it_runs(serve, clien
     assert one.recorder.outputs() == []
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
 @pytest.mark.parametrize(
     "wrong, named",
     [
@@ -114,6 +117,7 @@ def test_a_key_opens_its_own_trajectory_only_and_only_while_it_runs(serve, clien
         ({"messages": [{"role": "tool", "content": "42"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages"),  # a model for text
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
     ],

@@ -80,7 +80,7 @@ class ChatBody(CallBody):
         """The call in no vendor's form."""
         return ModelCall(
             model=self.model,
-            messages=checked_messages(self.messages, "messages"),
+            messages=checked_messages(self.messages, "messages", with_images=True),
             tools=[tool.described() for tool in self.tools or ()] or None,
             calls_tools=self.tool_choice != "none",
             n=self.n or 1,

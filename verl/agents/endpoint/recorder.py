@@ -42,9 +42,10 @@ from verl.agents.parsers import FunctionCall, ToolParser
 from verl.agents.servers import AsyncLLMServerManager, ContextFullError, TokenOutput
 from verl.base.import_utils import user_code
 from verl.config.agent import TrajectoryStatus
-from verl.errors import DataError, RolloutError
+from verl.errors import ConfigError, DataError, RolloutError
 from verl.utils.dataset.chat import Message
 from verl.utils.transformers_private import decoded
+from verl.vision.prompts import ImagePrompts
 
 SHORT_CALL = 20_000
 """Characters of the messages of a call that is rendered in the event loop of all calls."""
@@ -103,9 +104,13 @@ class TrajectoryRecorder:
     Args:
         policy: draws the answers, with the sampling parameters of the rollout.
         settings: shared with other trajectories.
+        images: reads images, by the policy's processor; None for a model for text.
     """
 
-    def __init__(self, policy: AsyncLLMServerManager, settings: RecorderSettings) -> None:
+    def __init__(
+        self, policy: AsyncLLMServerManager, settings: RecorderSettings, images: ImagePrompts | None = None
+    ) -> None:
+        self._images = images
         self.models = (MODEL,)
         self.tokenizer = settings.template.tokenizer
         self.status: TrajectoryStatus = "done"
@@ -208,14 +213,16 @@ class TrajectoryRecorder:
             if call.prompt is not None:
                 return self._continued(call.prompt, agent)
             if origin is None:
-                conversation = Conversation(self._settings.template, call.messages, call.tools, "prompt")
+                conversation = Conversation(
+                    self._settings.template, call.messages, call.tools, "prompt", images=self._images
+                )
                 sequence = _Sequence(agent, next(self._conversations), conversation)
             else:
                 conversation = origin.conversation.branch(turns)
                 assert isinstance(conversation, Conversation)  # digests of raw prompts are of other texts
                 conversation.add_messages(call.messages[known:])
                 sequence = _Sequence(agent, origin.number, conversation, origin.drawn[:turns])
-        except DataError as error:
+        except (DataError, ConfigError) as error:
             raise CallRefusedError(str(error), param="messages", code="invalid_value") from error
         return self._place_in(sequence, origin, _digest(before, call.messages[known:]))
 
@@ -260,11 +267,13 @@ class TrajectoryRecorder:
         return StreamedText(read, call.stop, partial(stream.text, index))
 
     async def _drawn(self, place: _AnswerPlace, params: Mapping[str, Any], text: StreamedText | None) -> TokenOutput:
+        conversation = place.sequence.conversation
         try:
             return await self._policy.generate(
                 str(place.sequence.number),
                 prompt_ids=place.context,
                 sampling_params=params,
+                image_data=conversation.image_data if isinstance(conversation, Conversation) else None,
                 on_drawn=None if text is None else text.take,
             )
         except ContextFullError as error:

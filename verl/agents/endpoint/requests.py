@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from verl.agents.endpoint.calls import CallRefusedError
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
+from verl.vision.messages import has_image_parts, is_image_part, without_images
 
 Request = TypeVar("Request", bound="CallBody")
 Number = StrictFloat | StrictInt
@@ -88,15 +89,20 @@ def read_body(form: type[Request], body: Mapping[str, Any]) -> Request:
         raise CallRefusedError(f"{place}: {first['msg']}{found}.", param=name, code="invalid_value") from error
 
 
-def checked_messages(messages: Sequence[Any], param: str) -> list[Message]:
+def checked_messages(messages: Sequence[Any], param: str, with_images: bool = False) -> list[Message]:
     """Check messages and return what a chat template needs of each: role, content, calls, and which call is answered.
+
+    With ``with_images`` contents may have image parts with ``data:`` URLs, which become
+    ``{"type": "image", "image": URL}``.
 
     Raises:
         CallRefusedError: they cannot be used.
     """
     try:
         kept = [_kept(message, f"{param}[{number}]") for number, message in enumerate(messages)]
-        read = as_messages(kept, param)
+        bare, images = without_images(kept) if with_images else (kept, [])
+        urls = iter([_data_url(image, param) for image in images])
+        read = [_with_urls(message, urls) for message in as_messages(bare, param, with_images)]
     except DataError as error:
         raise CallRefusedError(str(error), param=param, code="invalid_value") from error
     if read[-1]["role"] == "assistant":
@@ -111,6 +117,25 @@ def checked_messages(messages: Sequence[Any], param: str) -> list[Message]:
         message | {"name": names.get(message["tool_call_id"], "unknown")} if message["role"] == "tool" else message
         for message in read
     ]
+
+
+def _data_url(image: Any, place: str) -> str:
+    """The ``data:`` URL of an image part."""
+    given = image.get("image_url") if isinstance(image, Mapping) else None
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise DataError(
+            f"{place}: an image part has {given!r:.100}. Expected {{'type': 'image_url', 'image_url': {{'url': "
+            "'data:image/png;base64,...'}}: the endpoint opens no addresses and no files."
+        )
+    return url
+
+
+def _with_urls(message: Message, urls: Iterator[str]) -> Message:
+    if not has_image_parts(message["content"]):
+        return message
+    parts = [part | {"image": next(urls)} if is_image_part(part) else part for part in message["content"]]
+    return message | {"content": parts}
 
 
 def _kept(message: Any, place: str) -> Message:
