@@ -100,7 +100,8 @@ def test_engines_of_this_process_are_split_by_layers_alone_or_not_at_all(run: Ru
         "hf": f"with {ROLLOUT}.name={engine} each rank generates with a whole copy of the model",
     }
     assert f"{key}=2: {why[engine]}" in message
-    assert f"set {ROLLOUT}.name=vllm or sglang" in message
+    others = "native, vllm or sglang" if kind == "tensor_model" else "vllm or sglang"
+    assert f"set {ROLLOUT}.name={others}" in message
     run.load({f"{ROLLOUT}.name": engine, key: 1}, explicit={key})
 
 
