@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import socket
 from pathlib import Path
 
@@ -65,6 +67,20 @@ def test_curves_come_whole_from_index_and_tail_after_every_change(tmp_path):
         assert series(made, "rare")[0] == [700, 1400]
 
 
+def test_an_index_that_is_deleted_while_the_view_runs_is_made_again(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", range(1, 1502), "w")
+    write_samples(tmp_path / "rollouts", 1, 3, 2, random.Random(0))
+    made = library(tmp_path)
+    (run,) = made.runs
+    before, samples = series(made, "x"), find_samples(made.index, SampleFilter(run=run, kind="train"))
+    for wreck in (shutil.rmtree, lambda folder: (folder / "index.sqlite").write_bytes(b"no database")):
+        wreck(tmp_path / ".verl_view")
+        made.refresh()
+        made.refresh_samples()
+        assert series(made, "x") == before
+        assert find_samples(made.index, SampleFilter(run=run, kind="train")) == samples
+
+
 def test_lines_that_are_no_metrics_are_left_out(tmp_path):
     log = tmp_path / "metrics.jsonl"
     write_lines(log, range(1, 3), "w")
@@ -78,8 +94,6 @@ def test_lines_that_are_no_metrics_are_left_out(tmp_path):
 
 
 def test_files_of_samples_that_grow_or_change_are_read_anew(tmp_path):
-    import random
-
     make_up_run(tmp_path, steps=3)
     made = library(tmp_path)
     (run,) = made.runs

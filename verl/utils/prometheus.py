@@ -65,7 +65,8 @@ class MetricsServer(Collector):
         except OSError as error:
             raise ConfigError(
                 f"{key}.host={config.host}, port={config.port}: the metrics cannot be served there: {error.strerror}. "
-                f"Another run, or a Prometheus server, may have the port: choose another {key}.port."
+                "The host is one of this machine. Another run, or a Prometheus server, may have the port: choose "
+                f"another {key}.port."
             ) from error
         if config.file is not None:
             try:

@@ -46,6 +46,11 @@ class MetricsFile:
         self.names: set[str] = set()
         self.latest = {}
 
+    def forget(self) -> None:
+        """Read the file and the index from their beginnings at the next :meth:`refresh`."""
+        self._is_known = False
+        self._forget()
+
     def refresh(self, index: Index) -> bool:
         """Read what was written since the last call; return whether anything was."""
         if not self._is_known:

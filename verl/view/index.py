@@ -49,13 +49,20 @@ class Index:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if self._version() not in (0, VERSION):
-            for file in path.parent.glob(f"{path.name}*"):  # with its write-ahead log
+        self.make()
+
+    def make(self) -> bool:
+        """Make the tables if the file is missing, damaged or of another version; return whether they were made."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        version = self._version()
+        if version == VERSION:
+            return False
+        if version != 0:
+            for file in self.path.parent.glob(f"{self.path.name}*"):  # with its write-ahead log
                 file.unlink()
-        if self._version() == 0:
-            with self.writing() as database:
-                database.executescript(f"{_TABLES} PRAGMA user_version = {VERSION};")
+        with self.writing() as database:
+            database.executescript(f"{_TABLES} PRAGMA user_version = {VERSION};")
+        return True
 
     def _version(self) -> int:
         """Return the version of the tables: 0 of a new file, -1 of one that is no database."""

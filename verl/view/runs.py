@@ -181,6 +181,9 @@ class Library:
         if time.monotonic() - self._searched > SEARCH_S:
             self.find()
         runs = list(self.runs.values())
+        if self.index.make():  # somebody deleted it
+            for run in runs:
+                run.metrics.forget()
         changed = {run.files.id for run in runs if run.refresh(self.index)}
         return sorted(changed)
 

@@ -213,6 +213,9 @@ def _answering(answer: Callable[[Request], Any]) -> Callable[[Request], Any]:
             return JSONResponse({"error": str(error)}, status_code=404)
         except ValueError as error:  # a number of the address that is none
             return JSONResponse({"error": f"the address is not understood: {error}"}, status_code=400)
+        except sqlite3.Error as error:  # it was deleted a moment ago, or the disk is full
+            said = f"the index cannot be read ({error}); it is made again. Load the page again."
+            return JSONResponse({"error": said}, status_code=503)
 
     return respond
 

@@ -105,6 +105,15 @@ def test_engines_of_this_process_are_split_by_layers_alone_or_not_at_all(run: Ru
     run.load({f"{ROLLOUT}.name": engine, key: 1}, explicit={key})
 
 
+def test_settings_of_a_server_of_metrics_that_is_not_enabled_are_told(run: Run, caplog: pytest.LogCaptureFixture):
+    server = f"{ROLLOUT}.prometheus"
+    run.load({f"{server}.port": 9100})
+    assert f"no effect: {server}.port ({server}.enable=false)" in caplog.text
+    caplog.clear()
+    run.load({f"{server}.port": 9100, f"{server}.enable": True})
+    assert "no effect" not in caplog.text
+
+
 def test_native_deals_out_heads_evenly(run: Run):
     (run.folder / "model" / "config.json").write_text(json.dumps({"num_attention_heads": 6, "num_key_value_heads": 2}))
     key = f"{ROLLOUT}.tensor_model_parallel_size"

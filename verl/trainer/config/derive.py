@@ -228,7 +228,17 @@ def _engines(tree: Tree, raw: Tree, keys: Mapping[str, Key], explicit: Collectio
             ranks = "reward_model.n_gpus_per_node"
         if key.section in (RolloutConfig, JudgeRolloutConfig) and get(tree, f"{path}.name") is not None:
             told += _engine(tree, raw, keys, path, explicit, ranks)
+            told += _monitoring(tree, keys, f"{path}.prometheus")
     return told
+
+
+def _monitoring(tree: Tree, keys: Mapping[str, Key], prometheus: str) -> list[str]:
+    """Tell the settings of a server of metrics that is not enabled."""
+    if get(tree, f"{prometheus}.enable") is not False:
+        return []
+    paths = [f"{prometheus}.{setting}" for setting in ("host", "port", "file")]
+    ignored = [path for path in paths if path in keys and not same(get(tree, path), keys[path].default)]
+    return [f"no effect: {', '.join(ignored)} ({prometheus}.enable=false)"] if ignored else []
 
 
 def _engine(
