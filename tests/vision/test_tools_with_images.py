@@ -15,6 +15,7 @@ from tests.vision.test_native_serving_with_images import plain_logits
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
 from verl.agents.parsers.base import FunctionCall, ToolParser
+from verl.base.registry import scoped_registrations
 from verl.errors import ConfigError, DataError
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.testing.vision_models import picture, picture_rows, png, tiny_vision_model_dir, write_parquet
@@ -27,12 +28,18 @@ from verl.vision.prompts import ImagePrompts
 IMAGE = 106
 
 
-@ToolParser.register("every_turn_looks")
 class EveryTurnLooks(ToolParser):
     """Takes every turn for a call of the tool ``look``, as a random model writes no calls."""
 
     async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
         return "-", [FunctionCall(name="look", arguments="{}")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def parser():
+    with scoped_registrations():
+        ToolParser.register("every_turn_looks")(EveryTurnLooks)
+        yield
 
 
 TOOL = """

@@ -74,7 +74,6 @@ class TrainerCheckpoint:
         self.root = Path(plan.root).expanduser().absolute()
         self.groups = groups
         self.remote = None if plan.remote is None else RemoteSteps(plan.remote, self.root)
-        self._choice = ResumeChoice(plan, self.root, groups, self.remote)
         self.owed = False
         """A save failed and none has succeeded since: save after the next step."""
         self.failed_saves = 0
@@ -270,7 +269,7 @@ class TrainerCheckpoint:
                 ``recovery.on_damaged_checkpoint`` forbids another one, or no complete one exists. A run never starts
                 from scratch silently where one was saved.
         """
-        self._loaded_from = self._choice.folder()
+        self._loaded_from = self._choice().folder()
         if self._loaded_from is None:
             return None
         state = self._read(self._loaded_from)
@@ -292,9 +291,12 @@ class TrainerCheckpoint:
             folders.append(self._loaded_from)
         if not folders:
             return None
-        state = self._read(self._choice.first_whole(folders, []))
+        state = self._read(self._choice().first_whole(folders, []))
         self._own_steps = [step for step in self._own_steps if step <= state.global_step]  # damaged ones come again
         return state
+
+    def _choice(self) -> ResumeChoice:
+        return ResumeChoice(self.plan, self.root, self.groups, self.remote)
 
     def _read(self, folder: Path) -> RunState:
         if is_public(folder):
