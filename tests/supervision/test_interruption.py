@@ -37,6 +37,8 @@ with interruptible(), restarted_when_killed(3):
             (folder / "deaf").write_text("1")
             time.sleep(60)
         interrupt.add_note("It was at step 3.")
+        if sys.argv[2] == "is wrapped":
+            raise SystemError("<built-in function get> returned a result with an exception set") from interrupt
         raise
 """
 
@@ -57,8 +59,9 @@ def start(folder: Path, way: str) -> tuple[Program, int]:
     return process, int(eventually(lambda: (folder / "driver").exists() and (folder / "driver").read_text(), "driver"))
 
 
-def test_the_sentence_has_what_the_program_knows(tmp_path: Path) -> None:
-    process, _ = start(tmp_path, "ends")
+@pytest.mark.parametrize("way", ["ends", "is wrapped"])
+def test_the_sentence_has_what_the_program_knows(tmp_path: Path, way: str) -> None:
+    process, _ = start(tmp_path, way)
     os.kill(process.pid, signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert (tmp_path / "errors.txt").read_text() == "\nInterrupted. It was at step 3.\n"

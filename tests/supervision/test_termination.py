@@ -16,7 +16,7 @@ import torch
 
 from tests.forks import Program
 from tests.trainer.test_recovery import assert_same_run
-from verl.supervision.termination import EXIT_CODE
+from verl.supervision.termination import EXIT_CODE, StepInterrupted, unwrapped
 from verl.testing.tiny_run import make_tiny_run, overrides
 
 STEPS = 6
@@ -38,6 +38,17 @@ def outcome(folder: Path) -> tuple[dict[int, dict], dict[str, Any]]:
     last = folder / "checkpoints" / f"global_step_{STEPS}"
     files = {str(p.relative_to(last)): torch.load(p, weights_only=True) for p in sorted(last.rglob("*.pt"))}
     return {record["step"]: record["data"] for record in records}, files
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt, StepInterrupted])
+def test_what_a_signal_raises_leaves_as_itself(raised: type[BaseException]) -> None:
+    with pytest.raises(raised), unwrapped():  # noqa: PT012 - the error of the library is what is tried
+        try:
+            raise raised
+        except raised:
+            raise OSError("a library's answer")  # noqa: B904
+    with pytest.raises(OSError, match="own"), unwrapped():
+        raise OSError("own") from ValueError("of another kind")
 
 
 def test_it_saves_exits_with_its_code_and_goes_on_to_the_same_end(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+from verl.supervision.termination import unwrapped
+
 EXIT_CODE = 128 + signal.SIGINT
 
 # A later SIGINT within this time is taken for the same one: a launcher such as `timeout` signals the process group and
@@ -67,7 +69,8 @@ def interruptible() -> Iterator[None]:
     if is_installed:
         signal.signal(signal.SIGINT, on_sigint)
     try:
-        yield
+        with unwrapped():
+            yield
     except KeyboardInterrupt as interrupt:
         sys.stderr.write(f"\n{' '.join(['Interrupted.', *getattr(interrupt, '__notes__', ())])}\n")
         raise SystemExit(EXIT_CODE) from None

@@ -27,6 +27,24 @@ class StepInterrupted(BaseException):
     """Raised by SIGTERM in a step that does not have to be finished."""
 
 
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise KeyboardInterrupt and StepInterrupted from the block as themselves.
+
+    A signal's handler raises them wherever the program is. An extension written in C may turn them into a SystemError,
+    a library into an error of its own: then they are its cause or its context.
+    """
+    try:
+        yield
+    except Exception as error:
+        link: BaseException | None = error
+        while link is not None and not isinstance(link, KeyboardInterrupt | StepInterrupted):
+            link = link.__cause__ or link.__context__
+        if link is None:
+            raise
+        raise link from None
+
+
 class Termination:
     """Context in which the first SIGTERM sets :attr:`requested`; a later one ends the process.
 

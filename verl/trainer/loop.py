@@ -20,7 +20,7 @@ from verl.checkpoint.states import RunState, rng_state, set_rng_state
 from verl.checkpoint.steps import saved_steps
 from verl.protocol import DataProto
 from verl.supervision.lock import FolderLock
-from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination
+from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination, unwrapped
 from verl.trainer.health import HealthWatch
 from verl.trainer.recovery import BadSteps, PassLimits, Recovery
 from verl.trainer.worker_groups import WorkerGroups
@@ -342,7 +342,8 @@ class TrainingLoop:
         ):
             self.tracker_runs.ids = tracking.run_ids
             try:
-                yield tracking, progress
+                with unwrapped():
+                    yield tracking, progress
             except KeyboardInterrupt as interrupt:
                 interrupt.add_note(self._how_to_go_on())
                 raise
