@@ -1,9 +1,10 @@
 """A GRPO step over conversations with a tool: ours against TRL's GRPOTrainer, in one run.
 
-    python -m benchmarks.agent_step [--prompts 16] [--samples 8] [--rounds 5]
+    python -m benchmarks.agent_step [--prompts 16] [--samples 8] [--rounds 5] [--sizes 256x6 128x2]
 
-The task, the tool and the model are those of the quickstart for agents (``examples/quickstart_agent``), after its
-supervised warm-up, which is made first: questions that take two look-ups in the row's secret table. Both generate
+The task and the tool are those of the quickstart for agents (``examples/quickstart_agent``), with two models, each
+after the supervised warm-up, which is made first: one of the size of the other parts, and the quickstart's, a tenth of
+it, with which a step is little else than Python. Questions take two look-ups in the row's secret table. Both generate
 conversations of up to four turns, call the tool, score the answer with the same function, and make one optimizer step
 in fp32, with a learning rate that leaves the policy as it is. Ours is the trainer itself with one worker in its process
 (``trainer.controller=local``). TRL has the tool as a method of its ``environment_factory``, which resets for each row,
@@ -15,6 +16,7 @@ the processor, which other programs change less.
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -159,41 +161,35 @@ def play_trl(arguments: Any, folder: Path) -> None:
     )
 
 
-def prepare(folder: Path, model: Path | None) -> None:
-    """Data and the warmed-up model of both: that of the quickstart, or one that was made before."""
+def prepare(folder: Path, size: str) -> None:
+    """Data and the warmed-up model of both; ``size`` is its width and its number of layers."""
     from examples.quickstart.quickstart import exported_model
     from examples.quickstart.settings import command
     from examples.quickstart_agent.settings import sft_settings
 
-    make_task = ROOT / "examples" / "quickstart_agent" / "make_task.py"
-    run = [sys.executable, str(make_task), f"--output_dir={folder / 'task'}"]
-    subprocess.run(run, check=True, cwd=ROOT, stdout=sys.stderr)
-    if model is None:
-        warm_up = command("verl.trainer.sft_trainer", sft_settings(folder / "task", folder / "sft", seed=1))
-        env = os.environ | {"VERL_FILE_LOGGER_ROOT": str(folder)}
-        subprocess.run(warm_up, check=True, cwd=ROOT, stdout=sys.stderr, env=env)
-        model = exported_model(folder / "sft" / "checkpoints")
-    (folder / "model").symlink_to(model.resolve())
+    hidden, layers = size.split("x")
+    make_task = [sys.executable, str(ROOT / "examples" / "quickstart_agent" / "make_task.py")]
+    sizes = [f"--output_dir={folder / 'task'}", f"--hidden_size={hidden}", f"--layers={layers}"]
+    subprocess.run([*make_task, *sizes], check=True, cwd=ROOT, stdout=sys.stderr)
+    warm_up = command("verl.trainer.sft_trainer", sft_settings(folder / "task", folder / "sft", seed=1))
+    env = os.environ | {"VERL_FILE_LOGGER_ROOT": str(folder)}
+    subprocess.run(warm_up, check=True, cwd=ROOT, stdout=sys.stderr, env=env)
+    (folder / "model").symlink_to(exported_model(folder / "sft" / "checkpoints").resolve())
 
 
-def main() -> None:
-    """The command line."""
-    parser = shape.parser(__doc__)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--samples", type=int, default=8)
-    parser.add_argument("--trl", type=json.loads, default={}, help="further settings of TRL's GRPOConfig, as JSON")
-    parser.add_argument("--model", type=Path, help="a model after the warm-up, in the place of a new one")
-    parser.add_argument("--only", choices=("ours", "TRL"), help="one of them alone, to look at it")
-    parser.add_argument("--contestant", help=shape.argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=shape.argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.tiny:
-        arguments.prompts, arguments.samples = 2, 2
-    if arguments.contestant:
-        {"ours": play_ours, "TRL": play_trl}[arguments.contestant](arguments, arguments.folder)
-        return
+def parameters(model: Path) -> str:
+    """How many weights an exported model has, in millions."""
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", framework="pt") as file:
+        count = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())
+    return f"{count / 1e6:.2g} M"
+
+
+def compared(arguments: Any, size: str) -> tuple[str, shape.Comparison]:
+    """Both contestants, or one of them, with a model of one size; its number of weights, and what they told."""
     with tempfile.TemporaryDirectory() as name:
-        prepare(Path(name), arguments.model)
+        prepare(Path(name), size)
         sizes = [f"--prompts={arguments.prompts}", f"--samples={arguments.samples}"]
         command = [sys.executable, "-m", "benchmarks.agent_step", *sizes, "--folder", name]
         env = {"OMP_NUM_THREADS": str(arguments.threads)}
@@ -202,7 +198,33 @@ def main() -> None:
             "TRL": ([*command, "--contestant", "TRL", f"--trl={json.dumps(arguments.trl)}"], env),
         }
         chosen = {name: command for name, command in commands.items() if arguments.only in (None, name)}
-        found = shape.compare(chosen, arguments.rounds)
+        return parameters(Path(name) / "model"), shape.compare(chosen, arguments.rounds)
+
+
+def main() -> None:
+    """The command line."""
+    parser = shape.parser(__doc__)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--sizes", nargs="+", default=["256x6", "128x2"], help="width x layers of each model")
+    parser.add_argument("--trl", type=json.loads, default={}, help="further settings of TRL's GRPOConfig, as JSON")
+    parser.add_argument("--only", choices=("ours", "TRL"), help="one of them alone, to look at it")
+    parser.add_argument("--contestant", help=shape.argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=shape.argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.tiny:
+        arguments.prompts, arguments.samples, arguments.sizes = 2, 2, ["128x2"]
+    if arguments.contestant:
+        {"ours": play_ours, "TRL": play_trl}[arguments.contestant](arguments, arguments.folder)
+        return
+    found, rows, stages = shape.Comparison({}, {}), [], {}
+    for size in arguments.sizes:
+        weights, one = compared(arguments, size)
+        what = f"GRPO step over conversations with a tool (native), {weights} parameters"
+        rows += grpo_step.rows_against_trl(what, one, TARGET)
+        found |= one.named(f", {weights}")
+        ours = grpo_step.stages_of(one.replies.get("ours", []))
+        stages |= {f"{name} ({weights})": seconds for name, seconds in ours.items()}
     means = {
         name: {key: statistics.fmean(reply[key] for reply in replies) for key in ("cpu_s", "score", "messages")}
         for name, replies in found.replies.items()
@@ -213,8 +235,8 @@ def main() -> None:
         arguments.json,
         part="agent_step",
         work=f"the quickstart for agents, {arguments.prompts} prompts x {arguments.samples} conversations",
-        rows=grpo_step.rows_against_trl("GRPO step over conversations with a tool (native)", found, TARGET),
-        stages=grpo_step.stages_of(found.replies.get("ours", [])),
+        rows=rows,
+        stages=stages,
         means=means,
     )
 

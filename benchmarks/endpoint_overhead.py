@@ -11,6 +11,10 @@ The client, OpenAI's own, runs in the contestant's process, so its time counts; 
 program makes it once. What it costs itself shows in a third contestant, which sends the same bodies with the least HTTP
 that there is over a connection for each conversation: no client can make the first ratio larger than this one. The
 processor times of all, which other programs change less than the times, are told too.
+
+What a call costs does not depend on the model, and what the engine does for it does: so the ratio is measured with the
+model of the other parts, and with one of the width and depth of SmolLM2-135M (Hugging Face, 2025), which is among the
+smallest that people train.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, Self
 from urllib.parse import urlsplit
 
@@ -34,6 +38,8 @@ TARGET = 0.9
 PROMPT, RESPONSE = 64, 32
 """Tokens that the first question may have, and of each turn of the policy."""
 QUESTION = "and then?"
+LARGER = Work(hidden=576, layers=30, heads=9, key_value_heads=3, intermediate=1536)
+"""SmolLM2-135M but for its vocabulary."""
 WAYS = ("OpenAI's client", "plain HTTP", "direct")
 
 
@@ -122,9 +128,12 @@ async def connect(way: str, certificates: ssl.SSLContext, count: int, stack: Asy
     http = openai.DefaultAsyncHttpxClient(trust_env=False, verify=certificates)
     client = await stack.enter_async_context(openai.AsyncOpenAI(api_key="-", http_client=http))
 
+    @cache  # a program makes its client once, too
+    def of(url: str, key: str) -> openai.AsyncOpenAI:
+        return client.with_options(base_url=url.removesuffix("/chat/completions"), api_key=key)
+
     async def post(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
-        mine = client.with_options(base_url=url.removesuffix("/chat/completions"), api_key=key)
-        return (await mine.chat.completions.create(**body)).model_dump()
+        return (await of(url, key).chat.completions.create(**body)).model_dump()
 
     return [post] * count
 
@@ -229,7 +238,6 @@ def conversations(folder: str, count: int, turns: int, way: str) -> Callable[[],
 def main() -> None:
     """The command line."""
     arguments = shape.conversations_parser(__doc__, conversations=16, turns=4).parse_args()
-    work = TINY if arguments.tiny else Work()
     sizes = arguments.conversations, arguments.turns
     if arguments.contestant:
         run = conversations(arguments.model, *sizes, arguments.contestant)
@@ -239,28 +247,33 @@ def main() -> None:
 
         Turns().serve(turn, versions=shape.versions("torch", "transformers", "openai", "uvicorn"))
         return
-    found = shape.compare_conversations("endpoint_overhead", arguments, work, WAYS)
-    tokens = {reply["tokens"] for replies in found.replies.values() for reply in replies}
-    assert len(tokens) == 1, tokens
-    cpu = {name: min(reply["cpu_s"] for reply in replies) for name, replies in found.replies.items()}
-    found.print_times({name: f"; processor time {seconds:.3f} s" for name, seconds in cpu.items()})
-    what = f"{sizes[0]} conversations of {sizes[1]} turns over the OpenAI endpoint (native)"
-    against = "direct calls of the engine"
-
-    def compared(way: str, told: str, target: float | None) -> shape.Row:
-        row = shape.speed_row(told, against, found.seconds, way, "direct", target)
-        return replace(row, detail=f"{row.detail}; processor time {cpu[way]:.3g} s : {cpu['direct']:.3g} s")
-
-    row = compared("OpenAI's client", f"{what}, OpenAI's client", TARGET)
-    plain = compared("plain HTTP", "the same with a client of bare HTTP, which bounds it", None)
-    print(f"{what}: {row.ratio:.2f} of the rate of direct calls (target {TARGET:g}); with bare HTTP {plain.ratio:.2f}")
+    found, rows = shape.Comparison({}, {}), []
+    for work in [TINY] if arguments.tiny else [LARGER, Work()]:
+        one = shape.compare_conversations("endpoint_overhead", arguments, work, WAYS)
+        rows += rows_of(one, f"{sizes[0]} conversations of {sizes[1]} turns", work)
+        found |= one.named(f", {work.parameters / 1e6:.3g} M")
+    found.print_times()
     found.write(
         arguments.json,
         part="endpoint_overhead",
-        work=f"{work.describe()}; {sizes[0]} conversations at once, {sizes[1]} turns of {RESPONSE} new tokens",
-        rows=[row, plain],
-        cpu_s=cpu,
+        work=f"{Work().describe()}; {sizes[0]} conversations at once, {sizes[1]} turns of {RESPONSE} new tokens",
+        rows=rows,
     )
+
+
+def rows_of(found: shape.Comparison, what: str, work: Work) -> list[shape.Row]:
+    """The rates over the endpoint with one model, by those of direct calls."""
+    tokens = {reply["tokens"] for replies in found.replies.values() for reply in replies}
+    assert len(tokens) == 1, tokens
+    cpu = {name: min(reply["cpu_s"] for reply in replies) for name, replies in found.replies.items()}
+
+    def row(way: str, told: str, target: float | None) -> shape.Row:
+        made = shape.speed_row(told, "direct calls of the engine", found.seconds, way, "direct", target)
+        return replace(made, detail=f"{made.detail}; processor time {cpu[way]:.3g} s : {cpu['direct']:.3g} s")
+
+    over = f"{what} over the OpenAI endpoint (native, {work.parameters / 1e6:.3g} M parameters), OpenAI's client"
+    bound = "the same with a client of bare HTTP, which bounds it"
+    return [row("OpenAI's client", over, TARGET), row("plain HTTP", bound, None)]
 
 
 if __name__ == "__main__":

@@ -252,6 +252,15 @@ class Comparison:
         """The summary of each contestant's times."""
         return {name: summary([reply["seconds"] for reply in found]) for name, found in self.replies.items()}
 
+    def named(self, suffix: str) -> Comparison:
+        """The same with other names, to stand beside another comparison."""
+        facts = {f"{name}{suffix}": value for name, value in self.facts.items()}
+        return Comparison(facts, {f"{name}{suffix}": value for name, value in self.replies.items()})
+
+    def __or__(self, other: Comparison) -> Comparison:
+        """Both, which share no name."""
+        return Comparison(self.facts | other.facts, self.replies | other.replies)
+
     def print_times(self, more: Mapping[str, str] | None = None) -> None:
         """One line for each contestant; ``more`` is what stands at its end."""
         for name, found in self.seconds.items():

@@ -210,8 +210,10 @@ def test_tool_latency(tmp_path, monkeypatch):
 def test_agent_step_against_trl(tmp_path, monkeypatch):
     pytest.importorskip("trl", reason="the extra `peers` is not installed")
     found = run(monkeypatch, tmp_path / "found", agent_step, "--rounds", "1", "--threads", "1", "--prompts", "4")
-    (row,) = [Row(**row) for row in found["rows"]]
-    assert row.ratio == found["seconds"]["TRL"]["min"] / found["seconds"]["ours"]["min"]
+    larger, smaller = [Row(**row) for row in found["rows"]]
+    for row, weights in ((larger, "4.1 M"), (smaller, "0.4 M")):
+        assert weights in row.what
+        assert row.ratio == found["seconds"][f"TRL, {weights}"]["min"] / found["seconds"][f"ours, {weights}"]["min"]
     assert min(means["messages"] for means in found["means"].values()) > 3
 
 

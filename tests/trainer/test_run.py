@@ -47,6 +47,8 @@ def comparable(metrics: dict[str, float]) -> dict[str, float]:
 
 def rounding(key: str) -> float:
     """How far apart a number that is nearly 0 may lie when sums are taken in another order."""
+    if key == "rollout_corr/chi2_seq":
+        return 1e-5  # exp of twice the sum of all gaps of a response: 2 * 16 tokens * 3e-7, as below
     if key.startswith(("training/rollout_", "rollout_corr/")):
         return 5e-6  # the gap between rollout and trainer is rounding itself: small on both sides is all that holds
     if key.endswith("loss"):
