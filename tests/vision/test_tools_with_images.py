@@ -192,59 +192,6 @@ def test_what_a_tool_returns_for_an_image(answer, said, look, tmp_path):
         assert all(said in message["content"] for message in told), told
 
 
-PROGRAM = """
-import base64, json
-import openai
-from verl.testing.vision_models import picture, png
-
-def shown(color, **size):
-    url = "data:image/png;base64," + base64.b64encode(png(picture(color, **size))).decode()
-    return {"type": "image_url", "image_url": {"url": url}}
-
-def refusal(client, url):
-    try:
-        ask(client, [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}])
-    except openai.BadRequestError as error:
-        return error.message
-    return "answered"
-
-def ask(client, messages):
-    return client.chat.completions.create(model="policy", messages=messages, max_tokens=6).choices[0].message.content
-
-def answer(task):
-    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key, max_retries=0)
-    talk = [{"role": "user", "content": [{"type": "text", "text": "a"}, shown("red")]}]
-    talk.append({"role": "assistant", "content": ask(client, talk)})
-    talk.append({"role": "user", "content": [shown("blue", size=(24, 16)), {"type": "text", "text": "b"}]})
-    ask(client, talk)
-    other = [{"role": "user", "content": [{"type": "text", "text": "a"}, shown("green")]}]
-    ask(client, other)  # the same tokens with another picture are another sequence
-    broken = ("data:image/png;base64,%%%", "data:image/png;base64,AAAA", "file:///etc/passwd", "http://a/b.png")
-    return json.dumps([refusal(client, url) for url in broken])
-"""
-
-
-def test_pictures_of_a_program_that_calls_the_endpoint(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    entry = f"- {{name: talks, _target_: program_agent, program: {tmp_path}/program.py:answer}}\n"
-    (tmp_path / "loops.yaml").write_text(entry)
-    key = {"actor_rollout_ref__rollout__agent__agent_loop_config_path": tmp_path / "loops.yaml"}
-    agents = VisionAgents(tmp_path, data__max_response_length=60, **key)
-    prompts = agents.prompts(picture_rows(2, text_every=1), n=1, agent_name=["talks"] * 2)
-    found = agents.answer(prompts)
-    more = found.non_tensor_batch
-    assert more["trajectory_message"].tolist() == [""] * 4
-    grids = [row["image_grid_thw"].tolist() for row in more["multi_modal_inputs"]]
-    assert grids == [[[1, 4, 4], [1, 4, 6]], [[1, 4, 4]]] * 2
-    drawn = found.batch["response_mask"].bool()
-    log_probs = agents.trainers_log_probs(found)
-    assert_close(found.batch["rollout_log_probs"][drawn], log_probs[drawn], atol=1e-5, rtol=0)
-    said = json.loads(more["agent_answer"][0])
-    reasons = ("base64 text of an image is damaged", "it is no image file", *["opens no addresses and no files"] * 2)
-    assert all(reason in one for reason, one in zip(reasons, said, strict=True)), said
-    assert "base64" not in json.dumps(more["trajectory_conversation"].tolist())
-
-
 def test_a_run_whose_tool_shows_pictures(look, tmp_path, monkeypatch):
     log = tmp_path / "metrics.jsonl"
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))

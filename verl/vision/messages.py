@@ -81,6 +81,20 @@ def _bare(message: Message, images: list[Any]) -> Message:
     return {**message, "content": parts}
 
 
+def with_images(messages: Sequence[Message], images: Sequence[Mapping[str, Any] | None]) -> list[Message]:
+    """Give image parts what they hold, in their order: the other way round than :func:`without_images`."""
+    held = iter(images)
+
+    def filled(message: Message) -> Message:
+        content = message.get("content")
+        if not has_image_parts(content):
+            return message
+        parts = [{**part, **(next(held) or {})} if is_image_part(part) else part for part in content or ()]
+        return {**message, "content": parts}
+
+    return [filled(message) for message in messages]
+
+
 def has_image_parts(content: Any) -> bool:
     """Whether the content of a message has an image part."""
     return isinstance(content, list) and any(is_image_part(part) for part in content)

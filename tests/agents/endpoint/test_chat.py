@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import openai
 import pytest
+
+from verl.testing.vision_models import picture, png
 
 TOOLS = [
     {
@@ -103,7 +106,9 @@ def test_a_key_opens_its_own_trajectory_only_and_only_while_it_runs(serve, clien
     assert one.recorder.outputs() == []
 
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+URL = "data:image/png;base64," + base64.b64encode(png(picture("red"))).decode()
+PICTURE = {"type": "image_url", "image_url": {"url": URL}}
+SMALL = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,8 @@ PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA
         ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages"),  # a model for text
+        ({"messages": [{"role": "system", "content": [PICTURE]}, {"role": "user", "content": "Hi"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [SMALL]}]}, "detail"),
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
     ],

@@ -22,8 +22,8 @@ from verl.errors import VerlError
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 16 * 2**20
-"""Longest body of a call."""
+MOST_BYTES = 32 * 2**20
+"""Longest body of a call, as Anthropic has it."""
 TOO_LONG = 413
 CLIENT_LEFT = 499
 """Status of a call whose client has closed the connection; nobody reads it."""

@@ -23,7 +23,8 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from pydantic import BaseModel, Field, StrictBool, StrictInt
 
 from verl.agents.endpoint.calls import ModelAnswer, ModelCall
-from verl.agents.endpoint.requests import CallBody, checked_messages, read_body
+from verl.agents.endpoint.requests import CallBody, checked_messages, read_body, unmet_detail
+from verl.vision.messages import without_images
 
 FORCED_CALL = (
     "asks that the model be forced to call a tool, which the endpoint does not do: it would draw other tokens than the "
@@ -74,13 +75,14 @@ class ChatBody(CallBody):
 
     def unmet(self) -> dict[str, str]:
         """See :meth:`CallBody.unmet`."""
-        return super().unmet() | ({} if self.tool_choice in (None, "auto", "none") else {"tool_choice": FORCED_CALL})
+        forced = {} if self.tool_choice in (None, "auto", "none") else {"tool_choice": FORCED_CALL}
+        return super().unmet() | forced | unmet_detail(_details(self.messages))
 
     def call(self) -> ModelCall:
         """The call in no vendor's form."""
         return ModelCall(
             model=self.model,
-            messages=checked_messages(self.messages, "messages", with_images=True),
+            messages=checked_messages(self.messages, "messages"),
             tools=[tool.described() for tool in self.tools or ()] or None,
             calls_tools=self.tool_choice != "none",
             n=self.n or 1,
@@ -90,6 +92,14 @@ class ChatBody(CallBody):
             extra=self.model_extra or {},
             unmet=self.unmet(),
         )
+
+
+def _details(messages: Sequence[Any]) -> Iterator[Any]:
+    """Yield what image parts ask for as ``detail``."""
+    for message in messages:
+        for part in without_images([dict(message)])[1] if isinstance(message, Mapping) else ():
+            asked = part.get("image_url") if isinstance(part, Mapping) else None
+            yield asked.get("detail") if isinstance(asked, Mapping) else None
 
 
 def stop_texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:

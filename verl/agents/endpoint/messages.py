@@ -12,8 +12,10 @@ from pydantic import BaseModel, Field, StrictInt
 
 from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
 from verl.agents.endpoint.chat import FORCED_CALL, NO_PARAMETERS, Event
-from verl.agents.endpoint.requests import CallBody, checked_messages, read_body
+from verl.agents.endpoint.requests import CallBody, checked_messages, image_part, joined_parts, read_body
+from verl.errors import DataError
 from verl.utils.dataset.chat import Message
+from verl.vision.data_urls import data_url
 
 THOUGHTS = ("thinking", "redacted_thinking")
 
@@ -82,26 +84,53 @@ def _turns(message: Mapping[str, Any], number: int) -> list[Message]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
         raise CallRefusedError(f"{place}.content is {content!r:.100}. Expected a text or blocks.", param="messages")
-    texts: list[str] = []
+    parts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
     results: list[Message] = []
     for block in blocks:
         kind = block.get("type")
-        if kind == "text":
-            texts.append(_text_of([block], place))
+        if kind == "text" or (kind == "image" and role == "user"):
+            parts.append(_part(block, place))
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"), ensure_ascii=False)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            said = _text_of(block.get("content"), place)
+            said = _content_of(block.get("content"), place)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
         elif kind not in THOUGHTS:
+            expected = "text, image or tool_result" if role == "user" else "text or tool_use"
             raise CallRefusedError(
-                f"{place} has a block {kind!r:.100}. Expected text, tool_use or tool_result.", param="messages"
+                f"{place} of the role {role} has a block {kind!r:.100}. Expected {expected}.", param="messages"
             )
+    content = joined_parts(parts)
     if role == "assistant":
-        return [{"role": role, "content": "".join(texts), "tool_calls": calls}]
-    return [*results, *([{"role": role, "content": "".join(texts)}] if texts or not results else [])]
+        return [{"role": role, "content": content, "tool_calls": calls}]
+    return [*results, *([{"role": role, "content": content}] if parts or not results else [])]
+
+
+def _content_of(content: Any, place: str) -> str | list[Mapping[str, Any]]:
+    """The content of a result: a text, or parts if it has images."""
+    blocks = content if isinstance(content, list) else [content]
+    if not any(isinstance(block, Mapping) and block.get("type") == "image" for block in blocks):
+        return _text_of(content, place)
+    return joined_parts([_part(block, place) for block in blocks])
+
+
+def _part(block: Any, place: str) -> dict[str, Any]:
+    """The part of ``chat/completions`` for a text block or an image block."""
+    if not isinstance(block, Mapping) or block.get("type") != "image":
+        return {"type": "text", "text": _text_of([block], place)}
+    source = block.get("source")
+    if not isinstance(source, Mapping) or source.get("type") != "base64":
+        raise CallRefusedError(
+            f"{place} has an image with the source {source!r:.100}. Expected {{'type': 'base64', 'media_type': "
+            "'image/png', 'data': ...}: the endpoint opens no addresses and no files.",
+            param="messages",
+        )
+    try:
+        return image_part(data_url(source.get("media_type"), source.get("data"), place))
+    except DataError as error:
+        raise CallRefusedError(str(error), param="messages") from error
 
 
 def _text_of(content: Any, place: str) -> str:

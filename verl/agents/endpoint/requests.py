@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, ValidationError
@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from verl.agents.endpoint.calls import CallRefusedError
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
-from verl.vision.messages import has_image_parts, is_image_part, without_images
+from verl.vision.data_urls import require_data_url
+from verl.vision.messages import has_image_parts, with_images, without_images
 
 Request = TypeVar("Request", bound="CallBody")
 Number = StrictFloat | StrictInt
@@ -44,6 +45,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of messages, and what chat templates call them."""
+WITH_IMAGES = ("user", "tool")
+"""Of these, the roles whose messages may have images."""
 
 
 class CallBody(BaseModel):
@@ -89,20 +92,19 @@ def read_body(form: type[Request], body: Mapping[str, Any]) -> Request:
         raise CallRefusedError(f"{place}: {first['msg']}{found}.", param=name, code="invalid_value") from error
 
 
-def checked_messages(messages: Sequence[Any], param: str, with_images: bool = False) -> list[Message]:
+def checked_messages(messages: Sequence[Any], param: str) -> list[Message]:
     """Check messages and return what a chat template needs of each: role, content, calls, and which call is answered.
 
-    With ``with_images`` contents may have image parts with ``data:`` URLs, which become
-    ``{"type": "image", "image": URL}``.
+    Contents may have image parts with ``data:`` URLs, which become ``{"type": "image", "image": URL}``.
 
     Raises:
         CallRefusedError: they cannot be used.
     """
     try:
         kept = [_kept(message, f"{param}[{number}]") for number, message in enumerate(messages)]
-        bare, images = without_images(kept) if with_images else (kept, [])
-        urls = iter([_data_url(image, param) for image in images])
-        read = [_with_urls(message, urls) for message in as_messages(bare, param, with_images)]
+        bare, images = without_images(kept)
+        urls = [{"image": _data_url(image, param)} for image in images]
+        read = with_images(as_messages(bare, param, with_images=True), urls)
     except DataError as error:
         raise CallRefusedError(str(error), param=param, code="invalid_value") from error
     if read[-1]["role"] == "assistant":
@@ -120,22 +122,32 @@ def checked_messages(messages: Sequence[Any], param: str, with_images: bool = Fa
 
 
 def _data_url(image: Any, place: str) -> str:
-    """The ``data:`` URL of an image part."""
+    """The ``data:`` URL of an image part of ``chat/completions``."""
     given = image.get("image_url") if isinstance(image, Mapping) else None
     url = given.get("url") if isinstance(given, Mapping) else given
-    if not isinstance(url, str) or not url.startswith("data:"):
+    if not isinstance(url, str):
         raise DataError(
             f"{place}: an image part has {given!r:.100}. Expected {{'type': 'image_url', 'image_url': {{'url': "
-            "'data:image/png;base64,...'}}: the endpoint opens no addresses and no files."
+            "'data:image/png;base64,...'}}."
         )
-    return url
+    return require_data_url(url, place)
 
 
-def _with_urls(message: Message, urls: Iterator[str]) -> Message:
-    if not has_image_parts(message["content"]):
-        return message
-    parts = [part | {"image": next(urls)} if is_image_part(part) else part for part in message["content"]]
-    return message | {"content": parts}
+def image_part(url: Any) -> dict[str, Any]:
+    """Return the part of ``chat/completions`` for an image."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def joined_parts(parts: Sequence[Mapping[str, Any]]) -> str | list[Mapping[str, Any]]:
+    """Return the content of a message with parts: its text, or the parts if there is an image among them."""
+    return list(parts) if has_image_parts(list(parts)) else "".join(part["text"] for part in parts)
+
+
+def unmet_detail(details: Iterable[Any]) -> dict[str, str]:
+    """Return what ``unmet`` says of the ``detail`` of images, which are as large as the image processor allows."""
+    other = next((detail for detail in details if detail not in (None, "auto", "high", "original")), None)
+    reason = f"{other!r:.100} asks for images of another size than the policy's image processor makes."
+    return {} if other is None else {"detail": reason}
 
 
 def _kept(message: Any, place: str) -> Message:
@@ -144,6 +156,8 @@ def _kept(message: Any, place: str) -> Message:
     role = message.get("role")
     if role not in ROLES:
         raise DataError(f"{place}.role is {role!r:.100}. Expected one of {', '.join(ROLES)}.")
+    if ROLES[role] not in WITH_IMAGES and has_image_parts(message.get("content")):
+        raise DataError(f"{place} of the role {role} has an image. Those of {' and '.join(WITH_IMAGES)} may have some.")
     kept: Message = {"role": ROLES[role], "content": message.get("content") or ""}
     if role == "tool":
         kept["tool_call_id"] = _text(message, "tool_call_id", place)

@@ -1,4 +1,4 @@
-"""OpenAI's ``/v1/responses``, as far as agent kits use it: texts and function calls, whole or as a stream."""
+"""OpenAI's ``/v1/responses``, as far as agent kits use it: texts, images and function calls, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from pydantic import BaseModel, Field, StrictInt
 
 from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
 from verl.agents.endpoint.chat import FORCED_CALL, NO_PARAMETERS, Event, token_texts
-from verl.agents.endpoint.requests import CallBody, checked_messages, read_body
+from verl.agents.endpoint.requests import CallBody, checked_messages, image_part, joined_parts, read_body, unmet_detail
 from verl.utils.dataset.chat import Message
 
 LOG_PROBS = "message.output_text.logprobs"
 NO_EFFECT = ("reasoning.encrypted_content",)
 """Further outputs that are not there to be included."""
 TEXT_PARTS = ("input_text", "output_text", "text")
+IMAGE_PART = "input_image"
 
 
 class ResponsesTool(BaseModel):
@@ -53,7 +54,7 @@ class ResponsesBody(CallBody):
             unmet["tool_choice"] = FORCED_CALL
         if unknown := set(self.include or ()) - {LOG_PROBS, *NO_EFFECT}:
             unmet["include"] = f"{', '.join(sorted(unknown))}: there is no such output."
-        return unmet
+        return unmet | unmet_detail(_details(self.input))
 
     def call(self) -> ModelCall:
         """The call in no vendor's form."""
@@ -78,15 +79,18 @@ def _turns(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     for number, item in enumerate(items):
         place, kind = f"input[{number}]", item.get("type", "message")
         if kind == "message" and item.get("role") != "assistant":
-            turns.append({"role": item.get("role"), "content": _text_of(item.get("content"), place)})
+            turns.append({"role": item.get("role"), "content": _content_of(item.get("content"), place)})
         elif kind == "function_call_output":
-            said = _text_of(item.get("output"), place)
+            said = _content_of(item.get("output"), place)
             turns.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": said})
         elif kind in ("message", "function_call"):
             if not turns or turns[-1]["role"] != "assistant":
                 turns.append({"role": "assistant", "content": "", "tool_calls": []})
             if kind == "message":
-                turns[-1]["content"] += _text_of(item.get("content"), place)
+                said = _content_of(item.get("content"), place)
+                if not isinstance(said, str):
+                    raise CallRefusedError(f"{place} of the role assistant has an image. It has texts.", param="input")
+                turns[-1]["content"] += said
             else:
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 turns[-1]["tool_calls"].append({"id": item.get("call_id"), "type": "function", "function": function})
@@ -98,16 +102,38 @@ def _turns(items: Sequence[Mapping[str, Any]]) -> list[Message]:
     return turns
 
 
-def _text_of(content: Any, place: str) -> str:
+def _content_of(content: Any, place: str) -> str | list[Mapping[str, Any]]:
+    """The content of a message: a text, or parts if it has images."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise CallRefusedError(f"{place} has {content!r:.100}. Expected a text or parts.", param="input")
-    for part in content:
-        known = isinstance(part, Mapping) and part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
-        if not known:
-            raise CallRefusedError(f"{place} has the part {part!r:.100}. Expected texts.", param="input")
-    return "".join(part["text"] for part in content)
+    return joined_parts([_chat_part(part, place) for part in content])
+
+
+def _chat_part(part: Any, place: str) -> dict[str, Any]:
+    """The part of ``chat/completions`` for a text or an image."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind != IMAGE_PART:
+        raise CallRefusedError(f"{place} has the part {part!r:.100}. Expected texts and images.", param="input")
+    if not isinstance(part.get("image_url"), str) or part.get("file_id") is not None:
+        raise CallRefusedError(
+            f"{place} has the image {part!r:.100}. Expected {{'type': 'input_image', 'image_url': "
+            "'data:image/png;base64,...'}: the endpoint opens no addresses and no files.",
+            param="input",
+        )
+    return image_part(part["image_url"])
+
+
+def _details(items: Any) -> Iterator[Any]:
+    """Yield what images ask for as ``detail``."""
+    for item in items if isinstance(items, list) else ():
+        for parts in (item.get("content"), item.get("output")):
+            for part in parts if isinstance(parts, list) else ():
+                if isinstance(part, Mapping) and part.get("type") == IMAGE_PART:
+                    yield part.get("detail")
 
 
 class ResponsesReply:
