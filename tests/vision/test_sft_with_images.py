@@ -12,13 +12,12 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from verl.errors import DataError
-from verl.testing.tiny_run import write_jsonl
 from verl.testing.vision_models import picture, png, tiny_vision_model_dir, write_parquet
-from verl.trainer.config import PreferenceDataConfig, SFTDataConfig
+from verl.trainer.config import SFTDataConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.sft_trainer import run_sft
 from verl.utils import hf_processor, hf_tokenizer
-from verl.utils.dataset import MultiTurnSFTDataset, RMDataset, SFTDataset
+from verl.utils.dataset import MultiTurnSFTDataset, SFTDataset
 from verl.vision.families import FAMILIES
 
 IMAGE = 106
@@ -177,6 +176,3 @@ def test_what_is_refused_or_left_out(tmp_path, caplog):
     data = opened(path, file)
     assert (len(data), data.place(0)) == (1, f"{file}, row 1")
     assert "1 of 2 rows have images that cannot be used" in caplog.text
-    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}
-    with pytest.raises(DataError, match="Images are for main_ppo and sft_trainer"):
-        RMDataset(write_jsonl(tmp_path / "pairs.jsonl", [pair]), hf_tokenizer(path), PreferenceDataConfig(max_length=8))

@@ -28,6 +28,8 @@ class PreferenceDataConfig(SupervisedDataConfig):
     """Column of the better response, text or messages."""
     rejected_key: str = setting("rejected")
     """Column of the worse response, text or messages."""
+    image_key: str = setting("images")
+    """Column of images, which stand where the prompt has `<image>`; for models with an image processor."""
     truncation: Literal["error", "left", "right"] = setting("error")
     """What happens to a longer pair: an error, or a cut of both sides, of the prompt (left) or of the ends (right)."""
 

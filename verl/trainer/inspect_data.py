@@ -44,31 +44,33 @@ class Kind:
     root: Any
     config_name: str
     model: Callable[[Any], Any]
-    open: Callable[[Any, Any, Any, int], Any]
-    """(files, data section, tokenizer, max_samples) to a data set that refuses no row for its length."""
+    open: Callable[[Any, Any, Any, Any, int], Any]
+    """(files, data section, tokenizer, processor, max_samples) to a data set that refuses no row for its length."""
     limit: str
     """Field of the data section with the maximal sequence length."""
     sequence: str
     """Name of a sequence in the length table."""
 
 
-def _open_prompts(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:
+def _open_prompts(files: Any, data: Any, tokenizer: Any, processor: Any, max_samples: int) -> Any:
     from verl.utils.dataset import create_rl_dataset
 
-    open_config = replace(data, truncation="right", filter_overlong_prompts=False)
-    return create_rl_dataset(files, open_config, tokenizer, is_train=False, max_samples=max_samples)
+    # Prompts with images are measured although the rest is cut: no length is refused here.
+    open_config = replace(data, truncation="right", filter_overlong_prompts=False, max_prompt_length=sys.maxsize)
+    return create_rl_dataset(files, open_config, tokenizer, processor, is_train=False, max_samples=max_samples)
 
 
-def _open_conversations(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:
+def _open_conversations(files: Any, data: Any, tokenizer: Any, processor: Any, max_samples: int) -> Any:
     from verl.utils.dataset import create_sft_dataset
 
-    return create_sft_dataset(files, replace(data, truncation="right"), tokenizer, max_samples=max_samples)
+    open_config = replace(data, truncation="right", max_length=sys.maxsize)
+    return create_sft_dataset(files, open_config, tokenizer, processor, max_samples)
 
 
-def _open_pairs(files: Any, data: Any, tokenizer: Any, max_samples: int) -> Any:
+def _open_pairs(files: Any, data: Any, tokenizer: Any, processor: Any, max_samples: int) -> Any:
     from verl.utils.dataset.build import create_rm_dataset
 
-    return create_rm_dataset(files, replace(data, max_length=sys.maxsize), tokenizer, max_samples)
+    return create_rm_dataset(files, replace(data, max_length=sys.maxsize), tokenizer, processor, max_samples)
 
 
 KINDS = {
@@ -112,17 +114,15 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
         number of rows at which a run would stop.
     """
     # Here, not above: they need torch and transformers, and --help does not.
-    from verl.utils import hf_tokenizer
+    from verl.utils import hf_processor, hf_tokenizer
     from verl.utils.dataset.inspection import inspect_dataset
     from verl.utils.dataset.mixing import check_weights
 
     config = local_copies(config)
     model, data = kind.model(config), config.data
-    tokenizer = hf_tokenizer(
-        model.tokenizer_path or model.path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=model.custom_chat_template,
-    )
+    path = model.tokenizer_path or model.path
+    tokenizer = hf_tokenizer(path, trust_remote_code=model.trust_remote_code, chat_template=model.custom_chat_template)
+    processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
     filters = bool(data.get("filter_overlong_prompts"))
     reports = []
     for split in ("train", "val"):
@@ -130,11 +130,12 @@ def inspect(config: Any, kind: Kind, is_plain: bool = False) -> int:
         files = data[f"{split}_files"]
         if not files:
             continue
-        dataset = kind.open(files, data, tokenizer, data[f"{split}_max_samples"])
-        if not all(hasattr(dataset, name) for name in ("files", "texts", "sequences", "place")):
+        dataset = kind.open(files, data, tokenizer, processor, data[f"{split}_max_samples"])
+        needed = ("files", "images", "texts", "sequences", "place", "row_images")
+        if missing := [name for name in needed if not hasattr(dataset, name)]:
             raise ConfigError(
-                f"data.custom_cls: {type(dataset).__name__} cannot be inspected, since it has none of the methods "
-                "files, texts, sequences and place. Let it inherit from one of verl.utils.dataset."
+                f"data.custom_cls: {type(dataset).__name__} cannot be inspected, since it has no "
+                f"{', '.join(missing)}. Let it inherit from one of verl.utils.dataset."
             )
         dataset.config = data  # opened leniently; from here on rows are read as the run reads them
         report = inspect_dataset(dataset, key, data[kind.limit], filters)
@@ -196,6 +197,9 @@ def _findings(report: DataReport, kind: Kind, data: Any, filters: bool) -> list[
             outcome = "are left out (data.filter_overlong_prompts)"
         elif data.truncation == "error":
             outcome = "stop the run (data.truncation=error)"
+        elif with_images := sum(bool(report.images[i]) for i in report.too_long):
+            others = f"; the others are cut (data.truncation={data.truncation})" if with_images < count else ""
+            outcome = f"{with_images:,} of them with images, which are never cut, stop the run{others}"
         else:
             outcome = f"are cut, {lost:,} tokens in all (data.truncation={data.truncation})"
         longest = ", ".join(f"{report.places[i]} with {report.lengths[i]:,}" for i in report.too_long[:3])
@@ -205,6 +209,7 @@ def _findings(report: DataReport, kind: Kind, data: Any, filters: bool) -> list[
         )
     else:
         lines.append(f"too long: none (data.{kind.limit}={report.limit})")
+    lines += _image_findings(report)
     gaps = ", ".join(f"{column} in {count:,} rows" for column, count in report.gaps.items())
     lines.append(f"no value: {gaps or 'in no column'}")
     if report.duplicates:
@@ -223,6 +228,24 @@ def _findings(report: DataReport, kind: Kind, data: Any, filters: bool) -> list[
     if report.unusable:
         lines.append(f"unusable: {len(report.unusable):,} rows would stop the run; the first:")
         lines += [f"  {words}" for _, words in report.unusable[:3]]
+    return lines
+
+
+def _image_findings(report: DataReport) -> list[str]:
+    lines = []
+    tokens = [count for counts in report.images for count in counts]
+    if tokens:
+        of_rows = [sum(counts) for counts in report.images if counts]
+        share = sum(tokens) / sum(report.lengths)
+        lines.append(
+            f"images: {len(tokens):,} in {len(of_rows):,} rows, {sum(tokens):,} tokens ({share:.1%} of all, "
+            f"counted in the lengths above): {min(tokens):,} to {max(tokens):,} an image, at most {max(of_rows):,} "
+            "in a row"
+        )
+    if report.broken:
+        count = len(report.broken)
+        lines.append(f"broken images: {count:,} rows are left out, and not counted here; the first:")
+        lines += [f"  {words}" for words in report.broken[:3]]
     return lines
 
 

@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from verl.errors import DataError
 from verl.protocol import DataProto
-from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer
+from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer, processor_of
 from verl.utils.dataset.loading import batches
 from verl.utils.metric import Metrics
 from verl.workers.engine import BatchTotals, LossFunction, PartialSum
+from verl.workers.engine.images import COLUMN as IMAGES
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
@@ -66,8 +67,11 @@ class PreferenceTrainer(SupervisedTrainer):
         return {f"val/{name}": total / pairs for name, total in sums.items()}
 
 
-def as_rows(pairs: Mapping[str, Any]) -> dict[str, Tensor]:
+def as_rows(pairs: Mapping[str, Any]) -> dict[str, Any]:
     """Reshape columns of (pairs, 2, length) to (2 · pairs, length), alternating chosen and rejected.
+
+    ``position_ids`` of a model with images, (pairs, 2, 4, length), become (2 · pairs, 4, length), and both sides share
+    the pair's ``multi_modal_inputs``.
 
     Raises:
         DataError: a column has another shape, or a side has no token with ``loss_mask`` 1.
@@ -75,7 +79,8 @@ def as_rows(pairs: Mapping[str, Any]) -> dict[str, Tensor]:
     names = ("input_ids", "attention_mask", "position_ids", "loss_mask")
     for name in names:
         shape = tuple(pairs[name].shape)
-        if len(shape) != 3 or shape[1] != 2:
+        axes = 4 if name == "position_ids" and IMAGES in pairs else 3
+        if len(shape) != axes or shape[1] != 2:
             raise DataError(f"column '{name}' of a batch of pairs has shape {shape}; it should be (pairs, 2, length).")
     empty = pairs["loss_mask"].sum(-1).eq(0).nonzero().tolist()
     if empty:
@@ -84,7 +89,8 @@ def as_rows(pairs: Mapping[str, Any]) -> dict[str, Tensor]:
             f"the {('chosen', 'rejected')[side]} side of pair {pair} of the batch has no response token (loss_mask is "
             "0 everywhere), so there is nothing to compare. Take the pair out, or raise data.max_length."
         )
-    return {name: pairs[name].flatten(0, 1) for name in names}
+    rows = {name: pairs[name].flatten(0, 1) for name in names}
+    return rows | ({IMAGES: np.repeat(pairs[IMAGES], 2)} if IMAGES in pairs else {})
 
 
 def last_response_token(loss_mask: Tensor) -> Tensor:
@@ -100,9 +106,9 @@ class PreferenceRunner(SupervisedRunner):
         """Open the data set of pairs."""
         from verl.utils.dataset.build import create_rm_dataset
 
-        return create_rm_dataset(files, config.data, tokenizer, max_samples=max_samples)
+        return create_rm_dataset(files, config.data, tokenizer, processor_of(config), max_samples)
 
-    def collate_fn(self, config: PreferenceConfig, tokenizer: Any) -> Callable[..., dict[str, torch.Tensor]]:
+    def collate_fn(self, config: PreferenceConfig, tokenizer: Any) -> Callable:
         """A function that pads pairs on the right into a batch."""
         from verl.utils.dataset import pair_collate_fn
 

@@ -15,6 +15,7 @@ from typing import Any
 from verl.config import RMConfig
 from verl.protocol import DataProto
 from verl.trainer.preference import PreferenceRunner, PreferenceTrainer, as_rows, last_response_token
+from verl.workers.engine.images import COLUMN as IMAGES
 from verl.workers.losses import RewardModelLoss
 
 
@@ -28,9 +29,11 @@ class RMTrainer(PreferenceTrainer):
     def to_batch(self, rows: Mapping[str, Any]) -> DataProto:
         """Convert pairs to rows whose ``response_mask`` is 1 at the last token of the response only."""
         columns = as_rows(rows)
+        images = {IMAGES: columns.pop(IMAGES)} if IMAGES in columns else {}
         chosen = last_response_token(columns.pop("loss_mask"))
         return DataProto.from_dict(
             tensors={**columns, "responses": columns["input_ids"], "response_mask": chosen},
+            non_tensors=images,
         )
 
     def outputs(self, batch: DataProto) -> DataProto:

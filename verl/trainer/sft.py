@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.config import SFTConfig, local_copies
+from verl.config import SFTConfig
 from verl.errors import DataError
 from verl.protocol import DataProto
-from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer
+from verl.trainer.supervised import SupervisedRunner, SupervisedTrainer, processor_of
 from verl.utils.dataset.loading import batches
 from verl.utils.metric import Metrics
 
@@ -88,13 +88,9 @@ class SFTRunner(SupervisedRunner):
 
     def open_data(self, config: SFTConfig, tokenizer: Any, files: Any, max_samples: int) -> Dataset:
         """Open the data set of conversations, or of prompts and responses."""
-        from verl.utils import hf_processor
         from verl.utils.dataset import create_sft_dataset
 
-        model = local_copies(config).model
-        path = model.tokenizer_path or model.path
-        processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
-        return create_sft_dataset(files, config.data, tokenizer, processor, max_samples)
+        return create_sft_dataset(files, config.data, tokenizer, processor_of(config), max_samples)
 
     def collate_fn(self, config: SFTConfig, tokenizer: Any) -> Callable:
         """A function that pads items on the right into a batch."""

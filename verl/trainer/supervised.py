@@ -145,6 +145,14 @@ def total_steps(config: SupervisedConfig, rows: int) -> int:
     return config.trainer.total_training_steps or config.trainer.total_epochs * (rows // batch_size)
 
 
+def processor_of(config: Any) -> Any:
+    """Load the processor of the model that is trained; None if it takes no images."""
+    from verl.utils import hf_processor
+
+    model = local_copies(config).model
+    return hf_processor(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)
+
+
 def read_first(dataset: Any, count: int = 32) -> None:
     """Read the first rows before a model is loaded, so that an unusable chat template or data set fails early."""
     for item in range(min(len(dataset), count)):

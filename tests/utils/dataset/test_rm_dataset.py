@@ -212,5 +212,5 @@ def test_max_samples_chooses_by_the_seed(tmp_path):
 
 
 def test_rows_with_images_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"row 0: column 'videos' holds 1 item\(s\).*reads texts"):
+    with pytest.raises(DataError, match=r"row 0: column 'videos' holds 1 item\(s\).*videos and sounds are not read"):
         open_pairs(tmp_path, {"prompt": "a", "chosen": "01", "rejected": "2", "videos": ["a.mp4"]})

@@ -87,15 +87,20 @@ def create_sft_dataset(
 
 
 def create_rm_dataset(
-    data_paths: str | Sequence[str], data_config: PreferenceDataConfig, tokenizer: Any, max_samples: int = -1
+    data_paths: str | Sequence[str],
+    data_config: PreferenceDataConfig,
+    tokenizer: Any,
+    processor: Any = None,
+    max_samples: int = -1,
 ) -> Dataset:
     """Create the data set of a preference run: :class:`RMDataset`, or the class that ``data.custom_cls`` names.
 
-    A custom class is called as ``cls(files, tokenizer=..., config=..., max_samples=...)``.
-    ``max_samples=-1`` keeps all pairs.
+    A custom class is called as ``cls(files, tokenizer=..., config=..., max_samples=...)``, with ``processor=...`` if
+    the model takes images. ``max_samples=-1`` keeps all pairs.
     """
     create = _dataset_class(data_config.custom_cls, RMDataset)
-    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples)
+    of_images = {} if processor is None else {"processor": processor}
+    return create(data_paths, tokenizer=tokenizer, config=data_config, max_samples=max_samples, **of_images)
 
 
 def create_rl_sampler(data_config: BaseConfig | Mapping[str, Any], dataset: Dataset) -> Sampler[int]:

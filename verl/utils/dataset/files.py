@@ -15,9 +15,6 @@ from verl.errors import DataError
 
 SUFFIXES = (".parquet", ".json", ".jsonl", ".ndjson")
 
-MEDIA_COLUMNS = ("images", "videos", "audios")
-"""Columns by which data sets usually carry media."""
-
 Row = dict[str, Any]
 
 

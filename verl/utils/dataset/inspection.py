@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any, Protocol
 from verl.errors import DataError
 from verl.utils.dataset.chat import token_lengths
 from verl.utils.dataset.files import DataFile
+from verl.utils.dataset.prompt_images import PromptImages, RowImages
+from verl.vision.processor import IMAGE_TOKEN
 
 EXAMPLES = 3
 BINS = 10
@@ -22,6 +25,7 @@ class Inspectable(Protocol):
     files: list[DataFile]
     rows: list[tuple[int, int]]
     tokenizer: Any
+    images: PromptImages
 
     def __len__(self) -> int: ...
 
@@ -37,6 +41,10 @@ class Inspectable(Protocol):
 
     def sequences(self, item: int) -> Sequence[tuple[list[int], list[int]]]:
         """Token ids and loss mask of each sequence of an item, before truncation."""
+        ...
+
+    def row_images(self, item: int) -> RowImages:
+        """The images of an item, as they were measured when the files were opened."""
         ...
 
 
@@ -75,6 +83,10 @@ class DataReport:
     """Rows that repeat an earlier one, with that row."""
     unusable: list[tuple[int, str]]
     """Rows at which a run would stop, with its error message."""
+    images: list[list[int]]
+    """Tokens of each image, by row."""
+    broken: list[str]
+    """What is wrong with each row that a run leaves out for an image that cannot be used; not among the rows."""
     samples: list[Sample]
     places: dict[int, str] = field(default_factory=dict)
     """File and row of the items that the report mentions."""
@@ -94,7 +106,10 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
     texts = [dataset.texts(item) for item in rows]
     flat = token_lengths([text for sides in texts for text in sides], dataset.tokenizer)
     numbers = iter(flat)
-    lengths = [max(next(numbers) for _ in sides) for sides in texts]
+    images = [dataset.row_images(item) for item in rows]
+    # Each image has one token in the text of every side.
+    added = [sum(found.tokens) - len(found.tokens) for found in images]
+    lengths = [max(next(numbers) for _ in sides) + more for sides, more in zip(texts, added, strict=True)]
     too_long = sorted((item for item in rows if lengths[item] > limit), key=lambda item: -lengths[item])
     unusable, untrained, trained, tokens = [], [], 0, 0
     for item in rows:
@@ -112,7 +127,7 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
             if not count:
                 untrained.append(item)
     first: dict[str, int] = {}
-    written = ["\0".join(sides) for sides in texts]
+    written = ["\0".join([*sides, found.digest]) for sides, found in zip(texts, images, strict=True)]
     duplicates = [(item, first[text]) for item, text in enumerate(written) if first.setdefault(text, item) != item]
     bad = {item for item, _ in unusable}
     kept = [item for item in rows if lengths[item] <= limit and item not in bad]
@@ -134,6 +149,8 @@ def inspect_dataset(dataset: Inspectable, name: str, limit: int, filters: bool) 
         duplicates=duplicates,
         unusable=unusable,
         untrained=untrained,
+        images=[found.tokens for found in images],
+        broken=list(dataset.images.broken),
         samples=[sample for item in _chosen(kept, lengths) for sample in _samples(dataset, item)],
         places={item: dataset.place(item) for item in named},
         texts=set(written),
@@ -176,6 +193,12 @@ def mask_runs(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[t
     return [(learn, tokenizer.decode(tokens, skip_special_tokens=False)) for learn, tokens in runs]
 
 
+def _shown_images(text: str) -> str:
+    """Write the tokens of an image as one of them and their number."""
+    many = re.compile(f"(?:{re.escape(IMAGE_TOKEN)}){{2,}}")
+    return many.sub(lambda found: f"{IMAGE_TOKEN} x {len(found[0]) // len(IMAGE_TOKEN)}", text)
+
+
 def _sources(dataset: Any) -> dict[str, int]:
     if hasattr(dataset, "sources"):
         names = dataset.sources()
@@ -208,10 +231,14 @@ def _chosen(kept: Sequence[int], lengths: Sequence[int]) -> list[int]:
 def _samples(dataset: Inspectable, item: int) -> list[Sample]:
     sequences = dataset.sequences(item)
     sides = ("",) if len(sequences) == 1 else (", chosen", ", rejected")
+    has_images = bool(dataset.row_images(item).tokens)
     return [
         Sample(
             title=f"{dataset.place(item)}{side}",
-            runs=mask_runs(ids, mask, dataset.tokenizer),
+            runs=[
+                (learn, _shown_images(piece) if has_images else piece)
+                for learn, piece in mask_runs(ids, mask, dataset.tokenizer)
+            ],
             tokens=len(ids),
             trained=sum(mask),
         )

@@ -18,12 +18,12 @@ from verl.utils.dataset.chat import render, require_usable, token_lengths, trunc
 from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
-from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages
+from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
 
 Item = dict[str, Any]
 
 VIDEO_COLUMN = "videos"
-_DECODERS = 4
+DECODERS = 4
 """Threads that decode images when the files are opened."""
 
 
@@ -120,6 +120,11 @@ class MultiTurnSFTDataset(Dataset):
         """Token ids and loss mask before truncation, in a list of one."""
         return [self._sequence(item)[:2]]
 
+    def row_images(self, item: int) -> RowImages:
+        """The images of an item, as they were measured when the files were opened."""
+        place, row = self._locate(item)
+        return self.images.of_row(self.rows[item], self.conversation(row, place))
+
     def _sequence(self, item: int) -> tuple[list[int], list[int], list[Any]]:
         """Token ids and loss mask before truncation, and the decoded images."""
         place, row = self._locate(item)
@@ -132,15 +137,13 @@ class MultiTurnSFTDataset(Dataset):
             **self._template_kwargs(row, place),
         )
         images, counts = self.images.read(conversation, place)
-        if self.images.maker is None or not images:
-            return ids, mask, []
-        repeats = self.images.maker.repeats(ids, counts, place)
-        pairs = zip(ids, mask, repeats, strict=True)
-        long = [(token, trained) for token, trained, count in pairs for _ in range(count)]
-        return [token for token, _ in long], [trained for _, trained in long], images
+        return *self.images.expanded(ids, mask, counts, place), images
 
     def _locate(self, item: int) -> tuple[str, Row]:
-        file, number = self.rows[item]
+        return self._at(self.rows[item])
+
+    def _at(self, found: tuple[int, int]) -> tuple[str, Row]:
+        file, number = found
         return f"{self.files[file].path}, row {number}", self.files[file].row(number)
 
     def _template_kwargs(self, row: Row, place: str) -> dict[str, Any]:
@@ -161,10 +164,10 @@ class MultiTurnSFTDataset(Dataset):
         must_fit: list[str] = []
         texts: list[str] = []
         added: list[int] = []
-        for item, conversation, image_tokens in self.images.measured(self._conversations(checks), _DECODERS):
-            kept.append(self.rows[item])
+        for found, conversation, image_tokens in self.images.measured(self._conversations(checks), DECODERS):
+            kept.append(found)
             if not cuts or conversation.images:
-                place, row = self._locate(item)
+                place, row = self._at(found)
                 must_fit.append(place)
                 texts.append(render(conversation.messages, self.tokenizer, place, **self._template_kwargs(row, place)))
                 added.append(image_tokens)
@@ -183,14 +186,14 @@ class MultiTurnSFTDataset(Dataset):
                 f"{cut}."
             )
 
-    def _conversations(self, checks: ContentChecks) -> Iterator[tuple[int, str, ImagePrompt]]:
-        """Yield number, place and conversation of each row, checked."""
-        for item in range(len(self)):
-            place, row = self._locate(item)
+    def _conversations(self, checks: ContentChecks) -> Iterator[tuple[tuple[int, int], str, ImagePrompt]]:
+        """Yield file and row number, place, and conversation of each row, checked."""
+        for found in self.rows:
+            place, row = self._at(found)
             conversation = self.conversation(row, place)
             require_learnable(conversation.plain, place)
             checks.conversation(conversation.plain, place)
-            yield item, place, conversation
+            yield found, place, conversation
 
 
 def _tools(value: Any, place: str) -> list[Any]:

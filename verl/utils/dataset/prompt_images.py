@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,16 @@ class ImagePrompt:
     images: list[Any]
 
 
+@dataclass(frozen=True)
+class RowImages:
+    """The images of a row, measured."""
+
+    tokens: list[int]
+    """Tokens of each."""
+    digest: str
+    """Hash of what the row has for them; empty without images."""
+
+
 class PromptImages:
     """Reads prompts with their images.
 
@@ -45,6 +56,10 @@ class PromptImages:
     def __init__(self, processor: Any, image_key: str, video_key: str) -> None:
         self.maker = ImagePrompts.of(processor)
         self.image_key, self.video_key = image_key, video_key
+        self.broken: list[str] = []
+        """What is wrong with each row that was left out."""
+        self._tokens: dict[Any, list[int]] = {}
+        """Tokens of each image of the rows with images, by the row's number."""
         self._reader = type(processor).__name__ if processor is not None else None
 
     @property
@@ -104,27 +119,46 @@ class PromptImages:
         broken: list[str] = []
         total = 0
 
-        def added(item: tuple[Any, str, ImagePrompt]) -> int | DataError:
+        def counted(item: tuple[Any, str, ImagePrompt]) -> list[int] | DataError:
             try:
-                counts = self.read(item[2], item[1])[1]
+                return self.read(item[2], item[1])[1]
             except DataError as error:
                 return error
-            return sum(counts) - len(counts)
 
         with ThreadPoolExecutor(workers) as pool:
             for part in _parts(prompts):
                 total += len(part)
-                for (number, _, prompt), found in zip(part, pool.map(added, part), strict=True):
+                for (number, _, prompt), found in zip(part, pool.map(counted, part), strict=True):
                     if isinstance(found, DataError):
                         broken.append(str(found))
                     else:
-                        yield number, prompt, found
+                        if found:
+                            self._tokens[number] = found
+                        yield number, prompt, sum(found) - len(found)
+        self.broken += broken
         if broken:
             more = f" ... and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
             told = f"{len(broken)} of {total} rows have images that cannot be used: {' | '.join(broken[:SHOWN])}{more}"
             if len(broken) == total:
                 raise DataError(told)
             logger.warning("left out: %s", told)
+
+    def of_row(self, number: Any, prompt: ImagePrompt) -> RowImages:
+        """Return what :meth:`measured` found of a row."""
+        digest = hashlib.blake2b(repr(prompt.images).encode(), digest_size=16).hexdigest() if prompt.images else ""
+        return RowImages(self._tokens.get(number, []), digest)
+
+    def expanded(self, ids: list[int], mask: list[int], counts: list[int], place: str) -> tuple[list[int], list[int]]:
+        """Repeat the n-th image token, and its place in the loss mask, ``counts[n]`` times.
+
+        Raises:
+            DataError: there is another number of image tokens than of images.
+        """
+        if self.maker is None or not counts:
+            return ids, mask
+        pairs = zip(ids, mask, self.maker.repeats(ids, counts, place), strict=True)
+        long = [(token, trained) for token, trained, count in pairs for _ in range(count)]
+        return [token for token, _ in long], [trained for _, trained in long]
 
     def columns(self, images: list[Image.Image], ids: list[int], place: str) -> Mapping[str, Any]:
         """Return the inputs of the images by name, and under ``positions`` the position ids, (4, tokens)."""

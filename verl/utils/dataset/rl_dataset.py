@@ -38,7 +38,7 @@ from verl.utils.dataset.chat import (
 )
 from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import Row, choose_rows, open_files, require_columns
-from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages
+from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
 from verl.vision.positions import left_padded
 
 logger = logging.getLogger(__name__)
@@ -169,6 +169,10 @@ class RLHFDataset(AbsentAttributes, Dataset):
         if counts := self.images.read(self._prompt(self.source_row(item), place), place)[1]:
             ids = self._expanded(ids, counts)
         return [(ids, [0] * len(ids))]
+
+    def row_images(self, item: int) -> RowImages:
+        """The images of an item, as they were measured when the files were opened."""
+        return self.images.of_row(self.rows[item], self._prompt(self.source_row(item), self.place(item)))
 
     def place(self, item: int) -> str:
         """File and row of an item, for error messages."""

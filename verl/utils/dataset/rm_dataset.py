@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from verl.errors import DataError
+from verl.protocol.shared import SharedTensors
 from verl.utils.dataset.chat import Message, as_messages, render, require_usable, token_lengths
 from verl.utils.dataset.content_checks import ContentChecks
-from verl.utils.dataset.files import (
-    MEDIA_COLUMNS,
-    DataFile,
-    Row,
-    choose_rows,
-    open_files,
-    refuse_media,
-    require_columns,
-)
+from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
-from verl.utils.dataset.multiturn_sft_dataset import Item, right_pad
+from verl.utils.dataset.multiturn_sft_dataset import DECODERS, VIDEO_COLUMN, Item, right_pad, right_padded
+from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
+from verl.vision.messages import with_image_parts, with_placeholders
 
 if TYPE_CHECKING:
     from verl.config import PreferenceDataConfig
@@ -38,6 +34,8 @@ class Pair(NamedTuple):
     rejected: list[Message]
     shared: int
     """Number of leading messages that are the prompt."""
+    images: Sequence[Any] = ()
+    """Those of the prompt, as the row has them."""
 
 
 class RMDataset(Dataset):
@@ -52,6 +50,11 @@ class RMDataset(Dataset):
     ``data.prompt_key=null`` they are whole conversations whose common beginning is the prompt. The last message must be
     the assistant's.
 
+    For a model with images ``data.image_key`` is the column of those that stand in the prompt. Then ``position_ids``
+    are (2, 4, length), see :mod:`verl.vision.positions`, and ``multi_modal_inputs`` holds what the image processor
+    made, for both sides. Images are decoded on opening; a row with one that cannot be read is left out, and named in a
+    warning. A pair with images is never cut.
+
     ``data.truncation`` handles a pair with a side longer than ``data.max_length`` so that the cut does not reveal which
     side is which:
 
@@ -65,6 +68,7 @@ class RMDataset(Dataset):
         parquet_files: one path or several (json and jsonl too); globs, ``~`` and ``$VARIABLES`` are expanded.
         tokenizer: has a chat template and a pad token.
         config: the ``data`` section of a preference run.
+        processor: the model's, if it takes images; without one rows with images are refused.
         max_samples: number of pairs to keep, -1 for all: a random choice by ``data.seed`` if ``data.shuffle``, else the
             first.
 
@@ -74,7 +78,12 @@ class RMDataset(Dataset):
     """
 
     def __init__(
-        self, parquet_files: str | Sequence[str], tokenizer: Any, config: PreferenceDataConfig, max_samples: int = -1
+        self,
+        parquet_files: str | Sequence[str],
+        tokenizer: Any,
+        config: PreferenceDataConfig,
+        processor: Any = None,
+        max_samples: int = -1,
     ) -> None:
         require_usable(tokenizer)
         self.tokenizer = tokenizer
@@ -85,7 +94,9 @@ class RMDataset(Dataset):
         if config.prompt_key is not None:
             columns[config.prompt_key] = "prompt_key"
         require_columns(self.files, columns)
-        refuse_media(self.files, MEDIA_COLUMNS, "Images are for main_ppo and sft_trainer: this trainer reads texts.")
+        self.images = PromptImages(processor, config.image_key, VIDEO_COLUMN)
+        for file in self.files:
+            self.images.refuse_media(file)
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
         self._check_pairs()
 
@@ -93,23 +104,59 @@ class RMDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, item: int) -> Item:
-        chosen, rejected = self._fit(item, *self.sequences(item))
+        *sides, images = self._sequences(item)
+        chosen, rejected = self._fit(item, *sides, has_images=bool(images))
         length = max(len(chosen[0]), len(rejected[0]))
         padded = [
             right_pad(torch.tensor(ids), torch.tensor(mask), length, self.tokenizer.pad_token_id)
             for ids, mask in (chosen, rejected)
         ]
-        return {key: torch.stack([side[key] for side in padded]) for key in padded[0]}
+        columns: Item = {key: torch.stack([side[key] for side in padded]) for key in padded[0]}
+        if (maker := self.images.maker) is not None:
+            made = maker.inputs(images, self.place(item))
+            grid = made.get("image_grid_thw")
+            positions = [right_padded(maker.positions(ids, grid), length) for ids, _ in (chosen, rejected)]
+            columns |= {"position_ids": torch.stack(positions), "multi_modal_inputs": SharedTensors(made)}
+        return columns
 
     def place(self, item: int) -> str:
         """File and row of an item, for error messages."""
-        file, number = self.rows[item]
-        return f"{self.files[file].path}, row {number}"
+        return self._locate(self.rows[item])[0]
 
     def pair(self, item: int) -> Pair:
-        """The two conversations of an item, checked."""
-        file, number = self.rows[item]
-        return make_pair(self.files[file].row(number), self.config, self.place(item))
+        """The two conversations of an item, checked, as the chat template takes them."""
+        place, row = self._locate(self.rows[item])
+        return self._placed(self._plain_pair(row, place), place)
+
+    def _locate(self, row: tuple[int, int]) -> tuple[str, Row]:
+        file, number = row
+        return f"{self.files[file].path}, row {number}", self.files[file].row(number)
+
+    def _placed(self, pair: Pair, place: str) -> Pair:
+        """Replace ``<image>`` in the prompt by image parts."""
+        prompt = with_image_parts(pair.chosen[: pair.shared], len(pair.images), f"{place}, the prompt")
+        if any(message["role"] == "assistant" and isinstance(message["content"], list) for message in prompt):
+            raise DataError(
+                f"{place}, the prompt: a message of the assistant has an image. A model answers with text; put the "
+                "image into a message before it."
+            )
+        chosen, rejected = ([*prompt, *side[pair.shared :]] for side in (pair.chosen, pair.rejected))
+        return pair._replace(chosen=chosen, rejected=rejected)
+
+    def _plain_pair(self, row: Row, place: str) -> Pair:
+        """The conversations with texts alone, in which ``<image>`` stands for images of the prompt."""
+        if self.images.maker is None:
+            return make_pair(row, self.config, place)
+        config, images = self.config, []
+        for key in filter(None, (config.prompt_key, config.chosen_key, config.rejected_key)):
+            row[key], found = with_placeholders(row.get(key), row.get(config.image_key), f"{place}, {key}")
+            if images and found and found != images:
+                raise DataError(
+                    f"{place}, {key}: it has other images than the column before it. Images stand in the prompt, which "
+                    "both sides share; a response is text."
+                )
+            images = images or found
+        return make_pair(row, config, place)._replace(images=images)
 
     def texts(self, item: int) -> list[str]:
         """The chosen and the rejected side, rendered by the chat template."""
@@ -121,24 +168,42 @@ class RMDataset(Dataset):
 
     def sequences(self, item: int) -> tuple[Side, Side]:
         """Token ids and loss mask of the chosen and of the rejected side, before truncation."""
+        return self._sequences(item)[:2]
+
+    def row_images(self, item: int) -> RowImages:
+        """The images of an item, as they were measured when the files were opened."""
+        return self.images.of_row(self.rows[item], _prompt_of(self.pair(item)))
+
+    def _sequences(self, item: int) -> tuple[Side, Side, list[Any]]:
+        """Both sides before truncation, and the decoded images."""
         pair, place = self.pair(item), self.place(item)
+        images, counts = self.images.read(_prompt_of(pair), place)
         chosen, rejected = (
-            mask_assistant(
-                messages,
-                self.tokenizer,
+            self.images.expanded(
+                *mask_assistant(
+                    messages,
+                    self.tokenizer,
+                    f"{place}, {name}",
+                    strict=not self.config.ignore_input_ids_mismatch,
+                    first=pair.shared,
+                    **self.template_kwargs,
+                ),
+                counts,
                 f"{place}, {name}",
-                strict=not self.config.ignore_input_ids_mismatch,
-                first=pair.shared,
-                **self.template_kwargs,
             )
             for name, messages in (("chosen", pair.chosen), ("rejected", pair.rejected))
         )
-        return chosen, rejected
+        return chosen, rejected, images
 
-    def _fit(self, item: int, chosen: Side, rejected: Side) -> tuple[Side, Side]:
+    def _fit(self, item: int, chosen: Side, rejected: Side, has_images: bool) -> tuple[Side, Side]:
         limit = self.config.max_length
         if max(len(chosen[0]), len(rejected[0])) <= limit:
             return chosen, rejected
+        if has_images:
+            raise DataError(
+                f"{self._too_long(item, chosen, rejected)} Pairs with images are never cut: raise it, or take the row "
+                "out."
+            )
         if self.config.truncation == "left":
             return self._cut_prompt(item, chosen, rejected)
         if self.config.truncation == "right":
@@ -178,29 +243,54 @@ class RMDataset(Dataset):
         )
 
     def _check_pairs(self) -> None:
-        """Check the messages and lengths of every pair, and that each truncation is possible."""
+        """Check messages and length of every pair, and that each truncation is possible; leave out broken images."""
+        rendered: dict[tuple[int, int], list[str]] = {}
         texts: list[str] = []
+        added: list[int] = []
+        with_images: list[bool] = []
+        kept: list[tuple[int, int]] = []
         checks = ContentChecks(self.tokenizer, "pairs")
-        for item in range(len(self)):
-            pair, place = self.pair(item), self.place(item)
-            sides = self._rendered(pair, place)
-            if sides[0] == sides[1]:
-                raise DataError(f"{place}: the chat template writes both sides alike. Take the row out.")
-            texts += sides
-            checks.conversation(pair.chosen + pair.rejected[pair.shared :], place)
+        for row, prompt, image_tokens in self.images.measured(self._prompts(checks, rendered), DECODERS):
+            texts += rendered[row]
+            added.append(image_tokens)
+            with_images.append(bool(prompt.images))
+            kept.append(row)
         checks.report()
+        self.rows = kept
         lengths = token_lengths(texts, self.tokenizer)
-        longest = [max(lengths[2 * item : 2 * item + 2]) for item in range(len(self))]
-        limit = self.config.max_length
+        longest = [max(lengths[2 * item : 2 * item + 2]) + more for item, more in enumerate(added)]
+        limit, cuts = self.config.max_length, self.config.truncation != "error"
         too_long = [item for item, length in enumerate(longest) if length > limit]
-        if too_long and self.config.truncation == "error":
+        uncut = [item for item in too_long if with_images[item] or not cuts]
+        if uncut:
+            why = "pairs with images are never cut" if cuts else "truncation is 'error'"
+            cut = "take these rows out" if cuts else "set truncation to left or right"
             raise DataError(
-                f"{len(too_long)} of {len(self)} pairs are longer than max_length={limit} and truncation is "
-                f"'error': the first is {self.place(too_long[0])} with {longest[too_long[0]]} tokens, the longest has "
-                f"{max(longest)}. Raise max_length, or set truncation to left or right."
+                f"{len(uncut)} of {len(self)} pairs are longer than max_length={limit} and {why}: the first is "
+                f"{self.place(uncut[0])} with {longest[uncut[0]]} tokens, the longest has "
+                f"{max(longest[item] for item in uncut)}. Raise max_length, or {cut}."
             )
         for item in too_long:
-            self._fit(item, *self.sequences(item))
+            self._fit(item, *self.sequences(item), has_images=False)
+
+    def _prompts(
+        self, checks: ContentChecks, rendered: dict[tuple[int, int], list[str]]
+    ) -> Iterator[tuple[tuple[int, int], str, ImagePrompt]]:
+        """Yield file and row number, place, and prompt of each row, whose pair is checked and put into ``rendered``."""
+        for row in self.rows:
+            place, values = self._locate(row)
+            plain = self._plain_pair(values, place)
+            checks.conversation(plain.chosen + plain.rejected[plain.shared :], place)
+            pair = self._placed(plain, place)
+            rendered[row] = sides = self._rendered(pair, place)
+            if sides[0] == sides[1]:
+                raise DataError(f"{place}: the chat template writes both sides alike. Take the row out.")
+            yield row, place, _prompt_of(pair)
+
+
+def _prompt_of(pair: Pair) -> ImagePrompt:
+    prompt = pair.chosen[: pair.shared]
+    return ImagePrompt(prompt, prompt, list(pair.images))
 
 
 def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:
@@ -252,12 +342,14 @@ def _messages(value: Any, place: str) -> list[Message]:
     return messages
 
 
-def pair_collate_fn(tokenizer: Any, config: PreferenceDataConfig) -> Callable[[list[Item]], dict[str, torch.Tensor]]:
+def pair_collate_fn(
+    tokenizer: Any, config: PreferenceDataConfig
+) -> Callable[[list[Item]], dict[str, torch.Tensor | np.ndarray]]:
     """Return a collate function: right-pad pairs to the longest side and stack them to (bsz, 2, longest)."""
     return functools.partial(_pad_pairs, pad_token_id=tokenizer.pad_token_id)
 
 
-def _pad_pairs(items: list[Item], pad_token_id: int) -> dict[str, torch.Tensor]:
+def _pad_pairs(items: list[Item], pad_token_id: int) -> dict[str, torch.Tensor | np.ndarray]:
     longest = max(item["input_ids"].shape[1] for item in items)
     batch: dict[str, list[torch.Tensor]] = {}
     for item in items:
@@ -268,4 +360,12 @@ def _pad_pairs(items: list[Item], pad_token_id: int) -> dict[str, torch.Tensor]:
             )
             for key, value in padded.items():
                 batch.setdefault(key, []).append(value)
-    return {key: torch.stack(rows).unflatten(0, (len(items), 2)) for key, rows in batch.items()}
+    columns: dict[str, torch.Tensor | np.ndarray] = {
+        key: torch.stack(rows).unflatten(0, (len(items), 2)) for key, rows in batch.items()
+    }
+    if "multi_modal_inputs" in items[0]:
+        positions = [right_padded(side, longest) for item in items for side in item["position_ids"]]
+        columns["position_ids"] = torch.stack(positions).unflatten(0, (len(items), 2))
+        images = [item["multi_modal_inputs"] for item in items]
+        columns["multi_modal_inputs"] = np.fromiter(images, dtype=object, count=len(images))
+    return columns

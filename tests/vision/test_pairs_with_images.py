@@ -1,0 +1,228 @@
+"""Preference pairs whose prompts have images: rows, and steps of DPO, against plain Transformers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+from torch.testing import assert_close
+from transformers import AutoModelForImageTextToText
+
+from verl.errors import DataError
+from verl.testing.preferences import numbers_of
+from verl.testing.vision_models import picture, png, tiny_vision_model_dir, write_parquet
+from verl.trainer.config import PreferenceDataConfig
+from verl.trainer.config.command_line import compose
+from verl.trainer.dpo_trainer import run_dpo
+from verl.utils import hf_processor, hf_tokenizer
+from verl.utils.dataset import RMDataset
+from verl.utils.dataset.rm_dataset import pair_collate_fn
+from verl.vision.families import FAMILIES
+
+IMAGE = 106
+STEPS, LR, EPS, BETA = 2, 1e-2, 1e-2, 0.5
+
+
+def image(color: str, size: tuple[int, int] = (16, 16)) -> dict[str, Any]:
+    return {"bytes": png(picture(color, size=size)), "path": None}
+
+
+def pair(prompt: Any, chosen: Any, rejected: Any, *images: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "images": list(images)}
+
+
+def pairs() -> list[dict[str, Any]]:
+    """One picture; two pictures; a long response that speaks of <image>; texts alone."""
+    return [
+        pair("<image>?", "red", "b", image("red")),
+        pair("<image>or<image>", "w", "green", image("white"), image("red", (24, 16))),
+        pair("see <image>", "no <image> here", "yes", image("green", (16, 32))),
+        pair("a <image>?", "yes", "no"),
+    ]
+
+
+def opened(path: str, file: str, **changes: Any) -> RMDataset:
+    config = PreferenceDataConfig(**{"max_length": 64, **changes})
+    return RMDataset(file, hf_tokenizer(path), config, hf_processor(path))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return tiny_vision_model_dir(tmp_path_factory.mktemp("model"))
+
+
+def test_the_columns_of_a_pair(path, tmp_path):
+    data = opened(path, write_parquet(tmp_path / "pairs.parquet", pairs()))
+    tokenizer = hf_tokenizer(path)
+    model: Any = AutoModelForImageTextToText.from_pretrained(path)
+    texts = [("red", "b"), ("w", "green"), ("no <image> here", "yes"), ("yes", "no")]
+    for number, tokens in enumerate([4, 4 + 6, 8, 0]):
+        item = data[number]
+        grid = dict(item["multi_modal_inputs"]).get("image_grid_thw")
+        for side in range(2):
+            length = int(item["attention_mask"][side].sum())
+            ids, mask = item["input_ids"][side, :length], item["loss_mask"][side, :length].bool()
+            assert int((ids == IMAGE).sum()) == tokens
+            assert tokenizer.decode(ids[mask]) == f"{texts[number][side]}<eos>"
+            expected, _ = model.model.get_rope_index(ids[None], (ids == IMAGE).int()[None], image_grid_thw=grid)
+            assert item["position_ids"][side, 0, :length].tolist() == [*range(length)]
+            assert item["position_ids"][side, 1:, :length].equal(expected[:, 0])
+    batch = pair_collate_fn(tokenizer, data.config)([data[0], data[1]])
+    assert batch["position_ids"].shape == (2, 2, 4, batch["input_ids"].shape[-1])
+
+
+def test_images_in_parts_and_in_whole_conversations(path, tmp_path):
+    part = {"type": "image", "text": None, "image": image("red")}
+    asked = {"role": "user", "content": [part, {"type": "text", "text": "?", "image": None}]}
+    inline = [{"prompt": [asked], "chosen": "red", "rejected": "b"}]
+    said = [{"role": "user", "content": "<image>?"}]
+    whole = [
+        {
+            "chosen": [*said, {"role": "assistant", "content": "red"}],
+            "rejected": [*said, {"role": "assistant", "content": "b"}],
+            "images": [image("red")],
+        }
+    ]
+    expected = opened(path, write_parquet(tmp_path / "a.parquet", pairs()))[0]
+    for rows, prompt_key in ((inline, "prompt"), (whole, None)):
+        found = opened(path, write_parquet(tmp_path / "b.parquet", rows), prompt_key=prompt_key)[0]
+        for name in ("input_ids", "loss_mask", "position_ids"):
+            assert found[name].equal(expected[name])
+        assert found["multi_modal_inputs"]["pixel_values"].equal(expected["multi_modal_inputs"]["pixel_values"])
+
+
+def test_what_is_refused_or_left_out(path, tmp_path, caplog):
+    red = image("red")
+    asked = {"role": "user", "content": "?"}
+    cases = {
+        r"row 0, the prompt: the messages have 1 <image> placeholder\(s\), and the row has 2": [
+            pair("<image>", "a", "b", red, red)
+        ],
+        r"row 0, the prompt: the messages have 0 <image> placeholder\(s\), and the row has 1": [
+            pair("?", "<image>", "b", red)
+        ],
+        "a message of the assistant has an image": [
+            pair([asked, {"role": "assistant", "content": "<image>"}, asked], "a", "b", red)
+        ],
+        "1 of 1 pairs are longer than max_length=64 and pairs with images are never cut: the first is": [
+            pair("<image>" + "a" * 60, "b", "c", red)
+        ],
+        "videos and sounds are not read": [pair("<image>", "a", "b", red) | {"videos": ["a.mp4"]}],
+    }
+    for number, (message, rows) in enumerate(cases.items()):
+        with pytest.raises(DataError, match=message):
+            opened(path, write_parquet(tmp_path / f"{number}.parquet", rows), truncation="left")
+    file = write_parquet(
+        tmp_path / "x.parquet", [pair("<image>", "a", "b", {"bytes": b"no", "path": None}), pairs()[0]]
+    )
+    data = opened(path, file)
+    assert (len(data), data.place(0)) == (1, f"{file}, row 1")
+    assert "1 of 2 rows have images that cannot be used" in caplog.text
+    with pytest.raises(DataError, match="No image processor was given"):
+        RMDataset(file, hf_tokenizer(path), PreferenceDataConfig())
+
+
+def side_log_prob(model: Any, data: RMDataset, number: int, side: int) -> Tensor:
+    item = data[number]
+    length = int(item["attention_mask"][side].sum())
+    ids, mask = item["input_ids"][side, :length], item["loss_mask"][side, :length].bool()
+    images = dict(item["multi_modal_inputs"])
+    logits = model(input_ids=ids[None], mm_token_type_ids=(ids == IMAGE).int()[None], **images).logits[0]
+    return logits[:-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[mask[1:]].sum()
+
+
+def plain_steps(path: str, data: RMDataset) -> tuple[list[float], dict[str, Tensor], float]:
+    """Losses of DPO steps on all pairs, the weights after them, and the norm of the first gradient; side by side."""
+    model: Any = AutoModelForImageTextToText.from_pretrained(path)
+    reference: Any = AutoModelForImageTextToText.from_pretrained(path)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.999), eps=EPS)
+    losses, norm = [], 0.0
+    for _ in range(STEPS):
+        loss = torch.zeros(())
+        for number in range(len(data)):
+            rewards = []
+            for side in range(2):
+                with torch.no_grad():
+                    before = side_log_prob(reference, data, number, side)
+                rewards.append(BETA * (side_log_prob(model, data, number, side) - before))
+            loss = loss - logsigmoid(rewards[0] - rewards[1]) / len(data)
+        optimizer.zero_grad()
+        loss.backward()
+        found = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        norm = norm or found
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}, norm
+
+
+def trained(path: str, file: str, folder: Any, steps: int, **changes: Any) -> dict[int, dict[str, float]]:
+    """Metrics of every step of a run that ends after ``steps``; log at ``VERL_FILE_LOGGER_PATH``."""
+    log = folder / "metrics.jsonl"
+    settings = {
+        "data.train_files": file, "data.val_files": file, "data.train_batch_size": 4, "data.num_workers": 0,
+        "data.max_length": 64, "model.path": path, "engine.dtype": "float32", "optim.lr": LR,
+        "optim.weight_decay": 0.0, "optim.betas": "[0.9,0.999]", "optim.override_optimizer_config": f"{{eps: {EPS}}}",
+        "optim.lr_scheduler_type": "constant", "trainer.total_training_steps": steps, "trainer.save_freq": 1,
+        "trainer.test_freq": 1, "trainer.controller": "local", "trainer.device": "cpu", "trainer.logger": "[file]",
+        "trainer.default_local_dir": folder / "run", "checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
+        "loss.beta": BETA,
+    }  # fmt: skip
+    settings |= {key.replace("__", "."): value for key, value in changes.items()}
+    log.unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+        config: Any = compose([f"{key}={value}" for key, value in settings.items()], "dpo_trainer")
+        run_dpo(config)
+    return {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
+
+
+LAYOUTS = {
+    "packed, by tokens": {"data__use_dynamic_bsz": "true", "data__max_token_len_per_gpu": 128},
+    "padded": {
+        "data__use_dynamic_bsz": "false",
+        "data__micro_batch_size_per_gpu": 4,
+        "model__use_remove_padding": "false",
+    },
+}
+TWO_RANKS = {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2}
+
+
+def agree(path: str, file: str, folder: Any, steps: dict[int, dict[str, float]]) -> None:
+    losses, weights, norm = plain_steps(path, opened(path, file))
+    assert [steps[n]["train/loss"] for n in (1, 2)] == pytest.approx(losses, rel=1e-5)
+    assert steps[1]["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert steps[1]["val/loss"] == pytest.approx(losses[1], rel=1e-5)
+    model = AutoModelForImageTextToText.from_pretrained(folder / "run" / "global_step_2" / "huggingface")
+    for name, weight in model.named_parameters():
+        assert_close(weight, weights[name], atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+CASES = [*((family, "packed, by tokens") for family in FAMILIES), ("qwen3_vl", "padded")]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_steps_of_dpo_are_those_of_plain_pytorch(family, layout, tmp_path):
+    path = tiny_vision_model_dir(tmp_path / "model", family)
+    file = write_parquet(tmp_path / "pairs.parquet", pairs())
+    agree(path, file, tmp_path, trained(path, file, tmp_path, STEPS, **LAYOUTS[layout]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_of_dpo_on_two_ranks(family, tmp_path, ray_cluster):
+    path = tiny_vision_model_dir(tmp_path / "model", family)
+    file = write_parquet(tmp_path / "pairs.parquet", pairs())
+    agree(path, file, tmp_path, trained(path, file, tmp_path, STEPS, **LAYOUTS["packed, by tokens"], **TWO_RANKS))
+
+
+def test_a_resumed_run_continues_where_it_stopped(path, tmp_path):
+    file = write_parquet(tmp_path / "pairs.parquet", pairs())
+    straight = trained(path, file, tmp_path, 2, trainer__default_local_dir=tmp_path / "straight")
+    trained(path, file, tmp_path, 1)
+    rest = trained(path, file, tmp_path, 2)
+    assert list(rest) == [2]
+    assert numbers_of(rest[2]) == numbers_of(straight[2])
