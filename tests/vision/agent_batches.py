@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,15 @@ P, R = 60, 40
 class VisionAgents:
     """A tiny policy with images on one engine, answered by agent loops and by the engine alone."""
 
-    def __init__(self, folder: Path, family: str = "qwen2_5_vl", name: str = "native", **settings: Any) -> None:
-        self.path = tiny_vision_model_dir(folder / "vision", family)
+    def __init__(
+        self,
+        folder: Path,
+        family: str = "qwen2_5_vl",
+        name: str = "native",
+        shape: Mapping[str, Any] = {},
+        **settings: Any,
+    ) -> None:
+        self.path = tiny_vision_model_dir(folder / "vision", family, **shape)
         paths = make_tiny_run(folder) | {"model": self.path}
         keys = {
             "data__max_prompt_length": P,

@@ -73,7 +73,7 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
     ("changes", "said"),
     [
         ({"actor_rollout_ref__rollout__name": "sglang"}, "does not take a model with images"),
-        ({"actor_rollout_ref__rollout__name": "vllm"}, "a server of vllm does not take the images of a qwen2_5_vl"),
+        ({"actor_rollout_ref__rollout__name": "vllm"}, "vllm needs the package torchvision for a qwen2_5_vl"),
         ({"reward_model__enable": "true"}, "knows nothing of its images"),
         ({"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2}, "ranks cannot share the sequences"),
     ],

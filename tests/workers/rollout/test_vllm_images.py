@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import importlib.util
+import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.vision.agent_batches import VisionAgents
 from tests.vision.batches import P, prompts
+from tests.vision.test_agents_with_images import LOOPS
 from tests.workers.rollout.vllm_engines import KWARGS, needs_vllm
 from tests.workers.support import make_engine
+from verl.errors import RolloutError
+from verl.protocol import DataProto
+from verl.protocol.shared import SharedTensors
 from verl.testing.vision_models import heads_of_32, tiny_vision_model_dir
 from verl.utils import hf_tokenizer
-from verl.vision.families import FAMILIES
+from verl.vision.families import FAMILIES, IMAGE_INPUTS
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
+from verl.workers.rollout.placed_images import digests
+from verl.workers.rollout.request import RolloutOutput, RolloutRequest, requests_from_prompts
+from verl.workers.rollout.serving import RequestQueue
 
 pytestmark = [
     needs_vllm,
     pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="vLLM needs torchvision for images"),
 ]
 R = 6
+SERVED = [
+    ("qwen2_5_vl", "async"),
+    pytest.param("qwen2_vl", "async", marks=pytest.mark.slow),
+    pytest.param("qwen3_vl", "async", marks=pytest.mark.slow),
+]
 
 
-def rollout_of(name: str, path: str) -> BaseRollout:
+def rollout_of(name: str, path: str, mode: str = "sync") -> BaseRollout:
     config = RolloutConfig(
         name=name,
-        mode="sync",
+        mode=mode,
         prompt_length=P,
         response_length=R,
         dtype="float32",
@@ -41,13 +60,13 @@ def rollout_of(name: str, path: str) -> BaseRollout:
     return get_rollout_class(name)(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_are_the_trainers_and_greedy_tokens_those_of_native(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "mode"), [*((family, "sync") for family in FAMILIES), *SERVED])
+def test_log_probs_are_the_trainers_and_greedy_tokens_those_of_native(family: str, mode: str, tmp_path: Path) -> None:
     """Rows of text and of images; after an update the same images have features of the new weights."""
     paths = [tiny_vision_model_dir(tmp_path / str(seed), family, seed=seed, **heads_of_32(family)) for seed in (0, 1)]
     batch = prompts(paths[0], tmp_path, count=4).repeat(3, interleave=True)
     batch.non_tensor_batch |= {"uid": np.repeat(np.arange(4), 3), "sample_index": np.tile(np.arange(3), 4)}
-    vllm, native = (rollout_of(name, paths[0]) for name in ("vllm", "native"))
+    vllm, native = rollout_of("vllm", paths[0], mode), rollout_of("native", paths[0])
     for version, path in enumerate(paths):
         model = AutoModelForImageTextToText.from_pretrained(path)
         batch.meta_info = {"do_sample": True}
@@ -60,3 +79,85 @@ def test_log_probs_are_the_trainers_and_greedy_tokens_those_of_native(family: st
         assert_close(found.batch["rollout_log_probs"], log_probs, atol=3e-5, rtol=0)
         with native.awake(lambda model=model: model.state_dict().items(), version):
             assert greedy.batch["responses"].equal(native.generate_sequences(batch).batch["responses"])
+    if mode == "async":
+        with vllm.awake(lambda: model.state_dict().items(), 2):
+            check_requests_that_come_one_by_one(vllm, batch, greedy.batch["responses"])
+        vllm._engine.close()
+
+
+def check_requests_that_come_one_by_one(vllm: BaseRollout, batch: DataProto, greedy: Tensor) -> None:
+    """As agent loops send them: the tokens of the batch. An image that is lost or damaged fails its request alone."""
+    images = vllm._engine._images
+    requests = requests_from_prompts(batch, vllm.config)
+    broken = next(number for number, request in enumerate(requests) if request.images)
+    pixels, grid = (requests[broken].images[name] for name in IMAGE_INPUTS)
+    damages: dict[str, Callable[[Path], object]] = {
+        "image 0 of the prompt did not reach vLLM's server: No such file": Path.unlink,
+        "image 0 of the prompt did not reach vLLM's server: Error while": lambda path: path.write_bytes(b"damaged"),
+        "image 0 of the prompt .* as it was sent: its hash differs": flip_the_last_bit,
+    }
+    written = images._written
+    for number, (said, damage) in enumerate([("", None), *damages.items()]):
+        if damage is not None:  # another picture each time: recent ones are known to the server
+            other = SharedTensors(dict(zip(IMAGE_INPUTS, (pixels + number, grid), strict=True)))
+            requests[broken] = dataclasses.replace(requests[broken], images=other)
+
+            images._written = functools.partial(spoilt, written, damage, digests(other))
+        answers = served(vllm, requests)
+        if damage is not None:
+            error = answers.pop(broken)
+            assert isinstance(error, RolloutError)
+            assert re.search(said, str(error)), error
+        for place, answer in answers.items():
+            assert isinstance(answer, RolloutOutput)
+            assert answer.token_ids == greedy[place][: len(answer.token_ids)].tolist()
+    assert not list(vllm._engine.server.memory_folder.iterdir())
+
+
+def spoilt(
+    written: Callable[..., Path], damage: Callable[[Path], object], chosen: Any, digest: bytes, *of: Any
+) -> Path:
+    path = written(digest, *of)
+    if digest in chosen:
+        damage(path)
+    return path
+
+
+def flip_the_last_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def served(vllm: BaseRollout, requests: list[RolloutRequest]) -> dict[int, Any]:
+    answers: dict[int, Any] = {}
+
+    def take(number: int, answer: Any) -> None:
+        answers[number] = answer
+        if len(answers) == len(requests):
+            queue.close()
+
+    queue = RequestQueue(take)
+    for number, request in enumerate(requests):
+        queue.put(number, request)
+    vllm.serve(queue)
+    return answers
+
+
+def test_agent_loops_show_the_server_pictures_in_later_turns(tmp_path: Path) -> None:
+    """Rows with and without images; the second turn has a picture more. Log-probs are the trainer's."""
+    (tmp_path / "loops.py").write_text(LOOPS)
+    (tmp_path / "loops.yaml").write_text(f"- {{name: shows, _target_: Shows, path: {tmp_path}/loops.py}}\n")
+    rollout = "actor_rollout_ref__rollout__"
+    settings = {
+        f"{rollout}mode": "async",
+        f"{rollout}enforce_eager": "true",
+        f"{rollout}engine_kwargs__vllm__kv_cache_memory_bytes": KWARGS["kv_cache_memory_bytes"],
+        f"{rollout}agent__agent_loop_config_path": tmp_path / "loops.yaml",
+    }
+    agents = VisionAgents(tmp_path, "qwen2_5_vl", "vllm", heads_of_32("qwen2_5_vl"), **settings)
+    found = agents.answer(agents.prompts(agent_name=["shows"] * 4))
+    assert found.non_tensor_batch["trajectory_message"].tolist() == [""] * 8
+    assert [len(row["image_grid_thw"]) for row in found.non_tensor_batch["multi_modal_inputs"]] == [*[2] * 6, 1, 1]
+    drawn = found.batch["response_mask"].bool()
+    assert_close(found.batch["rollout_log_probs"][drawn], agents.trainers_log_probs(found)[drawn], atol=3e-5, rtol=0)

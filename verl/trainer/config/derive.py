@@ -207,7 +207,7 @@ def _fast_engine(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str])
 def engine_for_gpu(has_vllm: bool, takes_images: bool) -> tuple[str, str]:
     """Return the engine that a run on a GPU uses unless it names one, and why."""
     if takes_images:
-        return "native", "the run is on a GPU, and vLLM takes no models with images in this version"
+        return "native", "the run is on a GPU, where vLLM was not tried with images"
     if has_vllm:
         return "vllm", "the run is on a GPU and vLLM is installed"
     return "native", "the run is on a GPU and vLLM is not installed here"

@@ -55,11 +55,9 @@ def models_with_images(config: PPOConfig) -> Problems:
 
 
 def _of_vllm(rollout: RolloutConfig, kind: str | None) -> Problems:
-    """The engine is in the process that has the pixels, and can import its models with images."""
-    if rollout.mode != "sync":
-        wrong = f"a server of vllm does not take the images of a {kind} in this version"
-        yield Problem("actor_rollout_ref.rollout.mode", rollout.mode, wrong, "sync", "or set rollout.name=native")
-    elif importlib.util.find_spec("torchvision") is None:
+    """The engine's environment, unless it is another one, has what its models with images import."""
+    elsewhere = rollout.mode == "async" and rollout.engine_kwargs.get("vllm", {}).get("python")
+    if not elsewhere and importlib.util.find_spec("torchvision") is None:
         wrong = f"vllm needs the package torchvision for a {kind}, and it is not installed here"
         remedy = "install it (on a CPU as requirements/vllm.txt says), or set rollout.name=native"
         yield Problem("actor_rollout_ref.rollout.name", "vllm", wrong, remedy=remedy)

@@ -273,7 +273,7 @@ class BaseRollout(AbsentAttributes, ABC):
             if not self.takes_images:
                 raise RolloutError(
                     f"a prompt has images, which {type(self).__name__} does not take in this version. Set "
-                    "rollout.name=native or hf, or vllm with rollout.mode=sync."
+                    "rollout.name=native, hf or vllm."
                 )
         if self.weight_version == NO_WEIGHTS:
             raise RolloutError(

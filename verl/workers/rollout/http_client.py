@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import httpx2
@@ -105,7 +106,8 @@ class HttpClient:
             async with self._slots:
                 if cancelled.is_set():
                     return None
-                answer = await self.request("POST", path, body)
+                with _made(body) as made:
+                    answer = await self.request("POST", path, made)
                 if take is not None:
                     take(number, answer)
                 return answer
@@ -145,21 +147,27 @@ class HttpClient:
         async with self._slots:
             if cancelled.is_set():
                 return
-            async with self._client.stream("POST", path, json=body) as answer:
-                if answer.is_error:
-                    await answer.aread()
-                answer.raise_for_status()
-                is_whole = False
-                async for line in answer.aiter_lines():
-                    self.heard_at = time.monotonic()
-                    event = line.removeprefix(_EVENT).strip()
-                    is_whole = is_whole or event == _LAST_EVENT
-                    if not line.startswith(_EVENT) or event == _LAST_EVENT:
-                        continue
-                    if take(json.loads(event)) or cancelled.is_set():
-                        return
-                if not is_whole:
-                    raise httpx2.RemoteProtocolError("the stream of events ended before its last one")
+            with _made(body) as made:
+                async with self._client.stream("POST", path, json=made) as answer:
+                    if answer.is_error:
+                        await answer.aread()
+                    answer.raise_for_status()
+                    is_whole = False
+                    async for line in answer.aiter_lines():
+                        self.heard_at = time.monotonic()
+                        event = line.removeprefix(_EVENT).strip()
+                        is_whole = is_whole or event == _LAST_EVENT
+                        if not line.startswith(_EVENT) or event == _LAST_EVENT:
+                            continue
+                        if take(json.loads(event)) or cancelled.is_set():
+                            return
+                    if not is_whole:
+                        raise httpx2.RemoteProtocolError("the stream of events ended before its last one")
+
+
+def _made(body: Any) -> AbstractContextManager[Any]:
+    """Return a context in which a body holds that is made when its request is sent."""
+    return body if isinstance(body, AbstractContextManager) else contextlib.nullcontext(body)
 
 
 @contextlib.contextmanager

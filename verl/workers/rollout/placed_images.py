@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -15,6 +14,7 @@ from verl.protocol.shared import SharedTensors
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.vision.model import ImageInputs
 from verl.vision.positions import mrope_positions
+from verl.workers.rollout.engine_side.verl_images import image_digest
 from verl.workers.rollout.request import RolloutRequest
 
 
@@ -90,16 +90,13 @@ def digests(images: SharedTensors) -> tuple[bytes, ...]:
     """Return a hash of the pixels and the grid of each image."""
     found = _known.get(images)
     if found is None:
-        parts = _pixels_of_each(images)
         grids = images.arrays()[IMAGE_INPUTS[1]]
-        found = _known[images] = tuple(
-            hashlib.blake2b(np.ascontiguousarray(pixels).data, key=grid.tobytes(), digest_size=32).digest()
-            for pixels, grid in zip(parts, grids, strict=True)
-        )
+        found = _known[images] = tuple(map(image_digest, pixels_of_each(images), grids))
     return found
 
 
-def _pixels_of_each(images: SharedTensors) -> list[np.ndarray]:
+def pixels_of_each(images: SharedTensors) -> list[np.ndarray]:
+    """Return the pixels of each image, (patches, values of a patch), without a copy."""
     arrays = images.arrays()
     pixels, grid = (arrays[name] for name in IMAGE_INPUTS)
     return np.split(pixels, np.cumsum(grid.prod(-1))[:-1])
@@ -124,7 +121,7 @@ def images_of_pass(
     for images, start, length in zip(prompts, starts, lengths, strict=True):
         if images is not None:
             of_each = zip(
-                images.spans, _pixels_of_each(images.tensors), images.tensors.arrays()[IMAGE_INPUTS[1]], strict=True
+                images.spans, pixels_of_each(images.tensors), images.tensors.arrays()[IMAGE_INPUTS[1]], strict=True
             )
             for span, values, grid in of_each:
                 if span.end > start:

@@ -295,7 +295,8 @@ class EngineServer:
 
         Args:
             path: of all requests.
-            bodies: one for each request.
+            bodies: one for each request: JSON, or a context manager that gives it, entered when the request is sent and
+                left when it is answered.
             cancelled: once set, unsent requests are skipped (their answer is None), and ``cancel`` is sent repeatedly
                 until all others are answered.
             cancel: path and body of the request that makes the server abort its running requests.
@@ -321,7 +322,7 @@ class EngineServer:
 
         Args:
             path: of all requests.
-            bodies: one for each request.
+            bodies: as for ``post_many``.
             take: called with the index of the body and the JSON of each event, in the client's thread. If it returns
                 true the connection is closed, which makes the server abort the request.
             cancelled: once set, each connection is closed at its next event.

@@ -150,7 +150,10 @@ def write_weight_files(
         RolloutError: none of the folders has enough free space.
     """
     for number, part in enumerate(buckets(weights, file_bytes, lambda tensor: tensor.cpu().contiguous())):
-        path = _with_room(folders, sum(tensor.nbytes for tensor in part.values())) / f"{name}-{number}.safetensors"
+        path = (
+            folder_with_room(folders, sum(tensor.nbytes for tensor in part.values()), "new weights")
+            / f"{name}-{number}.safetensors"
+        )
         save_file(part, path)
         yield path, part
 
@@ -168,7 +171,7 @@ def write_adapters(adapters: Mapping[str, Tensor], folders: Sequence[Path]) -> t
     tensors = {f"base_model.model.{name}": tensor.cpu().contiguous() for name, tensor in adapters.items()}
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name)
     layers = sorted({name.split(".lora_")[0].rsplit(".", 1)[-1] for name in adapters})
-    parent = _with_room(folders, sum(tensor.nbytes for tensor in tensors.values()))
+    parent = folder_with_room(folders, sum(tensor.nbytes for tensor in tensors.values()), "new weights")
     folder = Path(tempfile.mkdtemp(prefix="adapters-", dir=parent))
     save_file(tensors, folder / "adapter_model.safetensors")
     # The scale lora_alpha / r is 1: that of training is part of the tensors.
@@ -177,13 +180,18 @@ def write_adapters(adapters: Mapping[str, Tensor], folders: Sequence[Path]) -> t
     return folder, tensors
 
 
-def _with_room(folders: Sequence[Path], size: int) -> Path:
+def folder_with_room(folders: Sequence[Path], size: int, what: str) -> Path:
+    """Return the first of ``folders`` with free space for ``size`` bytes and some to spare.
+
+    Raises:
+        RolloutError: none has it; the message names ``what``.
+    """
     free = {folder: shutil.disk_usage(folder).free for folder in folders}
     for folder, room in free.items():
         if room > size + _SPARE_BYTES:
             return folder
     found = ", ".join(f"{folder} ({room / 2**20:.0f} MiB free)" for folder, room in free.items())
     raise RolloutError(
-        f"{size / 2**20:.0f} MiB of new weights fit into none of {found}. Make room, or point TMPDIR at a folder that "
+        f"{size / 2**20:.0f} MiB of {what} fit into none of {found}. Make room, or point TMPDIR at a folder that "
         "has it."
     )

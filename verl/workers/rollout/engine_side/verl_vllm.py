@@ -1,7 +1,8 @@
-"""Code that runs inside vLLM's processes: the loading of new weights, and the check of each request's token."""
+"""Code that runs inside vLLM's processes: loads new weights and images, and checks each request's token."""
 
 from __future__ import annotations
 
+import functools
 import hmac
 import os
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from verl_engine import TOKEN_VARIABLE, weights_in_files, with_checksums
+from verl_images import image_digest, image_items
 
+_RECENT_IMAGES = 32
 _OPEN_PATHS = ("/health",)
 
 
@@ -52,3 +55,47 @@ class RequireToken:
                 await send({"type": "http.response.body", "body": b'{"error": "the token of this server is missing"}'})
                 return
         await self.app(scope, receive, send)
+
+
+class ReadImages:
+    """ASGI middleware of a server for models with images: requests name files where vLLM has pixels as base64.
+
+    Base64 in JSON takes the server's only thread longer than all else that it does for a request. The reader of this
+    data is a private function of vLLM 0.32, and is replaced.
+    """
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        from vllm.entrypoints.scale_out.token_in_token_out import mm_features
+
+        if not hasattr(mm_features, "decode_mm_kwargs_item"):
+            raise ImportError("this vLLM reads images of requests otherwise than 0.32. Set rollout.mode=sync.")
+        mm_features.decode_mm_kwargs_item = read_image
+        self.app = app
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:
+        """Pass a request on."""
+        await self.app(scope, receive, send)
+
+
+@functools.lru_cache(_RECENT_IMAGES)  # the responses to a prompt share its images
+def read_image(number_and_path: str) -> Any:
+    """Return an image as vLLM's ``MultiModalKwargsItem``.
+
+    Args:
+        number_and_path: its number in the prompt, a colon, and its file, whose name is the hash of its content.
+
+    Raises:
+        ValueError: the file is missing or damaged, or its content is not the one of its name.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    number, path = number_and_path.split(":", 1)
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"image {number} of the prompt did not reach vLLM's server: {error}") from None
+    pixels, grid = found["pixel_values"], found["image_grid_thw"]  # (patches, values), (3,)
+    if image_digest(pixels.numpy(), grid.numpy()).hex() != Path(path).stem:
+        raise ValueError(f"image {number} of the prompt did not reach vLLM's server as it was sent: its hash differs.")
+    return image_items(pixels, grid[None])["image"][0]

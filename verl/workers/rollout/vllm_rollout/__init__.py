@@ -1,7 +1,8 @@
 """vLLM as rollout engine: in this process (``rollout.mode=sync``) or as a server (``async``, the default).
 
 vLLM gets and returns token ids only; stop texts are detected here. A server gets new weights as files in shared memory.
-See ``docs/rollout_engines.md``.
+Both get the pixels of images as
+the trainer has them, a server in files too. See ``docs/rollout_engines.md``.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ class VLLMRollout(RemoteRollout):
     """Generate with vLLM; see :class:`~verl.workers.rollout.remote.RemoteRollout`."""
 
     default_start_timeout_s = 600.0
+    takes_images = True
     starts_at_once = True  # so that an unknown argument of vLLM is reported before anything else is built
 
     def set_up(self) -> None:
         """See :meth:`BaseRollout.set_up`."""
-        self.takes_images = self.config.mode == "sync"  # a server gets tokens alone
         self.applies_adapters = applies_adapters(self.config, self.model_config)
         super().set_up()
 
@@ -46,7 +47,7 @@ class VLLMRollout(RemoteRollout):
     def _start(self) -> EngineClient:
         if self._in_process:
             return VLLMInProcess(self._arguments, self.device, self._vision)
-        return VLLMServer(self._arguments, self.device, self._launch, self._devices)
+        return VLLMServer(self._arguments, self.device, self._launch, self._devices, self._vision)
 
     def _partial(self, request: RolloutRequest) -> PartialResponse:
         sampling = request.sampling

@@ -20,6 +20,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
 from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_files, with_checksums
+from verl.workers.rollout.engine_side.verl_images import image_items
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.request import RolloutRequest
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_FILE, ADAPTER_ID, process_environment
@@ -188,18 +189,12 @@ def _prompt(request: RolloutRequest, vision: VisionConfig | None) -> dict[str, A
     placed = PlacedImages.of(request, vision)
     if placed is None:
         return {"prompt_token_ids": ids}
-    from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
+    from vllm.multimodal.inputs import PlaceholderRange
 
-    pixels, grid = IMAGE_INPUTS
-    sizes = placed.tensors[grid].prod(-1)  # (images,) patches of each
-    fields = {
-        pixels: MultiModalFieldConfig.flat_from_sizes("image", sizes),
-        grid: MultiModalFieldConfig.batched("image", keep_on_cpu=True),
-    }
     return {
         "type": "multimodal",
         "prompt_token_ids": ids,
-        "mm_kwargs": MultiModalKwargsItems.from_hf_inputs(dict(placed.tensors), fields),
+        "mm_kwargs": image_items(*(placed.tensors[name] for name in IMAGE_INPUTS)),
         "mm_hashes": {"image": [digest.hex() for digest in placed.digests]},
         "mm_placeholders": {
             "image": [PlaceholderRange(offset=span.start, length=len(span.places)) for span in placed.spans]

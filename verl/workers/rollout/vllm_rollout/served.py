@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import shutil
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -14,15 +15,21 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
+from verl.vision.families import VisionConfig
 from verl.workers.rollout.client import MEMORY, PartialResponse, ServedRequests, ServerClient, serve_each
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import checksum
 from verl.workers.rollout.http_client import HttpClient, refusals
+from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.server import LOOPBACK
+from verl.workers.rollout.vllm_rollout.image_files import ImageFiles
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_ID, command_line, process_environment
 from verl.workers.rollout.weights import check_arrival, write_adapters, write_weight_files
 
 _GENERATE = "/inference/v1/generate"
+_ROUTES = ("--tokens-only",)
+# The route for tokens, with the tokenizer that vLLM starts no model with images without; it reads images from files.
+_ROUTES_WITH_IMAGES = ("--enable-scale-out", "--middleware", "verl_vllm.ReadImages")
 _ABORT_ALL: tuple[str, Any] = ("/abort_requests", {})
 _UNKNOWN_ARGUMENTS = "unrecognized arguments:"
 # vLLM's server reports a log-prob of nan or minus infinity as -9999.
@@ -38,7 +45,12 @@ class VLLMServer(ServerClient):
     """
 
     def __init__(
-        self, arguments: Mapping[str, Any], device: torch.device, launch: Launch, devices: str | None = None
+        self,
+        arguments: Mapping[str, Any],
+        device: torch.device,
+        launch: Launch,
+        devices: str | None = None,
+        vision: VisionConfig | None = None,
     ) -> None:
         # A base that stays while its adapters change is kept in the CPU's memory (1), other weights are dropped (2).
         self._sleep_level = 1 if arguments.get("enable_lora") else 2
@@ -47,7 +59,8 @@ class VLLMServer(ServerClient):
         def command(port: int) -> list[str]:
             return [
                 *(launch.python, "-m", "vllm.entrypoints.openai.api_server", "--host", LOOPBACK, "--port", str(port)),
-                *("--tokens-only", "--disable-uvicorn-access-log"),
+                *(_ROUTES if vision is None else _ROUTES_WITH_IMAGES),
+                "--disable-uvicorn-access-log",
                 *("--middleware", "verl_vllm.RequireToken"),
                 *("--worker-extension-cls", "verl_vllm.WeightLoader"),
                 *command_line(arguments),
@@ -59,18 +72,20 @@ class VLLMServer(ServerClient):
             super().__init__("vllm", command, environment, launch, devices)
         except RolloutError as error:
             raise _explain(error, launch.python) from None
+        self._vision = vision
+        self._images = ImageFiles((self.server.memory_folder, self.server.folder))
 
     def generate(self, responses: Sequence[PartialResponse], aborted: Event) -> None:
         """See :meth:`EngineClient.generate`. With stop texts, tokens are streamed so that work ends at a stop text."""
-        bodies = [_body(response) for response in responses]
 
         def take(number: int, answer: Any) -> bool:
             return self.take(responses[number], answer)
 
         if any(response.is_end is not None for response in responses):
-            streamed = [body | {"stream": True} for body in bodies]
+            streamed = [self._body(response, stream=True) for response in responses]
             self.server.stream_many(_GENERATE, streamed, take, cancelled=aborted)
         else:
+            bodies = [self._body(response) for response in responses]
             self.server.post_many(_GENERATE, bodies, cancelled=aborted, cancel=_ABORT_ALL, take=take)
 
     def serve(self, requests: ServedRequests, aborted: Event) -> None:
@@ -78,13 +93,12 @@ class VLLMServer(ServerClient):
 
         def work(http: HttpClient) -> Coroutine[Any, Any, None]:
             async def ask(number: int, response: PartialResponse) -> None:
-                body = _body(response)
-                with refusals():
-                    if response.is_end is None:
-                        self.take(response, await http.request("POST", _GENERATE, body))
+                streams = response.is_end is not None
+                with refusals(), self._body(response, streams) as body:
+                    if streams:
+                        await http.stream(_GENERATE, body, functools.partial(self.take, response), aborted)
                     else:
-                        taking = functools.partial(self.take, response)
-                        await http.stream(_GENERATE, body | {"stream": True}, taking, aborted)
+                        self.take(response, await http.request("POST", _GENERATE, body))
 
             def abort_all() -> Coroutine[Any, Any, Any]:
                 return http.request("POST", *_ABORT_ALL, is_work=False)
@@ -92,6 +106,29 @@ class VLLMServer(ServerClient):
             return serve_each(requests, ask, aborted, abort_all=abort_all)
 
         self.server.run(work)
+
+    @contextlib.contextmanager
+    def _body(self, response: PartialResponse, stream: bool = False) -> Iterator[dict[str, Any]]:
+        """Return a request in the server's format; the files of its images are there in the context."""
+        request = response.request
+        body: dict[str, Any] = {"token_ids": request.prompt_ids, "sampling_params": response.params}
+        if stream:
+            body["stream"] = True
+        if response.has_adapters:
+            body["model"] = ADAPTER
+        placed = PlacedImages.of(request, self._vision)
+        if placed is None:
+            yield body
+            return
+        with self._images.of(placed) as files:
+            body["features"] = {
+                "mm_hashes": {"image": [digest.hex() for digest in placed.digests]},
+                "mm_placeholders": {
+                    "image": [{"offset": span.start, "length": len(span.places)} for span in placed.spans]
+                },
+                "kwargs_data": {"image": files},  # read by verl_vllm.ReadImages
+            }
+            yield body
 
     def take(self, response: PartialResponse, answer: Any) -> bool:
         """Add an answer, or an event of a streamed one, to its response; return whether the response is done."""
@@ -139,6 +176,8 @@ class VLLMServer(ServerClient):
         return sum(tensor.nbytes for tensor in tensors.values())
 
     def _reset_cache(self) -> None:
+        if self._vision is not None:  # features of images that were computed by the previous weights
+            self.server.post("/reset_encoder_cache")
         if not self.server.post("/reset_prefix_cache")["success"]:
             raise RolloutError("vLLM kept its prefix cache over an update of the weights: it still serves requests.")
 
@@ -155,13 +194,6 @@ class VLLMServer(ServerClient):
         """See :meth:`EngineClient.wake`."""
         tags = "" if set(parts) == set(MEMORY) else "?" + "&".join(f"tags={part}" for part in parts)
         self.server.post(f"/wake_up{tags}")
-
-
-def _body(response: PartialResponse) -> dict[str, Any]:
-    body: dict[str, Any] = {"token_ids": response.request.prompt_ids, "sampling_params": response.params}
-    if response.has_adapters:
-        body["model"] = ADAPTER
-    return body
 
 
 def _explain(error: RolloutError, python: str) -> RolloutError | ConfigError:

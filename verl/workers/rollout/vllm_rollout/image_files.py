@@ -1,0 +1,61 @@
+"""Images of requests to a server on this machine, in files in shared memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from verl.vision.families import IMAGE_INPUTS
+from verl.workers.rollout.placed_images import PlacedImages, pixels_of_each
+from verl.workers.rollout.weights import folder_with_room
+
+
+class ImageFiles:
+    """A file for each image of the requests under way, which requests with the same image share.
+
+    All calls must come from one thread.
+
+    Args:
+        folders: each file is written to the first folder with enough free space.
+    """
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._users: Counter[bytes] = Counter()
+        """Number of requests with each image, by the hash of its content."""
+        self._paths: dict[bytes, Path] = {}
+
+    @contextlib.contextmanager
+    def of(self, images: PlacedImages) -> Iterator[list[str]]:
+        """Give ``number:path`` of each image of a request; the files are there in the context.
+
+        Raises:
+            RolloutError: no folder has enough free space.
+        """
+        taken: list[bytes] = []
+        parts = zip(
+            images.digests, pixels_of_each(images.tensors), images.tensors.arrays()[IMAGE_INPUTS[1]], strict=True
+        )
+        try:
+            for digest, pixels, grid in parts:
+                if digest not in self._paths:
+                    self._paths[digest] = self._written(digest, pixels, grid)
+                self._users[digest] += 1
+                taken.append(digest)
+            yield [f"{number}:{self._paths[digest]}" for number, digest in enumerate(taken)]
+        finally:
+            for digest in taken:
+                self._users[digest] -= 1
+                if not self._users[digest]:
+                    del self._users[digest]
+                    self._paths.pop(digest).unlink(missing_ok=True)
+
+    def _written(self, digest: bytes, pixels: np.ndarray, grid: np.ndarray) -> Path:
+        path = folder_with_room(self._folders, pixels.nbytes, "images") / f"{digest.hex()}.safetensors"
+        save_file(dict(zip(IMAGE_INPUTS, (pixels, np.ascontiguousarray(grid)), strict=True)), path)
+        return path
