@@ -1,12 +1,14 @@
 """An MCP server for tests: over stdio, or over HTTP at the port that is its argument."""
 
+import base64
+import io
 import os
 import sys
 import threading
 import time
 
 from mcp.server.mcpserver import MCPServer
-from mcp.types import ToolAnnotations
+from mcp.types import ContentBlock, ImageContent, TextContent, ToolAnnotations
 
 server = MCPServer("tests", log_level="CRITICAL")
 count = 0
@@ -66,6 +68,22 @@ def sleep(seconds: float) -> str:
 def flood(characters: int) -> str:
     """Answer at length."""
     return "x" * characters
+
+
+@server.tool()
+def look(kind: str = "good") -> list[ContentBlock]:
+    """Show a picture."""
+    from PIL import Image
+
+    def coded(image: Image.Image) -> str:
+        file = io.BytesIO()
+        image.save(file, format="PNG")
+        return base64.b64encode(file.getvalue()).decode()
+
+    good = coded(Image.new("RGB", (24, 16), (220, 20, 20)))
+    data = {"broken": "%%%", "huge": coded(Image.new("1", (8000, 8001)))}.get(kind, good)
+    media_type = "image/svg+xml" if kind == "other" else "image/png"
+    return [TextContent(type="text", text="see"), ImageContent(type="image", data=data, mime_type=media_type)]
 
 
 if __name__ == "__main__":

@@ -20,9 +20,12 @@ from tests.agents.test_tool_calls import shorten
 from verl.agents.parsers import FunctionCall
 from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner
 from verl.errors import ConfigError
+from verl.testing.vision_models import tiny_vision_model_dir
 from verl.tools.base_tool import BaseTool
 from verl.tools.mcp_base_tool import MCPBaseTool
 from verl.tools.utils.tool_registry import initialize_tools_from_config
+from verl.utils import hf_processor
+from verl.vision.prompts import ImagePrompts
 
 SERVER = str(Path(__file__).with_name("mcp_server.py"))
 STDIO = {"command": sys.executable, "args": [SERVER], "env": {"TOKEN_OF_TEST": "${SECRET_OF_TEST}"}}
@@ -38,12 +41,14 @@ def made(folder: Path, servers: dict[str, Any], selected: str = "null", config: 
     return initialize_tools_from_config(str(folder / "tools.yaml"))
 
 
-def calls(tools: list[BaseTool], *made: tuple[str, dict[str, Any]]) -> list[ToolCallResult]:
+def calls(
+    tools: list[BaseTool], *made: tuple[str, dict[str, Any]], images: ImagePrompts | None = None
+) -> list[ToolCallResult]:
     """One trajectory."""
 
     async def trajectory() -> list[ToolCallResult]:
         runner = ToolRunner(tools, shorten, ToolLimits(max_response_tokens=300))
-        async with runner.session() as session:
+        async with runner.session(images=images) as session:
             return [await session.call(FunctionCall(name=n, arguments=json.dumps(a))) for n, a in made]
 
     return asyncio.run(trajectory())
@@ -67,7 +72,8 @@ def close(tools: list[BaseTool]) -> None:
 
 
 def test_calls_and_errors_of_a_server(stdio: list[BaseTool]):
-    assert [tool.name for tool in stdio] == ["add", "counted", "fail", "die", "die_once", "die_soon", "sleep", "flood"]
+    names = ["add", "counted", "fail", "die", "die_once", "die_soon", "sleep", "flood", "look"]
+    assert [tool.name for tool in stdio] == names
     add = stdio[0].tool_schema.to_template()["function"]
     assert (add["description"], add["parameters"]["required"]) == ("Add two numbers.", ["a"])
     assert add["parameters"]["properties"]["b"] == {"default": 1, "title": "B", "type": "integer"}
@@ -89,6 +95,21 @@ def test_calls_and_errors_of_a_server(stdio: list[BaseTool]):
     assert "the tool fail failed: McpToolError: Error executing tool fail" in (found[2].response.text or "")
     assert found[4].response.text == "2"
     assert (len(found[5].response.text or ""), found[5].is_truncated) == (300, True)
+
+
+def test_pictures_of_a_server(stdio: list[BaseTool], tmp_path: Path):
+    [for_text] = calls(stdio, ("look", {}))
+    assert for_text.failure is CallFailure.WRONG_RESULT
+    assert "the tool look: there are images, and the policy reads no images" in (for_text.response.text or "")
+    maker = ImagePrompts.of(hf_processor(tiny_vision_model_dir(tmp_path)))
+    kinds = ("good", "broken", "other", "huge")
+    good, *bad = calls(stdio, *(("look", {"kind": kind}) for kind in kinds), images=maker)
+    assert (good.failure, good.response.text) == (None, "see")
+    assert [image["image_grid_thw"].tolist() for image in good.response.image or ()] == [[[1, 4, 6]]]
+    reasons = ("base64 text of an image is damaged", "data:image/svg", "it has 8000 x 8001 pixels")
+    for result, reason in zip(bad, reasons, strict=True):
+        assert result.failure is CallFailure.WRONG_RESULT
+        assert reason in (result.response.text or "")
 
 
 def test_one_server_serves_many_threads(stdio: list[BaseTool]):

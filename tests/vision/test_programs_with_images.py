@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
+import sys
 from typing import Any
 
 import pytest
+import torch
 from torch.testing import assert_close
 
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.test_tools_with_images import EveryTurnLooks
 from verl.agents.parsers.base import ToolParser
 from verl.base.registry import scoped_registrations
-from verl.errors import DataError
-from verl.testing.vision_models import picture, picture_rows
-from verl.vision.data_urls import data_url
+from verl.testing.vision_models import picture_rows
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -199,8 +197,8 @@ def test_pictures_that_a_program_sends(vendor, tmp_path):
     # Bad pictures, each with its reason in the vendor's form.
     reasons = [
         "base64 text of an image is damaged",
-        "3 bytes of an image are no file",
-        r"too large \(it has 8000 x 8001 pixels\)",
+        "it is no image file",
+        "it has 8000 x 8001 pixels, and 64000000 are the most",
         *{
             "messages": ["media type of an image is 'text/html'", "data of an image are None"],
         }.get(vendor, ["URL 'data:text/html;base64,AAAA'. Expected image/png", "URL 'data:image/png,AAAA'"]),
@@ -219,12 +217,53 @@ def test_pictures_that_a_program_sends(vendor, tmp_path):
     assert re.search(full, refused[-1][2]["message"])
 
 
-def test_the_bytes_say_what_a_picture_is():
-    file = io.BytesIO()
-    picture("red").save(file, format="GIF")
-    coded = base64.b64encode(file.getvalue()).decode()
-    assert data_url("image/jpg", coded, "-") == f"data:image/jpg;base64,{coded}"
-    file = io.BytesIO()
-    picture("red").save(file, format="EPS")  # Pillow would start Ghostscript
-    with pytest.raises(DataError, match="no file that can be read"):
-        data_url("image/png", base64.b64encode(file.getvalue()).decode(), "-")
+ROWS = """
+import json, os, sys
+import anthropic, openai
+
+def sent(part):
+    url = part["image_url"]["url"]
+    media_type, _, data = url.removeprefix("data:").partition(";base64,")
+    return {"type": "image", "source": {"type": "base64", "media_type": media_type, "data": data}}
+
+def answer(task):
+    client = openai.OpenAI(base_url=task.base_url, api_key=task.api_key)
+    client.chat.completions.create(model="policy", messages=task.messages, max_tokens=6)
+    assert [m for m in task.messages if task.images] == task.row["raw_prompt"] * bool(task.images)
+    assert "multi_modal_inputs" not in task.row
+    return str(len(task.images))
+
+def command():
+    row = json.load(open(os.environ["VERL_ROW"]))
+    talk = row["raw_prompt"]
+    for message in talk:
+        if isinstance(message["content"], list):
+            message["content"] = [sent(p) if p["type"] == "image_url" else p for p in message["content"]]
+    anthropic.Anthropic().messages.create(model="policy", messages=talk, max_tokens=6)
+    print(len(row.get("images", [])))
+
+if __name__ == "__main__":
+    command()
+"""
+
+
+@pytest.mark.parametrize("way", ["program: {file}:answer", "command: [{python}, {file}]"])
+def test_a_program_gets_the_pictures_of_its_row(way, tmp_path):
+    (tmp_path / "rows.py").write_text(ROWS)
+    entry = way.format(file=tmp_path / "rows.py", python=sys.executable)
+    (tmp_path / "loops.yaml").write_text(f"- {{name: talks, _target_: program_agent, {entry}}}\n")
+    agents = VisionAgents(
+        tmp_path, "qwen3_vl", actor_rollout_ref__rollout__agent__agent_loop_config_path=tmp_path / "loops.yaml"
+    )
+    prompts = agents.prompts(picture_rows(3, text_every=3), n=1, agent_name=["talks"] * 3)
+    found = agents.answer(prompts)
+    assert found.non_tensor_batch["trajectory_message"].tolist() == [""] * 3
+    assert found.non_tensor_batch["agent_answer"].tolist() == ["1", "1", "0"]
+    # The policy saw what the data set made of the row: the same tokens, and the same pixels bit by bit.
+    assert torch.equal(found.batch["prompts"], prompts.batch["input_ids"])
+    rows = zip(*(b.non_tensor_batch["multi_modal_inputs"] for b in (found, prompts)), strict=True)
+    for shown, given in rows:
+        assert set(shown) == set(given)
+        assert all(torch.equal(shown[name], given[name]) for name in given)
+    drawn = found.batch["response_mask"].bool()
+    assert_close(found.batch["rollout_log_probs"][drawn], agents.trainers_log_probs(found)[drawn], atol=1e-5, rtol=0)

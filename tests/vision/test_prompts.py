@@ -19,10 +19,12 @@ from verl.testing.models import tiny_model_dir
 from verl.testing.vision_models import picture, picture_rows, png, tiny_vision_model_dir, write_parquet
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.vision.data_urls import url_of
 from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.images import process_image, read_image, smart_resize
 from verl.vision.messages import with_image_parts, with_placeholders
 from verl.vision.positions import continued, mrope_positions
+from verl.vision.prompts import ImagePrompts
 
 START, END, IMAGE = 104, 105, 106
 QWEN = VisionConfig(image_token_id=IMAGE, merge_size=2, patch_values=96)
@@ -230,3 +232,36 @@ def test_the_image_processor_is_that_of_pillow(path):
     buffer = io.BytesIO()
     picture("red").save(buffer, format="JPEG")
     assert read_image(buffer.getvalue(), "x").mode == "RGB"
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_pictures_of_inputs_make_the_same_inputs(normalize, tmp_path):
+    processor = hf_processor(tiny_vision_model_dir(tmp_path))
+    processor.image_processor.image_mean, processor.image_processor.image_std = [0.48, 0.46, 0.41], [0.27, 0.26, 0.28]
+    processor.image_processor.do_normalize = normalize
+    maker, noise = ImagePrompts.of(processor), np.random.default_rng(0)
+    assert maker is not None
+    # Whole tokens, odd edges, one that is too large for the model and one that is too small.
+    sizes = ((16, 24), (17, 29), (90, 120), (5, 7))
+    images = [Image.fromarray(noise.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+    inputs = maker.inputs(images, "-")
+    pictures = maker.pictures(inputs)
+    assert np.array_equal(np.asarray(pictures[0]), np.asarray(images[0]))
+    again = maker.inputs([read_image(url_of(picture), "-") for picture in pictures], "-")
+    assert torch.equal(again["image_grid_thw"], inputs["image_grid_thw"])
+    assert torch.equal(again["pixel_values"], inputs["pixel_values"])
+
+
+def test_data_urls_hold_what_the_web_has():
+    def url(image, kind, named):
+        file = io.BytesIO()
+        image.save(file, format=kind)
+        return f"data:image/{named};base64," + base64.b64encode(file.getvalue()).decode()
+
+    assert read_image(url(picture("red"), "GIF", "jpg"), "-").size == (16, 16)  # the bytes say what it is
+    with pytest.raises(DataError, match=r"-: the image .* cannot be read: it is no image file"):
+        read_image(url(picture("red"), "EPS", "png"), "-")  # Pillow would start Ghostscript
+    with pytest.raises(DataError, match="it has 8000 x 8001 pixels, and 64000000 are the most"):
+        read_image(url(Image.new("1", (8000, 8001)), "PNG", "png"), "-")
+    with pytest.raises(DataError, match=r"has the URL 'data:image/svg\+xml;base64,.*Expected image/png"):
+        read_image("data:image/svg+xml;base64,AAAA", "-")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,6 +192,25 @@ def test_what_a_tool_returns_for_an_image(answer, said, look, tmp_path):
         assert failures == {"wrong_tool_result": 3}
         told = [m for m in found.non_tensor_batch["trajectory_conversation"][row] if m["role"] == "tool"]
         assert all(said in message["content"] for message in told), told
+
+
+def test_pictures_of_an_mcp_server_in_whole_conversations(look, tmp_path):
+    settings = look()
+    server = {"command": sys.executable, "args": [str(Path(__file__).parents[1] / "tools" / "mcp_server.py")]}
+    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"tests": server}}))
+    entry = {"class_name": "verl.tools.mcp_base_tool.MCPBaseTool", "config": {"type": "mcp"}}
+    entry["mcp"] = {"mcp_servers_config_path": str(tmp_path / "servers.json"), "tool_selected_list": ["look"]}
+    (tmp_path / "tools.yaml").write_text(json.dumps({"tools": [entry]}))
+    agents = VisionAgents(tmp_path, data__max_response_length=160, **settings)
+    found = agents.answer(agents.prompts(picture_rows(2, text_every=2), n=1))
+    columns, more = found.batch, found.non_tensor_batch
+    assert more["tool_failures"].tolist() == [{}, {}]
+    for row, images in enumerate(more["multi_modal_inputs"]):
+        assert images["image_grid_thw"][1 - row :].tolist() == [[1, 4, 6]] * 3
+        told = [m for m in more["trajectory_conversation"][row] if m["role"] == "tool"]
+        assert [m["content"] for m in told] == [[{"type": "image"}, {"type": "text", "text": "see"}]] * 3
+    drawn = columns["response_mask"].bool()
+    assert_close(columns["rollout_log_probs"][drawn], agents.trainers_log_probs(found)[drawn], atol=1e-5, rtol=0)
 
 
 def test_a_run_whose_tool_shows_pictures(look, tmp_path, monkeypatch):

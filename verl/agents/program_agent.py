@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shlex
 import shutil
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
+from verl.agents.images import INPUTS
 from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryError, register
 from verl.agents.parsers import get_tool_parser
 from verl.agents.programs import CommandProgram, FunctionProgram, Program, ProgramTask, load_program
@@ -19,8 +21,10 @@ from verl.base.import_utils import user_code
 from verl.base.redact import redacted
 from verl.config import PPOConfig
 from verl.errors import ConfigError, VerlError
-from verl.utils.dataset.chat import as_messages
+from verl.utils.dataset.chat import Message, as_messages
 from verl.utils.model import eos_token_ids
+from verl.vision.data_urls import url_of
+from verl.vision.messages import with_images
 from verl.vision.prompts import ImagePrompts
 
 if TYPE_CHECKING:
@@ -52,7 +56,6 @@ class ProgramAgentLoop(AgentLoopBase):
         **kwargs: see :class:`AgentLoopBase`.
     """
 
-    takes_images = False
     shared: ProgramAgentParts
 
     def __init__(
@@ -108,11 +111,15 @@ class ProgramAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         settings = replace(self.shared.settings, ignored=self._ignored)
-        recorder = TrajectoryRecorder(self.server_manager, settings, ImagePrompts.of(self.processor))
+        maker = ImagePrompts.of(self.processor)
+        messages, images = await asyncio.to_thread(_prompt, kwargs, maker)
+        row = {name: value for name, value in kwargs.items() if name != INPUTS}
+        recorder = TrajectoryRecorder(self.server_manager, settings, maker)
         with self.shared.endpoint.access(recorder) as access:
             task = ProgramTask(
-                messages=as_messages(list(kwargs["raw_prompt"]), "the prompt"),
-                row=kwargs,
+                messages=messages,
+                row=row | ({"raw_prompt": messages, "images": images} if images else {}),
+                images=images,
                 base_url=access.base_url,
                 anthropic_base_url=access.root,
                 api_key=access.api_key,
@@ -142,6 +149,14 @@ class ProgramAgentLoop(AgentLoopBase):
             )
             for output in (first, *outputs[1:])
         ]
+
+
+def _prompt(row: Mapping[str, Any], maker: ImagePrompts | None) -> tuple[list[Message], list[str]]:
+    """The messages of a row with its images as ``data:`` URLs, and these."""
+    messages = as_messages(list(row["raw_prompt"]), "the prompt", with_images=maker is not None)
+    images = [] if maker is None else [url_of(image) for image in maker.pictures(row.get(INPUTS) or {})]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+    return with_images(messages, parts), images
 
 
 def program_of(program: Any, command: Any) -> Program:

@@ -39,7 +39,7 @@ class ProgramTask:
     """Input of an agent program."""
 
     messages: list[Message]
-    """The prompt."""
+    """The prompt, as OpenAI's client sends it to ``chat/completions``; images are ``image_url`` parts."""
     row: Mapping[str, Any]
     """The row of the data set, by column."""
     base_url: str
@@ -49,6 +49,8 @@ class ProgramTask:
     api_key: str = field(repr=False)
     model: str = "policy"
     """Name of the model to ask for; ``policy/NAME`` in an agent called NAME."""
+    images: Sequence[str] = ()
+    """The images of the row as ``data:`` URLs of PNGs, in the size in which the policy sees them."""
 
 
 class Program(Protocol):

@@ -56,28 +56,35 @@ class MCPBaseTool(BaseTool):
             McpToolError: it answered with an error.
             McpServerError: its server cannot be reached, or was lost.
         """
-        text, metrics = await self._call_tool(instance_id, parameters)
-        return ToolResponse(text=text), 0.0, metrics
+        response, metrics = await self._call_tool(instance_id, parameters)
+        return response, 0.0, metrics
 
     def close(self) -> None:
         """End the connection to the server, which all its tools share, and the server if it was started here."""
         if self.connection is not None:
             self.connection.close()
 
-    async def _call_tool(self, instance_id: str, parameters: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    async def _call_tool(self, instance_id: str, parameters: dict[str, Any]) -> tuple[ToolResponse, dict[str, Any]]:
         if self.connection is None:
             raise McpToolError(f"the tool {self.name} has no server: make it by a YAML file with config.type=mcp.")
         result = await self.connection.call_tool(self.name, parameters)
-        text, metrics = self._parse_tool_result(list(result.content))
-        if not text and result.structured_content is not None:
+        content = list(result.content)
+        text, metrics = self._parse_tool_result(content)
+        # The session of the trajectory reads them, as those of other tools, and says what is wrong with one.
+        images = [f"data:{part.mime_type};base64,{part.data}" for part in content if part.type == "image"]
+        if not (text or images) and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise McpToolError(text)
-        return text, metrics
+        return ToolResponse(text=text, image=images or None), metrics
 
     def _parse_tool_result(self, content: list[Any]) -> tuple[str, dict[str, Any]]:
-        """Return the text for the model and metrics; subclasses may read the parts of an answer in another way."""
-        return " ".join(part.text if part.type == "text" else f"[{part.type}]" for part in content), {}
+        """Return the text for the model and metrics; subclasses may read the parts of an answer in another way.
+
+        Images are shown beside the text; sounds and resources are only named.
+        """
+        texts = [part.text if part.type == "text" else f"[{part.type}]" for part in content if part.type != "image"]
+        return " ".join(texts), {}
 
 
 def tools_of_servers(

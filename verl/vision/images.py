@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import math
 import struct
+import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 
 from verl.errors import DataError
+from verl.vision.data_urls import FORMATS, MOST_PIXELS, base64_of
 
 MERGE = 2
 """Patches along an edge that become one token in all families of :mod:`verl.vision.families`."""
@@ -30,8 +31,9 @@ def read_image(value: Any, place: str) -> Image.Image:
     """Decode an image to RGB; transparent parts become white.
 
     Args:
-        value: a PIL image, the bytes of a file, a path, a ``data:`` URL with base64, or a mapping with one of these as
-            ``image``, ``bytes`` or ``path`` (``bytes`` first, as data sets of Hugging Face have both).
+        value: a PIL image, the bytes of a file, a path, a ``data:`` URL with base64 of a PNG, JPEG, GIF or WebP of at
+            most ``MOST_PIXELS``, whichever of them its media type says, or a mapping with one of these as ``image``,
+            ``bytes`` or ``path`` (``bytes`` first, as data sets of Hugging Face have both).
         place: file and row, for errors.
 
     Raises:
@@ -39,7 +41,7 @@ def read_image(value: Any, place: str) -> Image.Image:
     """
     source = _source(value, place)
     try:
-        image = source if isinstance(source, Image.Image) else Image.open(source)
+        image = source if isinstance(source, Image.Image) else _opened(source)
         image.load()
     except _BROKEN as error:
         is_other = isinstance(error, UnidentifiedImageError)  # whose text is the address of an object
@@ -52,6 +54,21 @@ def read_image(value: Any, place: str) -> Image.Image:
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")
     return image if image.mode == "RGB" else image.convert("RGB")
+
+
+class _Sent(io.BytesIO):
+    """The bytes of a file of a ``data:`` URL, which may come from anybody."""
+
+
+def _opened(source: io.BytesIO | str) -> Image.Image:
+    if not isinstance(source, _Sent):
+        return Image.open(source)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the limit here is a lower one
+        image = Image.open(source, formats=FORMATS)
+    if image.width * image.height > MOST_PIXELS:
+        raise ValueError(f"it has {image.width} x {image.height} pixels, and {MOST_PIXELS} are the most")
+    return image
 
 
 def _source(value: Any, place: str) -> Image.Image | io.BytesIO | str:
@@ -78,8 +95,8 @@ def _source(value: Any, place: str) -> Image.Image | io.BytesIO | str:
         )
     if value.startswith("data:"):
         try:
-            return io.BytesIO(base64.b64decode(value.partition("base64,")[2], validate=True))
-        except binascii.Error as error:
+            return _Sent(base64.b64decode(base64_of(value, place), validate=True))
+        except ValueError as error:
             raise DataError(f"{place}: the base64 text of an image is damaged: {error}.") from error
     if "://" in value and not value.startswith("file://"):
         raise DataError(
@@ -160,4 +177,6 @@ def _shown(value: Any) -> str:
         return f"of {len(value)} bytes"
     if isinstance(value, Image.Image):
         return f"of {value.width} x {value.height} pixels"
+    if isinstance(value, str) and value.startswith("data:"):
+        return f"'{value:.50}'"
     return f"'{value:.120}'" if isinstance(value, str) else f"{type(value).__name__} {value!r:.120}"

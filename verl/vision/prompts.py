@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,31 @@ class ImagePrompts:
         except ValueError as error:
             raise DataError(f"{place}: the image processor refuses an image: {error}.") from error
         return {name: found[name] for name in IMAGE_INPUTS}
+
+    def pictures(self, inputs: Mapping[str, Tensor]) -> list[Image.Image]:
+        """Return the images that inputs of :meth:`inputs` were made of, in the size in which the policy sees them.
+
+        The same inputs can be made of them again: edges are whole tokens already.
+        """
+        if not inputs:
+            return []
+        own = self._images
+        size, merge, frames = own.patch_size, self.config.merge_size, own.temporal_patch_size
+        pixels, grids = (inputs[name] for name in IMAGE_INPUTS)
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in self._normalization())
+        found = []
+        parts = pixels.split([int(count) for count in grids.prod(-1)])
+        for part, (_, rows, columns) in zip(parts, grids.tolist(), strict=True):
+            blocks = part.view(rows // merge, columns // merge, merge, merge, 3, frames, size, size)[:, :, :, :, :, 0]
+            image = blocks.permute(4, 0, 2, 5, 1, 3, 6).reshape(3, rows * size, columns * size)
+            bytes_of = ((image * std + mean) / (own.rescale_factor if own.do_rescale else 1)).round().clamp(0, 255)
+            found.append(Image.fromarray(bytes_of.to(torch.uint8).permute(1, 2, 0).contiguous().numpy()))
+        return found
+
+    def _normalization(self) -> tuple[Sequence[float], Sequence[float]]:
+        """Mean and standard deviation of each colour, which the image processor takes out."""
+        own = self._images
+        return (own.image_mean, own.image_std) if own.do_normalize else ([0.0] * 3, [1.0] * 3)
 
     def repeats(self, ids: Sequence[int], counts: Sequence[int], place: str) -> list[int]:
         """Return how often each token of a rendered text stands in the model's input: ``counts[n]`` times, or once.

@@ -65,6 +65,8 @@ class ModelCall:
     messages: list[Message] = field(default_factory=list)
     """As an OpenAI client sends them to ``chat/completions``, with texts for contents, or text parts and image parts,
     ``{"type": "image", "image": "data:..."}``; empty if there is a prompt."""
+    param: str = "messages"
+    """The vendor's name of the parameter with the messages, for errors."""
     prompt: str | list[int] | None = None
     """Text or tokens to continue, in place of messages."""
     tools: list[dict[str, Any]] | None = None

@@ -223,7 +223,7 @@ class TrajectoryRecorder:
                 conversation.add_messages(call.messages[known:])
                 sequence = _Sequence(agent, origin.number, conversation, origin.drawn[:turns])
         except (DataError, ConfigError) as error:
-            raise CallRefusedError(str(error), param="messages", code="invalid_value") from error
+            raise CallRefusedError(str(error), param=call.param, code="invalid_value") from error
         return self._place_in(sequence, origin, _digest(before, call.messages[known:]))
 
     def _continued(self, prompt: str | list[int], agent: str) -> _AnswerPlace:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from verl.agents.endpoint.calls import CallRefusedError
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
-from verl.vision.data_urls import require_data_url
+from verl.vision.data_urls import base64_of
 from verl.vision.messages import has_image_parts, with_images, without_images
 
 Request = TypeVar("Request", bound="CallBody")
@@ -130,7 +130,8 @@ def _data_url(image: Any, place: str) -> str:
             f"{place}: an image part has {given!r:.100}. Expected {{'type': 'image_url', 'image_url': {{'url': "
             "'data:image/png;base64,...'}}."
         )
-    return require_data_url(url, place)
+    base64_of(url, place)  # it is one
+    return url
 
 
 def image_part(url: Any) -> dict[str, Any]:

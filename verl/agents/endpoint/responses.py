@@ -65,6 +65,7 @@ class ResponsesBody(CallBody):
         return ModelCall(
             model=self.model,
             messages=checked_messages([*system, *turns], "input"),
+            param="input",
             tools=[tool.described() for tool in self.tools or ()] or None,
             calls_tools=self.tool_choice != "none",
             max_tokens=self.max_output_tokens,
