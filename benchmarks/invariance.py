@@ -4,6 +4,7 @@ Trains the same three steps in every layout, each through ``python -m verl.train
 compares every logged metric with that of the first layout. ::
 
     python -m benchmarks.invariance [--output_dir outputs/invariance] [--estimator grpo|gae] [--megatron | --experts]
+    python -m benchmarks.invariance --steps 1 --layouts local    # the layouts of one process, in about a minute
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -173,7 +175,6 @@ COMMON = [
     "trainer.n_gpus_per_node=1",
     "trainer.logger=[file]",
     "trainer.val_before_train=false",
-    "trainer.total_training_steps=3",
     "trainer.resume_mode=disable",
     "trainer.project_name=invariance",
 ]
@@ -248,6 +249,12 @@ def compared(metrics: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in metrics.items() if not k.startswith(skip) and isinstance(v, int | float)}
 
 
+def _count(text: str) -> int:
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number above 0")
+    return int(text)
+
+
 def main() -> None:
     """Run all layouts and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -255,7 +262,18 @@ def main() -> None:
     parser.add_argument("--estimator", default="grpo", help="algorithm.adv_estimator of the runs")
     parser.add_argument("--megatron", action="store_true", help="layouts of strategy=megatron in place of FSDP's")
     parser.add_argument("--experts", action="store_true", help="a mixture of experts, under strategy=megatron")
+    parser.add_argument("--steps", type=_count, default=STEPS, help="steps of each run")
+    parser.add_argument(
+        "--layouts", default="", metavar="WORD", help="only layouts with this in their name: local, FSDP"
+    )
     args = parser.parse_args()
+    first = next(iter(LAYOUTS))
+    others = EXPERT_LAYOUTS if args.experts else MEGATRON_LAYOUTS if args.megatron else LAYOUTS
+    chosen = {name: overrides for name, overrides in others.items() if args.layouts.lower() in name.lower()}
+    if not chosen.keys() - {first}:
+        parser.error(
+            f"--layouts {args.layouts}: no layout to compare has that in its name; there are {'; '.join(others)}"
+        )
     out = args.output_dir.absolute()
     out.mkdir(parents=True, exist_ok=True)
     task = make_inputs(out / "task")
@@ -263,14 +281,15 @@ def main() -> None:
     reference: list[dict[str, float]] = []
     worst_of_all = 0.0
     option = " --experts" if args.experts else " --megatron" if args.megatron else ""
+    option += f" --steps {args.steps}" if args.steps != STEPS else ""
+    option += f" --layouts {shlex.quote(args.layouts)}" if args.layouts else ""
     command = f"python -m benchmarks.invariance{option} --estimator {args.estimator}"
-    print(f"\n`{command}`: {STEPS} steps, two mini-batches each\n")
+    print(f"\n`{command}`: {args.steps} step{'s' if args.steps > 1 else ''}, two mini-batches each\n")
     print("| layout | metrics compared | largest relative difference | in |\n|---|---|---|---|")
-    first = next(iter(LAYOUTS))
-    others = EXPERT_LAYOUTS if args.experts else MEGATRON_LAYOUTS if args.megatron else LAYOUTS
-    for name, overrides in {first: LAYOUTS[first], **others}.items():
-        steps = [compared(step) for step in run(name, overrides, model, out, args.estimator)]
-        assert len(steps) == STEPS, f"{name}: {len(steps)} steps logged"
+    length = f"trainer.total_training_steps={args.steps}"
+    for name, overrides in {first: LAYOUTS[first], **chosen}.items():
+        steps = [compared(step) for step in run(name, [*overrides, length], model, out, args.estimator)]
+        assert len(steps) == args.steps, f"{name}: {len(steps)} steps logged"
         reference = reference or steps
         worst, where = 0.0, "-"
         for step, (a, b) in enumerate(zip(reference, steps, strict=True), start=1):
@@ -283,7 +302,7 @@ def main() -> None:
                 if not gap <= worst:
                     worst, where = gap, f"`{key}`, step {step}"
         worst_of_all = max(worst, worst_of_all)
-        print(f"| {name} | {STEPS} x {len(reference[0])} | {worst:.1e} | {where} |", flush=True)
+        print(f"| {name} | {args.steps} x {len(reference[0])} | {worst:.1e} | {where} |", flush=True)
     if not worst_of_all <= 1e-5:
         raise SystemExit(f"a layout changes the numbers: {worst_of_all:.1e} > 1e-5")
 

@@ -6,8 +6,9 @@ import json
 
 import pytest
 import yaml
+from rich.console import Console
 
-from verl.cli.differences import ABSENT, differences, read_settings
+from verl.cli.differences import ABSENT, differences, differences_table, read_settings
 from verl.cli.explain import all_settings, explanation, follows_from, matching, named_in, other_keys
 from verl.errors import ConfigError
 
@@ -28,6 +29,9 @@ def test_what_takes_its_value_from_a_key():
     settings = all_settings()
     actor = "actor_rollout_ref.actor"
     assert f"{actor}.clip_ratio_low" not in follows_from(f"{actor}.optim.lr", settings)
+    assert follows_from(f"{actor}.clip_ratio", settings) == [f"{actor}.clip_ratio_low", f"{actor}.clip_ratio_high"]
+    (low,) = matching(f"{actor}.clip_ratio_low", settings)
+    assert low.default == f"that of {actor}.clip_ratio (0.2)"
     assert "trainer.default_local_dir" not in follows_from("trainer.seed", settings)
     assert f"{actor}.optim.clip_grad" in follows_from(f"{actor}.grad_clip", settings)
     assert "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu" in follows_from(
@@ -38,6 +42,7 @@ def test_what_takes_its_value_from_a_key():
 def test_lines_of_code_name_the_key():
     places = named_in("trainer.max_rollout_actor_probs_diff")
     assert any(place.startswith("verl/trainer/ppo/ray_trainer.py:") for place in places)
+    assert not any("verl/cli/" in place for place in named_in("actor_rollout_ref.actor.clip_ratio"))
 
 
 def test_a_misspelt_key_is_unknown_and_the_right_one_is_told():
@@ -73,3 +78,37 @@ def test_a_file_that_is_no_yaml_is_refused(tmp_path):
     (tmp_path / "a.yaml").write_text("a: [1")
     with pytest.raises(ConfigError, match="cannot be read as settings"):
         read_settings(str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.json", "[1, 2]"),
+        ("a.yaml", "- 1"),
+        ("a.yaml", ""),
+        ("a.run.jsonl", "[1]\n"),
+        ("a.run.jsonl", '{"event": "st'),
+        ("a.run.jsonl", '{"event": "start", "config": 3}\n'),
+        ("a.json", '{"controllers": {"settings": 3}}'),
+    ],
+)
+def test_files_of_another_kind_hold_no_settings(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ConfigError, match=r"there are no settings in .*Name a YAML file"):
+        read_settings(str(tmp_path / name))
+
+
+def test_a_file_that_is_not_there_is_told():
+    for name in ("", "no/such/file.yaml"):
+        with pytest.raises(ConfigError, match=f"there is no '{name}'"):
+            read_settings(name)
+
+
+def test_keys_of_a_narrow_table_are_whole():
+    key = "actor_rollout_ref.actor.a_name_that_is_longer_than_its_column"
+    console = Console(width=40)
+    with console.capture() as text:
+        console.print(differences_table({key: (1, 2)}, "A", "B"))
+    lines = text.get().splitlines()[1:]
+    assert len(lines) > 1
+    assert "".join(line.partition("  ")[0].strip() for line in lines) == key

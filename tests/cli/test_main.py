@@ -75,4 +75,4 @@ def test_keys_are_completed():
 def test_errors_of_verl_are_one_sentence():
     done = verl("diff", "nowhere.yaml", "elsewhere.yaml")
     assert done.returncode == 2
-    assert done.stderr.startswith("ConfigError: there are no settings in nowhere.yaml.")
+    assert done.stderr.startswith("ConfigError: there is no 'nowhere.yaml'. Name a YAML file")

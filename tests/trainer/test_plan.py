@@ -77,11 +77,22 @@ def test_a_run_that_is_too_large_is_told_what_makes_it_fit(folder):
     assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu <= update.largest < 32
 
 
-def test_the_largest_micro_batch_is_the_largest(folder):
+def test_the_largest_micro_batch_is_the_largest_that_divides_the_mini_batch(folder):
+    # 256 prompts on 8 ranks are 32 rows a mini-batch on each, and their divisors are the powers of two.
     largest = plan_of(folder, "--gpus", "8").stages[-1].largest
     key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    assert largest in (1, 2, 4, 8, 16)
     assert plan_of(folder, "--gpus", "8", f"{key}={largest}").excess <= 0
-    assert plan_of(folder, "--gpus", "8", f"{key}={largest + 1}").excess > 0
+    assert plan_of(folder, "--gpus", "8", f"{key}={2 * largest}").excess > 0
+    # 48 prompts x 5 responses / 8 ranks = 30 rows: all of them where memory has no bound, else a divisor of 30.
+    words = ["data.train_batch_size=96", "actor_rollout_ref.actor.ppo_mini_batch_size=48"]
+    words += ["actor_rollout_ref.rollout.n=5", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
+    sizes = [
+        plan_of(folder, "--gpus", "8", *words, "--memory_gb", memory).stages[-1].largest for memory in ("80", "1000")
+    ]
+    assert sizes[1] == 30
+    assert 0 < sizes[0] < 30
+    assert 30 % sizes[0] == 0
 
 
 def test_offload_ulysses_and_adapters_take_less(folder):

@@ -45,9 +45,11 @@ def test_what_a_run_says_stays_text(tmp_path):
 def test_no_run_or_several_are_told(tmp_path):
     with pytest.raises(DataError, match="there is no run below"):
         write_report(tmp_path, tmp_path / "report.html")
+    with pytest.raises(DataError, match=r"there is no .*nowhere\. Name the folder"):
+        write_report(tmp_path / "nowhere", tmp_path / "report.html")
     make_up_run(tmp_path / "a", steps=1)
     make_up_run(tmp_path / "b", steps=1)
-    with pytest.raises(DataError, match=r"there is 2 runs \(a, b\)"):
+    with pytest.raises(DataError, match=r"there are 2 runs \(a, b\)"):
         write_report(tmp_path, tmp_path / "report.html")
 
 
@@ -65,6 +67,47 @@ def test_other_files_are_no_runs_and_a_report_that_cannot_be_written_is_told(tmp
         view([other])
     with pytest.raises(ConfigError, match=r"--port 65536: ports are 1 to 65535"):
         view([tmp_path], port=65_536)
+
+
+@pytest.mark.parametrize("content", ["", '{"step": 1, "da', '{"step": 1e400, "data": {"a": 1}}\n'])
+def test_a_file_without_a_whole_step_and_without_a_start_makes_no_report(tmp_path, content):
+    (tmp_path / "metrics.jsonl").write_text(content)
+    with pytest.raises(DataError, match=r"holds no|there is no run"):
+        write_report(tmp_path / "metrics.jsonl", tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+@pytest.mark.parametrize("has_metrics", [True, False])
+def test_a_run_that_never_made_a_step_is_found_and_reported(tmp_path, has_metrics):
+    start = {"event": "start", "command": "verl train x", "config": {"data": {"seed": 17}}, "host": "elsewhere"}
+    (tmp_path / "metrics.run.jsonl").write_text(json.dumps(start) + "\n" + '{"event": "en')
+    if has_metrics:
+        (tmp_path / "metrics.jsonl").write_text("")
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "no step was made" in page
+    assert "No metrics were written" in page
+    assert "<td>17</td>" in page
+
+
+def test_lines_that_are_no_metrics_are_passed_over(tmp_path):
+    lines = [
+        '{"step": 1, "data": {"a": 1}}',
+        '\0\0{"step": 2}',
+        "[1]",
+        '{"step": null, "data": {}}',
+        '{"step": 1e400, "data":',
+    ]
+    lines += [
+        '{"step": 1e400, "data": {"a": 3}}',
+        '{"step": 5, "data": {"a": 7}, "time": "now"}',
+        '{"step": 9, "data": {"a": 2}}',
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n" + '{"step": 10, "da')
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "step 9" in page
+    assert "2 points" in page
 
 
 def test_a_damaged_index_is_made_anew_and_one_that_cannot_be_written_is_told(tmp_path):

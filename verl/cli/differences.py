@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from verl.base.nested import flat
 from verl.config.problems import shown
 from verl.errors import ConfigError
+from verl.view.discovery import read_config
 
 ABSENT = "(not set)"
+_TAKEN = (
+    "Name a YAML file, a folder of Hydra (it has .hydra/config.yaml), a folder global_step_N of a run, its log of the "
+    "tracker `file`, or a folder with one of these."
+)
 
 
 def read_settings(name: str) -> dict[str, Any]:
@@ -25,19 +30,18 @@ def read_settings(name: str) -> dict[str, Any]:
         ConfigError: there is no such file, or no settings in it.
     """
     path = Path(name).expanduser()
+    if not name or not path.exists():
+        raise ConfigError(f"there is no '{name}'. {_TAKEN}")
     for file in _candidates(path):
         if not file.is_file():
             continue
         try:
             found = _settings_of(file)
-        except (ValueError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{file} cannot be read as settings: {error}") from error
         if found:
             return dict(flat(found))
-    raise ConfigError(
-        f"there are no settings in {name}. Name a YAML file, a folder of Hydra (it has .hydra/config.yaml), a folder "
-        "global_step_N of a run, its log of the tracker `file`, or a folder with one of these."
-    )
+    raise ConfigError(f"there are no settings in {name}. {_TAKEN}")
 
 
 def _candidates(path: Path) -> list[Path]:
@@ -50,12 +54,14 @@ def _candidates(path: Path) -> list[Path]:
 def _settings_of(file: Path) -> Mapping[str, Any]:
     if file.suffix == ".jsonl":
         beside = file if file.name.endswith(".run.jsonl") else file.with_suffix(".run.jsonl")
-        lines = beside.read_text().splitlines() if beside.is_file() else []
-        starts = [record for record in map(json.loads, lines) if record.get("event") == "start"]
-        return starts[-1]["config"] if starts else {}
+        return read_config(beside)
     if file.suffix == ".json":
-        return json.loads(file.read_text()).get("controllers", {}).get("settings", {})
-    found = yaml.safe_load(file.read_text())
+        return _mapping(_mapping(_mapping(json.loads(file.read_text())).get("controllers")).get("settings"))
+    return _mapping(yaml.safe_load(file.read_text()))
+
+
+def _mapping(found: Any) -> Mapping[str, Any]:
+    """Return a mapping of settings; anything else holds none."""
     return found if isinstance(found, Mapping) else {}
 
 
@@ -69,7 +75,8 @@ def differences_table(found: Mapping[str, tuple[Any, Any]], one: str, other: str
     """Make a table of differences."""
     if not found:
         return Text("The settings are the same.")
-    table = Table("key", one, other, box=None)
+    columns = [Column(name, overflow="fold") for name in ("key", one, other)]  # a cut key could not be copied
+    table = Table(*columns, box=None)
     for key, (left, right) in found.items():
         table.add_row(Text(key, style="bold"), Text(shown(left)), Text(shown(right)))
     return table

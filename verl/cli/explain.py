@@ -15,10 +15,11 @@ from rich.text import Text
 
 import verl
 from verl.cli.commands import MODULES
+from verl.config.base import BaseConfig
 from verl.config.problems import shown
 from verl.trainer.config.generate import ENTRIES, status
 from verl.trainer.config.key_table import ALIASES, RETIRED
-from verl.trainer.config.keys import Key, all_inactive, allowed_values, iter_keys
+from verl.trainer.config.keys import Key, all_inactive, allowed_values, iter_keys, leaves
 from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
 
 MOST_KEYS = 60
@@ -37,6 +38,8 @@ class Setting:
     allowed: str
     default: str
     is_section: bool
+    source: str = ""
+    """Path of the setting whose value is the default."""
     commands: list[str] = field(default_factory=list)
 
 
@@ -46,16 +49,19 @@ def all_settings() -> list[Setting]:
     for entry in ENTRIES:
         command = _COMMANDS[entry.name]
         for key in iter_keys(entry.root):
-            setting = _setting(key)
+            setting = _setting(key, entry.root)
             same = (setting.path, setting.meaning, setting.allowed, setting.default)
             found.setdefault(same, setting).commands.append(command)
     return list(found.values())
 
 
-def _setting(key: Key) -> Setting:
+def _setting(key: Key, root: type[BaseConfig]) -> Setting:
     if key.section is not None:
         return Setting(key.path, key.sentence, "a section", "", True)
-    return Setting(key.path, key.sentence, allowed_values(key.field), shown(key.yaml_default), False)
+    default, source = shown(key.yaml_default), key.source
+    if source:
+        default = f"that of {source} ({shown(leaves(root)[source].yaml_default)})"
+    return Setting(key.path, key.sentence, allowed_values(key.field), default, False, source)
 
 
 def matching(word: str, settings: list[Setting]) -> list[Setting]:
@@ -107,7 +113,7 @@ def other_keys(word: str) -> Iterator[str]:
 
 def follows_from(path: str, settings: list[Setting]) -> list[str]:
     """Return the settings whose default or value is taken from the one at ``path``."""
-    found = [setting.path for setting in settings if f"${{{path}}}" in setting.default]
+    found = [setting.path for setting in settings if f"${{{path}}}" in setting.default or setting.source == path]
     found += [derived for derived, source in FORWARD_PASSES if source == path]
     found += [two if one == path else one for one, two in PAIRS if path in (one, two)]
     return list(dict.fromkeys(found))
@@ -120,7 +126,8 @@ def named_in(path: str) -> list[str]:
     """
     *_, section, name = ["", *path.split(".")]
     root = Path(verl.__file__).parent
-    files = {file: file.read_text() for file in sorted(root.rglob("*.py")) if not {"config", "testing"} & {*file.parts}}
+    skipped = {"cli", "config", "testing"}  # the first two describe settings, and no run reads them there
+    files = {file: file.read_text() for file in sorted(root.rglob("*.py")) if not skipped & {*file.parts}}
     for pattern in (rf"\b{section}\.{name}\b", rf"(\.{name}\b|\[\"{name}\"\])"):
         places = [
             f"{file.relative_to(root.parent)}:{number}"
@@ -151,11 +158,15 @@ def _page(setting: Setting, settings: list[Setting]) -> RenderableType:
         rows.add_row("  takes", Text(setting.allowed))
         rows.add_row("  default", Text(setting.default))
     rows.add_row("  commands", Text(", ".join(setting.commands)))
-    if followers := follows_from(setting.path, settings):
+    followers = follows_from(setting.path, settings)
+    if followers:
         rows.add_row("  followed by", Text("\n".join(followers)))
-    if places := [] if setting.is_section else named_in(setting.path):
+    places = [] if setting.is_section else named_in(setting.path)
+    if places:
         rest = f"\n… and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
         rows.add_row("  named in", Text("\n".join(places[:MOST_PLACES]) + rest))
+    elif followers and not setting.is_section:
+        rows.add_row("  named in", Text("no line: its value is read through the settings that follow it"))
     return Group(Text(setting.path, style="bold"), rows)
 
 

@@ -80,20 +80,7 @@ def _can_share_rollout(plan: Plan, size: int) -> bool:
 def _smaller_passes(plan: Plan) -> Iterator[dict[str, Any]]:
     for stage in plan.stages[1:]:
         if stage.micro_batch is not None and stage.largest and stage.largest < stage.micro_batch:
-            yield {stage.micro_batch_key: _dividing(plan, stage.micro_batch_key, stage.largest)}
-
-
-def _dividing(plan: Plan, key: str, most: int) -> int:
-    """Return the largest micro-batch up to ``most`` that a run takes: one of an update divides the mini-batch."""
-    roles = plan.config.actor_rollout_ref
-    sections = {f"{_ROLES}.actor": ("actor", roles.actor), "critic": ("critic", plan.config.critic)}
-    where, _, name = key.rpartition(".")
-    if name != "ppo_micro_batch_size_per_gpu":
-        return most
-    model, section = sections[where]
-    groups = plan.ranks // plan.models[model].memory.layout.ranks_per_model
-    share = section.ppo_mini_batch_size * roles.rollout.n // groups
-    return next((size for size in range(min(most, share), 0, -1) if share % size == 0), most)
+            yield {stage.micro_batch_key: stage.largest}
 
 
 def _recomputation(plan: Plan) -> Iterator[dict[str, Any]]:

@@ -40,7 +40,10 @@ class Stage:
     micro_batch: int | None = None
     """Sequences, or with dynamic batches tokens, of a pass on one rank; None is not set."""
     largest: int | None = None
-    """The largest that fits, at most the rows or tokens that a rank has; 0 if none does."""
+    """The largest that fits, at most the rows or tokens that a rank has; 0 if none does.
+
+    Sequences of an update divide those of a mini-batch on one rank, as a run wants them.
+    """
 
     @property
     def bytes(self) -> float:
@@ -104,6 +107,13 @@ class Plan:
         """Rows of a step on each group of ranks that share them."""
         total = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         return max(1, total * shared_by // self.ranks)
+
+    def mini_batch_rows(self, model: str) -> int:
+        """Rows of a mini-batch of the actor or the critic on each group of ranks that share them."""
+        roles = self.config.actor_rollout_ref
+        section = self.config.critic if model == "critic" else roles.actor
+        groups = self.ranks // self.models[model].memory.layout.ranks_per_model
+        return section.ppo_mini_batch_size * roles.rollout.n // groups
 
     def work(self, shared_by: int) -> Work:
         """Rows of a step, with their expected lengths."""
@@ -259,7 +269,10 @@ class Plan:
         unit = lay.sequence if tokens is not None else self.row_tokens
         count = tokens if tokens is not None else sequences
         rows = self.rows(lay.ranks_per_model)
-        most = rows if tokens is None else rows * self.row_tokens // lay.sequence
+        if tokens is not None:
+            most = rows * self.row_tokens // lay.sequence
+        else:
+            most = min(rows, self.mini_batch_rows(model)) if trains else rows
 
         def parts(size: int) -> dict[str, float]:
             measure = memory.training_pass if trains else memory.inference_pass
@@ -267,6 +280,9 @@ class Plan:
 
         least = 1 if tokens is None else max(1, self.row_tokens // lay.sequence)
         largest = self._largest(lambda size: sum(parts(size).values()), least, max(least, most))
+        if trains and tokens is None and largest:
+            share = max(1, self.mini_batch_rows(model))
+            largest = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
         shown = count or max(least, largest)
         seconds = epochs * pass_seconds(memory, self.cluster, self.work(lay.ranks_per_model), shown * unit, trains)
         full = f"{key}_max_token_len_per_gpu" if tokens is not None else f"{key}_micro_batch_size_per_gpu"

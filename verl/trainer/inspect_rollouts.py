@@ -36,6 +36,12 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Raises:
         SystemExit: the file cannot be read, or is none of records.
     """
+    if path.is_dir():
+        steps = sorted(
+            (file for file in path.glob("*.jsonl") if file.stem.isdecimal()), key=lambda file: int(file.stem)
+        )
+        files = f"it has {len(steps)}, the newest is {steps[-1]}" if steps else "it has none"
+        raise SystemExit(f"{path} is a folder. Name one of its files {{step}}.jsonl: {files}.")
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
     except (OSError, ValueError) as error:

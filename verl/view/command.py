@@ -60,7 +60,11 @@ def view(folders: list[Path], port: int = 0, opens_browser: bool = False, token:
     library = Library(folders, index)
     library.find()
     address = f"http://{HOST}:{port}/?token={token}"
-    show(f"{len(library.runs)} runs; open {address}")
+    count = len(library.runs)
+    if not count:
+        names = ", ".join(map(str, folders))
+        show(f"No run lies below {names} yet: runs with `file` in trainer.logger appear as they start there.")
+    show(f"{count} {'run' if count == 1 else 'runs'}; open {address}")
     show(f"It answers this machine only, until Ctrl-C. From elsewhere: ssh -L {port}:127.0.0.1:{port} HOST")
     if opens_browser:
         webbrowser.open(address)

@@ -100,10 +100,10 @@ class MetricsFile:
             record = json.loads(line)
             step, data = int(record["step"]), record["data"]
             numbers = {name: float(value) for name, value in data.items() if isinstance(value, int | float)}
-        except (ValueError, KeyError, TypeError, AttributeError):
+            time = float(record.get("time", math.nan))
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return
-        time = record.get("time", math.nan)
-        self._tail.append((step, float(time), numbers))
+        self._tail.append((step, time, numbers))
         self.names.update(numbers)
         self.latest |= numbers
         self.last_step = step

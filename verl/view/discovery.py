@@ -106,7 +106,8 @@ def read_config(path: Path) -> dict[str, Any]:
     # Of ten thousand lines a few are starts: the others are not parsed.
     starts = [record for line in lines if b'"start"' in line and isinstance(record := _json(line), dict)]
     found = [record for record in starts if record.get("event") == "start"]
-    return found[-1].get("config") or {} if found else {}
+    config = found[-1].get("config") if found else None
+    return config if isinstance(config, dict) else {}
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -118,8 +119,19 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield Path(parent)
         for name in sorted(lines):
             path = Path(parent) / name
-            if not name[:-6].isdecimal() and not name.endswith((".run.jsonl", ".ranks.jsonl")) and _is_metrics(path):
+            if name.endswith(".run.jsonl"):
+                own = path.with_name(name.removesuffix(".run.jsonl") + ".jsonl")
+                if not _has_lines(own) and read_config(path):  # a run that has made no step yet, or never did
+                    yield own
+            elif not name[:-6].isdecimal() and not name.endswith(".ranks.jsonl") and _is_metrics(path):
                 yield path
+
+
+def _has_lines(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False
 
 
 def _is_metrics(path: Path) -> bool:
@@ -166,9 +178,11 @@ def _owner(folder: Path, runs: list[RunFiles], settings: Mapping[str, Mapping[st
 
 
 def _configured(config: Mapping[str, Any]) -> dict[str, str]:
-    trainer = config.get("trainer") or {}
+    trainer = config.get("trainer")
+    if not isinstance(trainer, Mapping):
+        return {}
     names = {"train": "rollout_data_dir", "validation": "validation_data_dir"}
-    return {kind: os.path.abspath(trainer[name]) for kind, name in names.items() if trainer.get(name)}
+    return {kind: os.path.abspath(trainer[name]) for kind, name in names.items() if isinstance(trainer.get(name), str)}
 
 
 def _kind_of(folder: Path, config: Mapping[str, Any]) -> Kind:

@@ -61,6 +61,8 @@ def write_report(folder: Path, output: Path) -> None:
     Raises:
         DataError: there is no run there, or there are several, or the report cannot be written.
     """
+    if not folder.exists():
+        raise DataError(f"there is no {folder}. Name the folder of a run, or its file of metrics.")
     if folder.is_file() and (wrong := metrics_problem(folder)):
         raise DataError(wrong)
     with tempfile.TemporaryDirectory() as scratch:
@@ -68,11 +70,16 @@ def write_report(folder: Path, output: Path) -> None:
         library.find()
         names = [run.files.name for run in library.runs.values()]
         if len(names) != 1:
-            what = f"{len(names)} runs ({', '.join(names[:8])})" if names else "no run"
-            raise DataError(f"there is {what} below {folder}: name the folder of one, or its file of metrics.")
+            what = f"are {len(names)} runs ({', '.join(names[:8])})" if names else "is no run"
+            raise DataError(f"there {what} below {folder}: name the folder of one, or its file of metrics.")
         library.refresh()
         library.refresh_samples()
         (run,) = library.runs.values()
+        if run.metrics.last_step is None and not run.starts:
+            raise DataError(
+                f"{run.files.metrics} holds no whole step, and there is no {run.files.events.name} beside it that says "
+                "how the run began: there is nothing to report. Name another run, or wait for its first step."
+            )
         page = page_of(run, library.index)
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -84,7 +91,8 @@ def write_report(folder: Path, output: Path) -> None:
 def page_of(run: Run, index: Index) -> str:
     """Return the report as HTML."""
     about = run.details()
-    title = f"{about['name']}: {about['state']}, step {about['step']}"
+    step = "no step was made" if about["step"] is None else f"step {about['step']}"
+    title = f"{about['name']}: {about['state']}, {step}"
     facts = {"command": about["command"], "machine": about["host"], **about["environment"]}
     parts = [
         f"<h1>{text(title)}</h1>",
@@ -116,6 +124,8 @@ def alerts(found: Sequence[Mapping[str, Any]]) -> str:
 def curves(run: Run, index: Index) -> str:
     """All curves; the usual ones open."""
     names = sorted(run.metrics.names)
+    if not names:
+        return "<h2>Curves</h2><p>No metrics were written.</p>"
     first = [name for beginning in FIRST for name in names if name.startswith(beginning)]
     rest = [name for name in names if name not in first]
     found = run.metrics.series(index, names)

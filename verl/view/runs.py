@@ -58,7 +58,8 @@ class Run:
 
     def config(self) -> dict[str, Any]:
         """Settings of the last start, by dotted key."""
-        return dict(flat(self.starts[-1].get("config") or {})) if self.starts else {}
+        config = self.starts[-1].get("config") if self.starts else None
+        return dict(flat(config)) if isinstance(config, Mapping) else {}
 
     def summary(self) -> dict[str, Any]:
         """Return what the list of runs shows."""
@@ -95,10 +96,12 @@ class Run:
         return [asdict(alert) for alert in alerts_of(self.metrics.series(index, names))][::-1]
 
     def _changed_at(self) -> float:
-        try:
-            return self.files.metrics.stat().st_mtime
-        except OSError:
-            return 0.0
+        for file in (self.files.metrics, self.files.events):  # before its first step a run may have the second only
+            try:
+                return file.stat().st_mtime
+            except OSError:
+                continue
+        return 0.0
 
 
 HEADLINES = ("critic/score/mean", "response_length/mean", "actor/entropy", "train/loss", "val/loss")

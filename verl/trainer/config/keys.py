@@ -62,6 +62,16 @@ class Key:
         return bool(self.field.default_factory_takes_validated_data) and self.meta.interpolation is None
 
     @cached_property
+    def source(self) -> str:
+        """Path of the only field from which a default factory takes the default as it is; empty without one."""
+        if not self.follows:
+            return ""
+        values = {name: object() for name in config_fields(self.owner)}
+        asked = self.field.get_default(call_default_factory=True, validated_data=values)
+        name = next((name for name, value in values.items() if value is asked), "")
+        return self.path.removesuffix(self.name) + name if name else ""
+
+    @cached_property
     def yaml_default(self) -> Any:
         """Default in the YAML file: the interpolation, unless the parent section gives the key a default of its own."""
         if self.meta.missing and self.default is None:
