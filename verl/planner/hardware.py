@@ -82,7 +82,7 @@ class Cluster:
     reserved_gb: float = 3.0
     """Memory that is no tensor: CUDA's context, NCCL's buffers, what the allocator cannot use. An assumption."""
     mfu: float = 0.4
-    """Part of the peak FLOP/s that passes reach. An assumption; docs/planning.md has published ones."""
+    """Part of the peak FLOP/s that passes reach. An assumption; docs/internals/planning.md has published ones."""
     bandwidth_use: float = 0.6
     """Part of the memory bandwidth that decoding reaches. An assumption."""
     network_bytes_per_s: float = 50e9

@@ -6,7 +6,8 @@
     verl plan … --gpus 8 --response_tokens 900 --mfu 0.35
 
 The settings are those of ``verl.trainer.main_ppo``; of the model only ``config.json`` is read. Exit status 1 says that
-a stage does not fit. docs/planning.md says what is counted and how well it agrees with what was measured.
+a stage does not fit. docs/planning.md says what is counted, docs/internals/planning.md how well it agrees with what was
+measured.
 """
 
 from __future__ import annotations
