@@ -115,6 +115,7 @@ PARTS = (
         training_step_rows,
         tiny=("--sequences", "2", "--prompt", "4", "--response", "8", "--repeats", "1"),
     ),
+    Part("prompt_sharing", "Prompts that responses share"),
     Part("logprob_memory", "Memory of log-probs and entropy", memory_rows, tiny=()),
     Part(
         "dataproto_transfer",

@@ -22,6 +22,7 @@ from benchmarks import (
     grpo_step,
     performance,
     prefix_reuse,
+    prompt_sharing,
     rollout_speed,
     shape,
     tool_latency,
@@ -165,6 +166,15 @@ def test_conversations_over_the_endpoint_are_those_of_direct_calls(tmp_path):
     over, plain, direct = (endpoint_overhead.conversations(folder, 2, 2, way)() for way in endpoint_overhead.WAYS)
     assert over == plain == direct
     assert all(len(tokens) > 2 * endpoint_overhead.RESPONSE for tokens in direct)
+
+
+def test_prompt_sharing_computes_the_same(tmp_path):
+    folder = shape.TINY.save_model(tmp_path)
+    batch = prompt_sharing.rows_of_groups(2, 3, 8, 4, shape.TINY.vocabulary)
+    assert batch.batch["input_ids"].shape == (6, 12)
+    assert batch.batch["input_ids"][0:3, :8].unique(dim=0).shape[0] == 1
+    for is_shared in (True, False):
+        prompt_sharing.update(folder, batch, is_shared)()
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from verl.trainer.balance import layout_for_ranks
 from verl.utils.seqlen_balancing import get_reverse_idx
+from verl.workers.shared_prompts import Siblings
 
 
 def test_layout_without_balancing_by_hand():
@@ -21,6 +22,23 @@ def test_layout_balances_tokens_inside_each_mini_batch():
     assert sorted(order) == [0, 1, 2, 3]
 
 
+def test_siblings_stay_on_one_rank():
+    # Four prompts of 6 with two responses each: of 8 and 8, 1 and 1, 7 and 7, 2 and 2. With the prompt once a group has
+    # 22, 8, 20 and 10 tokens, so 22 + 8 and 20 + 10 are equal.
+    siblings = Siblings([[0, 1], [2, 3], [4, 5], [6, 7]], [6] * 8, [8, 8, 1, 1, 7, 7, 2, 2])
+    lengths = [14, 14, 7, 7, 13, 13, 8, 8]
+    _, ranks = layout_for_ranks(lengths, dp_size=2, sizes=[8], balance=True, siblings=siblings)
+    assert sorted(ranks) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    _, ranks = layout_for_ranks(lengths, dp_size=2, sizes=[4, 4], balance=False, siblings=siblings)
+    assert ranks == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    # One group on two ranks, and groups that the ranks' parts cut: siblings are apart where they must be.
+    _, ranks = layout_for_ranks(lengths[:2], dp_size=2, sizes=[2], balance=True, siblings=siblings)
+    assert ranks == [[0], [1]]
+    three = Siblings([[0, 2, 4], [1, 3, 5]], [6] * 6, [1] * 6)
+    _, ranks = layout_for_ranks([7] * 6, dp_size=3, sizes=[6], balance=True, siblings=three)
+    assert ranks == [[0, 2], [1, 4], [3, 5]]
+
+
 def test_indivisible_batch_is_refused():
     with pytest.raises(
         ValueError, match="6 samples do not divide into mini-batches of 3, 3 samples with 2 equal rank parts"
@@ -33,12 +51,16 @@ def test_indivisible_batch_is_refused():
     minis=st.integers(1, 3),
     share=st.integers(1, 4),
     balance=st.booleans(),
+    n=st.integers(0, 4),
     seed=st.integers(0, 99),
 )
-def test_every_mini_batch_holds_the_same_samples_on_any_number_of_ranks(dp, minis, share, balance, seed):
+def test_every_mini_batch_holds_the_same_samples_on_any_number_of_ranks(dp, minis, share, balance, n, seed):
     total = dp * minis * share
+    groups = [list(range(start, min(start + n, total))) for start in range(0, total, n)] if n else []
+    siblings = Siblings(groups, [5] * total, [3] * total) if n else None
     lengths = np.random.default_rng(seed).integers(1, 50, total).tolist()
-    order, ranks = layout_for_ranks(lengths, dp_size=dp, sizes=[dp * share] * minis, balance=balance)
+    sizes = [dp * share] * minis
+    order, ranks = layout_for_ranks(lengths, dp_size=dp, sizes=sizes, balance=balance, siblings=siblings)
     assert sorted(order) == list(range(total))
     size = total // minis
     for mini in range(minis):

@@ -47,6 +47,11 @@ def test_what_is_not_known_has_no_utilization():
     whole = Arithmetic.of_ranks([Arithmetic(FlopsCounter(config()), 1e10)] * 2)
     # 3552 operations forward, 3 times that in training, of 2e10 a second
     assert (whole.forward_flops([2, 3], 3), whole.training_flops([2, 3], 3)) == (3552, 10656)
+    # One of two sequences of 3 has the first 2 tokens of the other: left are those of 3 and 1, and 2 pairs of the last
+    # token with the shared ones, 4 operations times 6 times 2 layers each.
+    counter, part = whole.counter, whole.forward_flops([3, 3], 3, repeated=[2])
+    assert part == counter.forward_flops([3, 1], 3) + 2 * 4 * 6 * 2
+    assert whole.training_flops([3, 3], 3, repeated=[2]) == 3 * part
     assert whole.utilization(10656, 2.0) == pytest.approx(10656 / 4e10)
 
 

@@ -23,13 +23,14 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("window", [None, 5])
-def test_kernels_for_packed_rows_compute_what_plain_attention_does(window):
+@pytest.mark.parametrize("before", [[None] * 4, [None, 0, 0, None]])
+def test_kernels_for_packed_rows_compute_what_plain_attention_does(window, before):
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(1, heads, 40, 64, generator=draw) for heads in (4, 2, 2))
     lengths, rule = [7, 20, 1, 12], AttentionRule(64**-0.5, window=window)
-    cpu = attend_packed(query, key, value, Packing.of(lengths, torch.device("cpu")), rule)
+    cpu = attend_packed(query, key, value, Packing.continuing(lengths, before, torch.device("cpu")), rule)
     states = (states.to("cuda", torch.bfloat16) for states in (query, key, value))
-    gpu = attend_packed(*states, Packing.of(lengths, torch.device("cuda")), rule)
+    gpu = attend_packed(*states, Packing.continuing(lengths, before, torch.device("cuda")), rule)
     assert_close(gpu.float().cpu(), cpu, atol=2e-2, rtol=2e-2)
 
 

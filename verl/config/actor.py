@@ -143,6 +143,8 @@ class ActorConfig(BaseConfig):
     """What a checkpoint holds."""
     optim: FSDPOptimizerConfig = subsection(FSDPOptimizerConfig)
     """Optimizer and schedule."""
+    use_prefix_grouper: bool = setting(False)
+    """Compute a prompt once for all its responses in a pass, in updates and log-probs (docs/shared_prompts.md)."""
     global_batch_info: dict[str, Any] = setting(factory=dict, internal=True)
     """Global counts of the current mini-batch, for `agg_loss`; losses in the public form get a filled-in copy."""
 

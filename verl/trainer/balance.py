@@ -11,13 +11,14 @@ from verl.protocol import DataProto, replace_columns
 from verl.utils.metric import Metrics
 from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions, log_seqlen_unbalance
 from verl.workers.engine.non_finite import NonFinite, in_batch_order
+from verl.workers.shared_prompts import Siblings
 
 INPUTS_OF_ROWS = ("multi_modal_inputs",)
 """Columns of objects that passes of a model read."""
 
 
 def layout_for_ranks(
-    seqlens: Sequence[int], *, dp_size: int, sizes: Sequence[int], balance: bool
+    seqlens: Sequence[int], *, dp_size: int, sizes: Sequence[int], balance: bool, siblings: Siblings | None = None
 ) -> tuple[list[int], list[list[int]]]:
     """Order the samples so that a contiguous split over ranks divides every mini-batch evenly.
 
@@ -32,6 +33,9 @@ def layout_for_ranks(
         dp_size: number of data-parallel ranks.
         sizes: samples of each mini-batch (optimizer step of one pass over the batch).
         balance: assign by length, so that ranks get about equal tokens; otherwise in order.
+        siblings: samples whose prompt is computed once on a rank. Each group goes to one rank, if the groups of a
+            mini-batch have equal sizes and divide over the ranks, and its prompt then counts once as tokens; else the
+            groups are cut where the ranks' parts end.
 
     Returns:
         the order (a permutation of the samples), and the samples of each rank.
@@ -48,7 +52,9 @@ def layout_for_ranks(
     start = 0
     for size in sizes:
         members = range(start, start + size)
-        if balance and dp_size > 1:
+        if siblings is not None and dp_size > 1:
+            shares = _shares_of_siblings(members, dp_size, balance, siblings)
+        elif balance and dp_size > 1:
             shares = get_seqlen_balanced_partitions([seqlens[i] for i in members], dp_size, equal_size=True)
         else:
             share = size // dp_size
@@ -57,6 +63,22 @@ def layout_for_ranks(
             rank.extend(start + i for i in sorted(picked))
         start += size
     return [i for rank in ranks for i in rank], ranks
+
+
+def _shares_of_siblings(members: range, dp_size: int, balance: bool, siblings: Siblings) -> list[list[int]]:
+    """Places in ``members`` of each rank's samples, with siblings together where equal parts allow it."""
+    groups = [[row for row in group if row in members] for group in siblings.groups]
+    groups = [group for group in groups if group]
+    if len({len(group) for group in groups}) == 1 and len(groups) % dp_size == 0:
+        share = len(groups) // dp_size
+        parts = [list(range(rank * share, (rank + 1) * share)) for rank in range(dp_size)]
+        if balance:
+            costs = [siblings.tokens(group) for group in groups]
+            parts = get_seqlen_balanced_partitions(costs, dp_size, equal_size=True)
+        return [[row - members.start for number in part for row in groups[number]] for part in parts]
+    rows = [row - members.start for group in groups for row in group]
+    share = len(rows) // dp_size
+    return [rows[rank * share : (rank + 1) * share] for rank in range(dp_size)]
 
 
 @dataclass(frozen=True)
@@ -95,6 +117,7 @@ def deal(
     sizes: Sequence[int] | None = None,
     rows_per_unit: int = 1,
     pads: bool = False,
+    shares_prompts: bool = False,
 ) -> DealtBatch:
     """Order a batch for its data-parallel ranks; see :func:`layout_for_ranks`.
 
@@ -107,12 +130,15 @@ def deal(
         rows_per_unit: adjacent rows that stay together: 1, or 2 for the sides of a pair.
         pads: fill up mini-batches that do not divide over the ranks. A padding row repeats the shortest row of its
             mini-batch, with ``response_mask`` and ``trajectory_count`` 0, so that it adds nothing to a loss.
+        shares_prompts: keep rows with the same prompt on one rank, which computes it once; see
+            :func:`layout_for_ranks`. Only for units of one row.
     """
     unit = rows_per_unit
     lengths = batch.batch["attention_mask"].view(len(batch) // unit, -1).sum(-1).tolist()
     taken, is_padding, padded_sizes = _padded(lengths, sizes or [len(lengths)], num_ranks if pads else 1)
     lengths = [lengths[i] for i in taken]
-    order, ranks = layout_for_ranks(lengths, dp_size=num_ranks, sizes=padded_sizes, balance=balance)
+    siblings = Siblings.of(batch.select_idxs(taken)) if shares_prompts else None
+    order, ranks = layout_for_ranks(lengths, dp_size=num_ranks, sizes=padded_sizes, balance=balance, siblings=siblings)
     by_row = [unit * taken[i] + row for i in order for row in range(unit)]
     kept = [name for name in INPUTS_OF_ROWS if name in batch.non_tensor_batch]
     sent = batch if columns is None else batch.select(batch_keys=list(columns), non_tensor_batch_keys=kept)

@@ -170,13 +170,18 @@ class Arithmetic:
         peaks = [part.peak_flops for part in parts if part.peak_flops is not None]
         return cls(parts[0].counter, sum(peaks) if len(peaks) == len(parts) else None)
 
-    def forward_flops(self, lengths: Sequence[int], head_tokens: int) -> float | None:
-        """As :meth:`FlopsCounter.forward_flops`; None without a counter."""
-        return None if self.counter is None else self.counter.forward_flops(lengths, head_tokens)
+    def forward_flops(self, lengths: Sequence[int], head_tokens: int, repeated: Sequence[int] = ()) -> float | None:
+        """As :meth:`FlopsCounter.forward_flops`; None without a counter.
 
-    def training_flops(self, lengths: Sequence[int], head_tokens: int) -> float | None:
-        """As :meth:`FlopsCounter.training_flops`; None without a counter."""
-        return None if self.counter is None else self.counter.training_flops(lengths, head_tokens)
+        ``repeated`` are the lengths of first parts of sequences that are not computed, because others have the same.
+        """
+        counter = self.counter
+        return counter and counter.forward_flops(lengths, head_tokens) - counter.forward_flops(repeated, 0)
+
+    def training_flops(self, lengths: Sequence[int], head_tokens: int, repeated: Sequence[int] = ()) -> float | None:
+        """As :meth:`FlopsCounter.training_flops`, with ``repeated`` as in :meth:`forward_flops`."""
+        counter = self.counter
+        return counter and counter.training_flops(lengths, head_tokens) - counter.training_flops(repeated, 0)
 
     def utilization(self, flops: float | None, seconds: float) -> float | None:
         """Model FLOP utilisation (MFU): flops / (seconds · peak); None if one of them is unknown."""

@@ -69,6 +69,14 @@ def model_type(folder: Path) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
+def layer_types(folder: Path) -> list[str]:
+    """The ``layer_types`` of the text model in ``config.json`` of a model folder; empty if there are none."""
+    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    text = content.get("text_config")
+    kinds = (text if isinstance(text, dict) else content).get("layer_types")
+    return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
+
+
 def weights_problem(folder: Path) -> str | None:
     """Why ``folder`` has no weights; None if a file of them is there, damaged or not."""
     if any((folder / f"{name}{end}").exists() for name in WEIGHT_FILES for end in ("", ".index.json")):

@@ -96,12 +96,16 @@ class ActorRolloutRefWorker(EngineWorker):
                 actor.optim,
                 frozen=(TOWER,) if actor.freeze_vision_tower else (),
             )
+            if actor.use_prefix_grouper:
+                self.engine.check_shared_prompts()
             self.policy_loss = PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
             if model.has_adapters:
                 self.join_mesh("ref", self.engine)
         if "ref" in self.parts:
             self.ref = self.make_engine("language_model", ref.strategy, model, ref.placement)
+            if actor.use_prefix_grouper:
+                self.ref.check_shared_prompts()
             self.join_mesh("ref", self.ref)
         if "rollout" in self.parts:  # last, because the rollout engine takes a share of the memory that is left
             self._init_rollout()
@@ -173,6 +177,7 @@ class ActorRolloutRefWorker(EngineWorker):
             micro_batch_size_per_gpu=rollout.log_prob_micro_batch_size_per_gpu,
             use_dynamic_bsz=rollout.log_prob_use_dynamic_bsz,
             max_token_len_per_gpu=rollout.log_prob_max_token_len_per_gpu,
+            shares_prompts=self.config.actor.use_prefix_grouper,
         )
         with self.trained.eval_mode():
             found = self.trained.infer_batch(data, set(self._log_prob_columns), micro, self.temperature)
@@ -200,6 +205,7 @@ class ActorRolloutRefWorker(EngineWorker):
             micro_batch_size_per_gpu=ref.log_prob_micro_batch_size_per_gpu,
             use_dynamic_bsz=ref.log_prob_use_dynamic_bsz,
             max_token_len_per_gpu=ref.log_prob_max_token_len_per_gpu,
+            shares_prompts=self.config.actor.use_prefix_grouper,
         )
         with engine.eval_mode(), engine.disable_adapter() if is_actor else nullcontext():
             found = engine.infer_batch(data, {"log_probs"}, micro, self.temperature)
@@ -395,6 +401,7 @@ def _plan(
             micro_batch_size_per_gpu=section.ppo_micro_batch_size_per_gpu,
             use_dynamic_bsz=section.use_dynamic_bsz,
             max_token_len_per_gpu=section.ppo_max_token_len_per_gpu,
+            shares_prompts=isinstance(section, ActorConfig) and section.use_prefix_grouper,
         ),
         epochs=section.ppo_epochs,
         shuffle_seed=section.data_loader_seed if section.shuffle else None,

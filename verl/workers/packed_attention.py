@@ -6,8 +6,8 @@ sequence, so there is no padding and no mask of (tokens x tokens).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate
@@ -38,8 +38,10 @@ class Packing:
     cu_seqlens: Tensor
     """(sequences + 1,) int32 cumulative sums of ``lengths``, starting with 0, on the device of the row."""
     keys: Packing | None = None
-    """Bounds of keys and values, where sequences have some from before their first query; None: those of the queries.
-    Only without gradients."""
+    """Bounds of keys and values, where sequences have some from before their queries; None: those of the queries."""
+    key_parts: tuple[int, ...] | None = None
+    """Numbers of the sequences of the row whose keys and values, in this order, are those of ``keys``: a sequence that
+    continues another one has a copy of the other's before its own. None: keys and values are given as ``keys`` says."""
     group: dist.ProcessGroup | None = None
     """Ranks that each hold an equal part of the row (:mod:`verl.utils.ulysses`); None: this rank holds all of it."""
 
@@ -49,10 +51,42 @@ class Packing:
         sums = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         return cls(tuple(lengths), sums.to(device, non_blocking=True), keys)
 
+    @classmethod
+    def continuing(cls, lengths: list[int], before: Sequence[int | None], device: torch.device) -> Packing:
+        """Make the packing of sequences some of which continue another one of the row.
+
+        ``before`` has for each sequence the number of the one that it continues, such as the prompt of a response, or
+        None. That one's keys and values are copied, and autograd adds up the gradients of the copies.
+        """
+        if all(other is None for other in before):
+            return cls.of(lengths, device)
+        parts = [[i] if other is None else [other, i] for i, other in enumerate(before)]
+        keys = cls.of([sum(lengths[part] for part in chosen) for chosen in parts], device)
+        return replace(cls.of(lengths, device, keys), key_parts=tuple(part for chosen in parts for part in chosen))
+
+    def followed_by(self, length: int, device: torch.device) -> Packing:
+        """Return the packing of the row with one more sequence at its end, of at least one token."""
+        longer = Packing.of([*self.lengths, length], device, self.keys and self.keys.followed_by(length, device))
+        parts = None if self.key_parts is None else (*self.key_parts, len(self.lengths))
+        return replace(longer, key_parts=parts, group=self.group)
+
+    def to(self, device: torch.device) -> Packing:
+        """Move the bounds to ``device``."""
+        sums = self.cu_seqlens.to(device, non_blocking=True)
+        return replace(self, cu_seqlens=sums, keys=self.keys and self.keys.to(device))
+
     @property
     def longest(self) -> int:
-        """Length of the longest sequence."""
+        """Largest number of keys of a sequence."""
         return max(self.lengths if self.keys is None else self.keys.lengths)
+
+    def of_keys(self, x: Tensor, dim: int) -> Tensor:
+        """Lay out keys or values of the row's tokens, along ``dim``, as ``keys`` says."""
+        if self.key_parts is None:
+            return x
+        # Parts instead of an index, whose backward pass would add in no fixed order on a GPU.
+        parts = x.split(self.lengths, dim=dim)
+        return torch.cat([parts[part] for part in self.key_parts], dim=dim)
 
 
 @dataclass(frozen=True)
@@ -87,8 +121,8 @@ def packed_attention_forward(
     Args:
         module: the attention layer.
         query: (1, heads, tokens, head_dim).
-        key: (1, kv_heads, keys, head_dim).
-        value: (1, kv_heads, keys, head_dim).
+        key: (1, kv_heads, keys, head_dim); with ``packing.key_parts`` as many as tokens.
+        value: (1, kv_heads, keys, head_dim), likewise.
         attention_mask: must be None; ``packing`` takes its place.
         packing: the sequences of the row. If several ranks share it, tensors have this rank's part of the tokens.
         scaling: factor of the scores, by default 1 / sqrt(head_dim).
@@ -126,8 +160,11 @@ def refuse_unsupported(module: nn.Module, how: str, attention_mask: Tensor | Non
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: AttentionRule) -> Tensor:
     """Attend over a whole packed row; (1, heads, tokens, head_dim) to (1, tokens, heads, head_dim)."""
+    key, value = packing.of_keys(key, 2), packing.of_keys(value, 2)
     kernel = _varlen_kernel(query, value.shape[-1], rule)
-    if kernel is not None and (packing.keys is None or kernel is _compiled):
+    # Which query a GPU kernel takes for the last one depends on its version. A check of the model covers key_parts.
+    is_checked = packing.keys is None or packing.key_parts is not None
+    if kernel is not None and (is_checked or kernel is _compiled):
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # (tokens, heads, head_dim)
         return kernel(q, k, v, packing, rule).unsqueeze(0)
     if packing.keys is None and len(set(packing.lengths)) == 1:
@@ -200,8 +237,8 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, packing: Packing, rule: Attenti
         k,
         v,
         cu_seqlens_q=packing.cu_seqlens,
-        cu_seqlens_k=packing.cu_seqlens,
-        max_seqlen_q=packing.longest,
+        cu_seqlens_k=(packing.keys or packing).cu_seqlens,
+        max_seqlen_q=max(packing.lengths),
         max_seqlen_k=packing.longest,
         dropout_p=rule.dropout,
         softmax_scale=rule.scale,
@@ -226,8 +263,8 @@ def _torch_varlen() -> VarlenKernel | None:
             k,
             v,
             packing.cu_seqlens,
-            packing.cu_seqlens,
-            packing.longest,
+            (packing.keys or packing).cu_seqlens,
+            max(packing.lengths),
             packing.longest,
             scale=rule.scale,
             window_size=(-1 if rule.window is None else rule.window - 1, 0),

@@ -70,15 +70,23 @@ def test_values_and_gradients(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_queries_of_the_last_tokens_alone(case: str) -> None:
-    """Some, all and one of the queries of each sequence, over all of its keys."""
+    """Some, all and one of the queries of each sequence, over all of its keys; the others' gradients are zero."""
     lengths, heads, kv_heads, head_dim, window = CASES[case]
-    query, key, value, _, key_starts = inputs(lengths, heads, kv_heads, head_dim)
-    expected, _ = kernels().attention_forward(query, key, value, key_starts, 0.3, window)
+    query, key, value, grad, key_starts = inputs(lengths, heads, kv_heads, head_dim)
+    expected, sums = kernels().attention_forward(query, key, value, key_starts, 0.3, window)
     for kept in ([(n + 1) // 2 for n in lengths], lengths, [1] * len(lengths)):
         chosen = torch.cat([torch.arange(end - n, end) for n, end in zip(kept, accumulate(lengths), strict=True)])
         starts = torch.tensor([0, *accumulate(kept)])
-        out, _ = kernels().attention_forward(query[chosen], key, value, starts, 0.3, window, key_starts)
+        few = query[chosen]
+        out, log_sums = kernels().attention_forward(few, key, value, starts, 0.3, window, key_starts)
         torch.testing.assert_close(out, expected[chosen], atol=1e-6, rtol=1e-6)
+        # The gradients of a loss that reads these queries' outputs alone.
+        read = torch.zeros_like(grad)
+        read[chosen] = grad[chosen]
+        whole = kernels().attention_backward(read, expected, sums, query, key, value, key_starts, 0.3, window)
+        of = grad[chosen], out, log_sums, few, key, value, starts, 0.3, window, key_starts
+        found = kernels().attention_backward(*of)
+        torch.testing.assert_close(found, (whole[0][chosen], *whole[1:]), atol=1e-5, rtol=1e-5)
 
 
 def test_threads_change_nothing() -> None:

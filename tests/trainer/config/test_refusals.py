@@ -58,7 +58,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
         "actor_rollout_ref.model.tiled_mlp.enabled",
         "actor_rollout_ref.model.enable_activation_offload",
         "actor_rollout_ref.ref.router_replay.mode",
-        "actor_rollout_ref.actor.use_prefix_grouper",
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.rollout.quantization",
         "global_profiler.profile_continuous_steps",

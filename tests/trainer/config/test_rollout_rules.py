@@ -169,6 +169,48 @@ def test_router_replay_that_cannot_be(run: Run, changes, said):
     assert said in run.refusal(changes)
 
 
+SHARES = "actor_rollout_ref.actor.use_prefix_grouper"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"actor_rollout_ref.actor.strategy": "megatron"}, "megatron computes every row with its own prompt"),
+        ({"actor_rollout_ref.model.use_remove_padding": False}, "a prompt is shared in packed rows"),
+        ({"actor_rollout_ref.actor.use_remove_padding": False}, "a prompt is shared in packed rows"),
+        ({MODE: "R2"}, f"{MODE}=R2 repeats the choice of experts of every row"),
+        (
+            {"actor_rollout_ref.model.override_config": {"router_aux_loss_coef": 0.001}},
+            "the load of experts (router_aux_loss_coef, output_router_logits) is balanced",
+        ),
+    ],
+)
+def test_shared_prompts_that_cannot_be(run: Run, changes, said):
+    message = run.refusal({SHARES: True} | changes)
+    assert f"{SHARES}=true: " in message
+    assert said in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"model_type": "qwen2_5_vl"}, "prompts with images are not shared"),
+        (
+            {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+            "the model has layers (linear_attention) other than full or sliding attention",
+        ),
+    ],
+)
+def test_shared_prompts_of_models_that_cannot(run: Run, tmp_path, content, said):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    message = run.refusal({SHARES: True, "actor_rollout_ref.model.path": str(tmp_path)})
+    assert f"{SHARES}=true: {said}" in message
+
+
+def test_shared_prompts(run: Run):
+    assert run.load({SHARES: True}).actor_rollout_ref.actor.use_prefix_grouper
+
+
 def test_router_replay(run: Run):
     assert run.load({MODE: "R3", RECORDS: True}).actor_rollout_ref.rollout.enable_rollout_routing_replay
     assert run.load({MODE: "R2"}).actor_rollout_ref.actor.router_replay.mode == "R2"

@@ -265,7 +265,7 @@ def test_an_engine_runs_from_another_environment(run: Run, script: str, engine: 
 def test_everything_that_a_script_lacks_here_is_told_at_once(run: Run):
     more = """ actor_rollout_ref.model.enable_activation_offload=True
         actor_rollout_ref.rollout.quantization=fp8
-        algorithm.filter_groups.enable=True actor_rollout_ref.actor.use_prefix_grouper=true """
+        algorithm.filter_groups.enable=True actor_rollout_ref.actor.router_replay.record_file=x """
     with pytest.raises(ConfigError) as caught:
         run.script(GRPO.replace("ENGINE", "vllm") + more)
     assert str(caught.value).startswith("5 problems in the configuration")

@@ -219,28 +219,35 @@ def packed_attention(
 ) -> Tensor:
     """Causal attention within each sequence of a packed row, (N, heads, D); see :meth:`CPUKernels.attention_forward`.
 
-    It is differentiable, unless ``key_starts`` are given; the backward pass computes the attention weights again.
+    It is differentiable; the backward pass computes the attention weights again.
     """
     q, k, v = (x.contiguous() for x in (q, k, v))
-    if key_starts is not None:
-        return _kernels().attention_forward(q, k, v, starts.long(), scale, window, key_starts.long())[0]
-    return _PackedAttention.apply(q, k, v, starts.long(), scale, window)  # pyright: ignore[reportReturnType]
+    key_starts = None if key_starts is None else key_starts.long()
+    return _PackedAttention.apply(q, k, v, starts.long(), key_starts, scale, window)  # pyright: ignore[reportReturnType]
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, scale: float, window: int | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: Tensor,
+        key_starts: Tensor | None,
+        scale: float,
+        window: int | None,
     ) -> Tensor:
-        out, log_sums = _kernels().attention_forward(query, key, value, starts, scale, window)
-        ctx.save_for_backward(query, key, value, starts, out, log_sums)
+        out, log_sums = _kernels().attention_forward(query, key, value, starts, scale, window, key_starts)
+        ctx.save_for_backward(query, key, value, starts, key_starts, out, log_sums)
         ctx.settings = scale, window
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, starts, out, log_sums = ctx.saved_tensors
+        query, key, value, starts, key_starts, out, log_sums = ctx.saved_tensors
         grad = grads[0].contiguous()
-        found = _kernels().attention_backward(grad, out, log_sums, query, key, value, starts, *ctx.settings)
-        return *found, None, None, None
+        scale, window = ctx.settings
+        found = _kernels().attention_backward(grad, out, log_sums, query, key, value, starts, scale, window, key_starts)
+        return *found, None, None, None, None

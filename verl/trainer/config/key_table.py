@@ -232,10 +232,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             "actor_rollout_ref.rollout.n decides how many responses a prompt gets",
             {"rollout_n": "${oc.select:actor_rollout_ref.rollout.n,1}"},
         ),
-        not_yet(
-            "sharing the prompt among siblings in training is not in this version; set it false",
-            {"use_prefix_grouper": False},
-        ),
         no_effect(_UNCOMPILED, {"use_torch_compile": True}),
         no_effect(
             _ALWAYS_FUSED,

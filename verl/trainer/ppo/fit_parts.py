@@ -190,7 +190,9 @@ class FitParts(TrainingLoop):
         return type(self).init_workers is not TrainingLoop.init_workers
 
     def _ordered(self, group: Any, **calls: Any) -> OrderedGroup | None:
-        return None if group is None else OrderedGroup(group, self.typed_config.trainer.balance_batch, calls)
+        config = self.typed_config
+        shares = config.actor_rollout_ref.actor.use_prefix_grouper
+        return None if group is None else OrderedGroup(group, config.trainer.balance_batch, calls, shares)
 
     # ---- rollout --------------------------------------------------------------------------------
 

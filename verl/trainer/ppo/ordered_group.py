@@ -23,12 +23,20 @@ class OrderedGroup:
     Args:
         group: the worker group.
         balance: give ranks about equal numbers of tokens (``trainer.balance_batch``).
+        shares_prompts: keep rows with the same prompt on one rank (``actor.use_prefix_grouper``); a critic does not.
         calls: methods that need more than the order of rows; they take the place of the group's.
     """
 
-    def __init__(self, group: Any, balance: bool, calls: Mapping[str, Callable[..., Any]] | None = None) -> None:
+    def __init__(
+        self,
+        group: Any,
+        balance: bool,
+        calls: Mapping[str, Callable[..., Any]] | None = None,
+        shares_prompts: bool = False,
+    ) -> None:
         self.group = group
         self._balance = balance
+        self._shares_prompts = shares_prompts
         self._calls = dict(calls or {})
 
     def __getattr__(self, name: str) -> Any:
@@ -43,5 +51,7 @@ class OrderedGroup:
         # The policy alone repeats the choice of experts in the rollout; reference and critic choose for themselves.
         routing = ("routed_experts",) if name == "compute_log_prob" and "routed_experts" in batch.batch.keys() else ()
         columns = (*ACTOR_COLUMNS, *routing)
-        dealt = deal(batch, self.group.num_parts(name), balance=self._balance, columns=columns, pads=True)
+        shares = self._shares_prompts and name != "compute_values"
+        parts = self.group.num_parts(name)
+        dealt = deal(batch, parts, balance=self._balance, columns=columns, pads=True, shares_prompts=shares)
         return dealt.restore(method(dealt.rows))

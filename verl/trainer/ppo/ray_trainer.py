@@ -524,7 +524,10 @@ class RayPPOTrainer(FitParts):
                 taken = DataProto(batch=batch.batch.copy())
                 apply_bypass_mode(taken)
                 return taken.select(batch_keys=["old_log_probs"])
-            context.flops["old_log_prob"] = self.arithmetic["old_log_prob"].forward_flops(*stages.token_counts(batch))
+            shares = self.typed_config.actor_rollout_ref.actor.use_prefix_grouper
+            repeated = stages.repeated_prompts(batch, [len(batch)]) if shares else ()
+            counts = stages.token_counts(batch)
+            context.flops["old_log_prob"] = self.arithmetic["old_log_prob"].forward_flops(*counts, repeated)
             return self.actor_rollout_wg.compute_log_prob(batch)
 
     def policy_metrics(self, batch: DataProto, context: PPOStepContext) -> None:
@@ -621,33 +624,47 @@ class RayPPOTrainer(FitParts):
             seed = stages.step_seed(self.typed_config.trainer.seed, context.number)
             batch = batch | stages.prepare_mini_batches(batch, actor, sizes, seed)
             columns = stages.policy_columns(batch, actor, own_forward)
-            dealt = self._deal(batch, self.actor_rollout_wg.num_parts("update_actor"), columns, sizes)
+            parts, shares = self.actor_rollout_wg.num_parts("update_actor"), actor.use_prefix_grouper
+            dealt = self._deal(batch, parts, columns, sizes, shares)
             arguments = self._own_sizes(batch, dealt) | ({"own_forward": True} if own_forward else {})
             # The rows that PF-PPO drew are not those of the batch that is written.
             if self.token_dump.is_due(context.number) and not self.typed_config.algorithm.use_pf_ppo:
                 arguments["record_tokens"] = True
             workers = self.actor_rollout_wg.group
             updated = workers.update_actor(dealt.rows, entropy_coeff=self.entropy_ctrl.value, **arguments)
-            return self._take_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context)
+            repeated = stages.repeated_prompts(batch, sizes) if shares else ()
+            return self._take_update("update_actor", batch, dealt, updated, actor.ppo_epochs, context, repeated)
 
     def _mini_batch_sizes(self, batch: DataProto, prompts: int) -> list[int]:
         """Rows of each mini-batch of ``prompts`` prompts, all of whose trajectories it has; at least one mini-batch."""
         count = len(Trajectories.of(batch)) // (prompts * self.typed_config.actor_rollout_ref.rollout.n)
         return mini_batch_sizes(batch, max(1, count))
 
-    def _deal(self, batch: DataProto, num_parts: int, columns: Sequence[str], sizes: Sequence[int]) -> DealtBatch:
-        balance, are_split = self.typed_config.trainer.balance_batch, Trajectories.of(batch).are_split
-        return deal(batch, num_parts, balance=balance, columns=columns, sizes=sizes, pads=are_split)
+    def _deal(
+        self, batch: DataProto, num_parts: int, columns: Sequence[str], sizes: Sequence[int], shares: bool = False
+    ) -> DealtBatch:
+        balance, pads = self.typed_config.trainer.balance_batch, Trajectories.of(batch).are_split
+        return deal(batch, num_parts, balance=balance, columns=columns, sizes=sizes, pads=pads, shares_prompts=shares)
 
     def _own_sizes(self, batch: DataProto, dealt: DealtBatch) -> dict[str, Any]:
         """Arguments of an update whose mini-batches are not those of the configuration."""
         return {"mini_batch_sizes": dealt.sizes} if Trajectories.of(batch).are_split else {}
 
     def _take_update(
-        self, name: str, batch: DataProto, dealt: DealtBatch, updated: DataProto, epochs: int, context: PPOStepContext
+        self,
+        name: str,
+        batch: DataProto,
+        dealt: DealtBatch,
+        updated: DataProto,
+        epochs: int,
+        context: PPOStepContext,
+        repeated: Sequence[int] = (),
     ) -> DataProto:
-        """Record an update's metrics, FLOPs and non-finite values; return its columns in the order of the batch."""
-        once = self.arithmetic[name].training_flops(*stages.token_counts(batch))
+        """Record an update's metrics, FLOPs and non-finite values; return its columns in the order of the batch.
+
+        ``repeated`` are the lengths of prompts that were not computed, because an earlier row has the same one.
+        """
+        once = self.arithmetic[name].training_flops(*stages.token_counts(batch), repeated)
         context.flops[name] = None if once is None else epochs * once
         metrics = dealt.metrics | updated.meta_info["metrics"]
         self.pass_limits.take_splits(name, metrics)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from verl.trainer.ppo.rollout_corr_helper import corrected_columns
 from verl.trainer.ppo.sequences import Trajectories, compared_groups, joined_sequences, mini_batches
 from verl.utils.metric import Metrics
 from verl.utils.torch_functional import masked_mean
+from verl.workers.shared_prompts import Siblings
 
 ACTOR_COLUMNS = ("responses", "response_mask", "input_ids", "attention_mask", "position_ids")
 
@@ -80,6 +82,14 @@ def sequence_lengths(batch: DataProto) -> list[int]:
 def token_counts(batch: DataProto) -> tuple[list[int], int]:
     """Number of tokens of each sample, and number of response tokens in the whole batch that are trained on."""
     return sequence_lengths(batch), int(batch.batch["response_mask"].sum())
+
+
+def repeated_prompts(batch: DataProto, sizes: Sequence[int]) -> list[int]:
+    """Lengths of prompts that an earlier row of the same mini-batch has; ``sizes`` are the rows of each mini-batch."""
+    ends = list(accumulate(sizes))
+    parts = [list(range(end - size, end)) for end, size in zip(ends, sizes, strict=True)]
+    read = batch.select(batch_keys=list(ACTOR_COLUMNS))
+    return [length for part in parts for length in Siblings.of(read.select_idxs(part)).repeated()]
 
 
 def score_columns(scores: torch.Tensor, extra: Mapping[str, list[Any]]) -> DataProto:

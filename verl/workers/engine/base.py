@@ -69,6 +69,17 @@ class BaseEngine(ABC):
             ConfigError: the folder is missing or holds another kind of model.
         """
 
+    def check_shared_prompts(self) -> None:
+        """Check that passes with ``MicroBatchConfig.shares_prompts`` give this model's results. Collective.
+
+        Raises:
+            ConfigError: they do not, or the engine has no such passes.
+        """
+        raise ConfigError(
+            f"actor.use_prefix_grouper=true: {type(self).__name__} computes every row with its own prompt. Set it "
+            "false, or use strategy=fsdp2."
+        )
+
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
         """Context for updates: weights and optimizer on the device; offloaded again at the end."""

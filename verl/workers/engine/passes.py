@@ -14,6 +14,7 @@ from verl.errors import ConfigError, PassTooLargeError, ResourceError, SchemaErr
 from verl.protocol import DataProto
 from verl.utils.seqlen_balancing import micro_batches_by_tokens
 from verl.workers.engine.loss import num_valid_tokens
+from verl.workers.shared_prompts import Siblings
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ class MicroBatchConfig:
     use_dynamic_bsz: bool = False
     """Fill passes up to ``max_token_len_per_gpu`` tokens instead of a number of units."""
     max_token_len_per_gpu: int | None = None
+    shares_prompts: bool = False
+    """Compute a prompt once for all rows of a pass that have it, and put such rows into the same passes. A prompt then
+    counts once in ``max_token_len_per_gpu``; see :mod:`verl.workers.shared_prompts`."""
 
     def __post_init__(self) -> None:
         if self.use_dynamic_bsz and self.max_token_len_per_gpu is None:
@@ -56,6 +60,8 @@ class MicroBatch:
     is_filler: bool
     """Whether it has no valid token and is computed only so that all ranks take part in the same collectives."""
     rows_per_unit: int = 1
+    shares_prompts: bool = False
+    """Whether a prompt of several rows is computed once."""
 
     @property
     def num_tokens(self) -> int:
@@ -63,7 +69,7 @@ class MicroBatch:
         return num_valid_tokens(self.data)
 
     def unit_lengths(self) -> list[int]:
-        """Tokens of each unit, prompts and responses."""
+        """Tokens of each unit, prompts and responses; a shared prompt counts in each."""
         return _unit_lengths(self.data, self.rows_per_unit)
 
 
@@ -82,7 +88,8 @@ def split_micro_batches(
         micro: size of the passes.
         device: of the process group.
         rows_per_unit: rows k·n to k·n + n - 1 are never separated, and stay in their order.
-        limit: maximum number of tokens per pass; larger passes are divided, also if ``micro`` allows them.
+        limit: maximum number of tokens per pass, each row counted with its own prompt; larger passes are divided, also
+            if ``micro`` allows them.
         multiple: the number of passes is a multiple of this.
 
     Raises:
@@ -96,25 +103,37 @@ def split_micro_batches(
         )
     units = len(batch) // rows_per_unit
     lengths = _unit_lengths(batch, rows_per_unit)
+    is_shared = micro.shares_prompts and rows_per_unit == 1
+    siblings = Siblings.of(batch) if is_shared else Siblings([[unit] for unit in range(units)], [0] * units, lengths)
+    order = [unit for group in siblings.groups for unit in group]
     size = micro.micro_batch_size_per_gpu or units
-    parts = [list(range(start, min(start + size, units))) for start in range(0, units, size)]
+    parts = [order[start : start + size] for start in range(0, units, size)]
     if micro.use_dynamic_bsz:
         assert micro.max_token_len_per_gpu is not None
         longest = largest_of_ranks(max(lengths), device)
         budget = micro.max_token_len_per_gpu
         # The longest of all ranks, so that each raises if one is over the budget and none waits for the others.
-        parts = micro_batches_by_tokens(lengths if longest <= budget else [longest], budget)
+        parts = _parts_by_tokens(siblings, budget) if longest <= budget else micro_batches_by_tokens([longest], budget)
     parts = cut(parts, lengths, limit)
     count = -(-largest_of_ranks(len(parts), device) // multiple) * multiple
     # Spread the rows over as many passes as the rank with the most has, instead of adding fillers.
     if micro.use_dynamic_bsz and limit is None:
         assert micro.max_token_len_per_gpu is not None
-        parts = micro_batches_by_tokens(lengths, micro.max_token_len_per_gpu, min_count=count)
+        parts = _parts_by_tokens(siblings, micro.max_token_len_per_gpu, count)
     for part in parts:
         rows = [unit * rows_per_unit + row for unit in part for row in range(rows_per_unit)]
-        yield MicroBatch(rows, batch.select_idxs(rows), is_filler=False, rows_per_unit=rows_per_unit)
+        yield MicroBatch(
+            rows, batch.select_idxs(rows), is_filler=False, rows_per_unit=rows_per_unit, shares_prompts=is_shared
+        )
     for _ in range(count - len(parts)):
-        yield MicroBatch([], _filler(batch, rows_per_unit), is_filler=True, rows_per_unit=rows_per_unit)
+        yield MicroBatch([], _filler(batch, rows_per_unit), True, rows_per_unit, shares_prompts=is_shared)
+
+
+def _parts_by_tokens(siblings: Siblings, budget: int, count: int = 1) -> list[list[int]]:
+    """Rows of passes of at most ``budget`` tokens, if possible at least ``count``; siblings that fit are together."""
+    bundles = siblings.bundles(budget, count)
+    parts = micro_batches_by_tokens([siblings.tokens(bundle) for bundle in bundles], budget, count)
+    return [[row for number in part for row in bundles[number]] for part in parts]
 
 
 def _unit_lengths(batch: DataProto, rows_per_unit: int) -> list[int]:

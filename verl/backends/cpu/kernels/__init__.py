@@ -93,7 +93,7 @@ class CPUKernels:
         self._attention_forward = library.attention_forward
         self._attention_forward.argtypes = [_POINTER] * 7 + [_INT64] * 5 + [_FLOAT, _INT]
         self._attention_backward = library.attention_backward
-        self._attention_backward.argtypes = [_POINTER] * 10 + [_INT64] * 5 + [_FLOAT, _INT]
+        self._attention_backward.argtypes = [_POINTER] * 11 + [_INT64] * 5 + [_FLOAT, _INT]
         self._rms_norm = library.rms_norm
         self._rms_norm.argtypes = [_POINTER] * 3 + [_INT64] * 2 + [_FLOAT] * 2 + [_INT]
         self._rms_norm.restype = None
@@ -121,7 +121,7 @@ class CPUKernels:
             scale: factor of the scores.
             window: number of tokens that a token attends to, itself included; None is all.
             key_starts: as ``starts``, of keys and values, where sequences have more of these than queries: the queries
-                are then of the last tokens. The backward pass needs as many queries as keys.
+                are then of the last tokens.
 
         Returns:
             (tokens, heads, head_dim) output, and (tokens, heads) logarithms of the softmax denominators, for the
@@ -146,10 +146,12 @@ class CPUKernels:
         starts: Tensor,
         scale: float,
         window: int | None = None,
+        key_starts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients with respect to query, key and value from ``grad``, that with respect to ``out``."""
         grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        tensors = (*grads, grad, out, log_sums, query, key, value, starts)
+        key_starts = starts if key_starts is None else key_starts
+        tensors = (*grads, grad, out, log_sums, query, key, value, starts, key_starts)
         self._attend(self._attention_backward, tensors, query, key, starts, scale, window)
         return grads
 

@@ -120,9 +120,9 @@ int attention_forward(float *out, float *log_sums, const float *q, const float *
 // Gradients of q, k, v from that of out; the others as in attention_forward.
 int attention_backward(float *of_q, float *of_k, float *of_v, const float *of_out, const float *out,
                        const float *log_sums, const float *q, const float *k, const float *v, const int64_t *starts,
-                       int64_t sequences, int64_t heads, int64_t kv, int64_t d, int64_t window, float scale,
+                       const int64_t *key_starts, int64_t sequences, int64_t heads, int64_t kv, int64_t d, int64_t window, float scale,
                        int threads) {
-    const int64_t g = heads / kv, longest = longest_sequence(starts, sequences), d_panels = panels_of(d);
+    const int64_t g = heads / kv, longest = longest_sequence(key_starts, sequences), d_panels = panels_of(d);
     const int64_t lds = apart(padded(longest, WIDTH)), room = padded(longest, WIDTH), wide = d_panels * WIDTH;
     const int64_t own_space = 2 * room * d + wide * (3 * longest + 2 * BLOCK) + 2 * BLOCK * lds;
     float *const space = allocate(threads * padded(own_space, 16));
@@ -130,33 +130,36 @@ int attention_backward(float *of_q, float *of_k, float *of_v, const float *of_ou
 #pragma omp parallel for num_threads(threads) schedule(dynamic)
     for (int64_t task = 0; task < sequences * kv; ++task) {
         const int64_t start = starts[task / kv], n = starts[task / kv + 1] - start, h = task % kv;
+        const int64_t key_start = key_starts[task / kv], n_keys = key_starts[task / kv + 1] - key_start;
+        const int64_t before = n_keys - n;  // position of the first query
         float *next = space + THIS_THREAD * padded(own_space, 16);
         float *const key_columns = take(&next, room * d), *const value_columns = take(&next, room * d);
         float *const keys = take(&next, wide * longest), *const of_keys = take(&next, wide * longest);
         float *const of_values = take(&next, wide * longest), *const queries = take(&next, wide * BLOCK);
         float *const grads = take(&next, wide * BLOCK), *const s = take(&next, BLOCK * lds), *const of_s = next;
-        pack_columns(key_columns, k + (start * kv + h) * d, kv * d, n, d);
-        pack_columns(value_columns, v + (start * kv + h) * d, kv * d, n, d);
-        pack_rows(keys, longest, k + (start * kv + h) * d, kv * d, n, d);
-        memset(of_keys, 0, sizeof(float) * n * wide);
-        memset(of_values, 0, sizeof(float) * n * wide);
+        pack_columns(key_columns, k + (key_start * kv + h) * d, kv * d, n_keys, d);
+        pack_columns(value_columns, v + (key_start * kv + h) * d, kv * d, n_keys, d);
+        pack_rows(keys, longest, k + (key_start * kv + h) * d, kv * d, n_keys, d);
+        memset(of_keys, 0, sizeof(float) * n_keys * wide);
+        memset(of_values, 0, sizeof(float) * n_keys * wide);
         for (int64_t head = h * g; head < (h + 1) * g; ++head)
             for (int64_t i0 = 0; i0 < n; i0 += BLOCK) {
                 const int64_t rows = at_most(BLOCK, n - i0), at = ((start + i0) * heads + head) * d;
-                const int64_t begin = first_seen(i0, window) / WIDTH * WIDTH, end = padded(i0 + rows, WIDTH);
+                const int64_t at_key = before + i0;  // position of the first query of the block
+                const int64_t begin = first_seen(at_key, window) / WIDTH * WIDTH, end = padded(at_key + rows, WIDTH);
                 pack_rows(queries, BLOCK, q + at, heads * d, rows, d);
                 pack_rows(grads, BLOCK, of_out + at, heads * d, rows, d);
                 for (int64_t i = 0; i < wide * BLOCK; ++i) queries[i] *= scale;
                 for (int64_t r0 = 0; r0 < rows; r0 += HEIGHT) {
-                    const int64_t height = at_most(HEIGHT, rows - r0), last = i0 + r0 + height - 1;
-                    const int64_t first_panel = first_seen(i0 + r0, window) / WIDTH;
+                    const int64_t height = at_most(HEIGHT, rows - r0), last = at_key + r0 + height - 1;
+                    const int64_t first_panel = first_seen(at_key + r0, window) / WIDTH;
                     const int64_t from = first_panel * WIDTH, to = padded(last + 1, WIDTH);
                     float *const tile = s + r0 * lds, *const of_tile = of_s + r0 * lds, *const of_rows = of_q + at + r0 * heads * d;
                     scores(tile, lds, queries + r0 * WIDTH, key_columns, height, d, first_panel, last / WIDTH);
                     scores(of_tile, lds, grads + r0 * WIDTH, value_columns, height, d, first_panel, last / WIDTH);
                     for (int64_t r = 0; r < height; ++r) {
-                        const int64_t i = i0 + r0 + r, first = first_seen(i, window), row = at + (r0 + r) * heads * d;
-                        const float log_sum = log_sums[(start + i) * heads + head];
+                        const int64_t i = at_key + r0 + r, first = first_seen(i, window), row = at + (r0 + r) * heads * d;
+                        const float log_sum = log_sums[(start + i - before) * heads + head];
                         float *const p = tile + r * lds, *const of_p = of_tile + r * lds, dot = 0;
                         for (int64_t x = 0; x < d; ++x) dot += of_out[row + x] * out[row + x];
                         for (int64_t j = from; j < to; j += LANES)
@@ -178,8 +181,8 @@ int attention_backward(float *of_q, float *of_k, float *of_v, const float *of_ou
                         for (int64_t x = 0; x < d; ++x) of_rows[r * heads * d + x] *= scale;
                 }
                 // `queries` carry the scale, so the gradients of keys do. Rows before key j do not see it.
-                for (int64_t j = begin; j < i0 + rows; j += HEIGHT) {
-                    const int64_t height = at_most(HEIGHT, i0 + rows - j), r0 = at_least(j - i0, 0);
+                for (int64_t j = begin; j < at_key + rows; j += HEIGHT) {
+                    const int64_t height = at_most(HEIGHT, at_key + rows - j), r0 = at_least(j - at_key, 0);
                     for (int64_t c = 0; c < d_panels; ++c) {
                         const int64_t b = (c * BLOCK + r0) * WIDTH;
                         product(of_keys + j * wide + c * WIDTH, wide, of_s + r0 * lds + j, 1, lds, queries + b, rows - r0, height,
@@ -189,9 +192,9 @@ int attention_backward(float *of_q, float *of_k, float *of_v, const float *of_ou
                     }
                 }
             }
-        for (int64_t i = 0; i < n; ++i) {
-            memcpy(of_k + ((start + i) * kv + h) * d, of_keys + i * wide, sizeof(float) * d);
-            memcpy(of_v + ((start + i) * kv + h) * d, of_values + i * wide, sizeof(float) * d);
+        for (int64_t i = 0; i < n_keys; ++i) {
+            memcpy(of_k + ((key_start + i) * kv + h) * d, of_keys + i * wide, sizeof(float) * d);
+            memcpy(of_v + ((key_start + i) * kv + h) * d, of_values + i * wide, sizeof(float) * d);
         }
     }
     free(space);

@@ -22,6 +22,7 @@ from verl.workers.engine.base import EngineRegistry
 from verl.workers.engine.fsdp.experts import ExpertLoad, balance_loss, load_metrics
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.optimizer import clip_gradients
+from verl.workers.engine.fsdp.packing_check import shared_prompt_difference
 from verl.workers.engine.fsdp.sharded_model import ShardedModel
 from verl.workers.engine.images import has_images
 from verl.workers.engine.loss import (
@@ -60,6 +61,21 @@ class FSDPEngine(ShardedModel):
         self.pass_sizes = PassSizes()
         self._runs_tower = False
 
+    def check_shared_prompts(self) -> None:
+        """See :meth:`BaseEngine.check_shared_prompts`."""
+        name, text = type(self.model.hf).__name__, None
+        if not self.is_packed:
+            text = f"{name} runs padded"
+        elif self.model.vision is not None:
+            text = f"{name} is a model with images"
+        elif self.balance_weight:
+            text = "the load of experts is balanced over all tokens (router_aux_loss_coef)"
+        elif difference := shared_prompt_difference(self.model, self.device, self.compute_dtype, self.sequence_group):
+            text = f"log-probs of {name} change by {difference:.2g} if responses share their prompt"
+        self._reshard()
+        if text is not None:
+            raise ConfigError(f"actor.use_prefix_grouper=true: {text}. Set it false for this model.")
+
     # ---- computing ----------------------------------------------------------------------------
 
     def _look_for_images(self, batch: DataProto) -> None:
@@ -67,13 +83,15 @@ class FSDPEngine(ShardedModel):
         if self.model.vision is not None:
             self._runs_tower = bool(largest_of_ranks(int(has_images(batch)), self.device))
 
-    def _inputs(self, data: DataProto) -> ModelInputs:
+    def _inputs(self, part: MicroBatch) -> ModelInputs:
+        data = part.data
         check_token_ids(data, self.model.hf.config.get_text_config().vocab_size)
         check_one_rotation(data, longrope_threshold(self.model.hf.config))
         at_token = self.model_type == "reward_model"
         vision = self.model.vision
         group, tower = self.sequence_group, self._runs_tower
-        return prepare_inputs(data, self.is_packed, self.device, at_token, group, vision, tower)
+        shares = part.shares_prompts
+        return prepare_inputs(data, self.is_packed, self.device, at_token, group, vision, tower, shares)
 
     @torch.no_grad()
     def infer_batch(
@@ -81,6 +99,11 @@ class FSDPEngine(ShardedModel):
     ) -> dict[str, Tensor]:
         """Compute output columns without gradients; see :class:`BaseEngine`."""
         self._check_request(outputs, temperature)
+        if micro.shares_prompts and ROUTING in outputs:
+            raise ConfigError(
+                "actor.use_prefix_grouper=true: the experts of a shared prompt are not recorded for each row. Set "
+                "actor.router_replay.mode=disabled, or use_prefix_grouper=false."
+            )
         shape = batch.batch["response_mask"].shape
         micro = micro.shared_by(self.sequence_ranks)
 
@@ -99,7 +122,7 @@ class FSDPEngine(ShardedModel):
     def _infer(self, part: MicroBatch, columns: dict[str, Tensor], temperature: float, bsz: int | None = None) -> None:
         """Fill the rows of one micro-batch in ``columns``; add routing for a batch of ``bsz`` rows if that is given."""
         # A function of its own, so that the tensors of this pass are freed before the next one.
-        inputs = self._inputs(part.data)
+        inputs = self._inputs(part)
         with self._routing(inputs) as choices:
             flat = self.model(inputs, frozenset(columns.keys() - {ROUTING}), temperature)
         if part.is_filler:
@@ -162,7 +185,7 @@ class FSDPEngine(ShardedModel):
         """
         load = ExpertLoad()
         for part in self.pass_sizes.watched(parts):
-            inputs = self._inputs(part.data)
+            inputs = self._inputs(part)
             with self._routing(inputs) as choices:
                 self.model(inputs, frozenset({"hidden"}), 1.0)
             if not part.is_filler:
@@ -191,7 +214,7 @@ class FSDPEngine(ShardedModel):
         load: ExpertLoad,
         counts: Tensor | None,
     ) -> tuple[dict[str, Tensor], Tensor, LossMetrics]:
-        data, inputs = part.data, self._inputs(part.data)
+        data, inputs = part.data, self._inputs(part)
         with self.routers.replayed(inputs.routed_experts):
             with self.routers.watched(inputs.attention_mask) as choices:
                 flat = self.model(inputs, loss_fn.outputs, temperature)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from verl.vision.model import ImageInputs
 from verl.workers.engine.images import image_places, images_of
 from verl.workers.packed_attention import Packing
 from verl.workers.padded_attention import Padding
+from verl.workers.shared_prompts import same_prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,7 @@ class ModelInputs:
             name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)
         }
         if self.packing is not None:
-            sums = self.packing.cu_seqlens.to(device, non_blocking=True)
-            moved["packing"] = replace(self.packing, cu_seqlens=sums)
+            moved["packing"] = self.packing.to(device)
         if self.padding is not None:
             moved["padding"] = replace(self.padding, real=self.padding.real.to(device))
         if self.images is not None:
@@ -101,6 +102,7 @@ def prepare_inputs(
     group: dist.ProcessGroup | None = None,
     vision: VisionConfig | None = None,
     runs_tower: bool = False,
+    shares_prompts: bool = False,
 ) -> ModelInputs:
     """Remove the padding of a micro-batch: all of it if ``packed``, else the columns that are padding in every row.
 
@@ -112,6 +114,9 @@ def prepare_inputs(
     For a model with images, whose config is ``vision``, position_ids are (bsz, 4, length), and ``multi_modal_inputs``
     holds the images of each row. ``runs_tower`` adds a filler to a micro-batch without images.
 
+    With ``shares_prompts`` a packed row has the prompt of rows with equal prompts once, before their responses; see
+    :func:`_packed_tokens`. Not with images.
+
     Raises:
         SchemaError: a response token has no token before it (allowed with ``at_token``) or is masked out, padding lies
             between tokens, a row has no tokens, or its image tokens are not those of its images.
@@ -120,19 +125,23 @@ def prepare_inputs(
     mask, chosen = columns["attention_mask"].bool(), columns["response_mask"].bool()
     response_length = chosen.shape[1]
     prompt_length = mask.shape[1] - response_length
+    if shares_prompts and (not packed or vision is not None or "routed_experts" in columns.keys()):
+        raise ConfigError(
+            "actor.use_prefix_grouper=true: a shared prompt needs packed rows (model.use_remove_padding=true) without "
+            "images and without replayed routing (actor.router_replay.mode=disabled). Set use_prefix_grouper=false."
+        )
     _check(mask, chosen, prompt_length, at_token)
     rows, places = chosen.nonzero(as_tuple=True)
     where = places + prompt_length - (0 if at_token else 1)
     routed = columns.get("routed_experts", None)  # (bsz, length, routers, experts per token)
     if packed:
-        place_of = (mask.flatten().cumsum(0) - 1).view_as(mask)  # (bsz, length): place in the packed row
-        input_ids = columns["input_ids"][mask].unsqueeze(0)
-        position_ids = _of_tokens(columns["position_ids"], mask)
-        lengths = [n for n in mask.sum(-1).tolist() if n]
+        first_rows = same_prompts(batch) if shares_prompts else list(range(len(mask)))
+        kept, place_of, packing = _packed_tokens(mask, prompt_length, first_rows)
+        input_ids = columns["input_ids"][kept].unsqueeze(0)
+        position_ids = _of_tokens(columns["position_ids"], kept)
         take = place_of[rows, where]
         attention_mask = None
-        packing = Packing.of(lengths, mask.device)
-        routed = None if routed is None else routed[mask]
+        routed = None if routed is None else routed[kept]
     else:
         used = mask.any(0).nonzero().flatten()
         first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
@@ -171,6 +180,41 @@ def prepare_inputs(
     return (inputs if group is None else divide(inputs, group)).to(device)
 
 
+def _packed_tokens(mask: Tensor, prompt_length: int, first_rows: Sequence[int]) -> tuple[Tensor, Tensor, Packing]:
+    """Choose the tokens of a packed row, in the order of the batch's rows.
+
+    Args:
+        mask: (bsz, length), whether a place has a token.
+        prompt_length: width of the prompts.
+        first_rows: of each row the first one with the same prompt, whose prompt serves both; itself if there is none.
+
+    Returns:
+        (bsz, length) which tokens are kept; (bsz, length) the place of each token in the packed row, of a shared prompt
+        that of the kept one; and the packing, in which responses continue a shared prompt.
+    """
+    first = torch.tensor(first_rows, device=mask.device)
+    kept = mask.clone()
+    kept[:, :prompt_length] &= (first == torch.arange(len(mask), device=mask.device)).unsqueeze(1)
+    place_of = (kept.flatten().cumsum(0) - 1).view_as(kept)
+    place_of = torch.cat([place_of[first, :prompt_length], place_of[:, prompt_length:]], dim=1)
+    shared = {of for row, of in enumerate(first_rows) if of != row}
+    lengths: list[int] = []
+    before: list[int | None] = []
+    prompt_of: dict[int, int] = {}  # row with a shared prompt: number of its sequence
+    bounds = zip(mask[:, :prompt_length].sum(-1).tolist(), mask[:, prompt_length:].sum(-1).tolist(), strict=True)
+    for row, (prompt, response) in enumerate(bounds):
+        if row in shared:
+            prompt_of[row] = len(lengths)
+            lengths.append(prompt)
+            before.append(None)
+        parent = prompt_of.get(first_rows[row])
+        own = response if parent is not None else prompt + response
+        if own:
+            lengths.append(own)
+            before.append(parent)
+    return kept, place_of, Packing.continuing(lengths, before, mask.device)
+
+
 def _of_tokens(positions: Tensor, mask: Tensor) -> Tensor:
     """Positions of the tokens of a packed row: (1, tokens), or (4, 1, tokens) of (bsz, 4, length)."""
     if positions.dim() == 2:
@@ -192,8 +236,8 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
     positions = torch.arange(extra, device=inputs.position_ids.device).expand(bsz, extra)
     packing, padding = inputs.packing, None
     if packing is not None:
-        lengths = [*packing.lengths, extra] if extra else [*packing.lengths]
-        packing = replace(Packing.of(lengths, inputs.input_ids.device), group=group)
+        longer = packing.followed_by(extra, inputs.input_ids.device) if extra else packing
+        packing = replace(longer, group=group)
     elif inputs.attention_mask is not None:
         padding = Padding(functional.pad(inputs.attention_mask, (0, extra)), group)
     row, place = inputs.take // length, inputs.take % length

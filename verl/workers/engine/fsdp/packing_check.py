@@ -135,3 +135,45 @@ class PackingCheck:
         language = "reference" if reference else "log_probs"
         name = "hidden" if self._model.head.out_features == 1 else language
         return self._model(inputs, frozenset({name}), 1.0)[name].float()
+
+
+@torch.no_grad()
+def shared_prompt_difference(
+    model: HeadedModel, device: torch.device, dtype: torch.dtype, group: dist.ProcessGroup | None = None
+) -> float | None:
+    """Compare the packed log-probs of two responses to one prompt with those of a pass that has the prompt once.
+
+    Collective. The model must run packed already; arguments are as for :class:`PackingCheck`.
+
+    Returns:
+        the largest difference; None if it is rounding on every rank.
+    """
+    prompt, first, second = probe_sequences(model.hf.config, (3, 2, 3), device)
+    whole = [torch.cat([prompt, first]), torch.cat([prompt, second])]
+    ids = torch.cat(whole)
+    positions = torch.cat([torch.arange(len(part), device=device) for part in whole])
+    shared = [*range(5), *range(3), *range(5, 8)]  # the place of each of the 11 tokens among the 8 that are kept
+    kept = torch.tensor([*range(5), *range(8, 11)], device=device)
+    passes = {
+        "apart": (ids, positions, Packing.of([5, 6], device), list(range(len(ids)))),
+        "shared": (ids[kept], positions[kept], Packing.continuing([3, 2, 3], [None, 0, 0], device), shared),
+    }
+    found: dict[str, Tensor] = {}
+    with short_windows(model.hf, _WINDOW):
+        for name, (tokens, places, packing, take) in passes.items():
+            inputs = ModelInputs(
+                input_ids=tokens.unsqueeze(0),
+                position_ids=places.unsqueeze(0),
+                attention_mask=None,
+                packing=packing,
+                take=torch.tensor(take, device=device),
+                targets=ids,
+                rows=torch.zeros_like(ids),
+                columns=torch.arange(len(ids), device=device),
+                shape=(1, len(ids)),
+            )
+            inputs = inputs if group is None else divide(inputs, group)
+            found[name] = model(inputs, frozenset({"log_probs"}), 1.0)["log_probs"].float()
+    verdict = torch.tensor(float(is_rounding(found["shared"], found["apart"], dtype)), device=device)
+    dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
+    return None if verdict else largest_difference(found["shared"], found["apart"])
