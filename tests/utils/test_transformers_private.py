@@ -20,6 +20,7 @@ from transformers import (
 
 from verl.testing.models import tiny_model, tiny_model_dir, tiny_tokenizer
 from verl.utils import transformers_private as private
+from verl.vision.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,6 +96,8 @@ def test_classifiers_by_type_of_model():
     assert private.sequence_classifier_of("qwen3") == "Qwen3ForSequenceClassification"
     assert private.token_classifier_of("qwen3") == "Qwen3ForTokenClassification"
     assert private.sequence_classifier_of("no such type") is None
+    # verl.utils.image_reward_models would take the place of one that Transformers had.
+    assert not any(map(private.sequence_classifier_of, FAMILIES))
     assert private.token_classifier_of("no such type") is None
 
 

@@ -1,4 +1,4 @@
-"""Preference pairs whose prompts have images: rows, and steps of DPO, against plain Transformers."""
+"""Preference pairs whose prompts have images: rows, and steps of DPO and of reward models, against Transformers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from verl.errors import DataError
+from verl.model_merger import merge
 from verl.testing.preferences import numbers_of
 from verl.testing.vision_models import picture, png, tiny_vision_model_dir, write_parquet
 from verl.trainer.config import PreferenceDataConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.dpo_trainer import run_dpo
+from verl.trainer.rm_trainer import run_rm
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset import RMDataset
 from verl.utils.dataset.rm_dataset import pair_collate_fn
+from verl.utils.image_reward_models import sequence_classifier
 from verl.vision.families import FAMILIES
 
 IMAGE = 106
@@ -126,41 +129,75 @@ def test_what_is_refused_or_left_out(path, tmp_path, caplog):
         RMDataset(file, hf_tokenizer(path), PreferenceDataConfig())
 
 
-def side_log_prob(model: Any, data: RMDataset, number: int, side: int) -> Tensor:
+def side(data: RMDataset, number: int, which: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Token ids, loss mask and further arguments of a model's own forward pass for one side of a pair."""
     item = data[number]
-    length = int(item["attention_mask"][side].sum())
-    ids, mask = item["input_ids"][side, :length], item["loss_mask"][side, :length].bool()
-    images = dict(item["multi_modal_inputs"])
-    logits = model(input_ids=ids[None], mm_token_type_ids=(ids == IMAGE).int()[None], **images).logits[0]
-    return logits[:-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[mask[1:]].sum()
+    length = int(item["attention_mask"][which].sum())
+    ids, mask = item["input_ids"][which, :length], item["loss_mask"][which, :length].bool()
+    return ids, mask, {"mm_token_type_ids": (ids == IMAGE).int()[None], **item["multi_modal_inputs"]}
 
 
-def plain_steps(path: str, data: RMDataset) -> tuple[list[float], dict[str, Tensor], float]:
-    """Losses of DPO steps on all pairs, the weights after them, and the norm of the first gradient; side by side."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(path)
-    reference: Any = AutoModelForImageTextToText.from_pretrained(path)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0, betas=(0.9, 0.999), eps=EPS)
+class PlainPolicy:
+    """Rewards of DPO by Transformers: beta times the log-ratio of a response to the model before training."""
+
+    def __init__(self, path: str) -> None:
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(path)
+        self.before: Any = AutoModelForImageTextToText.from_pretrained(path).requires_grad_(False)
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def reward(self, data: RMDataset, number: int, which: int) -> Tensor:
+        ids, mask, more = side(data, number, which)
+
+        def log_prob(model: Any) -> Tensor:
+            logits = model(input_ids=ids[None], **more).logits[0]
+            return logits[:-1].log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[mask[1:]].sum()
+
+        return BETA * (log_prob(self.model) - log_prob(self.before))
+
+
+class PlainScore:
+    """Rewards of a linear head, zero at first, on the hidden state of the last token."""
+
+    def __init__(self, path: str) -> None:
+        self.model: Any = AutoModelForImageTextToText.from_pretrained(path).model
+        self.score = torch.zeros(1, self.model.config.text_config.hidden_size, requires_grad=True)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {"score.weight": self.score} | {f"model.{name}": p for name, p in self.model.named_parameters()}
+
+    def reward(self, data: RMDataset, number: int, which: int) -> Tensor:
+        ids, _, more = side(data, number, which)
+        return self.model(input_ids=ids[None], **more).last_hidden_state[0, -1] @ self.score[0]
+
+
+def plain_steps(plain: Any, data: RMDataset) -> tuple[list[float], float]:
+    """Losses of steps on all pairs, which change the weights of ``plain``, and the norm of the first gradient."""
+    weights = list(plain.weights().values())
+    optimizer = torch.optim.AdamW(weights, lr=LR, weight_decay=0.0, betas=(0.9, 0.999), eps=EPS)
     losses, norm = [], 0.0
     for _ in range(STEPS):
-        loss = torch.zeros(())
-        for number in range(len(data)):
-            rewards = []
-            for side in range(2):
-                with torch.no_grad():
-                    before = side_log_prob(reference, data, number, side)
-                rewards.append(BETA * (side_log_prob(model, data, number, side) - before))
-            loss = loss - logsigmoid(rewards[0] - rewards[1]) / len(data)
+        gaps = [plain.reward(data, number, 0) - plain.reward(data, number, 1) for number in range(len(data))]
+        loss = -logsigmoid(torch.stack(gaps)).mean()
         optimizer.zero_grad()
         loss.backward()
-        found = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-        norm = norm or found
+        norm = norm or float(torch.nn.utils.get_total_norm([w.grad for w in weights if w.grad is not None]))
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         losses.append(float(loss.detach()))
-    return losses, {name: p.detach() for name, p in model.named_parameters()}, norm
+    return losses, norm
 
 
-def trained(path: str, file: str, folder: Any, steps: int, **changes: Any) -> dict[int, dict[str, float]]:
-    """Metrics of every step of a run that ends after ``steps``; log at ``VERL_FILE_LOGGER_PATH``."""
+TRAINERS = {
+    "dpo_trainer": (run_dpo, PlainPolicy, {"loss.beta": BETA}),
+    "rm_trainer": (run_rm, PlainScore, {}),
+}
+
+
+def trained(name: str, path: str, file: str, folder: Any, steps: int, **changes: Any) -> dict[int, dict[str, float]]:
+    """Metrics of every step of a run that ends after ``steps``."""
+    run, _, own = TRAINERS[name]
     log = folder / "metrics.jsonl"
     settings = {
         "data.train_files": file, "data.val_files": file, "data.train_batch_size": 4, "data.num_workers": 0,
@@ -169,14 +206,13 @@ def trained(path: str, file: str, folder: Any, steps: int, **changes: Any) -> di
         "optim.lr_scheduler_type": "constant", "trainer.total_training_steps": steps, "trainer.save_freq": 1,
         "trainer.test_freq": 1, "trainer.controller": "local", "trainer.device": "cpu", "trainer.logger": "[file]",
         "trainer.default_local_dir": folder / "run", "checkpoint.save_contents": "[model,optimizer,extra,hf_model]",
-        "loss.beta": BETA,
     }  # fmt: skip
-    settings |= {key.replace("__", "."): value for key, value in changes.items()}
+    settings |= own | {key.replace("__", "."): value for key, value in changes.items()}
     log.unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VERL_FILE_LOGGER_PATH", str(log))
-        config: Any = compose([f"{key}={value}" for key, value in settings.items()], "dpo_trainer")
-        run_dpo(config)
+        config: Any = compose([f"{key}={value}" for key, value in settings.items()], name)
+        run(config)
     return {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
 
 
@@ -191,38 +227,55 @@ LAYOUTS = {
 TWO_RANKS = {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2}
 
 
-def agree(path: str, file: str, folder: Any, steps: dict[int, dict[str, float]]) -> None:
-    losses, weights, norm = plain_steps(path, opened(path, file))
+def agree(name: str, family: str, folder: Any, **changes: Any) -> None:
+    """Run two steps, and compare with plain Transformers: losses, gradient, all weights, rewards of the export."""
+    path = tiny_vision_model_dir(folder / "model", family)
+    file = write_parquet(folder / "pairs.parquet", pairs())
+    steps = trained(name, path, file, folder, STEPS, **changes)
+    data, plain = opened(path, file), TRAINERS[name][1](path)
+    start = {name: weight.detach().clone() for name, weight in plain.weights().items()}
+    losses, norm = plain_steps(plain, data)
     assert [steps[n]["train/loss"] for n in (1, 2)] == pytest.approx(losses, rel=1e-5)
     assert steps[1]["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
     assert steps[1]["val/loss"] == pytest.approx(losses[1], rel=1e-5)
-    model = AutoModelForImageTextToText.from_pretrained(folder / "run" / "global_step_2" / "huggingface")
-    for name, weight in model.named_parameters():
-        assert_close(weight, weights[name], atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+    auto = AutoModelForImageTextToText if name == "dpo_trainer" else sequence_classifier(family)
+    exported: Any = auto.from_pretrained(folder / "run" / "global_step_2" / "huggingface")
+    weights = dict(exported.named_parameters())
+    assert weights.keys() == start.keys()
+    for key, weight in plain.weights().items():
+        assert_close(weights[key], weight, atol=1e-5, rtol=0, msg=lambda text, key=key: f"{key}: {text}")
+        assert ".visual." not in key or key.endswith("k.bias") or not torch.equal(weight, start[key]), key
+    if name == "rm_trainer":
+        with torch.no_grad():
+            for number, which in ((0, 0), (1, 1)):
+                ids, _, more = side(data, number, which)
+                assert_close(exported(input_ids=ids[None], **more).logits[0, 0], plain.reward(data, number, which))
+        merge(folder / "run" / "global_step_2", folder / "merged")
+        merged = sequence_classifier(family).from_pretrained(folder / "merged")
+        assert all(torch.equal(weights[key], weight) for key, weight in merged.named_parameters())
 
 
 CASES = [*((family, "packed, by tokens") for family in FAMILIES), ("qwen3_vl", "padded")]
 
 
+@pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize(("family", "layout"), CASES)
-def test_steps_of_dpo_are_those_of_plain_pytorch(family, layout, tmp_path):
-    path = tiny_vision_model_dir(tmp_path / "model", family)
-    file = write_parquet(tmp_path / "pairs.parquet", pairs())
-    agree(path, file, tmp_path, trained(path, file, tmp_path, STEPS, **LAYOUTS[layout]))
+def test_steps_are_those_of_plain_pytorch(name, family, layout, tmp_path):
+    agree(name, family, tmp_path, **LAYOUTS[layout])
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_steps_of_dpo_on_two_ranks(family, tmp_path, ray_cluster):
-    path = tiny_vision_model_dir(tmp_path / "model", family)
-    file = write_parquet(tmp_path / "pairs.parquet", pairs())
-    agree(path, file, tmp_path, trained(path, file, tmp_path, STEPS, **LAYOUTS["packed, by tokens"], **TWO_RANKS))
+def test_steps_on_two_ranks(name, family, tmp_path, ray_cluster):
+    agree(name, family, tmp_path, **LAYOUTS["packed, by tokens"], **TWO_RANKS)
 
 
-def test_a_resumed_run_continues_where_it_stopped(path, tmp_path):
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_resumed_run_continues_where_it_stopped(name, path, tmp_path):
     file = write_parquet(tmp_path / "pairs.parquet", pairs())
-    straight = trained(path, file, tmp_path, 2, trainer__default_local_dir=tmp_path / "straight")
-    trained(path, file, tmp_path, 1)
-    rest = trained(path, file, tmp_path, 2)
-    assert list(rest) == [2]
-    assert numbers_of(rest[2]) == numbers_of(straight[2])
+    straight = trained(name, path, file, tmp_path, 3, trainer__default_local_dir=tmp_path / "straight")
+    trained(name, path, file, tmp_path, 2)
+    rest = trained(name, path, file, tmp_path, 3)
+    assert list(rest) == [3]
+    assert numbers_of(rest[3]) == numbers_of(straight[3])

@@ -17,10 +17,12 @@ from verl.checkpoint.boxes import LAYOUT_FILE, Boxes
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
 from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, has_adapters, merged_public
+from verl.utils.image_reward_models import sequence_classifier
 from verl.utils.model import load_hf_config
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
 from verl.utils.transformers_private import no_init_weights
+from verl.vision.families import FAMILIES
 from verl.vision.processor import write_processor
 from verl.workers.engine.fsdp.model import own_state
 from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences
@@ -132,6 +134,8 @@ def whole_weights(folder: Path) -> dict[str, Tensor]:
 
 def _auto_class(config: PretrainedConfig) -> Any:
     architecture = str((config.architectures or [""])[0])
+    if config.model_type in FAMILIES:
+        sequence_classifier(config.model_type)  # which Transformers' Auto class finds from here on
     for ending, auto in _AUTO.items():
         if architecture.endswith(ending):
             return auto

@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -38,7 +39,14 @@ from transformers.utils.chat_template_utils import (
 # Transformers 5.19, which vLLM pins, hands messages to a template without other names of their reasoning.
 _alias_reasoning_fields = getattr(chat_template_utils, "_alias_reasoning_fields", list)
 
-__all__ = ["ALL_ATTENTION_FUNCTIONS", "DynamicLayer", "get_json_schema", "get_tokenizer_config", "no_init_weights"]
+__all__ = [
+    "ALL_ATTENTION_FUNCTIONS",
+    "DynamicLayer",
+    "GenericForSequenceClassification",
+    "get_json_schema",
+    "get_tokenizer_config",
+    "no_init_weights",
+]
 
 UNDESCRIBED = (DocstringParsingException, TypeHintParsingException)
 """Errors of ``get_json_schema`` about a function whose annotations or docstring lack something."""

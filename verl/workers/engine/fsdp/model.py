@@ -22,6 +22,7 @@ from transformers import (
 
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
+from verl.utils.image_reward_models import sequence_classifier
 from verl.utils.model import (
     empty_causal_lm,
     hf_config_of,
@@ -38,7 +39,7 @@ from verl.utils.transformers_private import (
     sequence_classifier_of,
 )
 from verl.utils.ulysses import validate_ulysses_config
-from verl.vision.families import VisionConfig
+from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.model import hidden_states
 from verl.workers.engine.fsdp.adapters import adapter_layers, add_adapters, merged, scales_of
 from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
@@ -260,6 +261,8 @@ def _new_reward_model(
     architecture: str, config: HFModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, with_weights: bool
 ) -> PreTrainedModel:
     """Build a reward model with a zero-initialised head on the backbone of a causal language model."""
+    if hf_config.model_type in FAMILIES:
+        return _new_reward_model_with_images(config, hf_config, dtype, with_weights)
     if sequence_classifier_of(hf_config.model_type) is None:
         raise ConfigError(
             f"{config.path} holds a {architecture or hf_config.model_type}, for which Transformers has no "
@@ -271,6 +274,22 @@ def _new_reward_model(
     )
     _require_parts(hf, "score", config.path)
     nn.init.zeros_(hf.get_parameter("score.weight"))
+    _name_padding(hf.config.get_text_config(), config)
+    return hf
+
+
+def _new_reward_model_with_images(
+    config: HFModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, with_weights: bool
+) -> PreTrainedModel:
+    """Build a reward model with a zero-initialised head on the backbone of a vision-language model."""
+    source = _causal_lm(config, hf_config, dtype, with_weights)
+    source.config.num_labels = 1
+    # The files have the names of the whole model, which Transformers knows for its own classes alone.
+    with torch.device("meta"), no_init_weights():
+        hf = sequence_classifier(hf_config.model_type)(source.config)
+    hf.model = source.base_model
+    hf.score = nn.Linear(source.config.get_text_config().hidden_size, 1, bias=False, dtype=dtype)
+    nn.init.zeros_(hf.score.weight)
     _name_padding(hf.config.get_text_config(), config)
     return hf
 
@@ -307,6 +326,8 @@ def _classifier(
             f"{config.path} holds a {architecture} with {hf_config.num_labels} labels; a value or reward model has "
             "one (num_labels=1 in its config.json)."
         )
+    if hf_config.model_type in FAMILIES:
+        sequence_classifier(hf_config.model_type)  # which Transformers' Auto class finds from here on
     if not with_weights:
         with no_init_weights():
             return auto.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
