@@ -8,9 +8,12 @@ import pytest
 import yaml
 from rich.console import Console
 
+from verl.checkpoint.resume import CheckpointPlan
+from verl.checkpoint.run import RunState, TrainerCheckpoint
 from verl.cli.differences import ABSENT, differences, differences_table, read_settings
 from verl.cli.explain import all_settings, explanation, follows_from, matching, named_in, other_keys
 from verl.errors import ConfigError
+from verl.trainer.loop import RunSettings
 
 
 def paths(word: str) -> list[str]:
@@ -21,6 +24,7 @@ def test_a_word_is_a_whole_key_then_an_ending_then_a_part_then_a_meaning():
     assert paths("trainer.seed") == ["trainer.seed"] * len(paths("trainer.seed"))
     assert set(paths("clip_ratio_low")) == {"actor_rollout_ref.actor.clip_ratio_low"}
     assert "algorithm.filter_groups.max_num_gen_batches" in paths("num_gen")
+    assert {"actor_rollout_ref.actor", "actor_rollout_ref.actor.clip_ratio"} <= set(paths("actor")), "a section"
     assert all("checkpoint" not in path for path in paths("hung")), "found by meaning only"
     assert "trainer.recovery.hang_timeout_s" in paths("hung")
 
@@ -51,6 +55,13 @@ def test_a_misspelt_key_is_unknown_and_the_right_one_is_told():
     assert "actor_rollout_ref.actor.clip_ratio," in str(page)
 
 
+@pytest.mark.parametrize("word", ["", " ", ".", "=3"])
+def test_no_word_is_no_key(word):
+    page, is_known = explanation(word)
+    assert not is_known
+    assert "No key was given" in str(page)
+
+
 def test_keys_of_other_versions_are_explained():
     assert any(
         line.endswith("is another spelling of actor_rollout_ref.actor.optim.betas[0]") for line in other_keys("beta1")
@@ -67,11 +78,16 @@ def test_differences_of_a_yaml_file_and_a_log(tmp_path):
     assert found == {"data.seed": (1, 2), "only": (3, ABSENT)}
 
 
-def test_settings_of_a_checkpoint_are_those_of_its_state(tmp_path):
-    folder = tmp_path / "global_step_3"
-    folder.mkdir()
-    (folder / "trainer_state.json").write_text(json.dumps({"controllers": {"settings": {"data.seed": 5}}}))
-    assert read_settings(str(folder)) == read_settings(str(tmp_path)) == {"data.seed": 5}
+def test_settings_of_a_checkpoint_are_those_of_its_run(tmp_path):
+    config = {"data": {"seed": 5, "source_weights": {}}, "trainer": {"logger": ["file"]}}
+    state = RunState(global_step=3, dataloader={}, controllers={"settings": RunSettings(config).state_dict()}, rng={})
+    checkpoint = TrainerCheckpoint(CheckpointPlan(root=str(tmp_path)), {})
+    checkpoint.save(state)
+    checkpoint.finish()
+    expected = {"data.seed": 5, "trainer.logger": ["file"]}
+    assert read_settings(str(tmp_path / "global_step_3")) == read_settings(str(tmp_path)) == expected
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
+    assert read_settings(str(tmp_path / "run.yaml")) == expected, "checkpoints keep no empty sections"
 
 
 def test_a_file_that_is_no_yaml_is_refused(tmp_path):
@@ -89,7 +105,7 @@ def test_a_file_that_is_no_yaml_is_refused(tmp_path):
         ("a.run.jsonl", "[1]\n"),
         ("a.run.jsonl", '{"event": "st'),
         ("a.run.jsonl", '{"event": "start", "config": 3}\n'),
-        ("a.json", '{"controllers": {"settings": 3}}'),
+        ("a.json", '{"settings": 3}'),
     ],
 )
 def test_files_of_another_kind_hold_no_settings(tmp_path, name, content):

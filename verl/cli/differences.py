@@ -39,8 +39,8 @@ def read_settings(name: str) -> dict[str, Any]:
             found = _settings_of(file)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"{file} cannot be read as settings: {error}") from error
-        if found:
-            return dict(flat(found))
+        if found:  # checkpoints keep no empty sections
+            return {key: value for key, value in flat(found) if value != {}}
     raise ConfigError(f"there are no settings in {name}. {_TAKEN}")
 
 
@@ -56,7 +56,7 @@ def _settings_of(file: Path) -> Mapping[str, Any]:
         beside = file if file.name.endswith(".run.jsonl") else file.with_suffix(".run.jsonl")
         return read_config(beside)
     if file.suffix == ".json":
-        return _mapping(_mapping(_mapping(json.loads(file.read_text())).get("controllers")).get("settings"))
+        return _mapping(_mapping(json.loads(file.read_text())).get("settings"))
     return _mapping(yaml.safe_load(file.read_text()))
 
 

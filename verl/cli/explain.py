@@ -65,14 +65,15 @@ def _setting(key: Key, root: type[BaseConfig]) -> Setting:
 
 
 def matching(word: str, settings: list[Setting]) -> list[Setting]:
-    """Return the settings that a word names: a whole key or section, the end of a key, a part of one, or its meaning.
+    """Return the settings that a word names: a key or section, the end of one, a part of a key, or its meaning.
 
     The first of these that is true of any setting decides.
     """
     tests = (
         lambda setting: setting.path == word and not setting.is_section,
         lambda setting: f"{setting.path}.".startswith(f"{word}."),
-        lambda setting: f".{setting.path}".endswith(f".{word}"),
+        lambda setting: f".{setting.path}".endswith(f".{word}") and not setting.is_section,
+        lambda setting: f".{word}." in f".{setting.path}.",
         lambda setting: word in setting.path,
         lambda setting: re.search(rf"\b{re.escape(word)}", setting.meaning, re.IGNORECASE),
     )
@@ -84,7 +85,9 @@ def matching(word: str, settings: list[Setting]) -> list[Setting]:
 
 def explanation(word: str) -> tuple[RenderableType, bool]:
     """Describe what a word names; without anything, the nearest keys and False."""
-    word = word.partition("=")[0].lstrip("+~")
+    word = word.partition("=")[0].lstrip("+~").strip(". ")
+    if not word:
+        return Text("No key was given. Name one, the end of one, a part of one, or a word of its meaning."), False
     settings = all_settings()
     parts: list[RenderableType] = [Text(line) for line in other_keys(word)]
     found = matching(word, settings)
@@ -172,6 +175,8 @@ def _page(setting: Setting, settings: list[Setting]) -> RenderableType:
 
 def _list(found: list[Setting]) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
+    rows.add_column(overflow="fold")  # a cut key could not be copied
+    rows.add_column()
     by_path = {setting.path: setting for setting in found}
     for setting in list(by_path.values())[:MOST_KEYS]:
         default = "" if setting.is_section else f" [{setting.default}]"

@@ -26,6 +26,7 @@ from rich.text import Text
 from verl.utils.console import show
 
 STYLES = {"assistant": "green", "tool": "cyan", "system": "dim"}
+WANTED = "Name a file {step}.jsonl of trainer.rollout_data_dir."
 SINGLE = "(one turn)"
 """Status of a sample that no agent loop drew."""
 
@@ -44,10 +45,10 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         raise SystemExit(f"{path} is a folder. Name one of its files {{step}}.jsonl: {files}.")
     try:
         records = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise SystemExit(
-            f"{path} cannot be read: {error}. Name a file {{step}}.jsonl of trainer.rollout_data_dir."
-        ) from error
+    except OSError as error:
+        raise SystemExit(f"{path} cannot be read: {error.strerror}. {WANTED}") from error
+    except ValueError as error:
+        raise SystemExit(f"{path} cannot be read: {error}. {WANTED}") from error
     if not all(isinstance(record, dict) and {"input", "output", "score"} <= set(record) for record in records):
         raise SystemExit(f"{path} has lines without input, output and score: it is no dump of samples.")
     return records
