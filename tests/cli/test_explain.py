@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import yaml
 from rich.console import Console
 
-from verl.checkpoint.resume import CheckpointPlan
-from verl.checkpoint.run import RunState, TrainerCheckpoint
+from tests.checkpoint.test_run import Run
 from verl.cli.differences import ABSENT, differences, differences_table, read_settings
 from verl.cli.explain import all_settings, explanation, follows_from, matching, named_in, other_keys
 from verl.errors import ConfigError
@@ -80,10 +80,9 @@ def test_differences_of_a_yaml_file_and_a_log(tmp_path):
 
 def test_settings_of_a_checkpoint_are_those_of_its_run(tmp_path):
     config = {"data": {"seed": 5, "source_weights": {}}, "trainer": {"logger": ["file"]}}
-    state = RunState(global_step=3, dataloader={}, controllers={"settings": RunSettings(config).state_dict()}, rng={})
-    checkpoint = TrainerCheckpoint(CheckpointPlan(root=str(tmp_path)), {})
-    checkpoint.save(state)
-    checkpoint.finish()
+    run = Run(tmp_path)
+    run.checkpoint.save(replace(run.state(3), controllers={"settings": RunSettings(config).state_dict()}))
+    run.checkpoint.finish()
     expected = {"data.seed": 5, "trainer.logger": ["file"]}
     assert read_settings(str(tmp_path / "global_step_3")) == read_settings(str(tmp_path)) == expected
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
