@@ -41,3 +41,6 @@ class Script:
         most = request.sampling.max_tokens
         cut, reason = ids[:most], "length" if len(ids) > most else "stop"
         return Call(RolloutOutput(cut, [-0.25] * len(cut), reason, 7))
+
+    def end(self, conversation: str) -> None:
+        pass

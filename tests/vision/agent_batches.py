@@ -45,10 +45,17 @@ class VisionAgents:
             "actor_rollout_ref__rollout__agent__max_failure_rate": 1,
         }
         self.config = load_config(compose(overrides(paths, folder, **(keys | settings))))
-        worker = LocalWorkerGroup.describe(
-            ActorRolloutRefWorker, config=self.config.actor_rollout_ref, role="rollout", device_name="cpu"
-        )
-        self.group = LocalWorkerGroup(ray_cls_with_init=worker)
+        self._pool: Any = None
+        arguments = {"config": self.config.actor_rollout_ref, "role": "rollout", "device_name": "cpu"}
+        if self.config.trainer.controller == "local":
+            worker = LocalWorkerGroup.describe(ActorRolloutRefWorker, **arguments)
+            self.group: Any = LocalWorkerGroup(ray_cls_with_init=worker)
+        else:
+            from verl.single_controller.ray import RayResourcePool, RayWorkerGroup
+
+            self._pool = RayResourcePool([1], use_gpu=False)
+            worker = RayWorkerGroup.describe(ActorRolloutRefWorker, **arguments)
+            self.group = RayWorkerGroup(self._pool, worker, device_name="cpu")
         self.group.init_model()
         self.tokenizer, self.processor = hf_tokenizer(self.path), hf_processor(self.path)
         self._folder = folder
@@ -72,6 +79,12 @@ class VisionAgents:
             return manager.generate_sequences(prompts)
         finally:
             manager.shutdown()
+
+    def close(self) -> None:
+        """End the ranks."""
+        self.group.shutdown()
+        if self._pool is not None:
+            self._pool.release()
 
     def trainers_log_probs(self, batch: DataProto) -> Tensor:
         """log p of all response tokens by the training engine."""

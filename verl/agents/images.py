@@ -14,7 +14,7 @@ from verl.protocol.shared import SharedTensors, joined
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.vision.positions import mrope_positions
 from verl.vision.prompts import ImagePrompts
-from verl.workers.rollout.placed_images import digests
+from verl.workers.rollout.placed_images import digests, note_digests
 
 INPUTS = "multi_modal_inputs"
 """Column of the images of a row, and key of ``AgentLoopOutput.multi_modal_data`` for images that are inputs already."""
@@ -60,7 +60,9 @@ def together(parts: Sequence[SharedTensors]) -> SharedTensors:
     if len(some) < 2:
         return some[0] if some else NO_IMAGES
     tensors = {name: joined(some, name) for name in IMAGE_INPUTS}
-    return SharedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    made = SharedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
+    note_digests(made, tuple(digest for part in some for digest in digests(part)))
+    return made
 
 
 def token_counts(images: SharedTensors, vision: VisionConfig) -> list[int]:

@@ -75,6 +75,9 @@ class LocalAgents:
             return LocalCall(self._loop.create_task(generating))
         return LocalCall(asyncio.run_coroutine_threadsafe(generating, self._loop))
 
+    def end(self, conversation: str) -> None:
+        """Do nothing: images lie in this process, and belong to their conversation alone."""
+
     def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
         """Run all trajectories to their end, in the order of the results; ``group`` is that of the engine."""
         queue = RequestQueue(lambda number, answer: self._loop.call_soon_threadsafe(router.take_answer, number, answer))

@@ -31,10 +31,13 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from verl.agents.router import RolloutEndedError, Router
+from verl.agents.sent_images import ImageReceiver, ImageSender
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult, failed
 from verl.base.import_utils import prepare_process
 from verl.config import PPOConfig, RolloutConfig
-from verl.errors import ProcessLostError, WorkerError
+from verl.errors import ProcessLostError, RolloutError, WorkerError
+from verl.protocol.shared import SharedTensors
+from verl.protocol.stored import by_reference
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.processes import finished_of
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
@@ -178,18 +181,26 @@ class RayRequests:
             thread.join()
 
     def _fill(self, queue: RequestQueue, engine: int) -> None:
+        images = ImageReceiver(ray.get)
         try:
             while not queue.is_closed:
-                for what, number, request in ray.get(self._router.fetch.remote(self._rollout, engine)):
-                    if what == "put" and request is not None:
-                        queue.put(number, request)
-                    elif what == "cancel":
-                        queue.cancel(number)
-                    else:
-                        queue.close()
+                self._obey(queue, images, ray.get(self._router.fetch.remote(self._rollout, engine)))
         except RayError as error:  # the router is gone: the driver learns it too, and says so
             logger.warning("the router of agent loops does not answer: %s", error)
             queue.close()
+
+    # A function of its own, so that no variable keeps references to images until the next command comes.
+    def _obey(self, queue: RequestQueue, images: ImageReceiver, commands: Sequence[Command]) -> None:
+        for what, number, request in commands:
+            if what == "put" and request is not None:
+                try:
+                    queue.put(number, images.opened(request))
+                except RolloutError as error:
+                    self._router.take_answers.remote(self._rollout, [(number, error)])
+            elif what == "cancel":
+                queue.cancel(number)
+            else:
+                queue.close()
 
 
 def generating(
@@ -234,12 +245,24 @@ class RayConnection:
 
     def __init__(self, router: Any) -> None:
         self._router = router
+        self.images = ImageSender(ray.put)
+        """The images of all conversations of this process."""
 
     def send(
         self, conversation: str, request: RolloutRequest, on_part: Callable[[DrawnPart], object] | None = None
     ) -> RayCall:
         """Send a request of a conversation."""
-        return RayCall(generating(self._router, conversation, request, on_part))
+        sent = self.images.sent(conversation, request)
+        return RayCall(generating(self._router, conversation, sent, on_part))
+
+    def end(self, conversation: str) -> None:
+        """Free the images that only this conversation had."""
+        self.images.end(conversation)
+
+
+def shared_of(trajectory: Trajectory) -> list[SharedTensors]:
+    """Return what the row of a trajectory shares with others: its images."""
+    return [value for value in trajectory.row.values() if isinstance(value, SharedTensors) and value.nbytes]
 
 
 class WorkerActor:
@@ -257,6 +280,8 @@ class WorkerActor:
 
     async def run(self, trajectory: Trajectory) -> TrajectoryResult:
         """Run a trajectory to its end."""
+        # Where they lie on another machine they take time, and this thread serves other trajectories too.
+        await asyncio.gather(*(asyncio.to_thread(value.arrays) for value in shared_of(trajectory)))
         return await self._worker.run(trajectory)
 
     async def abandoned(self) -> int:
@@ -408,8 +433,12 @@ class _Rollout:
 
     def _begin(self, number: int, slot: int) -> None:
         self._begun[number] += 1
-        worker = self._workers[slot]
-        self._running[worker.actor.run.remote(self._trajectories[number])] = (number, slot, worker)
+        worker, trajectory = self._workers[slot], self._trajectories[number]
+        for value in shared_of(trajectory):
+            value.store(ray.put)
+        with by_reference():
+            reference = worker.actor.run.remote(trajectory)
+        self._running[reference] = (number, slot, worker)
 
     def _begin_alone(self) -> None:
         """Once only such trajectories are left, run one of those that may end their process in each worker."""

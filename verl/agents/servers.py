@@ -75,6 +75,10 @@ class Connection(Protocol):
         """Send a request of a conversation; call ``on_part``, in any thread, with parts of a response that streams."""
         ...
 
+    def end(self, conversation: str) -> None:
+        """Free what is kept for the further turns of a conversation. Idempotent."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampleId:
@@ -126,6 +130,7 @@ class AsyncLLMServerManager:
         """Time spent in ``generate``, summed over calls."""
         self.is_closed = False
         self._under_way: list[GenerationCall] = []
+        self._conversations: set[str] = set()
 
     @property
     def sample(self) -> SampleId:
@@ -137,6 +142,8 @@ class AsyncLLMServerManager:
         self.is_closed = True
         for call in list(self._under_way):
             call.cancel()
+        for conversation in list(self._conversations):
+            self._connection.end(conversation)
 
     @property
     def max_model_len(self) -> int:
@@ -191,7 +198,9 @@ class AsyncLLMServerManager:
         on_part = None if on_drawn is None else _in_this_loop(on_drawn)
         request = RolloutRequest(ids, params, images, texts, streams=on_part is not None)
         asked_at, began = time.time(), time.monotonic()
-        call = self._connection.send(f"{self._sample.name}/{request_id}", request, on_part)
+        conversation = f"{self._sample.name}/{request_id}"
+        self._conversations.add(conversation)
+        call = self._connection.send(conversation, request, on_part)
         self._under_way.append(call)
         try:
             if self.is_closed:  # since the question above
@@ -202,6 +211,8 @@ class AsyncLLMServerManager:
             raise
         finally:
             self._under_way.remove(call)
+            if self.is_closed:  # perhaps since before `send`
+                self._connection.end(conversation)
             seconds = time.monotonic() - began
             self.seconds += seconds
         drawn = DrawnTurn(ids, output.token_ids, output.log_probs, output.weight_version, seconds, asked_at, images)

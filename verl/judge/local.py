@@ -45,6 +45,9 @@ class LocalEngines:
         generating = router.generate(conversation, request, on_part)
         return LocalCall(asyncio.run_coroutine_threadsafe(generating, self._loop))
 
+    def end(self, conversation: str) -> None:
+        """Do nothing: a judge reads texts, and nothing is kept for further turns."""
+
     def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
         """See :meth:`verl.judge.service.Engines.serve_while`; all of it happens in ``result()``."""
         return Deferred([], lambda: self._serve(group, start))

@@ -65,6 +65,9 @@ class RayEngines:
             raise RolloutEndedError(ASLEEP)
         return _JudgeCall(generating(router, conversation, request, on_part))
 
+    def end(self, conversation: str) -> None:
+        """Do nothing: a judge reads texts, and nothing is kept for further turns."""
+
     def serve_while(self, group: Any, start: Callable[[], Deferred[T]]) -> Deferred[T]:
         """See :meth:`verl.judge.service.Engines.serve_while`.
 

@@ -56,6 +56,9 @@ class ScriptedEngine:
                 call.settle(output)
         return call
 
+    def end(self, conversation: str) -> None:
+        """Do nothing: nothing is kept for further turns."""
+
     def draw(self, text: str, sampling: SamplingParams) -> RolloutOutput:
         """Draw a text, as far as the request allows."""
         ids: list[int] = []

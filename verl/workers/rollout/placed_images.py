@@ -95,6 +95,11 @@ def digests(images: SharedTensors) -> tuple[bytes, ...]:
     return found
 
 
+def note_digests(images: SharedTensors, known: tuple[bytes, ...]) -> None:
+    """Note the hashes of images that were computed elsewhere, so that :func:`digests` need not."""
+    _known[images] = known
+
+
 def pixels_of_each(images: SharedTensors) -> list[np.ndarray]:
     """Return the pixels of each image, (patches, values of a patch), without a copy."""
     arrays = images.arrays()
