@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError
 
@@ -181,7 +182,7 @@ class RayRequests:
             thread.join()
 
     def _fill(self, queue: RequestQueue, engine: int) -> None:
-        images = ImageReceiver(ray.get)
+        images = ImageReceiver(_pixels)
         try:
             while not queue.is_closed:
                 self._obey(queue, images, ray.get(self._router.fetch.remote(self._rollout, engine)))
@@ -223,6 +224,13 @@ def generating(
 
     threading.Thread(target=tell, name="streamed tokens", daemon=True).start()
     return reference
+
+
+def _pixels(reference: Any) -> np.ndarray:
+    try:
+        return ray.get(reference)
+    except RayError as error:
+        raise LookupError(type(error).__name__) from error
 
 
 class RayCall:

@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from ray.exceptions import RayError
 
 from verl.errors import RolloutError
 from verl.protocol.shared import SharedTensors
@@ -115,7 +114,7 @@ class ImageReceiver:
     """Recent images on the side of an engine, for one thread.
 
     Args:
-        get: returns the array of a reference, ``ray.get``.
+        get: returns the array of a reference, or raises LookupError with the reason why it is lost.
         room: most bytes that are kept; those that were not used for the longest time go first.
     """
 
@@ -148,10 +147,10 @@ class ImageReceiver:
         if found is None:
             try:
                 found = np.array(self._get(image.pixels))
-            except RayError as error:
+            except LookupError as error:
                 raise RolloutError(
                     f"image {number} of the prompt is lost: the process that held the conversation, or its machine, "
-                    f"has ended ({type(error).__name__})."
+                    f"has ended ({error})."
                 ) from error
             self.kept_bytes += image.nbytes
         self._recent[image.digest] = found
