@@ -253,8 +253,11 @@ GARBAGE = [
     (sleeping, "step took longer than tool_timeout_s=0.5 s."),
     (None, "step returned NoneType None; step returns (observation, reward, terminated, truncated, info)."),
     (("o", 1.0, True, {}), "step returned tuple ('o', 1.0, True, {}); step returns"),
-    ((5, 1.0, False, False, {}), "step returned the observation int 5; it is a text or messages."),
-    (([], 1.0, False, False, {}), "step returned the observation list []; it is a text or messages."),
+    ((5, 1.0, False, False, {}), "step returned the observation int 5; it is a text, an ImageObservation or messages."),
+    (
+        ([], 1.0, False, False, {}),
+        "step returned the observation list []; it is a text, an ImageObservation or",
+    ),
     (([{"content": "o"}], 1.0, False, False, {}), "message 0 has no role"),
     (([{"role": "system", "content": "o"}], 1.0, False, False, {}), "returned a message of the role 'system'"),
     (("o", float("nan"), False, False, {}), "step gave the reward float nan, which is no finite number."),

@@ -72,6 +72,9 @@ class Forgets(Shows):
 class Lies(Shows):
     gives = {"images": [picture("red"), picture("blue"), picture("white")]}
 
+class Blind(Shows):
+    takes_images = False
+
 class Hears(Shows):
     gives = {"audios": [1]}
 
@@ -84,7 +87,7 @@ class Damaged(Shows):
 @pytest.fixture
 def loops(tmp_path):
     (tmp_path / "loops.py").write_text(LOOPS)
-    names = ("Shows", "Forgets", "Lies", "Hears", "Damaged")
+    names = ("Shows", "Forgets", "Lies", "Hears", "Damaged", "Blind")
     entries = [f"- {{name: {name.lower()}, _target_: {name}, path: {tmp_path}/loops.py}}\n" for name in names]
     (tmp_path / "loops.yaml").write_text("".join(entries))
     return {"actor_rollout_ref__rollout__agent__agent_loop_config_path": tmp_path / "loops.yaml"}
@@ -125,7 +128,7 @@ def test_wrong_images_of_a_loop_fail_its_trajectory(name, said, loops, tmp_path)
     assert agents.trainers_log_probs(found).isfinite().all()
 
 
-def test_rows_with_images_need_a_loop_that_takes_them(tmp_path):
-    agents = VisionAgents(tmp_path)
-    with pytest.raises(DataError, match="agent loop 'environment_agent' takes none"):
-        agents.answer(agents.prompts(agent_name=["environment_agent"] * 4))
+def test_rows_with_images_need_a_loop_that_takes_them(loops, tmp_path):
+    agents = VisionAgents(tmp_path, **loops)
+    with pytest.raises(DataError, match="agent loop 'blind' takes none"):
+        agents.answer(agents.prompts(agent_name=["blind"] * 4))

@@ -169,7 +169,7 @@ def test_bad_images_of_messages(tmp_path):
         Talk(tmp_path, [{"role": "user", "content": [part | {"image": "data:image/png;base64,%%%"}]}])
     with pytest.raises(ConfigError, match="a message has an image, and the policy reads no images"):
         Talk(tmp_path, [{"role": "user", "content": shown(picture("red"))}], with_images=False)
-    with pytest.raises(DataError, match="an image part holds no image"):
+    with pytest.raises(DataError, match=r"1 image part\(s\) hold no image, and the row has 0"):
         Talk(tmp_path, [{"role": "user", "content": [part, *shown(picture("red"))]}])
     long = Talk(tmp_path, [{"role": "user", "content": shown(*[picture("red", size=(64, 64))] * 3)}])
     with pytest.raises(DataError, match="the prompt and with its images has 200 tokens"):

@@ -28,7 +28,7 @@ from typing import Any
 
 from verl.agents.chat_template import ChatTemplate as ChatTemplate
 from verl.agents.chat_template import Tools
-from verl.agents.images import FOR_TEXT, as_inputs, expanded, together, token_counts
+from verl.agents.images import FOR_TEXT, apart, as_inputs, expanded, together, token_counts
 from verl.agents.rendering_check import KINDS, REFUSED, Difference, differences
 from verl.errors import ConfigError, DataError
 from verl.protocol.shared import SharedTensors
@@ -115,9 +115,7 @@ class Conversation:
         bare, sources = without_images(list(messages))
         self.messages = copied(bare)
         """As an OpenAI client would hold them; image parts without their images."""
-        from_row = bool(sources) and not any(sources)
-        given = as_inputs(of_row, images, PLACE) if from_row else together(self._inputs(sources))
-        self._images_of_prompt = given
+        given = self._images_of_prompt = self._of_prompt(sources, of_row)
         self._later_images: list[SharedTensors] = []
         self._image_data: SharedTensors | None = None
         self.tools = tools
@@ -344,6 +342,22 @@ class Conversation:
                 result["tool_call_id"] = calls[number]["id"] if number < len(calls) else self._new_id()
             result.setdefault("name", names.get(result["tool_call_id"], "unknown"))
         return messages
+
+    def _of_prompt(self, sources: Sequence[Any], of_row: Mapping[str, Any] | None) -> SharedTensors:
+        """The inputs of the prompt's images; parts that hold none stand for those of the row, in their order."""
+        if None not in sources:
+            return together(self._inputs(sources))
+        own = as_inputs(of_row, self._maker, PLACE)
+        if not any(sources):
+            return own
+        row, missing = apart(own), sources.count(None)
+        if len(row) != missing:
+            raise DataError(
+                f"{PLACE}: {missing} image part(s) hold no image, and the row has {len(row)} image(s). Give others as "
+                "{'type': 'image', 'image': ...}."
+            )
+        rest = iter(row)
+        return together(self._inputs([{"image": next(rest)} if source is None else source for source in sources]))
 
     def _inputs(self, sources: Sequence[Any]) -> list[SharedTensors]:
         """The inputs of each image of image parts."""

@@ -14,6 +14,7 @@ from typing import Any
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
 from verl.agents.episode import Episode
+from verl.agents.images import INPUTS
 from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, register
 from verl.agents.outputs import conversation_outputs
 from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
@@ -23,6 +24,7 @@ from verl.environments.registry import EnvironmentEntry, environment_of_row, rea
 from verl.tools.threads import LoopThreads
 from verl.utils.dataset.chat import Message, as_messages
 from verl.utils.transformers_private import decoded
+from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import sample_seed
 
 CONVERSATION = "policy"
@@ -46,7 +48,6 @@ class EnvironmentAgentLoop(AgentLoopBase):
     conversation. ``environment_info`` is what the last step said beside them.
     """
 
-    takes_images = False
     shared: EnvironmentAgentParts
 
     @classmethod
@@ -67,13 +68,16 @@ class EnvironmentAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """See :meth:`AgentLoopBase.run`."""
         entry, arguments = environment_of_row(self.shared.environments, kwargs.get("environment_kwargs"))
-        prompt = as_messages(list(kwargs["raw_prompt"]), "the prompt")
+        images = ImagePrompts.of(self.processor)
+        prompt = as_messages(list(kwargs["raw_prompt"]), "the prompt", with_images=images is not None)
         shorten, limit_s = self.shared.template.control.shorten, self.rollout_config.agent.tool_timeout_s
-        async with Episode(entry, shorten, limit_s, self.shared.threads) as episode:
+        async with Episode(entry, shorten, limit_s, self.shared.threads, images) as episode:
             began = time.monotonic()
             messages, tools = await episode.reset(prompt, self._seed(entry), arguments)
             played = _PlayedEpisode(episode, entry, bool(tools), seconds=time.monotonic() - began)
-            conversation = Conversation(self.shared.template, messages, tools or None)
+            conversation = Conversation(
+                self.shared.template, messages, tools or None, images=images, of_row=kwargs.get(INPUTS)
+            )
             conversation.truncate_prompt(self.rollout_config.prompt_length, self.dataset_config.truncation)
             status = await self._play(conversation, played, sampling_params)
             rest = await episode.score()
@@ -101,7 +105,9 @@ class EnvironmentAgentLoop(AgentLoopBase):
             limits = [left, sampling_params.get("max_tokens"), played.entry.max_action_tokens]
             params = {**sampling_params, "max_tokens": min(limit for limit in limits if limit)}
             context = conversation.ids
-            drawn = await self.server_manager.generate(CONVERSATION, prompt_ids=context, sampling_params=params)
+            drawn = await self.server_manager.generate(
+                CONVERSATION, prompt_ids=context, sampling_params=params, image_data=conversation.image_data
+            )
             turn = await self._read(context, drawn.token_ids, conversation)
             conversation.add_drawn(drawn.token_ids, drawn.log_probs or [], turn.message())
             end = await played.step(conversation)

@@ -18,13 +18,16 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Self
 
+from verl.agents.images import read_messages
 from verl.agents.loop import TrajectoryError
 from verl.agents.user_thread import UserThread
-from verl.environments.base import Environment
+from verl.environments.base import Environment, ImageObservation
 from verl.environments.registry import EnvironmentEntry
-from verl.errors import DataError
+from verl.errors import ConfigError, DataError
 from verl.tools.threads import LoopThreads
-from verl.utils.dataset.chat import Message, as_messages
+from verl.utils.dataset.chat import Message
+from verl.vision.messages import is_image_part, without_images
+from verl.vision.prompts import ImagePrompts
 from verl.workers.reward_manager.scores import UNUSABLE, usable
 
 logger = logging.getLogger(__name__)
@@ -55,12 +58,19 @@ class Episode:
         shorten: cuts a text to a number of tokens. It must cope with any length.
         timeout_s: longest time of one call.
         threads: lend the thread.
+        images: reads pictures, by the policy's processor; None for a model for text.
     """
 
     def __init__(
-        self, entry: EnvironmentEntry, shorten: Callable[[str, int], str], timeout_s: float, threads: LoopThreads
+        self,
+        entry: EnvironmentEntry,
+        shorten: Callable[[str, int], str],
+        timeout_s: float,
+        threads: LoopThreads,
+        images: ImagePrompts | None = None,
     ) -> None:
         self._entry = entry
+        self._images = images
         self._shorten = shorten
         self._thread = UserThread(f"the environment '{entry.name}'", timeout_s, threads)
         self._environment: Environment | None = None
@@ -97,9 +107,16 @@ class Episode:
         given = {"seed": seed, "messages": copy.deepcopy(prompt), **arguments}
         found = await self._thread.call(self._environment.reset, **given)
         tools = await self._thread.call(_tools, self._environment)
-        if isinstance(found, str):
-            return _joined(prompt, self._short(found)), tools
-        messages = self._messages(found, "reset")
+        if not isinstance(found, list):
+            [said] = await self._messages([{"role": "user", "content": self._content(found, "reset")}], "reset")
+            return _joined(prompt, self._short(said["content"])), tools
+        messages = await self._messages(found, "reset")
+        missing, own = (without_images(said)[1].count(None) for said in (messages, prompt))
+        if missing not in (0, own):
+            raise self._thread.error(
+                f"reset returned {missing} image part(s) that hold no image, and the row has {own} image(s); return "
+                "all of the row's, or none"
+            )
         if messages[-1]["role"] == "assistant":
             raise self._thread.error(
                 "reset returned messages that end with a turn of the assistant, which is the policy"
@@ -126,7 +143,7 @@ class Episode:
             raise self._thread.error(f"step returned info={_shown(info)}, no dict; {FORM}")
         ends = [self._truth(name, value) for name, value in (("terminated", terminated), ("truncated", truncated))]
         # Nobody sees what comes after the end, which many environments leave empty.
-        messages = [] if any(ends) else self._answer(observation, calls or ())
+        messages = [] if any(ends) else await self._answer(observation, calls or ())
         return StepAnswer(messages, self._number("step", reward), ends[0], ends[1], _plain(info or {}))
 
     async def score(self) -> float | None:
@@ -138,26 +155,55 @@ class Episode:
         assert self._environment is not None
         return self._number("score", await self._thread.call(self._environment.score))
 
-    def _answer(self, observation: Any, calls: Sequence[Mapping[str, Any]]) -> list[Message]:
-        if not isinstance(observation, str):
-            messages = self._messages(observation, "step")
-            return [message | {"content": self._short(message["content"] or "")} for message in messages]
-        if len(calls) > 1:
+    async def _answer(self, observation: Any, calls: Sequence[Mapping[str, Any]]) -> list[Message]:
+        if not isinstance(observation, list):
+            content = self._content(observation, "step")
+            if len(calls) > 1:
+                raise self._thread.error(
+                    f"step answered {len(calls)} tool calls with one text; return a message of the role tool for each"
+                )
+            observation = [{"role": "tool" if calls else "user", "content": content}]
+        messages = await self._messages(observation, "step")
+        if any(image is None for image in without_images(messages)[1]):
             raise self._thread.error(
-                f"step answered {len(calls)} tool calls with one text; return a message of the role tool for each"
+                "step returned an image part that holds no image; give it as {'type': 'image', 'image': ...}"
             )
-        return [{"role": "tool" if calls else "user", "content": self._short(observation)}]
+        return [message | {"content": self._short(message["content"] or "")} for message in messages]
 
-    def _short(self, text: str) -> str:
-        return self._shorten(text, self._entry.max_observation_tokens)
+    def _content(self, observation: Any, where: str) -> str | list[dict[str, Any]]:
+        """The content of a message with an observation that is no list of messages."""
+        if isinstance(observation, str):
+            return observation
+        match observation:
+            case ImageObservation(images=list() | tuple() as images, text=str() as text):
+                parts = [{"type": "image", "image": image} for image in images]
+                return [*parts, {"type": "text", "text": text}] if images else text
+            case ImageObservation():
+                raise self._thread.error(
+                    f"{where} returned an ImageObservation with images={_shown(observation.images)} and "
+                    f"text={_shown(observation.text)}; they are a list and a text"
+                )
+        raise self._unknown(observation, where)
 
-    def _messages(self, found: Any, where: str) -> list[Message]:
+    def _unknown(self, observation: Any, where: str) -> TrajectoryError:
+        return self._thread.error(
+            f"{where} returned the observation {_shown(observation)}; it is a text, an ImageObservation or messages"
+        )
+
+    def _short(self, content: str | list[Message]) -> Any:
+        """A content whose texts have at most ``max_observation_tokens`` each."""
+        most = self._entry.max_observation_tokens
+        if isinstance(content, str):
+            return self._shorten(content, most)
+        return [part if is_image_part(part) else part | {"text": self._shorten(part["text"], most)} for part in content]
+
+    async def _messages(self, found: list[Any], where: str) -> list[Message]:
+        if not found:
+            raise self._unknown(found, where)
         try:
-            messages = as_messages(found, f"the observation of {where}") if isinstance(found, list) and found else []
-        except DataError as error:
+            messages = await read_messages(found, f"the observation of {where}", self._images)
+        except (DataError, ConfigError) as error:
             raise self._thread.error(str(error).removesuffix(".")) from error
-        if not messages:
-            raise self._thread.error(f"{where} returned the observation {_shown(found)}; it is a text or messages")
         allowed = ROLES if where == "reset" else ROLES[:2]
         if wrong := [message["role"] for message in messages if message["role"] not in allowed]:
             raise self._thread.error(f"{where} returned a message of the role {wrong[0]!r:.40}; there are {allowed}")
@@ -183,13 +229,22 @@ def _tools(environment: Environment) -> list[dict[str, Any]]:
     return [dict(tool) for tool in environment.tools]
 
 
-def _joined(prompt: list[Message], observation: str) -> list[Message]:
+def _joined(prompt: list[Message], observation: str | list[Message]) -> list[Message]:
     """The prompt with an observation as the user's. Many models never met two messages of the user in a row."""
     if not observation:
         return prompt
-    if prompt[-1]["role"] == "user" and prompt[-1]["content"]:
-        return [*prompt[:-1], prompt[-1] | {"content": f"{prompt[-1]['content']}\n\n{observation}"}]
-    return [*prompt, {"role": "user", "content": observation}]
+    asked = prompt[-1]["content"]
+    if prompt[-1]["role"] != "user" or not asked:
+        return [*prompt, {"role": "user", "content": observation}]
+    if isinstance(asked, str) and isinstance(observation, str):
+        content: Any = f"{asked}\n\n{observation}"
+    else:
+        content = [*_parts(asked), {"type": "text", "text": "\n\n"}, *_parts(observation)]
+    return [*prompt[:-1], prompt[-1] | {"content": content}]
+
+
+def _parts(content: str | list[Message]) -> list[Message]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _plain(info: Mapping[Any, Any]) -> dict[str, Any]:

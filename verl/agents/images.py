@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor
 from verl.agents.turns import DrawnTurn, drawn_log_probs
 from verl.errors import ConfigError
 from verl.protocol.shared import SharedTensors, joined
+from verl.utils.dataset.chat import Message, as_messages
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
+from verl.vision.messages import with_images, without_images
 from verl.vision.positions import mrope_positions
 from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.placed_images import digests, note_digests
@@ -52,6 +55,45 @@ def as_inputs(images: Any, maker: ImagePrompts | None, place: str) -> SharedTens
         raise ConfigError(f"{place}: images are {type(images).__name__}, and must be a list of images.")
     read = [maker.read(image, f"{place}, image {number}") for number, image in enumerate(images)]
     return SharedTensors(maker.inputs(read, place))
+
+
+async def read_messages(found: Sequence[Any], place: str, maker: ImagePrompts | None) -> list[Message]:
+    """Check messages of users' code; what their image parts hold becomes inputs of the policy.
+
+    Args:
+        found: messages as an OpenAI client would write them, which may have parts ``{"type": "image", "image": ...}``.
+        place: for errors.
+        maker: of the policy's processor; None for a model for text.
+
+    Returns:
+        The messages. An image part that holds nothing stays as it is.
+
+    Raises:
+        DataError: a message or an image cannot be read.
+        ConfigError: there are images, and the policy reads none.
+    """
+    if not all(isinstance(message, Mapping) for message in found):
+        return as_messages(found, place)  # says what is wrong
+    bare, sources = without_images([dict(message) for message in found])
+    messages = as_messages(bare, place, with_images=True)
+
+    def read() -> list[dict[str, Any] | None]:
+        inputs = iter(apart(as_inputs([source for source in sources if source is not None], maker, place)))
+        return [None if source is None else {"image": next(inputs)} for source in sources]
+
+    if not any(sources):
+        return messages
+    return with_images(messages, await asyncio.to_thread(read))  # decoding would hold up all other conversations
+
+
+def apart(images: SharedTensors) -> list[SharedTensors]:
+    """Return the inputs of each image: the other way round than :func:`together`."""
+    if not len(images):
+        return []
+    pixels, grid = (images[name] for name in IMAGE_INPUTS)
+    parts = pixels.split([int(count) for count in grid.prod(-1)])
+    pairs = zip(parts, grid.split(1), strict=True)
+    return [SharedTensors(dict(zip(IMAGE_INPUTS, pair, strict=True))) for pair in pairs]
 
 
 def together(parts: Sequence[SharedTensors]) -> SharedTensors:

@@ -18,12 +18,15 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Self
 
+from verl.agents.images import read_messages
 from verl.agents.loop import TrajectoryError
 from verl.agents.user_thread import UserThread
 from verl.base.registry import suggest
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError
 from verl.interactions.base import BaseInteraction
 from verl.tools.threads import LoopThreads
+from verl.vision.messages import without_images
+from verl.vision.prompts import ImagePrompts
 from verl.workers.reward_manager.scores import UNUSABLE, usable
 
 logger = logging.getLogger(__name__)
@@ -34,7 +37,8 @@ class UserAnswer:
     """The user's answer to a turn of the policy."""
 
     is_end: bool
-    text: str
+    content: str | list[dict[str, Any]]
+    """A text, or parts if there are images."""
     score: float | None
 
 
@@ -46,11 +50,18 @@ class SimulatedUser:
         kwargs: the row's ``interaction_kwargs``.
         timeout_s: longest time of one call.
         threads: lend the thread.
+        images: reads pictures, by the policy's processor; None for a model for text.
     """
 
     def __init__(
-        self, interaction: BaseInteraction, kwargs: Mapping[str, Any], timeout_s: float, threads: LoopThreads
+        self,
+        interaction: BaseInteraction,
+        kwargs: Mapping[str, Any],
+        timeout_s: float,
+        threads: LoopThreads,
+        images: ImagePrompts | None = None,
     ) -> None:
+        self._images = images
         self._interaction = interaction
         self._kwargs = dict(kwargs)
         self._thread = UserThread(f"the interaction '{kwargs['name']}'", timeout_s, threads)
@@ -64,6 +75,7 @@ class SimulatedUser:
         timeout_s: float,
         threads: LoopThreads,
         of_run: Mapping[str, Any] = MappingProxyType({}),
+        images: ImagePrompts | None = None,
     ) -> Self | None:
         """Return the user that a row wants; None if it wants none.
 
@@ -73,6 +85,7 @@ class SimulatedUser:
             timeout_s: as for the class.
             threads: as for the class.
             of_run: further arguments, the same for all rows; only interactions that ask a judge get them.
+            images: as for the class.
 
         Raises:
             ConfigError: the row's ``interaction_kwargs`` name no interaction that there is.
@@ -92,7 +105,7 @@ class SimulatedUser:
                 f"{there} The file of actor_rollout_ref.rollout.multi_turn.interaction_config_path lists them."
             )
         more = of_run if interactions[name].asks_judge else {}
-        return cls(interactions[name], {**given, **more}, timeout_s, threads)
+        return cls(interactions[name], {**given, **more}, timeout_s, threads, images)
 
     async def __aenter__(self) -> Self:
         with ExitStack() as on_failure:
@@ -121,11 +134,24 @@ class SimulatedUser:
             self._interaction.generate_response, self._instance, copy.deepcopy(messages), **self._kwargs
         )
         match found:
-            case (is_end, str() as text, score, dict() | None):
+            case (is_end, str() | list() as said, score, dict() | None):
+                content = "" if is_end else await self._content(said)  # nobody sees what is said at the end
                 try:
-                    return UserAnswer(bool(is_end), text, None if score is None else usable(score))
+                    return UserAnswer(bool(is_end), content, None if score is None else usable(score))
                 except UNUSABLE as error:
                     raise self._thread.error(f"gave the score {score!r:.50}, which is no finite number") from error
         raise self._thread.error(
             f"returned {found!r:.100}; generate_response returns (should_terminate, content, score, extra)"
         )
+
+    async def _content(self, said: str | list[Any]) -> str | list[dict[str, Any]]:
+        """The content of the user's message."""
+        if isinstance(said, str):
+            return said
+        try:
+            [message] = await read_messages([{"role": "user", "content": said}], "generate_response", self._images)
+        except (DataError, ConfigError) as error:
+            raise self._thread.error(str(error).removesuffix(".")) from error
+        if any(image is None for image in without_images([message])[1]):
+            raise self._thread.error("generate_response gave an image part that holds no image")
+        return message["content"]

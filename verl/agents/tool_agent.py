@@ -148,6 +148,7 @@ class ToolAgentLoop(AgentLoopBase):
             self.rollout_config.agent.tool_timeout_s,
             parts.tools.threads,
             {JUDGE_ADDRESS: kwargs[JUDGE_ADDRESS]} if JUDGE_ADDRESS in kwargs else {},
+            images,
         )
         async with AsyncExitStack() as stack:
             session = await stack.enter_async_context(parts.tools.session(kwargs.get("tools_kwargs"), images))
@@ -261,7 +262,7 @@ class _Counterparts:
         self.scores.append(said.score)
         if said.is_end and limit != "context_full" and not has_calls:
             return "done"
-        return limit or [{"role": "user", "content": said.text}]
+        return limit or [{"role": "user", "content": said.content}]
 
     def turn_scores(self) -> list[float] | None:
         """Return a score for each turn of the policy; None if the user gives no scores."""

@@ -5,15 +5,27 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-Observation = str | list[dict[str, Any]]
-"""A text, or messages as an OpenAI client would write them."""
+
+@dataclass(frozen=True, kw_only=True)
+class ImageObservation:
+    """Pictures, and a text that stands after them, for a policy that reads images."""
+
+    images: Sequence[Any]
+    """Each a PIL image, the bytes of a file, a path or a ``data:`` URL."""
+    text: str = ""
+
+
+Observation = str | ImageObservation | list[dict[str, Any]]
+"""A text, pictures with a text, or messages as an OpenAI client would write them, which may have parts
+``{"type": "image", "image": ...}``."""
 Step = tuple[Observation, float | None, bool, bool, Mapping[str, Any] | None]
 
 
 class Environment(ABC):
-    """An episode of text.
+    """An episode of texts, and of pictures for a policy that reads images.
 
     Each trajectory makes an object of its own::
 
@@ -53,11 +65,12 @@ class Environment(ABC):
 
         Args:
             seed: of the episode's random numbers, in [0, 2^31).
-            messages: the row's prompt.
+            messages: the row's prompt; images of the row are parts ``{"type": "image"}`` without the picture.
             **kwargs: the row's ``environment_kwargs``.
 
         Returns:
-            A text, which is added to the row's prompt as the user's; or messages, which take the prompt's place.
+            A text or an :class:`ImageObservation`, which is added to the row's prompt as the user's; or messages, which
+            take the prompt's place, with all image parts of the row or none of them.
         """
 
     @abstractmethod
@@ -69,9 +82,9 @@ class Environment(ABC):
             **kwargs: ``tool_calls``, the calls as an OpenAI client would find them, if the environment has ``tools``.
 
         Returns:
-            The observation, a text of the user (after one call: its result) or messages; the reward of the turn, or
-            None from an environment that gives none; whether the episode has come to its end; whether a limit of the
-            environment's own ends it; and further values. After the last step nobody sees the observation.
+            The observation, a text or pictures of the user (after one call: its result) or messages; the reward of the
+            turn, or None from an environment that gives none; whether the episode has come to its end; whether a limit
+            of the environment's own ends it; and further values. After the last step nobody sees the observation.
         """
 
     def score(self) -> float | Awaitable[float | None] | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verl.environments.base import Environment, last_word
+from PIL import Image
+
+from verl.environments.base import Environment, ImageObservation, last_word
 from verl.errors import ConfigError
 
 INSTALL = "pip install 'verl[gymnasium]'"
@@ -24,7 +26,9 @@ class GymnasiumEnvironment(Environment):
       told what actions there are.
 
     Observations of a Text space are shown as they are. For another space give ``kwargs: {render_mode: ansi}``: then the
-    environment's own text rendering is the observation. ``environment_kwargs`` of a row are ``options`` of ``reset``.
+    environment's own text rendering is the observation. With ``render_mode: rgb_array`` its picture is shown, to a
+    policy that reads images, with the text of a Text space. ``environment_kwargs`` of a row are ``options`` of
+    ``reset``.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -44,12 +48,12 @@ class GymnasiumEnvironment(Environment):
         finally:
             env.close()
 
-    def reset(self, *, seed: int, messages: list[dict[str, Any]], **kwargs: Any) -> str:
+    def reset(self, *, seed: int, messages: list[dict[str, Any]], **kwargs: Any) -> str | ImageObservation:
         """Begin an episode."""
         observation, _ = self._env.reset(seed=seed, options=kwargs or None)
         return self._shown(observation)
 
-    def step(self, action: str, **kwargs: Any) -> tuple[str, Any, Any, Any, Mapping[str, Any]]:
+    def step(self, action: str, **kwargs: Any) -> tuple[str | ImageObservation, Any, Any, Any, Mapping[str, Any]]:
         """Take the action that the text names."""
         value = self._value(action)
         if value is None:
@@ -73,8 +77,11 @@ class GymnasiumEnvironment(Environment):
         word = last_word(action, self._actions)
         return None if word is None else int(self._env.action_space.start) + self._actions.index(word)
 
-    def _shown(self, observation: Any) -> str:
-        return observation if self._is_text else str(self._env.render())
+    def _shown(self, observation: Any) -> str | ImageObservation:
+        text = observation if self._is_text else ""
+        if self._env.render_mode == "rgb_array":
+            return ImageObservation(images=[Image.fromarray(self._env.render())], text=text)
+        return text if self._is_text else str(self._env.render())
 
 
 def _made(config: Mapping[str, Any]) -> Any:
@@ -107,8 +114,8 @@ def _check_spaces(env: Any, config: Mapping[str, Any]) -> None:
         raise ConfigError(f"{name} has the action space {env.action_space}; a text can name Discrete and Text actions.")
     elif actions:
         raise ConfigError(f"{name} takes any text as action, so leave `actions` out.")
-    if not _is_text(env.observation_space) and env.render_mode != "ansi":
+    if not _is_text(env.observation_space) and env.render_mode not in ("ansi", "rgb_array"):
         raise ConfigError(
             f"{name} has observations of {env.observation_space}, which are no texts. Give kwargs: "
-            "{render_mode: ansi} if it can draw itself in text."
+            "{render_mode: ansi} if it can draw itself in text, or {render_mode: rgb_array} if the policy reads images."
         )

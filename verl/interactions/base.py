@@ -40,17 +40,19 @@ class BaseInteraction:
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
-    ) -> tuple[bool, str, float | None, dict[str, Any]]:
+    ) -> tuple[bool, str | list[dict[str, Any]], float | None, dict[str, Any]]:
         """Answer the policy's last turn.
 
         Args:
             instance_id: name of the trajectory's state.
-            messages: the conversation; the policy's turn is the last one.
+            messages: the conversation; the policy's turn is the last one. Images are parts ``{"type": "image"}``
+                without the picture.
             **kwargs: the row's ``interaction_kwargs``.
 
         Returns:
-            Whether the conversation ends here; what the user says, which nobody sees if it does; the score of the
-            policy's turn, or None from an interaction that gives no scores; and further values.
+            Whether the conversation ends here; what the user says, which nobody sees if it does: a text, or for a
+            policy that reads images parts ``{"type": "text", "text": ...}`` and ``{"type": "image", "image": ...}``;
+            the score of the policy's turn, or None from an interaction that gives no scores; and further values.
         """
         raise NotImplementedError(f"{type(self).__name__} must define generate_response().")
 

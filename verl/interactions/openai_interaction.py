@@ -162,8 +162,8 @@ def _exchanged(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
     """
     seen = [{"role": "user", "content": BEGINNING}]
     for message in messages:
-        role, text = OTHER_SIDE.get(message["role"]), message.get("content")
-        if not (role and isinstance(text, str) and text):
+        role, text = OTHER_SIDE.get(message["role"]), _text_of(message.get("content"))
+        if not (role and text):
             continue
         text = CONTROL_TOKEN.sub(r"\g<0> ", text)
         if seen[-1]["role"] == role:
@@ -171,3 +171,10 @@ def _exchanged(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
         else:
             seen.append({"role": role, "content": text})
     return seen
+
+
+def _text_of(content: str | list[dict[str, Any]] | None) -> str:
+    """The text of a message; an image is only named."""
+    if isinstance(content, list):
+        return "".join(part.get("text") or f"[{part['type']}]" for part in content)
+    return content or ""
