@@ -1,4 +1,4 @@
-"""Everything that docs/performance.md says, measured by one command: ``make bench``.
+"""Everything that docs/performance.md and docs/internals/performance.md say, measured by one command: ``make bench``.
 
     python -m benchmarks.performance --write             all of it, on a quiet machine, about ten minutes
     python -m benchmarks.performance --page agents_performance --write     the same of docs/agents_performance.md
@@ -7,8 +7,9 @@
 
 Each part runs in a process of its own, one after the other, and compares two things within its run; what it finds
 comes back as JSON. A target that is missed is no error: the page says by how much. A part that fails is one, and then
-nothing is written. What stands between the lines ``<!-- notes: … -->`` and ``<!-- end of notes -->`` of the page is
-written by hand and stays.
+nothing is written. The page has the table, and the page of the same name in the folder ``internals`` beside it has
+each part. What stands there between the lines ``<!-- notes: … -->`` and ``<!-- end of notes -->`` is written by hand
+and stays.
 """
 
 from __future__ import annotations
@@ -286,9 +287,9 @@ def stages_line(result: Result) -> list[str]:
     return [f"Stages of our step, medians: {shown}.", ""]
 
 
-def text_of(page: Page, results: Mapping[str, Result], arguments: argparse.Namespace, notes: Mapping[str, str]) -> str:
-    """The page in Markdown."""
-    rows = {part.name: part.rows(results[part.name]) for part in page.parts if part.name in results}
+def text_of(page: Page, results: Mapping[str, Result]) -> str:
+    """The page in Markdown: what was measured on, and all targets."""
+    rows = [row for part in page.parts if part.name in results for row in part.rows(results[part.name])]
     here = shape.machine()
     packages = {**shape.versions("torch", "transformers", "ray", "trl"), **versions_in(results)}
     lines = [
@@ -298,17 +299,31 @@ def text_of(page: Page, results: Mapping[str, Result], arguments: argparse.Names
         "",
         f"Work, where nothing else is said: {Work().describe()}, fp32.",
         "",
-        *table([row for found in rows.values() for row in found]),
+        *table(rows),
+        "",
+        f"The command of each part, its seconds, and what bounds it: [part by part](internals/{page.name}.md).",
+        "",
+    ]
+    return "\n".join([*lines, page.tail] if page.tail else lines)
+
+
+def parts_of(page: Page, results: Mapping[str, Result], arguments: argparse.Namespace, notes: Mapping[str, str]) -> str:
+    """The page of the parts in Markdown."""
+    title = page.head.partition("\n")[0]
+    lines = [
+        f"{title}, part by part",
+        "",
+        f"The machine, the work and all targets: [the table](../{page.name}.md).",
         "",
     ]
     for part in page.parts:
         if part.name not in results:
             continue
-        shown = " ".join(part.command(arguments))
-        lines += [f"## {part.title}", "", "```text", shown, "```", "", *map(figures, rows[part.name]), ""]
+        shown, rows = " ".join(part.command(arguments)), part.rows(results[part.name])
+        lines += [f"## {part.title}", "", "```text", shown, "```", "", *map(figures, rows), ""]
         lines += [*seconds_table(results[part.name]), *stages_line(results[part.name])]
         lines += [f"<!-- notes: {part.name} -->\n{notes.get(part.name, '')}<!-- end of notes -->", ""]
-    return "\n".join([*lines, page.tail] if page.tail else lines)
+    return "\n".join(lines)
 
 
 def versions_in(results: Mapping[str, Result]) -> dict[str, str]:
@@ -324,7 +339,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = tuple(part.name for page in PAGES.values() for part in page.parts)
-    written = "write the page, to another place if a path follows"
+    written = "write the page and that of its parts, to another place if a path follows"
     parser.add_argument("--page", choices=tuple(PAGES), default="performance", help="which page's parts")
     parser.add_argument("--write", nargs="?", type=Path, const=Path(), metavar="PATH", help=written)
     parser.add_argument("--only", nargs="+", choices=names, help="these parts alone")
@@ -344,9 +359,12 @@ def main() -> None:
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     if goal:
-        before = goal.read_text() if goal.exists() else ""
-        goal.write_text(text_of(page, results, arguments, notes_of(before)))
-        print(f"written: {goal}")
+        below = goal.parent / "internals" / goal.name
+        below.parent.mkdir(exist_ok=True)
+        notes = notes_of(below.read_text()) if below.exists() else {}
+        goal.write_text(text_of(page, results))
+        below.write_text(parts_of(page, results, arguments, notes))
+        print(f"written: {goal}, {below}")
     if goal == page.path and page.path.name not in (ROOT / "mkdocs.yml").read_text():
         print(f"mkdocs.yml does not name it yet: add {page.path.name} to its nav.")
 

