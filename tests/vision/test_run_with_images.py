@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 
 import pytest
 import torch
@@ -73,7 +75,6 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
     ("changes", "said"),
     [
         ({"actor_rollout_ref__rollout__name": "sglang"}, "does not take a model with images"),
-        ({"actor_rollout_ref__rollout__name": "vllm"}, "vllm needs the package torchvision for a qwen2_5_vl"),
         ({"reward_model__enable": "true"}, "knows nothing of its images"),
         ({"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2}, "ranks cannot share the sequences"),
     ],
@@ -81,3 +82,13 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
 def test_what_is_refused_before_a_model_loads(paths, tmp_path, changes, said):
     with pytest.raises(ConfigError, match=said):
         load_config(settings(paths, tmp_path, **changes))
+
+
+def test_vllm_needs_torchvision_where_it_runs(paths, tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchvision" else found(name))
+    changes = {"actor_rollout_ref__rollout__name": "vllm"}
+    with pytest.raises(ConfigError, match="vllm needs the package torchvision for a qwen2_5_vl"):
+        load_config(settings(paths, tmp_path, **changes))
+    changes["actor_rollout_ref__rollout__engine_kwargs__vllm__python"] = sys.executable
+    assert load_config(settings(paths, tmp_path, **changes)).actor_rollout_ref.rollout.mode == "async"

@@ -90,7 +90,8 @@ def check_requests_that_come_one_by_one(vllm: BaseRollout, batch: DataProto, gre
     images = vllm._engine._images
     requests = requests_from_prompts(batch, vllm.config)
     broken = next(number for number, request in enumerate(requests) if request.images)
-    pixels, grid = (requests[broken].images[name] for name in IMAGE_INPUTS)
+    whole = dict(requests[broken].images)
+    pixels, grid = (whole[name] for name in IMAGE_INPUTS)
     damages: dict[str, Callable[[Path], object]] = {
         "image 0 of the prompt did not reach vLLM's server: No such file": Path.unlink,
         "image 0 of the prompt did not reach vLLM's server: Error while": lambda path: path.write_bytes(b"damaged"),
@@ -111,6 +112,12 @@ def check_requests_that_come_one_by_one(vllm: BaseRollout, batch: DataProto, gre
         for place, answer in answers.items():
             assert isinstance(answer, RolloutOutput)
             assert answer.token_ids == greedy[place][: len(answer.token_ids)].tolist()
+    images._written = written
+    first = int(greedy[broken][0])  # a stop text makes the server stream
+    stops = dataclasses.replace(requests[broken].sampling, stop=(vllm.tokenizer.decode([first]),))
+    streamed = dataclasses.replace(requests[broken], images=SharedTensors(whole), sampling=stops)
+    for output in (vllm.generate([streamed])[0], served(vllm, [streamed])[0]):
+        assert (output.token_ids, output.finish_reason) == ([first], "stop")
     assert not list(vllm._engine.server.memory_folder.iterdir())
 
 
