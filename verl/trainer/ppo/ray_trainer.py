@@ -157,8 +157,10 @@ class RayPPOTrainer(FitParts):
         resource_pool_manager: the assignment of roles to pools of processes.
         ray_worker_group_cls: the controller's class, RayWorkerGroup or LocalWorkerGroup; by default the one that
             ``trainer.controller`` names.
-        reward_fn, val_reward_fn: reward managers; without ``val_reward_fn`` there is no validation.
-        train_dataset, val_dataset: map-style datasets of prompts.
+        reward_fn: the reward manager of training.
+        val_reward_fn: the reward manager of validation; without it there is no validation.
+        train_dataset: a map-style dataset of prompts.
+        val_dataset: likewise, for validation.
         collate_fn: turns a list of items into the columns of a batch.
         device_name: ``cuda`` or ``cpu``; None for what the machine has.
         judge: the generative reward model that the reward functions ask, if the run has one.
