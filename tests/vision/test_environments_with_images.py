@@ -14,8 +14,10 @@ from transformers import AutoModelForImageTextToText
 
 from tests.vision.agent_batches import P, VisionAgents
 from tests.vision.test_native_serving_with_images import plain_logits
+from tests.vision.test_programs_with_images import ROWS
 from verl.environments.base import ImageObservation
 from verl.environments.gymnasium_environment import GymnasiumEnvironment
+from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.testing.vision_models import picture_rows
 from verl.vision.families import FAMILIES
@@ -204,6 +206,33 @@ def test_pictures_of_simulated_users(others, tmp_path):
     check_log_probs(agents, found[:2])
 
 
+@pytest.mark.slow
+def test_environments_and_programs_give_the_same_numbers_on_ray(ray_cluster, others, tmp_path):
+    (tmp_path / "rows.py").write_text(ROWS)
+    entry = f"- {{name: talks, _target_: program_agent, program: {tmp_path}/rows.py:answer}}\n"
+    (tmp_path / "loops.yaml").write_text(entry)
+    settings = others() | {
+        "actor_rollout_ref__rollout__agent__agent_loop_config_path": tmp_path / "loops.yaml",
+        "actor_rollout_ref__rollout__agent__num_workers": 2,
+    }
+    found = {}
+    for controller in ("local", "ray"):
+        agents = VisionAgents(tmp_path / controller, trainer__controller=controller, **settings)
+        try:
+            names = ["environment_agent", "talks"] * 2
+            found[controller] = agents.answer(agents.prompts(picture_rows(4, text_every=4), n=1, agent_name=names))
+        finally:
+            agents.close()
+    local, on_ray = found["local"], found["ray"]
+    assert on_ray.non_tensor_batch["trajectory_message"].tolist() == [""] * 4
+    for name in ("input_ids", "response_mask", "position_ids"):
+        assert torch.equal(on_ray.batch[name], local.batch[name])
+    assert_close(on_ray.batch["rollout_log_probs"], local.batch["rollout_log_probs"], atol=1e-5, rtol=0)
+    for given, row in zip(*(one.non_tensor_batch["multi_modal_inputs"] for one in (local, on_ray)), strict=True):
+        assert set(given) == set(row)
+        assert all(torch.equal(row[name], given[name]) for name in given)
+
+
 class Painted(gymnasium.Env):
     """Draws itself: the action is how red it is."""
 
@@ -225,10 +254,20 @@ class Painted(gymnasium.Env):
         return np.full((8, 12, 3), (255 * self.red, 0, 0), dtype=np.uint8)
 
 
+class Unpainted(Painted):
+    """Says that it can draw itself."""
+
+    def render(self):
+        return [1]
+
+
 def test_pictures_of_gymnasium():
     gymnasium.register("verl/Painted-v0", entry_point=Painted, disable_env_checker=True)
     config = {"env_id": "verl/Painted-v0", "kwargs": {"render_mode": "rgb_array"}, "actions": ["off", "on"]}
     GymnasiumEnvironment.check(config)
+    gymnasium.register("verl/Unpainted-v0", entry_point=Unpainted, disable_env_checker=True)
+    with pytest.raises(ConfigError, match="verl/Unpainted-v0 draws no picture"):
+        GymnasiumEnvironment.check(config | {"env_id": "verl/Unpainted-v0"})
     environment = GymnasiumEnvironment(config)
     first = environment.reset(seed=1, messages=[])
     said, reward, *_ = environment.step("turn it on")

@@ -119,3 +119,12 @@ def _check_spaces(env: Any, config: Mapping[str, Any]) -> None:
             f"{name} has observations of {env.observation_space}, which are no texts. Give kwargs: "
             "{render_mode: ansi} if it can draw itself in text, or {render_mode: rgb_array} if the policy reads images."
         )
+    if env.render_mode == "rgb_array":
+        env.reset(seed=0)
+        try:
+            Image.fromarray(env.render())
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{name} draws no picture with render_mode: rgb_array ({error}); render must return an array of bytes, "
+                "(height, width, 3)."
+            ) from error
