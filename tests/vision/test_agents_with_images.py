@@ -10,7 +10,8 @@ from torch.testing import assert_close
 
 from tests.vision.agent_batches import VisionAgents
 from verl.errors import DataError
-from verl.vision.families import FAMILIES
+from verl.protocol import replace_columns
+from verl.vision.families import FAMILIES, TEXT_PLACES
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
@@ -65,6 +66,29 @@ class Shows(AgentLoopBase):
     def all_images(self, of_row, new):
         return together([of_row, as_inputs(new, ImagePrompts.of(self.processor), "-")])
 
+class Repeats(AgentLoopBase):
+    # Two turns. The first, a long one, is trained on in one sequence, and context of the second in another.
+    is_fork = False
+
+    async def run(self, sampling_params, **kwargs):
+        prompt, shown = kwargs["raw_prompt_ids"], {"image_data": kwargs["multi_modal_inputs"]}
+        params = {**sampling_params, "max_tokens": 30, "ignore_eos": True}
+        first = await self.server_manager.generate("a", prompt_ids=prompt, sampling_params=params, **shown)
+        so_far = [*prompt, *first.token_ids, 5, 6]
+        params = {**params, "max_tokens": 4}
+        second = await self.server_manager.generate("a", prompt_ids=so_far, sampling_params=params, **shown)
+        of_first = AgentLoopOutput(
+            prompt_ids=prompt, response_ids=first.token_ids, response_mask=[1] * len(first.token_ids)
+        )
+        split = len(so_far) if self.is_fork else len(prompt)
+        response = [*so_far, *second.token_ids][split:]
+        mask = [0] * (len(so_far) - split) + [1] * len(second.token_ids)
+        of_second = AgentLoopOutput(prompt_ids=so_far[:split], response_ids=response, response_mask=mask)
+        return [of_first, of_second]
+
+class Forks(Repeats):
+    is_fork = True
+
 class Forgets(Shows):
     def all_images(self, of_row, new):
         return of_row
@@ -87,7 +111,7 @@ class Damaged(Shows):
 @pytest.fixture
 def loops(tmp_path):
     (tmp_path / "loops.py").write_text(LOOPS)
-    names = ("Shows", "Forgets", "Lies", "Hears", "Damaged", "Blind")
+    names = ("Shows", "Repeats", "Forks", "Forgets", "Lies", "Hears", "Damaged", "Blind")
     entries = [f"- {{name: {name.lower()}, _target_: {name}, path: {tmp_path}/loops.py}}\n" for name in names]
     (tmp_path / "loops.yaml").write_text("".join(entries))
     return {"actor_rollout_ref__rollout__agent__agent_loop_config_path": tmp_path / "loops.yaml"}
@@ -107,6 +131,27 @@ def test_a_picture_of_a_later_turn_reaches_the_trainer(loops, tmp_path):
             assert torch.equal(row["pixel_values"][:patches], given["pixel_values"])
     drawn = found.batch["response_mask"].bool()
     assert_close(found.batch["rollout_log_probs"][drawn], agents.trainers_log_probs(found)[drawn], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["repeats", "forks"])
+def test_a_drawn_image_token_is_text_in_later_sequences_too(name, loops, tmp_path):
+    agents = VisionAgents(tmp_path, shape={"initializer_range": 1e-3}, **loops)  # all tokens are about as likely
+    found = agents.answer(agents.prompts(agent_name=[name] * 4))
+    assert found.non_tensor_batch["trajectory_message"].tolist() == [""] * 16
+    drawn, later = found.batch["response_mask"].bool(), found.batch["response_mask"].clone()
+    inputs = found.non_tensor_batch["multi_modal_inputs"]
+    of_images = [int(row["image_grid_thw"].prod(-1).sum()) // 4 if "image_grid_thw" in row else 0 for row in inputs]
+    texts = (found.batch["input_ids"] == 106).sum(-1) - torch.tensor(of_images)
+    assert int((texts > 0).sum()) >= 4  # drawn in a first turn, which is in both sequences of its trajectory
+    told = [len(row[TEXT_PLACES]) if TEXT_PLACES in row else 0 for row in inputs]
+    assert sum(told[::2]) == 0
+    assert (sum(told[1::2]) > 0) == (name == "forks")
+    log_probs = agents.trainers_log_probs(found)
+    assert_close(found.batch["rollout_log_probs"][drawn], log_probs[drawn], atol=1e-5, rtol=0)
+    later[:, :3] = 0
+    left_out = replace_columns(found, type(found).from_dict(tensors={"response_mask": later}))
+    kept = later.bool()
+    assert_close(agents.trainers_log_probs(left_out)[kept], log_probs[kept], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
@@ -10,8 +11,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from tests.vision.batches import P, naive_log_probs, naive_steps, picture_batch
 from tests.workers.support import make_engine, run_ranks, share, weights_of, with_log_probs
 from verl.errors import ConfigError, SchemaError
+from verl.protocol.shared import SharedTensors
 from verl.testing.vision_models import tiny_vision_model_dir
-from verl.vision.families import FAMILIES
+from verl.vision.families import FAMILIES, TEXT_PLACES
 from verl.workers.config import ActorConfig
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.engine.fsdp.model import check_sequence_sharing
@@ -84,6 +86,21 @@ def test_a_token_of_images_that_the_policy_drew_is_text(path, tmp_path):
     assert bool((before[1, 1:] != after[1, 1:]).all())
     others = [0, 2, 3, 4, 5]
     assert_close(before[others], after[others], atol=1e-6, rtol=0)
+    # also where its mask is 0 by now, and where it is in the prompt, as a row of an earlier turn of the policy has it
+    later = drawn.select_idxs([1])
+    later.batch["response_mask"][0, :3] = 0
+    found = engine.infer_batch(later, {"log_probs"}, LAYOUTS["whole"])["log_probs"]
+    assert_close(found[0, 3:], after[1, 3:], atol=1e-5, rtol=0)
+    row = later.batch
+    prompt = int(row["attention_mask"][0, :P].sum())
+    images = SharedTensors({**later.non_tensor_batch["multi_modal_inputs"][0], TEXT_PLACES: torch.tensor([prompt + 1])})
+    moved = {name: row[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    moved |= {name: row[name][:, 3:] for name in ("responses", "response_mask")}
+    forked = type(batch).from_dict(
+        tensors=moved, non_tensors={"multi_modal_inputs": np.fromiter([images], dtype=object, count=1)}
+    )
+    found = engine.infer_batch(forked, {"log_probs"}, LAYOUTS["whole"])["log_probs"]
+    assert_close(found[0], after[1, 3:], atol=1e-5, rtol=0)
 
 
 def test_image_tokens_without_their_images_are_refused(path, tmp_path):

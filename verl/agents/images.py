@@ -13,9 +13,9 @@ from verl.agents.turns import DrawnTurn, drawn_log_probs
 from verl.errors import ConfigError
 from verl.protocol.shared import SharedTensors, joined
 from verl.utils.dataset.chat import Message, as_messages
-from verl.vision.families import IMAGE_INPUTS, VisionConfig
+from verl.vision.families import IMAGE_INPUTS, TEXT_PLACES, VisionConfig
 from verl.vision.messages import with_images, without_images
-from verl.vision.positions import mrope_positions
+from verl.vision.positions import image_tokens, mrope_positions
 from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.placed_images import digests, note_digests
 
@@ -195,6 +195,21 @@ def images_of_sequence(
     return _first(images, whole, counts), end
 
 
+def with_text_places(
+    images: SharedTensors, ids: Sequence[int], drawn: Sequence[bool], prompt_length: int, vision: VisionConfig
+) -> SharedTensors:
+    """Add the places of tokens with the id of images that the policy drew, where the trainer needs to be told.
+
+    That is in a prompt, and in a response with images; a response without any is text. The same object returns if there
+    are no such tokens.
+    """
+    places = [place for place, token in enumerate(ids) if token == vision.image_token_id]
+    texts = [place for place in places if drawn[place]]
+    if all(drawn[place] for place in places if place >= prompt_length):
+        texts = [place for place in texts if place < prompt_length]
+    return SharedTensors({**images, TEXT_PLACES: torch.tensor(texts)}) if texts else images
+
+
 def _shown(ids: Sequence[int], turns: Sequence[DrawnTurn]) -> SharedTensors | None:
     """The images of the last turn of a sequence; None if it has no turn."""
     written = list(ids)
@@ -233,7 +248,7 @@ def sequence_positions(
         prompts: (bsz, prompt_length) tokens and their mask, padded on the left.
         responses: (bsz, response_length) tokens and their mask, padded on the right.
         response_mask: (bsz, response_length) 1 on tokens that the policy drew, which stand for no image.
-        images: of each row.
+        images: of each row, with the places of other tokens that stand for none.
         vision: the policy's.
 
     Returns:
@@ -242,13 +257,12 @@ def sequence_positions(
     """
     ids = torch.cat([prompts[0], responses[0]], dim=-1)
     mask = torch.cat([prompts[1], responses[1]], dim=-1).bool()
-    drawn = torch.cat([torch.zeros_like(prompts[0]), response_mask], dim=-1).bool()
-    is_image = (ids == vision.image_token_id) & ~drawn
+    is_image = image_tokens(ids, mask, response_mask, images, vision)
     width = prompts[0].shape[1]
     found = torch.zeros(len(ids), 4, ids.shape[1], dtype=torch.int64)
     for row, shown in enumerate(images):
         there = mask[row]
-        grid = shown[IMAGE_INPUTS[1]] if len(shown) else None
+        grid = shown.get(IMAGE_INPUTS[1])
         own = mrope_positions(ids[row][there], grid, vision, is_image[row][there])
         found[row][:, there] = own
         last = torch.stack([own[0].amax(), *[own[1:].amax()] * 3])

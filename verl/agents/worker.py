@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from verl.agents.environment_agent import EnvironmentAgentLoop
-from verl.agents.images import INPUTS, NO_IMAGES, as_inputs, images_of_sequence
+from verl.agents.images import INPUTS, NO_IMAGES, as_inputs, images_of_sequence, with_text_places
 from verl.agents.loop import (
     AGENT_LOOPS,
     JUDGE_ADDRESS,
@@ -354,7 +354,8 @@ class AgentLoopWorker:
             raise ConfigError(
                 f"the prompt has {len(output.prompt_ids)} tokens; it may have 1 to data.max_prompt_length={longest}."
             )
-        log_probs = drawn_log_probs([*output.prompt_ids, *output.response_ids], turns)[len(output.prompt_ids) :]
+        of_all = drawn_log_probs([*output.prompt_ids, *output.response_ids], turns)
+        log_probs = of_all[len(output.prompt_ids) :]
         for place, (mask, log_prob) in enumerate(zip(output.response_mask, log_probs, strict=True)):
             if mask and log_prob is None:
                 raise ConfigError(
@@ -364,7 +365,7 @@ class AgentLoopWorker:
                 )
         self._check_foreign(output, log_probs)
         _check_additions(output, row)
-        images, end = self._images_of(output, log_probs, turns, row)
+        images, end = self._images_of(output, [value is not None for value in of_all], turns, row)
         is_cut, most = len(output.response_ids) > most, min(most, end - len(output.prompt_ids))
         pairs = zip(output.response_mask, log_probs, strict=True)
         return output.model_copy(
@@ -380,11 +381,14 @@ class AgentLoopWorker:
     def _images_of(
         self,
         output: AgentLoopOutput,
-        log_probs: Sequence[float | None],
+        drawn: Sequence[bool],
         turns: Sequence[DrawnTurn],
         row: Mapping[str, Any],
     ) -> tuple[dict[str, SharedTensors] | None, int]:
-        """Return the inputs of a sequence's images, None for those of the row, and how many tokens of it may stay."""
+        """Return the inputs of a sequence's images, None for those of the row, and how many tokens of it may stay.
+
+        ``drawn`` tells which tokens of prompt and response the policy drew.
+        """
         ids = [*output.prompt_ids, *output.response_ids]
         data = dict(output.multi_modal_data or {})
         given = data.pop(INPUTS, None) if INPUTS in data else data.pop("images", None)
@@ -395,17 +399,11 @@ class AgentLoopWorker:
         named = None if given is None else as_inputs(given, self._images, "multi_modal_data")
         if self._images is None:
             return None, len(ids)
-        drawn = [False] * len(output.prompt_ids) + [value is not None for value in log_probs]
-        for place, mask in enumerate(output.response_mask, len(output.prompt_ids)):
-            if not mask and drawn[place] and ids[place] == self._images.config.image_token_id:
-                raise ConfigError(
-                    "the policy drew an image token in a turn that a sequence repeats with mask 0, and the trainer "
-                    "would take it for an image. Leave such turns out, or give them mask 1 in this sequence alone."
-                )
         of_row = row.get(INPUTS)
         known = of_row if isinstance(of_row, SharedTensors) else as_inputs(of_row, self._images, "the row")
         most = len(output.prompt_ids) + self._rollout.response_length
         images, end = images_of_sequence(ids, drawn, turns, named, known, most, self._images.config)
+        images = with_text_places(images, ids[:end], drawn, len(output.prompt_ids), self._images.config)
         is_of_row = images is of_row or not (len(images) or len(known))
         return (None if is_of_row else {INPUTS: images}), end
 

@@ -17,6 +17,10 @@ IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
 """What the image processor makes of a row's images: (patches, values of a patch), and (images, 3), the numbers of
 patches of each image along time, height and width."""
 
+TEXT_PLACES = "text_places"
+"""What may stand beside them, (k,): places, counted without padding, of tokens with the id of images that stand for
+none, because the policy drew them in this sequence or in an earlier one that it goes on from."""
+
 TOWER = "visual"
 """Attribute of the backbone that is the vision tower, with the projector to the language model in it."""
 

@@ -7,11 +7,13 @@ Position ids have four axes: the number of the token, then time, height and widt
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
 from verl.errors import DataError
-from verl.vision.families import VisionConfig
+from verl.vision.families import IMAGE_INPUTS, TEXT_PLACES, VisionConfig
 
 AXES = 4
 
@@ -52,6 +54,46 @@ def mrope_positions(
         steps[own[-1] + 1] = max(rows, columns)
     starts = steps[:-1].cumsum(0) - 1
     return torch.cat([torch.arange(len(input_ids)).unsqueeze(0), starts + offsets])
+
+
+def image_tokens(
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    response_mask: Tensor,
+    rows: Sequence[Mapping[str, Tensor]],
+    config: VisionConfig,
+) -> Tensor:
+    """Return which tokens stand for images, (bsz, length) bool: those with the image's id that the policy did not draw.
+
+    It drew response tokens with mask 1, and those that a row names in ``text_places``. Where the other tokens in a
+    prompt are all that its images make, the response is text: the mask may be 0 on tokens that the policy drew, because
+    they are context of a later turn or are not trained on.
+
+    Args:
+        input_ids: (bsz, length).
+        attention_mask: (bsz, length), 1 on tokens.
+        response_mask: (bsz, response_length), 1 on tokens that the policy drew.
+        rows: ``multi_modal_inputs`` of each row; empty if they are not known.
+        config: of the model.
+    """
+    there = attention_mask.bool()
+    found = (input_ids == config.image_token_id) & there
+    first = input_ids.shape[1] - response_mask.shape[1]
+    found[:, first:] &= response_mask == 0
+    for row, inputs in enumerate(rows):
+        if TEXT_PLACES in inputs:
+            found[row, there[row].nonzero().flatten()[inputs[TEXT_PLACES]]] = False
+    in_prompt = found[:, :first].sum(-1).tolist()
+    for row, inputs in enumerate(rows):
+        if in_prompt[row] == tokens_of_row(inputs, config):
+            found[row, first:] = False
+    return found
+
+
+def tokens_of_row(inputs: Mapping[str, Tensor], config: VisionConfig) -> int:
+    """Return the number of tokens that the images of a row make."""
+    grid = inputs.get(IMAGE_INPUTS[1])
+    return 0 if grid is None else config.tokens_of(grid)
 
 
 def left_padded(positions: Tensor, length: int) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from verl.protocol import DataProto
 from verl.protocol.shared import joined
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.vision.model import ImageInputs
+from verl.vision.positions import image_tokens, tokens_of_row
 
 COLUMN = "multi_modal_inputs"
 
@@ -20,24 +23,23 @@ def has_images(batch: DataProto) -> bool:
 
 
 def image_places(batch: DataProto, vision: VisionConfig) -> Tensor:
-    """Return which tokens stand for images, (bsz, length) bool: those with the image's id that the policy did not draw.
+    """Return which tokens stand for images, (bsz, length) bool; see :func:`verl.vision.positions.image_tokens`.
 
     Raises:
         SchemaError: position ids lack their axes, or the image tokens of a row are not those of its images.
     """
     columns = batch.batch
-    ids, response = columns["input_ids"], columns["response_mask"]
     if columns["position_ids"].dim() != 3 and has_images(batch):
         raise SchemaError(
             f"position_ids has shape {tuple(columns['position_ids'].shape)}, and rows with images need (bsz, 4, "
             "length): verl.vision.positions makes them. RLHFDataset does so if it is given the model's processor."
         )
-    places = (ids == vision.image_token_id) & columns["attention_mask"].bool()
-    places[:, ids.shape[1] - response.shape[1] :] &= response == 0
     rows = batch.non_tensor_batch.get(COLUMN)
+    # Without the column no response is taken for text: it would hide that the images were lost.
+    inputs: Sequence[Mapping[str, Tensor]] = () if rows is None else list(rows)
+    places = image_tokens(columns["input_ids"], columns["attention_mask"], columns["response_mask"], inputs, vision)
     for number, found in enumerate(places.sum(-1).tolist()):
-        grid = None if rows is None else rows[number].get(IMAGE_INPUTS[1])
-        wanted = 0 if grid is None else vision.tokens_of(grid)
+        wanted = tokens_of_row(inputs[number], vision) if inputs else 0
         if found != wanted:
             raise SchemaError(
                 f"row {number} of the batch has {found} image tokens, and the images in its {COLUMN} make {wanted}. "
