@@ -114,6 +114,9 @@ def test_what_is_refused_or_left_out(path, tmp_path, caplog):
         "1 of 1 pairs are longer than max_length=64 and pairs with images are never cut: the first is": [
             pair("<image>" + "a" * 60, "b", "c", red)
         ],
+        "row 0, rejected: it has an image that the prompt has not": [
+            pair("?", "a", [{"role": "assistant", "content": [{"type": "image", "image": red}]}])
+        ],
         "videos and sounds are not read": [pair("<image>", "a", "b", red) | {"videos": ["a.mp4"]}],
     }
     for number, (message, rows) in enumerate(cases.items()):

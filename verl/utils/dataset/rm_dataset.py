@@ -147,16 +147,17 @@ class RMDataset(Dataset):
         """The conversations with texts alone, in which ``<image>`` stands for images of the prompt."""
         if self.images.maker is None:
             return make_pair(row, self.config, place)
-        config, images = self.config, []
+        config, images = self.config, None
+        # The first of them has the prompt.
         for key in filter(None, (config.prompt_key, config.chosen_key, config.rejected_key)):
             row[key], found = with_placeholders(row.get(key), row.get(config.image_key), f"{place}, {key}")
-            if images and found and found != images:
+            images = found if images is None else images
+            if found and found != images:
                 raise DataError(
-                    f"{place}, {key}: it has other images than the column before it. Images stand in the prompt, which "
-                    "both sides share; a response is text."
+                    f"{place}, {key}: it has an image that the prompt has not. Images stand in the prompt, which both "
+                    "sides share; a response is text."
                 )
-            images = images or found
-        return make_pair(row, config, place)._replace(images=images)
+        return make_pair(row, config, place)._replace(images=images or ())
 
     def texts(self, item: int) -> list[str]:
         """The chosen and the rejected side, rendered by the chat template."""
