@@ -85,7 +85,7 @@ async def _ask(client: openai.AsyncOpenAI, call: dict[str, Any]) -> Any:
     return await client.chat.completions.create(**({"model": "judge", "max_tokens": 6} | call))
 
 
-def user(text: str, **further: Any) -> dict[str, Any]:
+def user(text: Any, **further: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], **further}
 
 
@@ -140,6 +140,7 @@ def test_stop_texts_and_lengths(served: Served):
         (user("x", extra_body={"top_k": -7}), 400, "top_k"),
         (user("x", extra_body={"chat_template_kwargs": {"tokenize": False}}), 400, "chat_template_kwargs"),
         (user("x", n=0), 400, "n:"),
+        (user([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]), 400, "judge reads texts"),
     ],
 )
 def test_what_is_refused_costs_only_itself(served: Served, call: dict[str, Any], status: int, said: str):

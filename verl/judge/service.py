@@ -37,6 +37,7 @@ from verl.utils.deferred import Deferred
 from verl.utils.metric import Metrics
 from verl.utils.model import check_tokenizer_fits, hf_config_of
 from verl.utils.tokenizer import hf_tokenizer
+from verl.vision.messages import without_images
 from verl.workers.rollout.request import SamplingParams
 
 T = TypeVar("T")
@@ -247,6 +248,8 @@ class JudgeBackend:
         if not isinstance(variables, Mapping) or not RESERVED.isdisjoint(variables):
             message = f"chat_template_kwargs is {variables!r:.100}. Send an object without {', '.join(RESERVED)}."
             raise CallRefusedError(message, param="chat_template_kwargs")
+        if without_images(call.messages)[1]:
+            raise CallRefusedError("the messages have images, and the judge reads texts alone.", param=call.param)
         name = json.dumps(variables, sort_keys=True)
         try:
             if name not in self._templates:
@@ -255,7 +258,7 @@ class JudgeBackend:
                 self._templates[name] = ChatTemplate(self.tokenizer, template_kwargs=variables)
             return self._templates[name].prompt(call.messages, call.tools)
         except (ConfigError, DataError) as error:  # there is no template, or it does not take the messages
-            raise CallRefusedError(str(error), param="messages") from error
+            raise CallRefusedError(str(error), param=call.param) from error
 
     def _read(self, call: ModelCall, prompt_tokens: int, output: TokenOutput) -> ModelAnswer:
         text = self.tokenizer.decode(output.token_ids, skip_special_tokens=True)
