@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 from rich.console import Console
 
+import verl
 from tests.checkpoint.test_run import Run
-from verl.cli.differences import ABSENT, differences, differences_table, read_settings
-from verl.cli.explain import all_settings, explanation, follows_from, matching, named_in, other_keys
+from verl.cli.differences import ABSENT, differences, differences_table, kinds, kinds_told, read_settings
+from verl.cli.explain import all_settings, explanation, follows_from, matching, other_keys, read_at
 from verl.errors import ConfigError
 from verl.trainer.loop import RunSettings
 
@@ -43,10 +45,37 @@ def test_what_takes_its_value_from_a_key():
     )
 
 
-def test_lines_of_code_name_the_key():
-    places = named_in("trainer.max_rollout_actor_probs_diff")
+def test_all_sections_of_a_name_are_listed_before_their_keys():
+    found = list(dict.fromkeys(paths("optim")))
+    assert found[:3] == ["actor_rollout_ref.actor.optim", "critic.optim", "optim"]
+    assert {f"{section}.lr" for section in found[:3]} <= {*found[3:]}
+    assert set(paths("critic.optim")) == {path for path in found if path.startswith("critic.optim")}
+
+
+def test_lines_that_read_a_key_are_code():
+    places = read_at("trainer.max_rollout_actor_probs_diff")
     assert any(place.startswith("verl/trainer/ppo/ray_trainer.py:") for place in places)
-    assert not any("verl/cli/" in place for place in named_in("actor_rollout_ref.actor.clip_ratio"))
+    for place in (seeds := read_at("trainer.seed")):
+        file, _, line = place.partition(":")
+        assert "trainer.seed" in (Path(verl.__file__).parents[1] / file).read_text().splitlines()[int(line) - 1]
+    assert not any("base/env.py" in place for place in seeds), "a docstring"
+    assert any(place.startswith("verl/trainer/driver.py:") for place in seeds)
+
+
+def test_a_key_that_others_follow_is_not_read_at_a_fallback(capsys):
+    Console(width=200).print(explanation("actor_rollout_ref.actor.clip_ratio")[0])
+    assert "no line: its value is read through the settings that follow it" in capsys.readouterr().out
+
+
+def test_runs_of_two_kinds_are_told():
+    sft = {"data.train_batch_size": 4, "optim.lr": 1, "model.path": "x", "data.prompt_key": "prompt"}
+    grpo = {"data.train_batch_size": 8, "actor_rollout_ref.model.path": "x", "algorithm.adv_estimator": "grpo"}
+    assert "verl sft" in kinds(sft)
+    assert kinds(grpo) == ["verl train"]
+    assert kinds({"unknown": 1}) == []
+    assert "A has settings of verl sft" in str(kinds_told(kinds(sft), kinds(grpo), "A", "B"))
+    assert kinds_told(kinds({"data.seed": 1}), kinds(grpo), "A", "B") is None, "a few settings may be of either"
+    assert kinds_told([], kinds(grpo), "A", "B") is None
 
 
 def test_a_misspelt_key_is_unknown_and_the_right_one_is_told():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -59,11 +60,40 @@ def test_arguments_and_exit_status_are_those_of_the_module():
     assert "data.train_batch_size" in wrong.stderr
 
 
+def test_train_without_arguments_names_what_to_set_first(tmp_path):
+    command = [sys.executable, "-m", "verl", "train"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "ConfigError: no setting was given" in done.stderr
+    assert "deepseek" not in done.stderr
+    assert "wandb" not in done.stderr
+    shown = done.stderr.partition("verl train ")[2].partition("\n\n")[0].replace("\\\n", " ")
+    words = shlex.split(shown.replace("$HOME", str(tmp_path)).replace("Qwen/Qwen3-0.6B", str(tmp_path)))
+    given = subprocess.run(
+        [*command, *words], capture_output=True, text=True, check=False, env=environment, cwd=tmp_path
+    )
+    assert "train.parquet: there is no such file" in given.stderr
+    assert "micro_batch" not in given.stderr
+    assert "critic" not in given.stderr
+
+
+def test_differences_of_two_kinds_are_those_of_common_keys(tmp_path):
+    (tmp_path / "sft.yaml").write_text("data: {train_batch_size: 4}\nmodel: {path: x}\noptim: {lr: 1}\n")
+    (tmp_path / "grpo.yaml").write_text("data: {train_batch_size: 8}\nactor_rollout_ref: {model: {path: x}}\n")
+    done = verl("diff", str(tmp_path / "sft.yaml"), str(tmp_path / "grpo.yaml"), COLUMNS="200")
+    assert done.returncode == 1
+    assert done.stdout.startswith("The runs are of different kinds: ")
+    assert "data.train_batch_size" in done.stdout
+    assert "optim.lr" not in done.stdout
+
+
 def test_merge_takes_the_arguments_of_the_merger_with_or_without_its_own_word():
     for words in (["merge"], ["merge", "merge"]):
         done = verl(*words, "--backend", "megatron", "--local_dir", "nowhere")
         assert done.returncode == 1
         assert "nowhere/huggingface/config.json is missing" in done.stderr
+    assert verl("merge", "--help").stdout.startswith("usage: verl merge")
 
 
 def test_keys_are_completed():

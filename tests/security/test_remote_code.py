@@ -130,7 +130,7 @@ def test_the_merger_refuses_code(model: Path, mark: Path, tmp_path: Path):
     with_remote_code(model, mark)
     (tmp_path / "actor").mkdir()
     model.rename(tmp_path / "actor" / "huggingface")
-    with pytest.raises(ConfigError, match=r"--trust-remote-code of verl\.model_merger"):
+    with pytest.raises(ConfigError, match=r"--trust-remote-code of verl merge"):
         merge(tmp_path / "actor", tmp_path / "merged", trust_remote_code=False)
 
 

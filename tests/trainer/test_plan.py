@@ -14,7 +14,7 @@ from verl.algorithms import adv_needs
 from verl.algorithms.estimator_registry import ESTIMATORS
 from verl.errors import ConfigError
 from verl.planner.advice import changes, with_settings
-from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, check_layouts, make_plan
+from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, check_layouts, make_plan, show_plan
 
 ROOT = Path(__file__).parents[2]
 NATIVE = "actor_rollout_ref.rollout.name=native"
@@ -166,3 +166,16 @@ def test_options_out_of_range_are_said(folder, capsys, words, said):
 def test_what_cannot_be_planned_is_said(folder, words, said):
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         _ = plan_of(folder, *words).stages
+
+
+def test_small_models_and_one_node_are_said_so(folder, capsys):
+    show_plan(plan_of(folder, "--gpus", "8"), [])
+    assert "7.62 billion parameters, on 8 x h100 (1 node):" in " ".join(capsys.readouterr().out.split()).lower()
+    tiny = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1000}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    (folder / "config.json").write_text(json.dumps(QWEN_7B | tiny | heads))
+    show_plan(plan_of(folder, "--gpus", "16"), [])
+    said = " ".join(capsys.readouterr().out.split()).lower()
+    # Embedding and head 2 x 64,000; a layer: attention 12,416 with biases, MLP 24,576, two norms 128; a norm of 64.
+    assert "0.20 million parameters" in said
+    assert "(2 nodes):" in said

@@ -20,6 +20,7 @@ import torch
 import verl.utils.tracking
 from verl.base.redact import without_secrets
 from verl.errors import ConfigError
+from verl.trainer.loop import StepContext
 from verl.utils.file_log import THIS_RUN
 from verl.utils.tracking import TRACKERS, Tracker, Tracking, ValidationGenerationsLogger, require_trackers
 from verl.utils.tracking.base import flatten, markdown_table
@@ -337,14 +338,18 @@ def test_settings_checkpoints_and_the_end_stand_beside_the_metrics():
     with Tracking("p", "e", ["file", "console"], config) as tracking:
         tracking.log({"x": 1}, step=1)
         tracking.log_event("checkpoint", step=1, folder="here")
-    with pytest.raises(ValueError, match="broken"), Tracking("p", "e", "file", config, 1):
-        raise ValueError("broken\nby intent")
+    error = ValueError("broken\nby intent")
+    error.add_note("On the command line: x")
+    run = Tracking("p", "e", "file", config, 1)
+    with pytest.raises(ValueError, match="broken"), run, StepContext(3).stage("gen"):
+        raise error
     events = lines(Path("p/e.run.jsonl"))
     assert [event["event"] for event in events] == ["start", "checkpoint", "end", "start", "resume", "end"]
     assert events[0]["config"] == {"model": {"api_key": "***", "path": "tiny"}}
     assert events[0]["pid"] == os.getpid()
     assert (events[1]["step"], events[1]["folder"], events[4]["step"]) == (1, "here", 1)
-    assert [(events[i]["status"], events[i]["why"]) for i in (2, 5)] == [("done", ""), ("failed", "ValueError: broken")]
+    why = "ValueError: broken This happened in stage 'gen' of step 3."
+    assert [(events[i]["status"], events[i]["why"]) for i in (2, 5)] == [("done", ""), ("failed", why)]
 
 
 def test_an_unwritable_file_says_what_to_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

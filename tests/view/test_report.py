@@ -77,6 +77,28 @@ def test_a_file_without_a_whole_step_and_without_a_start_makes_no_report(tmp_pat
     assert not (tmp_path / "report.html").exists()
 
 
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (
+            {"status": "failed", "why": "WorkerError: <rank 3>"},
+            "<strong>failed</strong><br>WorkerError: &lt;rank 3&gt;",
+        ),
+        ({"status": "failed"}, "<strong>failed</strong><br>No reason was recorded."),
+        ({"status": "stopped", "why": "SystemExit: 75"}, "<strong>stopped</strong><br>SystemExit: 75"),
+        ({"status": "done", "why": ""}, None),
+    ],
+)
+def test_a_run_that_failed_says_why(tmp_path, end, said):
+    make_up_run(tmp_path, steps=2, ended=False)
+    with (tmp_path / "metrics.run.jsonl").open("a") as file:
+        file.write(json.dumps({"event": "end", "time": 1.0, **end}) + "\n")
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert ("<h2>End</h2>" in page) == (said is not None)
+    assert said is None or said in page
+
+
 @pytest.mark.parametrize("has_metrics", [True, False])
 def test_a_run_that_never_made_a_step_is_found_and_reported(tmp_path, has_metrics):
     start = {"event": "start", "command": "verl train x", "config": {"data": {"seed": 17}}, "host": "elsewhere"}

@@ -46,7 +46,7 @@ def saved_ranks(folder: Path) -> int:
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing, so {folder} is not a whole checkpoint of strategy=megatron. One of another strategy "
-            "goes on through a Hugging Face folder: python -m verl.model_merger."
+            "goes on through a Hugging Face folder: verl merge."
         ) from None
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}.") from error

@@ -26,6 +26,8 @@ MODULES: dict[str, ModuleCommand] = {
     "eval": ModuleCommand("verl.trainer.main_eval", "Score a file of responses.", "evaluation"),
     "merge": ModuleCommand("verl.model_merger.__main__", "Make a model folder of a sharded checkpoint."),
 }
+COMMAND_OF_CONFIGURATION = {command.configuration: f"verl {name}" for name, command in reversed(MODULES.items())}
+"""Configuration → the first command that takes it."""
 INSPECTIONS: dict[str, ModuleCommand] = {
     "data": ModuleCommand("verl.trainer.inspect_data", "The data of a run before it starts.", "ppo_trainer"),
     "rollouts": ModuleCommand("verl.trainer.inspect_rollouts", "The samples that a run has written."),

@@ -12,8 +12,11 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from verl.base.nested import flat
+from verl.cli.commands import COMMAND_OF_CONFIGURATION
 from verl.config.problems import shown
 from verl.errors import ConfigError
+from verl.trainer.config.generate import ENTRIES
+from verl.trainer.config.keys import leaves
 from verl.view.discovery import read_config
 
 ABSENT = "(not set)"
@@ -69,6 +72,27 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, t
     """Return key → the two values of settings that differ; a key that one lacks has ``(not set)`` there."""
     pairs = {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in sorted(one.keys() | other.keys())}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def kinds(settings: Mapping[str, Any]) -> list[str]:
+    """Return the commands that could have run with settings: those that know most of their keys, none if none does."""
+    known = {
+        name: len(leaves(entry.root).keys() & settings.keys())
+        for entry in ENTRIES
+        for name in [COMMAND_OF_CONFIGURATION[entry.name]]
+    }
+    most = max(known.values())
+    return [name for name, count in known.items() if count == most > 0]
+
+
+def kinds_told(one: list[str], other: list[str], name: str, other_name: str) -> Text | None:
+    """Say that two runs are of different kinds; None if they may be of one."""
+    if not one or not other or {*one} & {*other}:
+        return None
+    return Text(
+        f"The runs are of different kinds: {name} has settings of {' or '.join(one)}, {other_name} of "
+        f"{' or '.join(other)}. Of the keys that both have these differ:"
+    )
 
 
 def differences_table(found: Mapping[str, tuple[Any, Any]], one: str, other: str) -> Table | Text:

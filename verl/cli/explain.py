@@ -1,7 +1,8 @@
-"""What a setting means, in which commands it is, what follows from it, and where the code names it."""
+"""What a setting means, in which commands it is, what follows from it, and where the code reads it."""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import fnmatch
 import re
@@ -14,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import verl
-from verl.cli.commands import MODULES
+from verl.cli.commands import COMMAND_OF_CONFIGURATION
 from verl.config.base import BaseConfig
 from verl.config.problems import shown
 from verl.trainer.config.generate import ENTRIES, status
@@ -25,8 +26,6 @@ from verl.trainer.config.linked_keys import FORWARD_PASSES, PAIRS
 MOST_KEYS = 60
 MOST_PLACES = 8
 MOST_GUESSES = 6
-_COMMANDS = {command.configuration: f"verl {name}" for name, command in reversed(MODULES.items())}
-"""Configuration → the first command that takes it."""
 
 
 @dataclass
@@ -47,7 +46,7 @@ def all_settings() -> list[Setting]:
     """Return the settings of all commands; one that commands define alike comes once."""
     found: dict[tuple[str, str, str, str], Setting] = {}
     for entry in ENTRIES:
-        command = _COMMANDS[entry.name]
+        command = COMMAND_OF_CONFIGURATION[entry.name]
         for key in iter_keys(entry.root):
             setting = _setting(key, entry.root)
             same = (setting.path, setting.meaning, setting.allowed, setting.default)
@@ -67,11 +66,15 @@ def _setting(key: Key, root: type[BaseConfig]) -> Setting:
 def matching(word: str, settings: list[Setting]) -> list[Setting]:
     """Return the settings that a word names: a key or section, the end of one, a part of a key, or its meaning.
 
-    The first of these that is true of any setting decides.
+    The first of these that is true of any setting decides. Sections of one name come all, in front of their keys.
     """
+    sections = [setting.path for setting in settings if setting.is_section and f".{setting.path}".endswith(f".{word}")]
+    if sections and not any(setting.path == word and not setting.is_section for setting in settings):
+        below = tuple(f"{section}." for section in sections)
+        found = [setting for setting in settings if f"{setting.path}.".startswith(below)]
+        return sorted(found, key=lambda setting: setting.path not in sections)
     tests = (
         lambda setting: setting.path == word and not setting.is_section,
-        lambda setting: f"{setting.path}.".startswith(f"{word}."),
         lambda setting: f".{setting.path}".endswith(f".{word}") and not setting.is_section,
         lambda setting: f".{word}." in f".{setting.path}.",
         lambda setting: word in setting.path,
@@ -122,26 +125,38 @@ def follows_from(path: str, settings: list[Setting]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def named_in(path: str) -> list[str]:
-    """Return lines of this package that name a key after its section, as ``actor.clip_ratio``; else after any object.
+def read_at(path: str, alone: bool = True) -> list[str]:
+    """Return lines of this package that read a key after its section, as ``actor.clip_ratio``.
 
-    A text search: a section that the code calls otherwise is found by the second form only.
+    Comments and texts do not count, and a section that the code calls otherwise may be missed. Without such a line
+    and with ``alone``, those that read its name after any object but ``self``, if no other setting is called so.
     """
     *_, section, name = ["", *path.split(".")]
     root = Path(verl.__file__).parent
     skipped = {"cli", "config", "testing"}  # the first two describe settings, and no run reads them there
     files = {file: file.read_text() for file in sorted(root.rglob("*.py")) if not skipped & {*file.parts}}
-    for pattern in (rf"\b{section}\.{name}\b", rf"(\.{name}\b|\[\"{name}\"\])"):
-        places = [
-            f"{file.relative_to(root.parent)}:{number}"
-            for file, text in files.items()
-            if name in text
-            for number, line in enumerate(text.splitlines(), 1)
-            if re.search(pattern, line)
-        ]
-        if places:
-            return places
-    return []
+    reads = {
+        (file, node.end_lineno or node.lineno): _owner_of(node)
+        for file, text in files.items()
+        if re.search(rf"\.{name}\b", text)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Attribute) and node.attr == name and isinstance(node.ctx, ast.Load)
+    }
+    found = [place for place, owner in reads.items() if owner == section]
+    if not found and alone and [one.path.rpartition(".")[2] for one in _by_path(all_settings())].count(name) == 1:
+        found = [place for place, owner in reads.items() if owner != "self"]
+    return [f"{file.relative_to(root.parent)}:{line}" for file, line in sorted(found)]
+
+
+def _owner_of(node: ast.Attribute) -> str:
+    """Return the last name before the attribute: ``actor`` of ``config.actor.clip_ratio``."""
+    owner = node.value
+    return owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
+
+
+def _by_path(settings: list[Setting]) -> list[Setting]:
+    """Return one setting of each path."""
+    return list({setting.path: setting for setting in settings}.values())
 
 
 def _guesses(word: str, settings: list[Setting]) -> str:
@@ -164,12 +179,12 @@ def _page(setting: Setting, settings: list[Setting]) -> RenderableType:
     followers = follows_from(setting.path, settings)
     if followers:
         rows.add_row("  followed by", Text("\n".join(followers)))
-    places = [] if setting.is_section else named_in(setting.path)
+    places = [] if setting.is_section else read_at(setting.path, alone=not followers)
     if places:
         rest = f"\n… and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""
-        rows.add_row("  named in", Text("\n".join(places[:MOST_PLACES]) + rest))
+        rows.add_row("  read at", Text("\n".join(places[:MOST_PLACES]) + rest))
     elif followers and not setting.is_section:
-        rows.add_row("  named in", Text("no line: its value is read through the settings that follow it"))
+        rows.add_row("  read at", Text("no line: its value is read through the settings that follow it"))
     return Group(Text(setting.path, style="bold"), rows)
 
 
@@ -177,8 +192,8 @@ def _list(found: list[Setting]) -> RenderableType:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(overflow="fold")  # a cut key could not be copied
     rows.add_column()
-    by_path = {setting.path: setting for setting in found}
-    for setting in list(by_path.values())[:MOST_KEYS]:
+    by_path = _by_path(found)
+    for setting in by_path[:MOST_KEYS]:
         default = "" if setting.is_section else f" [{setting.default}]"
         rows.add_row(Text(setting.path, style="bold"), Text(setting.meaning + default, style="dim"))
     rest = len(by_path) - MOST_KEYS

@@ -25,16 +25,16 @@ MOST_COMPLETIONS = 200
 
 
 def run_module(command: ModuleCommand, name: str, arguments: tuple[str, ...]) -> None:
-    """Run the ``main`` of a module as if its own command line had been typed, and end with its exit status.
-
-    The command of the shards' merger is ``verl merge``, so the word ``merge`` may be left out after it.
-    """
-    words = list(arguments)
-    if name == "merge" and words[:1] not in (["merge"], ["test"], ["--help"], ["-h"]):
-        words.insert(0, "merge")
-    sys.argv = [f"verl {name}", *words]
+    """Run the ``main`` of a module as if its own command line had been typed, and end with its exit status."""
+    sys.argv = [f"verl {name}", *words_for_module(name, arguments)]
     with interruptible():
         sys.exit(importlib.import_module(command.module).main())
+
+
+def words_for_module(name: str, arguments: tuple[str, ...]) -> list[str]:
+    """Return the arguments that a module gets: after ``verl merge`` the merger's own word ``merge`` may be left out."""
+    own = name != "merge" or arguments[:1] in (("merge",), ("test",), ("--help",), ("-h",))
+    return list(arguments) if own else ["merge", *arguments]
 
 
 def complete_keys(configuration: str, beginning: str) -> list[str]:
@@ -93,7 +93,7 @@ for _name, _command in INSPECTIONS.items():
 @cli.command()
 @click.argument("words", nargs=-1, required=True, metavar="KEY...")
 def explain(words: tuple[str, ...]) -> None:
-    """Say what settings mean: type, default, commands, what follows from them, where the code names them.
+    """Say what settings mean: type, default, commands, what follows from them, where the code reads them.
 
     KEY is a whole key, the end of one, a part of one, or a word of its meaning.
     """
@@ -127,14 +127,20 @@ def diff_command(one: str, other: str, as_json: bool) -> None:
     """Compare the settings of two runs or files.
 
     ONE and OTHER are YAML files, folders that Hydra wrote, checkpoints (global_step_N), logs of the tracker `file` or
-    folders with one of these. Exit status 1 says that they differ.
+    folders with one of these. Of runs of different kinds (SFT and PPO) only the keys of both are shown; --json has all.
+    Exit status 1 says that they differ.
     """
-    from verl.cli.differences import differences, differences_table, read_settings
+    from verl.cli.differences import ABSENT, differences, differences_table, kinds, kinds_told, read_settings
     from verl.utils.console import console
 
-    found = differences(read_settings(one), read_settings(other))
+    left, right = read_settings(one), read_settings(other)
+    found = differences(left, right)
     if as_json:
         click.echo(json.dumps(found, indent=2, default=str))
+    elif told := kinds_told(kinds(left), kinds(right), one, other):
+        console().print(told)
+        common = {key: pair for key, pair in found.items() if ABSENT not in pair}
+        console().print(differences_table(common, one, other))
     else:
         console().print(differences_table(found, one, other))
     sys.exit(1 if found else 0)

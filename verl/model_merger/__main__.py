@@ -17,9 +17,7 @@ logger = logging.getLogger("verl.model_merger")
 
 def parser() -> argparse.ArgumentParser:
     """Build the argument parser."""
-    top = argparse.ArgumentParser(
-        prog="python -m verl.model_merger", description="Sharded checkpoints to model folders."
-    )
+    top = argparse.ArgumentParser(prog="verl merge", description="Sharded checkpoints to model folders.")
     commands = top.add_subparsers(dest="command", required=True)
     for name, text in (("merge", "write a model folder"), ("test", "compare with a model folder")):
         command = commands.add_parser(name, help=text)
@@ -44,6 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser().parse_args(arguments)
     if args.use_cpu_initialization:
         logger.warning("no effect: --use_cpu_initialization (weights are always read into memory of the CPU)")
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # the bars of loading and writing, which fill a log with lines
     from verl.model_merger.fsdp import compare, merge
 
     try:

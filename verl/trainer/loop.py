@@ -27,7 +27,7 @@ from verl.trainer.worker_groups import WorkerGroups
 from verl.utils.console import Progress, status
 from verl.utils.dataset.loading import batches, load_position, skip_batches
 from verl.utils.metric import Metrics, simple_timer
-from verl.utils.run_log import clock, rank_columns
+from verl.utils.run_log import STAGE_NOTE, clock, rank_columns
 from verl.utils.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -72,8 +72,8 @@ class StepContext:
                 yield
                 self.spans.append((name, round(began, 4), round(clock(), 4)))
             except Exception as error:
-                if not any(note.startswith("This happened in stage") for note in getattr(error, "__notes__", ())):
-                    error.add_note(f"This happened in stage '{name}' of step {self.number}.")
+                if not any(note.startswith(STAGE_NOTE) for note in getattr(error, "__notes__", ())):
+                    error.add_note(f"{STAGE_NOTE} '{name}' of step {self.number}.")
                 raise
 
 

@@ -229,7 +229,25 @@ def run_ppo(config: PPOConfig | DictConfig, task_runner_class: Any = None) -> No
         runner_class().run(config)
 
 
-main = command(run_ppo, config_name="ppo_trainer", root=PPOConfig, restarts=True)
+FIRST_WORDS = """no setting was given. A run needs at least
+
+  actor_rollout_ref.model.path      a folder with a model, or its name on the Hugging Face hub
+  data.train_files, data.val_files  files of prompts: docs/data_and_rewards.md
+  a reward                          rows whose data_source has a scorer, such as gsm8k's, or a function of yours:
+                                    custom_reward_function.path=my_reward.py
+
+For example
+
+  python examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k
+  verl train algorithm.adv_estimator=grpo \\
+      actor_rollout_ref.model.path=Qwen/Qwen3-0.6B \\
+      data.train_files=$HOME/data/gsm8k/train.parquet data.val_files=$HOME/data/gsm8k/test.parquet \\
+      actor_rollout_ref.actor.use_dynamic_bsz=true 'trainer.logger=[console]'
+
+What is then wrong or missing is told all together, before a model loads. `verl train --help` lists the usual
+settings, `verl explain KEY` explains one, and `verl quickstart` trains a tiny model without any."""
+
+main = command(run_ppo, config_name="ppo_trainer", root=PPOConfig, restarts=True, first_words=FIRST_WORDS)
 
 
 if __name__ == "__main__":

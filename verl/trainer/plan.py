@@ -202,9 +202,9 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
     cluster, shape = plan.cluster, plan.models["actor"].memory.shape
     nodes, usable = cluster.gpus // cluster.gpus_per_node, cluster.usable_bytes / _GB
     show(
-        f"{shape.family}, {shape.parameters() / 1e9:.2f} billion parameters, on {cluster.gpus} x {cluster.gpu.name} "
-        f"({nodes} nodes): {usable:.0f} GB of each are for tensors, {cluster.reserved_gb:.0f} GB are kept for CUDA, "
-        "NCCL and the allocator"
+        f"{shape.family}, {_parameters(shape.parameters())}, on {cluster.gpus} x {cluster.gpu.name} "
+        f"({nodes} node{'s' * (nodes != 1)}): {usable:.0f} GB of each are for tensors, "
+        f"{cluster.reserved_gb:.0f} GB are kept for CUDA, NCCL and the allocator"
     )
     memory = Table(title="Memory of one GPU at the highest point of each stage, GB", title_justify="left")
     for name in ("stage", "in all", "parts"):
@@ -238,6 +238,12 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         show(f"  {change}   ({change.bytes / _GB:.1f} GB{', fits' if change.fits else ''})")
     if not advice or not advice[-1].fits:
         show("  No setting makes room enough: take more GPUs, shorter responses, or LoRA (model.lora_rank).")
+
+
+def _parameters(count: int) -> str:
+    """Return a number of parameters in words: ``7.62 billion parameters``, ``0.04 million parameters``."""
+    unit, size = ("billion", 1e9) if count >= 1e9 else ("million", 1e6)
+    return f"{count / size:.2f} {unit} parameters"
 
 
 def _short(stage: Stage) -> str:

@@ -33,7 +33,7 @@ def why_unreadable(error: Exception, path: str) -> str:
         return (
             f"it needs Python code of its own ({', '.join(files) or 'from the hub'}), which is not run unless you ask "
             "for it. Read that code, and if you trust it, set trust_remote_code=true for this model "
-            "(--trust-remote-code of verl.model_merger)."
+            "(--trust-remote-code of verl merge)."
         )
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in text or "Weights only" in text:
         return (

@@ -37,6 +37,8 @@ def clock() -> float:
     return _AHEAD_S + time.monotonic()
 
 
+STAGE_NOTE = "This happened in stage"
+"""Beginning of the note that a step adds to an error: it goes into the record of the run's end."""
 EndStatus = Literal["done", "stopped", "failed"]
 """``stopped``: by a signal, after the state was saved."""
 

@@ -97,6 +97,7 @@ def page_of(run: Run, index: Index) -> str:
     parts = [
         f"<h1>{text(title)}</h1>",
         table({name: value for name, value in facts.items() if value}),
+        ending(about),
         alerts(run.alerts(index)),
         curves(run, index),
         *(samples(run, index, folder_kind) for folder_kind in about["kinds"]),
@@ -109,6 +110,17 @@ def page_of(run: Run, index: Index) -> str:
         '<meta name=viewport content="width=device-width, initial-scale=1">'
         f"<title>{text(title)}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
     )
+
+
+def ending(about: Mapping[str, Any]) -> str:
+    """Why the run ended, with the stage, if its last end was no good one; empty for others and for runs that go on."""
+    state = about["state"]
+    if state == "lost":
+        return "<h2>End</h2><article class=alert>Its process is gone, and left no word why.</article>"
+    if state not in ("failed", "stopped"):
+        return ""
+    why = about["ends"][-1].get("why") or "No reason was recorded."
+    return f"<h2>End</h2><article class=alert><strong>{text(state)}</strong><br>{text(why)}</article>"
 
 
 def alerts(found: Sequence[Mapping[str, Any]]) -> str:

@@ -263,6 +263,7 @@ def command(
     root: type[ConfigT],
     restarts: bool = False,
     data_only: bool = False,
+    first_words: str = "",
 ) -> Callable[[], None]:
     """Make a command line that calls ``run`` with its checked configuration, as ``@hydra.main`` would.
 
@@ -277,6 +278,7 @@ def command(
         restarts: call ``run`` in a process that is restarted when a signal kills it; see
             :func:`verl.trainer.driver.restarting_driver`.
         data_only: check only the settings of data and tokenizer.
+        first_words: what to tell in place of all problems if the defaults have some and no argument was given.
     """
 
     @interruptible()
@@ -288,6 +290,8 @@ def command(
         if {"--help", "-h"}.intersection(sys.argv[1:]):
             _print_help(cast(FunctionType, run), root)
             return
+
+        told_first = "" if sys.argv[1:] else first_words
 
         def entry(cfg: DictConfig) -> None:
             _show_full_errors(shown_in_full)
@@ -305,7 +309,7 @@ def command(
                 with restarting_driver(config) if restarts else nullcontext(config) as config:
                     run(config)
             except PLAIN_ERRORS as error:
-                _end_plainly(error, secrets_in(OmegaConf.to_container(cfg)), root)
+                _end_plainly(_shortened(error, told_first), secrets_in(OmegaConf.to_container(cfg)), root)
             _show_full_errors("1")  # for the composition of a sweep's next job
 
         add_search_path()
@@ -351,6 +355,11 @@ def _print_help(run: FunctionType, root: type[BaseConfig]) -> None:
     except ConfigError as error:  # no such section or key
         _end_plainly(error, [])
     console().print(page)
+
+
+def _shortened(error: Exception, words: str) -> Exception:
+    """Return a configuration's error with ``words``, if there are any, in place of its problems."""
+    return ConfigError(words) if words and isinstance(error, ConfigError) else error
 
 
 def _end_plainly(error: Exception, secrets: Collection[str], root: type[BaseConfig] | None = None) -> NoReturn:

@@ -19,6 +19,7 @@ import torch
 
 from verl.base.redact import redacted, secrets_in, without_secrets
 from verl.errors import ConfigError, VerlError
+from verl.utils.run_log import STAGE_NOTE
 from verl.utils.tracking import local, services  # noqa: F401 (they file their trackers)
 from verl.utils.tracking.base import TRACKERS, Tracker
 
@@ -255,10 +256,11 @@ class _Guard:
 
 
 def _why(error: BaseException | None) -> str:
-    """Kind and first line of an error, without secrets."""
+    """Kind and first line of an error, and the stage of the step that it ended, without secrets."""
     if error is None:
         return ""
-    return redacted(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(STAGE_NOTE)]
+    return redacted(" ".join([f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", *notes]))
 
 
 class ValidationGenerationsLogger:
