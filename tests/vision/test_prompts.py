@@ -9,7 +9,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from transformers import AutoModelForImageTextToText
 
 from verl.errors import DataError
@@ -114,9 +114,42 @@ def test_forms_of_an_image_give_the_same_pixels(tmp_path):
     forms += [{"path": str(file), "bytes": None}, {"image": str(file)}, {"type": "image", "image": image}]
     for form in forms:
         assert np.array_equal(np.asarray(read_image(form, "here")), np.asarray(image)), form
+
+
+def saved(image, kind="PNG", **more):
+    file = io.BytesIO()
+    image.save(file, format=kind, **more)
+    return file.getvalue()
+
+
+def test_modes_of_images_by_hand():
+    def pixels(value):
+        return np.asarray(read_image(value, "here")).tolist()
+
+    white = [255] * 3
     half = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     half.putpixel((0, 0), (10, 20, 30, 255))
-    assert np.asarray(read_image(half, "here")).tolist() == [[[10, 20, 30], [255, 255, 255]]]
+    assert pixels(half) == [[[10, 20, 30], white]]
+    plain = Image.new("RGB", (1, 1), (10, 20, 30))
+    assert pixels(saved(plain, transparency=(10, 20, 30))) == [[white]]
+    assert pixels(saved(plain.quantize(2), transparency=0)) == [[white]]
+    assert pixels(saved(plain.quantize(2))) == [[[10, 20, 30]]]
+    assert pixels(saved(Image.new("L", (1, 1), 7), transparency=7)) == [[white]]
+    assert pixels(saved(Image.new("CMYK", (1, 1), (0, 255, 255, 0)), "TIFF")) == [[[255, 0, 0]]]
+    # 16 bits: 256 · 7 + 200 of 65,535 is 7 of 255.
+    deep = Image.fromarray(np.array([[0, 256 * 7 + 200, 65535]], dtype=np.uint16))
+    for value in (deep, saved(deep), saved(deep, "TIFF")):
+        assert pixels(value) == [[[0] * 3, [7] * 3, white]]
+    assert pixels(saved(deep, transparency=0)) == [[white, [7] * 3, white]]
+    frames = [Image.new("RGB", (1, 1), (shade, shade, shade)) for shade in (5, 9)]
+    assert pixels(saved(frames[0], "GIF", save_all=True, append_images=frames[1:])) == [[[5] * 3]]
+    # A camera that was held upright (6) stores rows from right to left, and from top to bottom.
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    stored = Image.fromarray(np.array([[[1] * 3, [2] * 3, [3] * 3], [[4] * 3, [5] * 3, [6] * 3]], dtype=np.uint8))
+    upright = [[[4] * 3, [1] * 3], [[5] * 3, [2] * 3], [[6] * 3, [3] * 3]]
+    assert pixels(saved(stored, exif=exif.tobytes())) == upright
+    assert pixels(stored) == np.asarray(stored).tolist()
 
 
 def test_limits_of_pixels():
@@ -134,8 +167,9 @@ def test_limits_of_pixels():
     assert process_image({"bytes": png(image), "max_pixels": 3136}, image_patch_size=14).size == (28, 56)
     with pytest.raises(DataError, match="one edge may be at most 200 times"):
         process_image({"image": Image.new("RGB", (2, 500)), "min_pixels": 3136})
-    with pytest.raises(DataError, match=r"{'max_pixels': -1}; limits of pixels"):
-        process_image({"image": image, "max_pixels": -1})
+    for wrong in (-1, float("inf")):
+        with pytest.raises(DataError, match=rf"{{'max_pixels': {wrong}}}; limits of pixels"):
+            process_image({"image": image, "max_pixels": wrong})
 
 
 @pytest.mark.parametrize(
@@ -147,6 +181,9 @@ def test_limits_of_pixels():
         ("https://example.org/a.png", "is a remote address"),
         ({"width": 3}, "a mapping with width. It needs one of bytes, path and image"),
         (7, "an image is int 7"),
+        (Image.new("RGB", (0, 5)), "of 0 x 5 pixels cannot be read: it has 0 x 5 pixels"),
+        (Image.new("F", (4, 4)), r"its values \(mode F\) have no largest one"),
+        (Image.new("La", (4, 4)), "conversion from La"),
         ("data:image/png;base64,###", "base64 text of an image is damaged"),
     ],
 )
@@ -229,9 +266,7 @@ def test_the_image_processor_is_that_of_pillow(path):
     processor = hf_processor(path)
     assert type(processor).__name__ == "Qwen2_5_VLProcessor"
     assert type(processor.image_processor).__name__ == "Qwen2VLImageProcessorPil"
-    buffer = io.BytesIO()
-    picture("red").save(buffer, format="JPEG")
-    assert read_image(buffer.getvalue(), "x").mode == "RGB"
+    assert read_image(saved(picture("red"), "JPEG"), "x").mode == "RGB"
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -254,9 +289,7 @@ def test_pictures_of_inputs_make_the_same_inputs(normalize, tmp_path):
 
 def test_data_urls_hold_what_the_web_has():
     def url(image, kind, named):
-        file = io.BytesIO()
-        image.save(file, format=kind)
-        return f"data:image/{named};base64," + base64.b64encode(file.getvalue()).decode()
+        return f"data:image/{named};base64," + base64.b64encode(saved(image, kind)).decode()
 
     assert read_image(url(picture("red"), "GIF", "jpg"), "-").size == (16, 16)  # the bytes say what it is
     with pytest.raises(DataError, match=r"-: the image .* cannot be read: it is no image file"):

@@ -19,7 +19,7 @@ from verl.agents.conversation import Conversation
 from verl.agents.parsers.base import FunctionCall, ToolParser
 from verl.base.registry import scoped_registrations
 from verl.errors import ConfigError, DataError
-from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.testing.tiny_run import make_tiny_run, overrides, same
 from verl.testing.vision_models import picture, picture_rows, png, tiny_vision_model_dir, write_parquet
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
@@ -231,8 +231,10 @@ def test_a_run_whose_tool_shows_pictures(look, tmp_path, monkeypatch):
         "actor_rollout_ref__rollout__name": "native",
         "actor_rollout_ref__actor__use_kl_loss": "true",
         "trainer__rollout_data_dir": tmp_path / "rollouts",
+        "trainer__rollout_token_dump_freq": 1,
         "trainer__total_training_steps": 2,
         "trainer__test_freq": 2,
+        "trainer__save_freq": 1,
     }
     run_ppo(compose(overrides(paths, tmp_path, **changes)))
     steps = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
@@ -243,3 +245,11 @@ def test_a_run_whose_tool_shows_pictures(look, tmp_path, monkeypatch):
     dumped = [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()]
     messages = [message for row in dumped for message in row["trajectory"]["conversation"]]
     assert any({"type": "image"} in message["content"] for message in messages if message["role"] == "tool")
+    # A run that goes on from step 1 makes the same second step bit by bit.
+    again, first = tmp_path / "again", tmp_path / "checkpoints"
+    changes |= {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": first / "global_step_1"}
+    run_ppo(compose(overrides(paths, again, **changes, trainer__default_local_dir=again)))
+    files = sorted((first / "global_step_2").rglob("*.pt"))
+    assert len(files) >= 5  # model, optimizer, random numbers, data and driver
+    for file in files:
+        assert same(*(torch.load(root / file.relative_to(first), weights_only=False) for root in (first, again))), file

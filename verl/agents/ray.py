@@ -226,6 +226,17 @@ def generating(
     return reference
 
 
+def _stored(pixels: np.ndarray) -> Any:
+    try:
+        return ray.put(pixels)
+    except RayError as error:
+        raise RolloutError(
+            f"an image of {pixels.nbytes:,} bytes found no room in Ray's object store, nor on the disk to which that "
+            f"moves what it cannot hold ({type(error).__name__}). Give the disk of Ray's temporary folder more room, "
+            "or set rollout.agent.max_concurrent lower."
+        ) from error
+
+
 def _pixels(reference: Any) -> np.ndarray:
     try:
         return ray.get(reference)
@@ -253,7 +264,7 @@ class RayConnection:
 
     def __init__(self, router: Any) -> None:
         self._router = router
-        self.images = ImageSender(ray.put)
+        self.images = ImageSender(_stored)
         """The images of all conversations of this process."""
 
     def send(

@@ -200,17 +200,19 @@ class AsyncLLMServerManager:
         asked_at, began = time.time(), time.monotonic()
         conversation = f"{self._sample.name}/{request_id}"
         self._conversations.add(conversation)
-        call = self._connection.send(conversation, request, on_part)
-        self._under_way.append(call)
         try:
-            if self.is_closed:  # since the question above
-                raise asyncio.CancelledError
-            output = await asyncio.wrap_future(call.future())
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
+            call = self._connection.send(conversation, request, on_part)
+            self._under_way.append(call)
+            try:
+                if self.is_closed:  # since the question above
+                    raise asyncio.CancelledError
+                output = await asyncio.wrap_future(call.future())
+            except asyncio.CancelledError:
+                call.cancel()
+                raise
+            finally:
+                self._under_way.remove(call)
         finally:
-            self._under_way.remove(call)
             if self.is_closed:  # perhaps since before `send`
                 self._connection.end(conversation)
             seconds = time.monotonic() - began

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, UnidentifiedImageError
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from verl.errors import DataError
 from verl.vision.data_urls import FORMATS, MOST_PIXELS, base64_of
@@ -28,7 +29,7 @@ _BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error,
 
 
 def read_image(value: Any, place: str) -> Image.Image:
-    """Decode an image to RGB; transparent parts become white.
+    """Decode an image to RGB: upright as its EXIF data say, transparent parts white, of an animation the first picture.
 
     Args:
         value: a PIL image, the bytes of a file, a path, a ``data:`` URL with base64 of a PNG, JPEG, GIF or WebP of at
@@ -43,13 +44,26 @@ def read_image(value: Any, place: str) -> Image.Image:
     try:
         image = source if isinstance(source, Image.Image) else _opened(source)
         image.load()
+        is_upright = image.getexif().get(ExifTags.Base.Orientation, 1) == 1
+        return _rgb(image if is_upright else ImageOps.exif_transpose(image))
     except _BROKEN as error:
         is_other = isinstance(error, UnidentifiedImageError)  # whose text is the address of an object
         reason = "it is no image file that Pillow knows" if is_other else error or type(error).__name__
         raise DataError(
             f"{place}: the image {_shown(value)} cannot be read: {reason}. Replace the file, or take the row out."
         ) from error
-    if image.mode in ("RGBA", "LA", "PA") or (image.mode == "P" and "transparency" in image.info):
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    if not (image.width and image.height):
+        raise ValueError(f"it has {image.width} x {image.height} pixels")
+    if image.mode in ("I", "F"):
+        raise ValueError(f"its values (mode {image.mode}) have no largest one that would be white; save it with 8 bits")
+    if image.mode.startswith("I;16"):  # Pillow would make everything white that is brighter than 255 of 65,535
+        values = np.asarray(image)
+        grey = np.where(values == image.info.get("transparency"), 255, values >> 8)
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")
@@ -124,7 +138,7 @@ def process_image(image: Any, image_patch_size: int = 14, place: str = "process_
     limits = {key: image[key] for key in _LIMITS if image.get(key) is not None} if isinstance(image, Mapping) else {}
     if not limits:
         return found
-    wrong = {key: value for key, value in limits.items() if not isinstance(value, int | float) or value < 1}
+    wrong = {key: value for key, value in limits.items() if not _is_size(value)}
     if wrong:
         raise DataError(f"{place}: an image has {wrong}; limits of pixels are numbers of at least 1.")
     factor = MERGE * image_patch_size
@@ -136,6 +150,10 @@ def process_image(image: Any, image_patch_size: int = 14, place: str = "process_
     except ValueError as error:
         raise DataError(f"{place}: {error}") from error
     return found.resize((width, height))
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 1
 
 
 def smart_resize(
