@@ -1,13 +1,18 @@
 """Merging shards into a model folder, and comparing with one."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
+import verl
 from tests.workers.support import make_engine, weights_of
 from verl.model_merger.__main__ import main
 from verl.testing.models import tiny_model_dir, tiny_tokenizer
@@ -47,6 +52,16 @@ def test_merge_makes_the_same_model(checkpoint, tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 104
     assert list((tmp_path / "out").glob("*.safetensors"))
     assert run("test", folder / "actor", "--test_hf_dir", str(tmp_path / "out")) == 0
+
+
+def test_a_log_has_no_progress_bars(checkpoint, tmp_path):
+    folder, _ = checkpoint
+    words = ["--backend", "fsdp", "--local_dir", str(folder / "actor"), "--target_dir", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "verl", "merge", *words]
+    environment = os.environ | {"PYTHONPATH": str(Path(verl.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, timeout=120)
+    assert "read back and equal" in done.stderr
+    assert "%|" not in done.stderr
 
 
 def test_another_model_is_told_apart(checkpoint, tmp_path, caplog):
