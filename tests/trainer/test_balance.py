@@ -36,7 +36,12 @@ def test_siblings_stay_on_one_rank():
     assert ranks == [[0], [1]]
     three = Siblings([[0, 2, 4], [1, 3, 5]], [6] * 6, [1] * 6)
     _, ranks = layout_for_ranks([7] * 6, dp_size=3, sizes=[6], balance=True, siblings=three)
-    assert ranks == [[0, 2], [1, 4], [3, 5]]
+    assert ranks == [[0, 2], [4, 5], [1, 3]]
+    # Groups of unequal sizes are balanced too: 10, 10, 2, 2 and 1 + 2 + 2 tokens make 15 and 14; in order 22 and 7.
+    unequal = Siblings([[0], [1], [2], [3], [4, 5]], [1] * 6, [9, 9, 1, 1, 2, 2])
+    lengths = [10, 10, 2, 2, 3, 3]
+    _, ranks = layout_for_ranks(lengths, dp_size=2, sizes=[6], balance=True, siblings=unequal)
+    assert ranks == [[0, 4, 5], [1, 2, 3]]
 
 
 def test_indivisible_batch_is_refused():

@@ -34,8 +34,8 @@ def layout_for_ranks(
         sizes: samples of each mini-batch (optimizer step of one pass over the batch).
         balance: assign by length, so that ranks get about equal tokens; otherwise in order.
         siblings: samples whose prompt is computed once on a rank. Each group goes to one rank, if the groups of a
-            mini-batch have equal sizes and divide over the ranks, and its prompt then counts once as tokens; else the
-            groups are cut where the ranks' parts end.
+            mini-batch have equal sizes and divide over the ranks. Else groups are cut where the ranks' parts end; with
+            ``balance`` the longest are assigned first and as few are cut as this order allows. A prompt counts once.
 
     Returns:
         the order (a permutation of the samples), and the samples of each rank.
@@ -76,9 +76,22 @@ def _shares_of_siblings(members: range, dp_size: int, balance: bool, siblings: S
             costs = [siblings.tokens(group) for group in groups]
             parts = get_seqlen_balanced_partitions(costs, dp_size, equal_size=True)
         return [[row - members.start for number in part for row in groups[number]] for part in parts]
-    rows = [row - members.start for group in groups for row in group]
-    share = len(rows) // dp_size
-    return [rows[rank * share : (rank + 1) * share] for rank in range(dp_size)]
+    share = len(members) // dp_size
+    if not balance:
+        rows = [row - members.start for group in groups for row in group]
+        return [rows[rank * share : (rank + 1) * share] for rank in range(dp_size)]
+    shares: list[list[int]] = [[] for _ in range(dp_size)]
+    tokens = [0] * dp_size
+    for group in sorted(groups, key=siblings.tokens, reverse=True):
+        rest = group
+        while rest:
+            # The rank with the fewest tokens that has room for all; if none has, that with the most room takes a part.
+            rank = min(range(dp_size), key=lambda r: (max(0, len(rest) - share + len(shares[r])), tokens[r]))
+            room = share - len(shares[rank])
+            part, rest = rest[:room], rest[room:]
+            tokens[rank] += siblings.tokens(part)
+            shares[rank] += [row - members.start for row in part]
+    return shares
 
 
 @dataclass(frozen=True)
