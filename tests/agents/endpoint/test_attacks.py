@@ -51,6 +51,7 @@ def until(holds):
         b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
         b'{"model": "policy", "messages": [{"role": "user", "content": {"a": 1}}]}',
         b'{"model": "policy", "messages": [{"role": "chef", "content": "Hi"}]}',
+        b'{"model": "policy", "messages": [{"role": ["user"], "content": "Hi"}]}',
         b'{"model": "policy", "messages": [[]]}',
         b'{"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": ' + b"9" * 5000 + b"}",
         b'{"model": "policy", "messages": [{"role": "assistant", "tool_calls": [{"id": 3}]}]}',

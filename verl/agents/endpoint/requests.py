@@ -155,7 +155,7 @@ def _kept(message: Any, place: str) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{place} is {message!r:.100}. Expected an object with role and content.")
     role = message.get("role")
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"{place}.role is {role!r:.100}. Expected one of {', '.join(ROLES)}.")
     if ROLES[role] not in WITH_IMAGES and has_image_parts(message.get("content")):
         raise DataError(f"{place} of the role {role} has an image. Those of {' and '.join(WITH_IMAGES)} may have some.")
