@@ -79,7 +79,8 @@ def test_a_run_is_scraped_while_it_trains(train, tmp_path):  # noqa: F811
         assert {key.lower(): value for key, value in during.items()}[gauge] == value, name
     assert any(name.startswith("verl_val_core_countdown") for name in during)  # of the validation before step 1
     stages = {labels[0] for one in scraper.seen for name, labels in one if name == "verl_stage"}
-    assert {"step", "gen", "update_actor"} <= stages  # others may be over between two scrapes
+    assert "step" in stages
+    assert stages & {"gen", "update_actor"}  # on a busy machine one may be over between two scrapes
     inner = [{labels[0] for name, labels in one if name == "verl_stage"} for one in scraper.seen]
     assert all("step" in one for one in inner if "gen" in one)
     assert scraper.seen[0]["verl_run_info", ("ex", "tiny", "pro")] == 1
