@@ -44,6 +44,30 @@ def test_siblings_stay_on_one_rank():
     assert ranks == [[0, 4, 5], [1, 2, 3]]
 
 
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=8),
+    ranks=st.integers(2, 4),
+    seed=st.integers(0, 999),
+)
+def test_balanced_ranks_are_never_busier_than_in_order(sizes, ranks, seed):
+    sizes = [*sizes, *[1] * (-sum(sizes) % ranks)]
+    group_of = np.repeat(np.arange(len(sizes)), sizes)
+    rng = np.random.default_rng(seed)
+    prompts, responses = rng.integers(1, 60, len(sizes)), rng.integers(0, 60, len(group_of))
+    groups = [np.flatnonzero(group_of == group).tolist() for group in range(len(sizes))]
+    siblings = Siblings(groups, prompts[group_of].tolist(), responses.tolist())
+    busiest = {}
+    for balance in (True, False):
+        lengths = (prompts[group_of] + responses).tolist()
+        order, shares = layout_for_ranks(
+            lengths, dp_size=ranks, sizes=[len(lengths)], balance=balance, siblings=siblings
+        )
+        assert sorted(order) == list(range(len(lengths)))
+        assert {len(rows) for rows in shares} == {len(lengths) // ranks}
+        busiest[balance] = max(responses[rows].sum() + prompts[np.unique(group_of[rows])].sum() for rows in shares)
+    assert busiest[True] <= busiest[False]
+
+
 def test_indivisible_batch_is_refused():
     with pytest.raises(
         ValueError, match="6 samples do not divide into mini-batches of 3, 3 samples with 2 equal rank parts"

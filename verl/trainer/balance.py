@@ -34,8 +34,9 @@ def layout_for_ranks(
         sizes: samples of each mini-batch (optimizer step of one pass over the batch).
         balance: assign by length, so that ranks get about equal tokens; otherwise in order.
         siblings: samples whose prompt is computed once on a rank. Each group goes to one rank, if the groups of a
-            mini-batch have equal sizes and divide over the ranks. Else groups are cut where the ranks' parts end; with
-            ``balance`` the longest are assigned first and as few are cut as this order allows. A prompt counts once.
+            mini-batch have equal sizes and divide over the ranks. Else groups are cut where the ranks' parts end: in
+            order, or with ``balance`` also with the longest assigned first, whichever gives the busiest rank fewer
+            tokens. A prompt counts once on each rank that has rows of it.
 
     Returns:
         the order (a permutation of the samples), and the samples of each rank.
@@ -77,20 +78,31 @@ def _shares_of_siblings(members: range, dp_size: int, balance: bool, siblings: S
             parts = get_seqlen_balanced_partitions(costs, dp_size, equal_size=True)
         return [[row - members.start for number in part for row in groups[number]] for part in parts]
     share = len(members) // dp_size
-    if not balance:
-        rows = [row - members.start for group in groups for row in group]
-        return [rows[rank * share : (rank + 1) * share] for rank in range(dp_size)]
+    rows = [row for group in groups for row in group]
+    shares = [rows[rank * share : (rank + 1) * share] for rank in range(dp_size)]
+    if balance:
+        # Neither is always the better one: with the longest first, short groups are cut where no rank has room for all.
+        candidates = _longest_first(groups, dp_size, share, siblings), shares
+        shares = min(candidates, key=lambda ranks: max(siblings.tokens_of_any(rows) for rows in ranks))
+    return [[row - members.start for row in rows] for rows in shares]
+
+
+def _longest_first(groups: list[list[int]], dp_size: int, share: int, siblings: Siblings) -> list[list[int]]:
+    """Assign groups to ranks of ``share`` samples each, those with the most tokens first; return each rank's samples.
+
+    A group goes to the rank with the fewest tokens that has room for all of it; if none has, the rank with the most
+    room takes a part.
+    """
     shares: list[list[int]] = [[] for _ in range(dp_size)]
     tokens = [0] * dp_size
     for group in sorted(groups, key=siblings.tokens, reverse=True):
         rest = group
         while rest:
-            # The rank with the fewest tokens that has room for all; if none has, that with the most room takes a part.
             rank = min(range(dp_size), key=lambda r: (max(0, len(rest) - share + len(shares[r])), tokens[r]))
             room = share - len(shares[rank])
             part, rest = rest[:room], rest[room:]
             tokens[rank] += siblings.tokens(part)
-            shares[rank] += [row - members.start for row in part]
+            shares[rank] += part
     return shares
 
 

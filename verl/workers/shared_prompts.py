@@ -10,7 +10,7 @@ the idea of Prefix Grouper (arXiv:2506.05433). Values and gradients are those of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,12 @@ class Siblings:
     def tokens(self, rows: Sequence[int]) -> int:
         """Tokens of siblings in one pass: their prompt once, and all responses."""
         return self.prompts[rows[0]] + sum(self.responses[row] for row in rows)
+
+    def tokens_of_any(self, rows: Collection[int]) -> int:
+        """Tokens of rows in one pass, siblings or not: each of their prompts once, and all responses."""
+        chosen = set(rows)
+        parts = ([row for row in group if row in chosen] for group in self.groups)
+        return sum(self.tokens(part) for part in parts if part)
 
     def bundles(self, budget: int, count: int = 1) -> list[list[int]]:
         """Cut the groups into siblings that fit a pass of ``budget`` tokens, and into ``count`` or more if possible.
