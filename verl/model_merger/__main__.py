@@ -43,9 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.use_cpu_initialization:
         logger.warning("no effect: --use_cpu_initialization (weights are always read into memory of the CPU)")
     if not sys.stderr.isatty():
-        from transformers.utils.logging import disable_progress_bar
+        import transformers
 
-        disable_progress_bar()  # the bars of loading and writing, which fill a log with lines
+        transformers.utils.logging.disable_progress_bar()  # they would fill a log with lines
     from verl.model_merger.fsdp import compare, merge
 
     try:

@@ -1,0 +1,234 @@
+"""Requests that come one by one, and those that are cancelled."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from verl.errors import RolloutError
+from verl.testing.rollout_conformance.engine_under_test import (
+    PROMPTS,
+    VOCAB,
+    EngineUnderTest,
+    greedy,
+    oracle_greedy,
+    request,
+    tokens_of,
+    weights_of,
+)
+from verl.testing.rollout_conformance.sampling import mixed_requests
+from verl.workers.rollout.base import BaseRollout, RolloutOutput, RolloutRequest
+from verl.workers.rollout.serving import Answer, RequestQueue
+
+# ---- requests that come one by one
+
+
+class Serving:
+    """``serve`` of an engine in a thread of its own; leaving the context closes the queue and waits for the end.
+
+    Attributes:
+        queue: the requests.
+        answers: by number, what came back so far.
+    """
+
+    def __init__(self, engine: BaseRollout) -> None:
+        self.answers: dict[int, Answer] = {}
+        self.queue = RequestQueue(self._take)
+        self._came = threading.Condition()
+        self._failure: list[BaseException] = []
+        self._thread = threading.Thread(target=self._serve, args=(engine,), daemon=True)
+
+    def _serve(self, engine: BaseRollout) -> None:
+        try:
+            engine.serve(self.queue)
+        except RolloutError as error:
+            self._failure.append(error)
+            with self._came:
+                self._came.notify_all()
+
+    def _take(self, number: int, answer: Answer) -> None:
+        with self._came:
+            assert number not in self.answers, f"request {number} was answered twice"
+            self.answers[number] = answer
+            self._came.notify_all()
+
+    def __enter__(self) -> Serving:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.queue.close()
+        self._thread.join(timeout=120)
+        assert not self._thread.is_alive(), "serve did not return after close()"
+        if self._failure:
+            raise self._failure[0]
+
+    def put(self, requests: list[RolloutRequest], first: int = 0) -> list[int]:
+        """Put all requests, numbered from ``first`` on."""
+        for number, asked in enumerate(requests, first):
+            self.queue.put(number, asked)
+        return list(range(first, first + len(requests)))
+
+    def answered(self, numbers: list[int]) -> list[RolloutOutput]:
+        """Wait for the responses to these requests."""
+        with self._came:
+            self._came.wait_for(lambda: self._failure or all(n in self.answers for n in numbers), timeout=120)
+        if self._failure:
+            raise self._failure[0]
+        found = [self.answers[number] for number in numbers]
+        for answer in found:
+            assert isinstance(answer, RolloutOutput), answer
+        return found  # type: ignore[return-value]
+
+
+def check_arrival_changes_no_response(engine: EngineUnderTest) -> None:
+    """All at once, in another order, while others run, one after the other: the responses of ``generate``."""
+    requests, running = mixed_requests(), engine.ready()
+    expected = running.generate(requests)
+    beside = [request([i + 4] * (i % 8 + 1), seed=100 + i) for i in range(20)]
+    with Serving(running) as serving:
+        engine.assert_same(serving.answered(serving.put(requests)), expected)
+        order = [5, 0, 11, 3, 8, 1, 10, 2, 7]
+        numbers = serving.put([requests[i] for i in order], first=100)
+        engine.assert_same(serving.answered(numbers), [expected[i] for i in order])
+        asked = [asked for pair in zip(beside, requests, strict=False) for asked in pair]
+        for number, one in enumerate(asked, 200):
+            serving.queue.put(number, one)
+            time.sleep(0.003)
+        engine.assert_same(serving.answered(list(range(201, 200 + len(asked), 2))), expected)
+        alone = [serving.answered(serving.put([one], first=300 + i))[0] for i, one in enumerate(requests[:4])]
+        engine.assert_same(alone, expected[:4])
+    engine.assert_same(running.generate(requests), expected)
+    with pytest.raises(RolloutError, match="takes no more requests"):
+        serving.queue.put(400, requests[0])
+
+
+def check_what_cannot_be_served_costs_only_itself(engine: EngineUnderTest) -> None:
+    running = engine.ready()
+    good = [greedy(p) for p in PROMPTS]
+    bad = [request([]), request([5, VOCAB]), request([5] * 8, max_tokens=13)]
+    expected = running.generate(good)
+    with Serving(running) as serving:
+        numbers = serving.put(good[:3]) + serving.put(bad, first=50) + serving.put(good[3:], first=3)
+        engine.assert_same(serving.answered([n for n in numbers if n < 50]), expected)
+    for number, words in ((50, "empty prompt"), (51, "vocabulary of 104"), (52, "there is room for 20")):
+        assert isinstance(serving.answers[number], RolloutError)
+        assert words in str(serving.answers[number])
+
+
+def check_a_cancelled_request_is_dropped_and_others_go_on(engine: EngineUnderTest) -> None:
+    """It runs, or still waits for a place, of which there are eight. What was taken is answered after ``close``."""
+    running = engine.ready(response_length=600, max_num_seqs=8)
+    long = [request(PROMPTS[i % 6], seed=i, ignore_eos=True, max_tokens=600) for i in range(8)]
+    short = [greedy(p, max_tokens=6) for p in PROMPTS[1:4]]
+    expected = running.generate(short)
+    with Serving(running) as serving:
+        serving.put(long)
+        time.sleep(0.05)
+        serving.put(short, first=10)
+        for number in (11, *range(8), 77):
+            serving.queue.cancel(number)
+        engine.assert_same(serving.answered([10, 12]), [expected[0], expected[2]])
+        serving.put(short[:1], first=20)
+        time.sleep(0.05)
+    # A request that still waited when the queue was closed has no answer.
+    assert set(serving.answers) - {20} == {10, 12}
+
+
+def check_abort_answers_what_runs_and_serves_what_comes(engine: EngineUnderTest) -> None:
+    running = engine.ready(response_length=600)
+    long = [request(PROMPTS[i], seed=i, ignore_eos=True, max_tokens=600) for i in range(3)]
+    whole, expected = running.generate(long), oracle_greedy(PROMPTS[1], 6)
+    delay = 0.05
+    for _ in range(20):
+        with Serving(running) as serving:
+            numbers = serving.put(long)
+            time.sleep(delay)
+            running.abort()
+            cut = serving.answered(numbers)
+            assert serving.answered(serving.put([greedy(PROMPTS[1], max_tokens=6)], first=9))[0].token_ids == expected
+        if any(output.finish_reason == "abort" and output.token_ids for output in cut):
+            break
+        delay *= 1.5 if all(output.finish_reason == "abort" for output in cut) else 0.6
+    else:
+        pytest.fail("no abort came while a response had tokens")
+    for part, all_ in zip(cut, whole, strict=True):
+        count = len(part.token_ids)
+        assert part.finish_reason == ("length" if count == 600 else "abort")
+        assert part.token_ids == all_.token_ids[:count]
+        engine.assert_close([part.log_probs], [all_.log_probs[:count]])
+
+
+def check_a_conversation_goes_on_with_the_newest_weights(engine: EngineUnderTest) -> None:
+    """Turns that extend each other; nothing of a turn before an update is used after it."""
+    running = engine.ready(prompt_length=160, response_length=24)
+    texts = [[*range(4, 44), *prompt] for prompt in PROMPTS[:3]]
+    for version, seed in ((0, 0), (0, 0), (2, 1), (2, 1), (4, 0)):
+        if version != running.weight_version:
+            running.load_weights(weights_of(seed=seed), version)
+        asked = [request(text, seed=10 * version + i, max_tokens=12) for i, text in enumerate(texts)]
+        with Serving(running) as serving:
+            outputs = serving.answered(serving.put(asked))
+        assert {output.weight_version for output in outputs} == {running.weight_version}
+        engine.assert_of_the_model(asked, outputs, seed)
+        texts = [text + output.token_ids + [50 + version, 60] for text, output in zip(texts, outputs, strict=True)]
+
+
+# ---- cancellation
+
+
+def check_abort_gives_back_what_there_is(engine: EngineUnderTest) -> None:
+    """Ended responses are whole, others a first part of what they would have been; the next batch is as ever."""
+    running = engine.ready(response_length=600, max_num_seqs=8)
+    requests = [
+        request(PROMPTS[i % 6], seed=i, ignore_eos=True, max_tokens=1 if i % 3 == 0 else 600) for i in range(24)
+    ]
+    whole = running.generate(requests)
+    assert [len(output.token_ids) for output in whole] == [asked.sampling.max_tokens for asked in requests]
+    delay, cut = 0.05, list(whole)
+    for _ in range(40):
+        cut = _generate_and_abort_after(running, requests, delay)
+        some_tokens = any(output.finish_reason == "abort" and output.token_ids for output in cut)
+        ended = any(output.finish_reason == "length" for output in cut)
+        if some_tokens and ended:
+            break
+        delay *= 1.5 if any(output.finish_reason == "abort" for output in cut) else 0.6
+    else:
+        pytest.fail("no abort came while some responses had ended and others had tokens")
+    for asked, part, all_ in zip(requests, cut, whole, strict=True):
+        count = len(part.token_ids)
+        assert len(part.log_probs) == count
+        assert part.weight_version == 0
+        assert part.finish_reason == ("length" if count == asked.sampling.max_tokens else "abort")
+        assert part.token_ids == all_.token_ids[:count]
+        engine.assert_close([part.log_probs], [all_.log_probs[:count]])
+    assert sum(len(output.token_ids) for output in cut) < sum(len(output.token_ids) for output in whole)
+    engine.assert_same(running.generate(requests[:4]), whole[:4])
+
+
+def _generate_and_abort_after(
+    running: BaseRollout, requests: list[RolloutRequest], delay: float
+) -> list[RolloutOutput]:
+    found: list[RolloutOutput] = []
+    thread = threading.Thread(target=lambda: found.extend(running.generate(requests)))
+    thread.start()
+    time.sleep(delay)
+    running.abort()
+    thread.join(timeout=60)
+    assert not thread.is_alive(), "generate did not return after abort()"
+    assert len(found) == len(requests)
+    return found
+
+
+def check_abort_without_a_running_generate_does_nothing(engine: EngineUnderTest) -> None:
+    asleep = engine.build()
+    asleep.abort()
+    running = engine.ready()
+    running.abort()
+    running.abort()
+    outputs = running.generate([greedy(p) for p in PROMPTS])
+    assert tokens_of(outputs) == [oracle_greedy(p, 12) for p in PROMPTS]
+    running.abort()
+    assert tokens_of(running.generate([greedy(PROMPTS[0])])) == [oracle_greedy(PROMPTS[0], 12)]
