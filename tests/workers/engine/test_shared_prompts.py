@@ -5,6 +5,7 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from tests.workers.engine.test_passes import Memory
 from tests.workers.support import make_engine, naive_outputs, run_ranks, weights_of
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -87,6 +88,30 @@ def test_numbers_are_those_of_separate_rows(family, tmp_path):
             shared, same_metrics = gradients(engine, batch, micro)
             assert_close(shared, expected, atol=1e-5, rtol=1e-5)
             assert same_metrics == pytest.approx(metrics, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_odd_rows_and_passes_that_do_not_fit(layout, tmp_path):
+    path = tiny_model_dir(tmp_path, "qwen3")
+    batch = groups_of_rows([4, 1, 3], seed=7)
+    columns = batch.batch
+    columns["attention_mask"][5:, : P - 1] = 0  # a group of prompts of one token
+    columns["position_ids"] = (columns["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    columns["response_mask"][[1, 6]] = 0  # rejected responses
+    batch = DataProto.concat([batch, batch.select_idxs([2, 4])])  # padding of ranks repeats rows
+    columns = batch.batch
+    columns["response_mask"][-2:] = 0
+    assert len(Siblings.of(batch).groups) == 3
+    engine, apart = make_engine(path), make_engine(path)
+    whole = MicroBatchConfig()
+    batch = with_log_probs_of(batch, apart.infer_batch(batch, {"log_probs"}, whole)["log_probs"])
+    expected, expected_metrics = gradients(apart, batch, whole)
+    tokens = int(columns["attention_mask"].sum(-1).max())
+    Memory(engine, tokens)
+    found, metrics = gradients(engine, batch, MicroBatchConfig(**LAYOUTS[layout], shares_prompts=True))
+    assert (engine.pass_sizes.cuts > 0) == (layout != "one by one")
+    assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert metrics == pytest.approx(expected_metrics, abs=1e-5, rel=1e-5)
 
 
 def with_log_probs_of(batch, log_probs):

@@ -274,7 +274,8 @@ class PassSizes:
         if self._running is None:
             raise ResourceError(f"out of memory between two passes ({_first_line(error)}). {REMEDY}") from error
         lengths = self._running.unit_lengths()
-        tokens, what = sum(lengths), f"a pass of {len(lengths)} sequence(s) or pairs, {sum(lengths)} tokens,"
+        counted = " with a prompt in each" if self._running.shares_prompts else ""
+        tokens, what = sum(lengths), f"a pass of {len(lengths)} sequence(s) or pairs, {sum(lengths)} tokens{counted},"
         said = f"{what} does not fit the memory ({'with' if kind == 'train' else 'without'} gradients)"
         if len(lengths) == 1:
             raise ResourceError(f"{said}, and cannot be cut: {_first_line(error)} {REMEDY}") from error
