@@ -75,7 +75,6 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
     ("changes", "said"),
     [
         ({"actor_rollout_ref__rollout__name": "sglang"}, "does not take a model with images"),
-        ({"reward_model__enable": "true"}, "knows nothing of its images"),
         ({"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2}, "ranks cannot share the sequences"),
     ],
 )

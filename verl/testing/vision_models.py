@@ -21,6 +21,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from verl.testing.models import EOS, PAD, tiny_tokenizer
+from verl.utils.image_reward_models import sequence_classifier
 from verl.vision.families import FAMILIES
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -108,8 +109,24 @@ def tiny_vision_model(family: str = "qwen2_5_vl", seed: int = 0, hidden: int = 6
 
 def tiny_vision_model_dir(path: str | Path, family: str = "qwen2_5_vl", **arguments: Any) -> str:
     """Save a :func:`tiny_vision_model`, its tokenizer and its image processor to ``path``; returns the path."""
-    folder = Path(path)
-    tiny_vision_model(family, **arguments).save_pretrained(folder)
+    return _saved(tiny_vision_model(family, **arguments), Path(path), family)
+
+
+def tiny_image_reward_model_dir(path: str | Path, family: str = "qwen2_5_vl", seed: int = 1) -> str:
+    """Save a reward model with random weights for a :func:`tiny_vision_model`, with its processor; returns the path."""
+    source = tiny_vision_model(family, seed)
+    source.config.num_labels = 1
+    model = sequence_classifier(family)(source.config)
+    model.model = source.base_model
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(model.get_parameter("score.weight"), std=0.3)
+    return _saved(model.float().eval(), Path(path), family)
+
+
+def _saved(model: PreTrainedModel, folder: Path, family: str) -> str:
+    """Save a model with its tokenizer and image processor."""
+    model.save_pretrained(folder)
     tiny_vision_tokenizer().save_pretrained(folder)
     settings = {
         "image_processor_type": "Qwen2VLImageProcessor",

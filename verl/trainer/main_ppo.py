@@ -136,6 +136,7 @@ class TaskRunner:
             from verl.utils import hf_processor, hf_tokenizer
             from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
             from verl.utils.model import check_tokenizer_fits, hf_config_of
+            from verl.workers.reward_input import RewardInput
             from verl.workers.reward_manager import AbstractRewardManager
 
         config = config if isinstance(config, PPOConfig) else load_config(config)
@@ -154,6 +155,8 @@ class TaskRunner:
         )
         check_tokenizer_fits(tokenizer, hf_config_of(model))
         processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
+        if config.reward_model.enable and config.judge is None:
+            RewardInput.of(here.reward_model.model)  # the workers make theirs; here it is refused before a model loads
         data = here.data
         if environments := config.actor_rollout_ref.rollout.multi_turn.environment_config_path:
             read_environments(environments)

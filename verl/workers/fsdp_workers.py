@@ -362,7 +362,7 @@ class RewardModelWorker(EngineWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Load the reward model, and tokenizers if its own may differ from the policy's."""
+        """Load the reward model, after tokenizers and image processors if its own may differ from the policy's."""
         section = self.config.model
         model = HFModelConfig(
             path=section.path,

@@ -1,24 +1,36 @@
-"""Input of a reward model: the policy's tokens, or the conversation in the reward model's own tokens and template."""
+"""Input of a reward model: the policy's tokens and images, or the conversation in its own tokens and template."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
+from verl.protocol.shared import SharedTensors
 from verl.schema import require
 from verl.utils.dataset.chat import require_chat_template
-from verl.utils.tokenizer import hf_tokenizer
+from verl.utils.model import load_hf_config
+from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.torch_functional import pad_2d_list_to_length
+from verl.vision.families import IMAGE_INPUTS, TEXT_PLACES, VisionConfig
+from verl.vision.positions import AXES, image_tokens
+from verl.workers.engine.images import COLUMN, has_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from verl.config import RewardModelModelConfig
+
+_OF_PIXELS = (
+    "patch_size", "temporal_patch_size", "merge_size", "do_rescale", "rescale_factor", "do_normalize", "image_mean",
+    "image_std",
+)  # fmt: skip
+"""Settings of an image processor on which the meaning of its pixels depends; limits of sizes are not among them."""
 
 
 @dataclass(frozen=True)
@@ -29,21 +41,25 @@ class RewardInput:
         policy_tokenizer: tokenizer of the batch; None if the reward model has the same tokens and template.
         own_tokenizer: tokenizer of the reward model; None in the same case.
         max_length: number of last tokens that the reward model reads; None is all.
+        vision: of a reward model that sees the images of the batch; None for a model of text.
     """
 
     policy_tokenizer: PreTrainedTokenizerBase | None = None
     own_tokenizer: PreTrainedTokenizerBase | None = None
     max_length: int | None = None
+    vision: VisionConfig | None = None
 
     @classmethod
     def of(cls, model: RewardModelModelConfig, max_length: int | None = None) -> RewardInput:
         """Build from ``reward_model.model``; only a different ``input_tokenizer`` makes translation necessary.
 
         Raises:
-            ConfigError: a tokenizer cannot be read, or the reward model's has no chat template.
+            ConfigError: a tokenizer cannot be read, or the reward model's has no chat template; or the model takes
+                images, and its tokens, template or pixels are not the policy's.
         """
+        vision = VisionConfig.of(load_hf_config(model.path, model.override_config, model.trust_remote_code))
         if model.input_tokenizer is None or model.input_tokenizer == model.path:
-            return cls(max_length=max_length)
+            return cls(max_length=max_length, vision=vision)
         policy = hf_tokenizer(model.input_tokenizer, trust_remote_code=model.trust_remote_code)
         try:
             own = hf_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
@@ -53,7 +69,18 @@ class RewardInput:
                 "reward_model.model.input_tokenizer=null."
             ) from error
         if own.get_vocab() == policy.get_vocab() and own.chat_template == policy.chat_template:
-            return cls(max_length=max_length)
+            if vision is not None:
+                _require_same_pixels(model, model.input_tokenizer)
+            return cls(max_length=max_length, vision=vision)
+        if vision is not None and hf_processor(model.input_tokenizer, trust_remote_code=model.trust_remote_code):
+            what = "chat template" if own.get_vocab() == policy.get_vocab() else "vocabulary"
+            raise ConfigError(
+                f"reward_model.model.path={model.path}: its {what} is not that of the policy, {model.input_tokenizer}. "
+                "A conversation with images is not rendered anew for a reward model, which would need other image "
+                "tokens. Train one on the policy's tokens (python -m verl.trainer.rm_trainer model.path=<the policy>); "
+                "or, if both have the same token ids and it was trained on the policy's template, set "
+                "reward_model.model.input_tokenizer=null."
+            )
         require_chat_template(own)
         return cls(policy, own, max_length)
 
@@ -61,7 +88,7 @@ class RewardInput:
         """Return the columns that the engine reads; ``response_mask`` is 1 only on the last token of each row.
 
         Raises:
-            SchemaError: the batch lacks ``raw_prompt``, which translation needs.
+            SchemaError: the batch lacks ``raw_prompt``, which translation needs; or a row with images is too long.
         """
         if self.own_tokenizer is None:
             ids, mask = batch.batch["input_ids"], batch.batch["attention_mask"]
@@ -71,17 +98,44 @@ class RewardInput:
             lengths = torch.tensor([len(row) for row in rows])
             mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
         from_end = mask.flip(-1).cumsum(-1).flip(-1)  # (bsz, length): tokens from here to the end
+        whole = mask
         if self.max_length is not None:
             mask = mask * (from_end <= self.max_length)
-        is_last = mask * (from_end == 1)
         columns = {
             "input_ids": ids,
             "attention_mask": mask,
             "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
             "responses": ids,
-            "response_mask": is_last,
+            "response_mask": mask * (from_end == 1),
         }
-        return DataProto.from_dict(tensors=columns)
+        if self.vision is None or not has_images(batch):
+            return DataProto.from_dict(tensors=columns)
+        self._require_uncut(batch, whole)
+        with_images = torch.tensor([IMAGE_INPUTS[0] in row for row in batch.non_tensor_batch[COLUMN]])
+        numbers = columns["position_ids"].unsqueeze(1).expand(-1, AXES, -1)  # those of texts, also of cut ones
+        columns["position_ids"] = torch.where(with_images[:, None, None], batch.batch["position_ids"], numbers)
+        return DataProto.from_dict(tensors=columns, non_tensors={COLUMN: self._images(batch, self.vision)})
+
+    def _require_uncut(self, batch: DataProto, mask: Tensor) -> None:
+        for number, (row, length) in enumerate(zip(batch.non_tensor_batch[COLUMN], mask.sum(-1).tolist(), strict=True)):
+            if self.max_length is not None and length > self.max_length and IMAGE_INPUTS[0] in row:
+                raise SchemaError(
+                    f"row {number} of the batch has images and {length} tokens, more than reward_model.max_length="
+                    f"{self.max_length}. A sequence with images is not cut: raise it, or set it to null."
+                )
+
+    def _images(self, batch: DataProto, vision: VisionConfig) -> np.ndarray:
+        """The images of each row; tokens with the id of images that the policy drew are named as texts."""
+        # Here the policy's mask is at hand; in the columns for the engine only the last token of a row is marked.
+        columns, rows = batch.batch, list(batch.non_tensor_batch[COLUMN])
+        ids, mask = columns["input_ids"], columns["attention_mask"]
+        of_images = image_tokens(ids, mask, columns["response_mask"], rows, vision)
+        texts = (ids == vision.image_token_id) & mask.bool() & ~of_images
+        found = np.empty(len(rows), dtype=object)
+        for number, row in enumerate(rows):
+            places = texts[number][mask[number].bool()].nonzero().flatten()
+            found[number] = SharedTensors({**row, TEXT_PLACES: places}) if len(places) else row
+        return found
 
     def _translate(self, batch: DataProto) -> list[list[int]]:
         """Token ids of each conversation, with its response, in the reward model's chat template."""
@@ -116,3 +170,24 @@ def _lengths(batch: DataProto) -> Tensor:
     """(bsz,) number of tokens of each response, including those of tools."""
     response_length = batch.batch["responses"].shape[1]
     return batch.batch["attention_mask"][:, -response_length:].sum(-1)
+
+
+def _require_same_pixels(model: RewardModelModelConfig, policy_path: str) -> None:
+    """Raise ConfigError unless the image processor of the reward model makes the policy's pixels of an image."""
+    own, policy = (hf_processor(path, trust_remote_code=model.trust_remote_code) for path in (model.path, policy_path))
+    if policy is None:  # a policy of text
+        return
+    if own is None:
+        raise ConfigError(
+            f"reward_model.model.path={model.path} has no preprocessor_config.json, so whether the reward model sees "
+            "images as the policy does cannot be told. Put the files of its processor there; if it was trained on the "
+            "policy's images, set reward_model.model.input_tokenizer=null."
+        )
+    for name in _OF_PIXELS:
+        of_own, of_policy = (getattr(processor.image_processor, name, None) for processor in (own, policy))
+        if of_own != of_policy:
+            raise ConfigError(
+                f"reward_model.model.path={model.path}: its image processor has {name}={of_own}, and that of the "
+                f"policy ({policy_path}), whose pixels it would be given, {of_policy}. Take a reward model "
+                "that was trained with the policy's image processor."
+            )

@@ -44,14 +44,31 @@ def models_with_images(config: PPOConfig) -> Problems:
         wrong = f"it has no models with images ({kind})"
         yield Problem("actor_rollout_ref.actor.strategy", "megatron", wrong, "fsdp2")
     if config.reward_model.enable and config.judge is None:
-        wrong = "a reward model reads the policy's tokens, and knows nothing of its images"
-        remedy = "score by a reward function (custom_reward_function.path)"
-        yield Problem("reward_model.enable", True, wrong, "false", remedy)
+        yield from _of_reward_model(config, kind)
     if needs_critic(config):
         critic = model_files.model_type(Path(config.critic.model.path).expanduser())
         if critic is not None and critic != kind:
             wrong = f"it holds a {critic}, and the policy with images is a {kind}, whose tokens the critic reads"
             yield Problem("critic.model.path", config.critic.model.path, wrong, "a model of the same kind")
+
+
+def _of_reward_model(config: PPOConfig, kind: str | None) -> Problems:
+    """The reward model sees the images of the policy, and whole sequences."""
+    section = config.reward_model
+    own = model_files.model_type(Path(section.model.path).expanduser())
+    if own is not None and own != kind:
+        wrong = f"it holds a {own}, and the policy with images is a {kind}, whose tokens and images it would be given"
+        remedy = "train one with python -m verl.trainer.rm_trainer, or score by custom_reward_function.path"
+        yield Problem("reward_model.model.path", section.model.path, wrong, "a reward model of the same kind", remedy)
+    if section.strategy == "megatron":
+        yield Problem("reward_model.strategy", "megatron", f"it has no models with images ({kind})", "fsdp2")
+    if section.ulysses_sequence_parallel_size > 1:
+        key, ranks = "reward_model.ulysses_sequence_parallel_size", section.ulysses_sequence_parallel_size
+        yield Problem(key, ranks, "ranks cannot share the sequences of a model with images in this version", "1")
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if section.max_length is not None and section.max_length < longest:
+        wrong = f"sequences have up to {longest} tokens, and those with images are not cut"
+        yield Problem("reward_model.max_length", section.max_length, wrong, f"null, or >= {longest}")
 
 
 def _of_vllm(rollout: RolloutConfig, kind: str | None) -> Problems:
