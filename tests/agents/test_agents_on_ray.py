@@ -56,14 +56,18 @@ class OrderingTrainer(RayPPOTrainer):
             (self.folder / "new").write_text(f"{self._pid(order[0])} {int(order[1])}")
             (self.folder / "new").rename(self.folder / "order")
         batch = super().rollout(*args, **kwargs)
-        agents = self.agent_loops._agents
+        agents = self.response_source.agent_loops._agents
         self.actors += [watched.actor for watched in [agents._router, *agents._workers]]
         return batch
 
     def _pid(self, who: str) -> int:
         if who == "worker":
             return 0
-        actor = self.actor_rollout_wg.workers[1] if who == "rank" else self.agent_loops._agents._router.actor
+        actor = (
+            self.actor_rollout_wg.workers[1]
+            if who == "rank"
+            else self.response_source.agent_loops._agents._router.actor
+        )
         return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
 
 

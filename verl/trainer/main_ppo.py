@@ -206,8 +206,8 @@ class TaskRunner:
             trainer.fit()
             trainer.shutdown()
         finally:
-            trainer.end_agent_loops()
-            trainer.end_observation()
+            trainer.response_source.end_agent_loops()
+            trainer.observers.close()
             if judge is not None:
                 judge.close()
             pools.release()  # the Ray cluster may outlive this run and place another one

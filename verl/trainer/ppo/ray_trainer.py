@@ -32,14 +32,12 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from verl.agents.manager import AgentLoopManager
 from verl.algorithms import (
     AdvantageEstimator,
     compute_pf_ppo_reweight_data,
@@ -68,9 +66,11 @@ from verl.trainer.ppo.metric_utils import (
     compute_throughout_metrics,
     compute_timing_metrics,
 )
+from verl.trainer.ppo.observers import Observers
 from verl.trainer.ppo.old_log_probs import OldLogProbs
 from verl.trainer.ppo.profiling import StepProfiles
 from verl.trainer.ppo.records import RecordFolder, generation_records
+from verl.trainer.ppo.response_source import ResponseSource
 from verl.trainer.ppo.reward import (
     EqualScores,
     RewardHandle,
@@ -83,14 +83,7 @@ from verl.trainer.ppo.sequences import Trajectories, mini_batch_sizes, resampled
 from verl.trainer.ppo.stages import ACTOR_COLUMNS, apply_kl_penalty, compute_advantage
 from verl.trainer.ppo.stored_rollouts import StoredRollouts
 from verl.trainer.ppo.token_dump import TokenDump
-from verl.trainer.ppo.trajectories import (
-    NO_SCORES,
-    rows_to_score,
-    trajectory_metrics,
-    unused_arguments,
-    wants_agents,
-    with_own_scores,
-)
+from verl.trainer.ppo.trajectories import NO_SCORES, rows_to_score, trajectory_metrics, with_own_scores
 from verl.trainer.ppo.utils import (
     Needs,
     Role,
@@ -111,10 +104,7 @@ from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 if TYPE_CHECKING:
     from verl.judge.service import JudgeService
-    from verl.single_controller.base.board import Board
     from verl.single_controller.ray import ResourcePoolManager
-    from verl.trainer.ppo.tracing import RolloutTraces
-    from verl.utils.prometheus import MetricsServer
 
 logger = logging.getLogger(__name__)
 
@@ -215,35 +205,19 @@ class RayPPOTrainer(FitParts):
         self.token_dump = TokenDump(trainer.rollout_data_dir, tokenizer, trainer.rollout_token_dump_freq)
         self.equal_scores = EqualScores(tokenizer)
         self.stored_rollouts = StoredRollouts(config, self._sample)
-        self.agent_loops: AgentLoopManager | None = None
         self.judge = judge
         if self.needs.judge and judge is None:
             raise ConfigError(
                 f"reward_model.rollout.name={config.reward_model.rollout.name} serves a judge to the reward function, "
                 "so the trainer needs judge=verl.judge.service.JudgeService(config)."
             )
-        self._told_unused = False
+        self.response_source = ResponseSource(config, tokenizer, processor, judge)
         self.train_sampler = train_sampler
         self._create_dataloaders(train_dataset, val_dataset, collate_fn, train_sampler)
-        self.traces: RolloutTraces | None = None
-        self.metrics_server: MetricsServer | None = None
-        self.engine_board: Board | None = None
-        self._begin_observation(config)
+        self.observers = Observers(config, tokenizer, self.total_training_steps)
+        self.observe_stage = self.observers.stage
 
     # ---- set-up -------------------------------------------------------------------------------
-
-    def _begin_observation(self, config: PPOConfig) -> None:
-        if config.actor_rollout_ref.rollout.prometheus.enable:
-            from verl.utils.prometheus import MetricsServer  # needs the extra `prometheus`
-
-            served, run = config.actor_rollout_ref.rollout.prometheus, config.trainer
-            self.metrics_server = MetricsServer(served, run.project_name, run.experiment_name)
-            self.metrics_server.total_steps = self.total_training_steps
-            self.observe_stage = self.metrics_server.stage
-        if config.actor_rollout_ref.rollout.trace.backend is not None:
-            from verl.trainer.ppo.tracing import RolloutTraces  # needs the extra `otel`
-
-            self.traces = RolloutTraces(config, self.tokenizer)
 
     def _create_dataloaders(self, train_dataset: Any, val_dataset: Any, collate_fn: Any, sampler: Any) -> None:
         data = self.typed_config.data
@@ -284,38 +258,15 @@ class RayPPOTrainer(FitParts):
         self.ref_policy_wg = groups.get(Role.RefPolicy)
         self.rm_wg = groups.get(Role.RewardModel)
         self._use_workers()
-        if self.metrics_server is not None:
-            board: Board = load_controller(self.typed_config.trainer.controller).Board()
-            self.engine_board = board
-            self.actor_rollout_wg.post_engine_state(board)
-            self.metrics_server.engine_states = board.values
+        self.observers.watch(self.actor_rollout_wg)
 
     def end_workers(self) -> None:
         """See :meth:`TrainingLoop.end_workers`."""
-        self.end_agent_loops()
+        self.response_source.end_agent_loops()
         if self.judge is not None:
             self.judge.forget()
-        if self.engine_board is not None:
-            if self.metrics_server is not None:
-                self.metrics_server.engine_states = dict
-            self.engine_board.close()
-            self.engine_board = None
+        self.observers.unwatch()
         super().end_workers()
-
-    def end_agent_loops(self) -> None:
-        """End the processes and threads of agent loops; the next prompts for them start new ones."""
-        if self.agent_loops is not None:
-            self.agent_loops.shutdown()
-            self.agent_loops = None
-
-    def end_observation(self) -> None:
-        """Send the rest of the spans of ``rollout.trace``, and stop listening for scrapes of ``rollout.prometheus``."""
-        if self.traces is not None:
-            self.traces.close()
-            self.traces = None
-        if self.metrics_server is not None:
-            self.metrics_server.close()
-            self.metrics_server = None
 
     def worker_arguments(self) -> dict[Role, dict[str, Any]]:
         """Return the constructor arguments of each role's workers, in the order in which their models load.
@@ -390,7 +341,7 @@ class RayPPOTrainer(FitParts):
             self.policy_metrics(batch, context)
         self._notify_dataset(batch, context)
         self.dump_tokens(batch, context)
-        self.trace_rollouts(context)
+        self.observers.trace(context.rewards.batches, context)
         return batch
 
     def collect(self, prompts: DataProto, context: PPOStepContext) -> tuple[DataProto, Deferred[DataProto]]:
@@ -440,26 +391,7 @@ class RayPPOTrainer(FitParts):
         return self.stored_rollouts.answer(prompts)
 
     def _sample(self, prompts: DataProto) -> DataProto:
-        """Answer each row by the engines, or by agent loops if one is asked for."""
-        if not wants_agents(prompts, self.typed_config.actor_rollout_ref.rollout):
-            if not self._told_unused and (unused := unused_arguments(prompts)):
-                self._told_unused = True
-                logger.warning(
-                    "rows have %s, but the model answers them in one turn, without tools or users. Set "
-                    "actor_rollout_ref.rollout.multi_turn.enable=true, or give rows an agent_name.",
-                    " and ".join(unused),
-                )
-            return self.actor_rollout_wg.group.generate_sequences(prompts)
-        group = self.actor_rollout_wg.group
-        if self.agent_loops is None:
-            config, judge = self.typed_config, self.judge
-            address = judge.reward_router_address if judge is not None and config.judge_answers_agents else None
-            self.agent_loops = AgentLoopManager(config, group, self.tokenizer, self.processor, address)
-        self.agent_loops.worker_group = group  # the workers may have been replaced
-        held = Deferred([], partial(self.agent_loops.generate_sequences, prompts))
-        if self.judge is None or not self.typed_config.judge_answers_agents:
-            return held.result()
-        return self.judge.serve_while(self.rm_wg, self.global_steps, lambda: held).result()
+        return self.response_source.answer(prompts, self.actor_rollout_wg.group, self.rm_wg, self.global_steps)
 
     def _greedy_baseline(self, prompts: DataProto) -> DataProto:
         """Score a greedy response per prompt: ``reward_baselines`` and ``baseline_status``, repeated n times."""
@@ -680,12 +612,6 @@ class RayPPOTrainer(FitParts):
         if self.token_dump.is_due(context.number):
             with context.stage("dump_tokens"):
                 self.token_dump.write(context.number, batch)
-
-    def trace_rollouts(self, context: PPOStepContext) -> None:
-        """Send the spans of all responses of the step, with ``rollout.trace``."""
-        if self.traces is not None:
-            with context.stage("trace_rollouts"):
-                self.traces.write(context.number, context.rewards.batches, context.spans)
 
     def _notify_dataset(self, batch: DataProto, context: PPOStepContext) -> None:
         """Pass all scored responses to a curriculum sampler, and the batch to a data set's ``on_batch_end``."""
