@@ -11,9 +11,11 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from verl.testing.made_up_run import make_up_run, metrics_line, write_samples
+from verl.view.report import write_report
 
 
 @pytest.fixture(scope="module")
@@ -127,6 +129,45 @@ def test_a_sample_has_siblings_history_and_tokens_with_their_numbers(server, ope
     page.locator(".about-token").get_by_text("10 of 24").wait_for()
     facts = dict(pair.split("\n") for pair in page.locator(".about-token > div").all_inner_texts())
     assert facts["ratio of the update: new / before"] == facts["clipped by the loss"] == "–"
+
+
+def sample_with_images(folder: Path) -> None:
+    """A step with one sample: a text, an image of 64 tokens, a text, and a token of images that the policy drew."""
+    make_up_run(folder, steps=1, prompts=1, siblings=1, tokens_every=1)
+    [record] = map(json.loads, (folder / "rollouts" / "1.jsonl").read_text().splitlines())
+    parts = [{"type": "image"}, {"type": "text", "text": "a picture"}]
+    said = [{"role": "user", "content": "look"}, {"role": "tool", "content": parts}]
+    record |= {"input": "look <image: 1024 tokens>", "trajectory": {"conversation": said}}
+    (folder / "rollouts" / "1.jsonl").write_text(json.dumps(record) + "\n")
+    ids, mask = [1, *[7] * 64, 2, 7], [0] * 66 + [1]
+    rows = {"prompt_ids": [3, *[7] * 1024], "response_ids": ids, "response_mask": mask, "advantages": [0.5] * 67}
+    table = pa.Table.from_pylist([{"uid": "1-0", "sample_index": 0, **rows}])
+    texts = json.dumps({"1": "see:", "2": "so", "3": "look", "7": "<|image_pad|>"})
+    table = table.replace_schema_metadata({"tokens": texts})
+    with pa.ipc.new_file(str(folder / "rollouts" / "1.arrow"), table.schema) as writer:
+        writer.write_table(table)
+
+
+def test_an_image_is_one_word_among_the_tokens(serve, open_view, tmp_path):
+    sample_with_images(tmp_path / "run")
+    page = open_view(serve(tmp_path)).page
+    page.get_by_role("link", name="Samples").click()
+    page.locator("tr[data-sample] button").first.click()
+    tokens = page.locator(".tokens .token")
+    tokens.first.wait_for()
+    assert tokens.all_inner_texts() == ["see:", "<image: 64 tokens>", "so", "<|image_pad|>"]
+    assert "look <image: 1024 tokens>" in page.locator("pre.prompt").inner_text()
+    assert "<image>a picture" in page.locator(".conversation").inner_text()
+    tokens.nth(1).hover()
+    about = page.locator(".about-token").inner_text()
+    assert "<image: 64 tokens>" in about
+    assert "2 to 65 of 67" in about
+    page.locator(".tokens").press("ArrowRight")
+    assert "66 of 67" in page.locator(".about-token").inner_text()
+    write_report(tmp_path / "run", tmp_path / "report.html")
+    report = (tmp_path / "report.html").read_text()
+    assert report.count("&lt;image: 64 tokens&gt;") == report.count("&lt;|image_pad|&gt;") == 2  # best, and worst
+    assert "&lt;image&gt;a picture" in report
 
 
 def test_times_alerts_and_keys(server, open_view):

@@ -24,6 +24,7 @@ from verl.testing.vision_models import picture, picture_rows, png, tiny_vision_m
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils import hf_processor, hf_tokenizer
+from verl.view.tokens import tokens_of
 from verl.vision.families import FAMILIES
 from verl.vision.prompts import ImagePrompts
 
@@ -245,6 +246,16 @@ def test_a_run_whose_tool_shows_pictures(look, tmp_path, monkeypatch):
     dumped = [json.loads(line) for line in (tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()]
     messages = [message for row in dumped for message in row["trajectory"]["conversation"]]
     assert any({"type": "image"} in message["content"] for message in messages if message["role"] == "tool")
+    assert {row["input"] for row in dumped} == {
+        "<image: 4 tokens>color?",
+        "<image: 6 tokens>color?",
+        "<image: 8 tokens>color?",
+        "say white",
+    }
+    for row in dumped:
+        assert "tool: <image: 4 tokens>see 0" in row["output"]
+        tokens = tokens_of(tmp_path / "rollouts" / "1.jsonl", row["uid"], row["sample_index"], 0)
+        assert [word for *_, word in tokens["images"]] == [f"<image: {count} tokens>" for count in (4, 6, 6)]
     # A run that goes on from step 1 makes the same second step bit by bit.
     again, first = tmp_path / "again", tmp_path / "checkpoints"
     changes |= {"trainer__resume_mode": "resume_path", "trainer__resume_from_path": first / "global_step_1"}

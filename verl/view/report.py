@@ -195,8 +195,10 @@ def sample(index: Index, number: int, with_tokens: bool) -> str:
 
 
 def content_of(message: Mapping[str, Any]) -> str:
-    """What a message says, and its tool calls."""
+    """What a message says, with its images named, and its tool calls."""
     content = message.get("content") or ""
+    if isinstance(content, list) and all(part in ({"type": "image"},) or "text" in part for part in content):
+        content = "".join(part.get("text", "<image>") for part in content)
     calls = message.get("tool_calls") or []
     return "\n".join([content if isinstance(content, str) else json.dumps(content), *map(json.dumps, calls)])
 
@@ -209,10 +211,15 @@ def token_line(index: Index, number: int) -> str:
     name = next((one for one in ("advantages", "rollout_log_probs") if one in found["numbers"]), None)
     values = found["numbers"][name] if name else [None] * len(found["response"])
     colours = heat([value if own else None for value, own in zip(values, found["mask"], strict=True)])
+    # An image is one word, at its first token.
+    words = {start: word for start, _, word in found["images"]}
+    within = {place for start, end, _ in found["images"] for place in range(start + 1, end + 1)}
+    tokens = zip(found["response"], found["mask"], values, colours, strict=True)
     spans = [
         f'<span style="background:{colour}"{"" if own else " class=other"} title="{text(name or "")} {value}">'
-        f"{text(token['text'])}</span>"
-        for token, own, value, colour in zip(found["response"], found["mask"], values, colours, strict=True)
+        f"{text(words.get(place, token['text']))}</span>"
+        for place, (token, own, value, colour) in enumerate(tokens)
+        if place not in within
     ]
     title = f"Tokens by {text(name or 'mask')}"
     return f"<details><summary>{title}</summary><pre class=tokens>{''.join(spans)}</pre></details>"

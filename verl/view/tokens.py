@@ -10,6 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from verl.errors import DataError
+from verl.vision.families import IMAGE_TOKEN
+from verl.vision.texts import image_word, runs
 
 MOST_TOKENS = 40_000
 """Tokens of a response that a page is sent."""
@@ -25,7 +27,8 @@ def tokens_of(samples: Path, uid: str, sibling: Any, occurrence: int) -> dict[st
         occurrence: its number among the samples with both, from 0.
 
     Returns:
-        ``prompt`` and ``response`` as lists of {id, text}, ``mask``, ``numbers`` by column, ``weight_version``.
+        ``prompt`` and ``response`` as lists of {id, text}, ``mask``, ``numbers`` by column, ``weight_version``; and
+        ``images``, first and last place of each image in the response and the word that stands for it.
 
     Raises:
         DataError: the file of tokens cannot be read.
@@ -73,10 +76,14 @@ def _described(row: dict[str, Any], texts: dict[str, str]) -> dict[str, Any]:
     if {"old_log_probs", "update_log_probs"} <= lists.keys():
         pairs = zip(lists["old_log_probs"][:count], lists["update_log_probs"][:count], strict=True)
         numbers["ratio"] = _finite([_exp(new - old) for old, new in pairs])
+    response = _tokens(row["response_ids"][:count], texts)
+    mask = row["response_mask"][:count]
+    of_images = [token["text"] == IMAGE_TOKEN and not own for token, own in zip(response, mask, strict=True)]
     return {
         "prompt": _tokens(row["prompt_ids"][-MOST_TOKENS:], texts),
-        "response": _tokens(row["response_ids"][:count], texts),
-        "mask": row["response_mask"][:count],
+        "response": response,
+        "mask": mask,
+        "images": [(start, end - 1, image_word(end - start)) for is_image, start, end in runs(of_images) if is_image],
         "numbers": numbers,
         "weight_version": row.get("weight_version"),
         "left_out": len(row["response_ids"]) - count,

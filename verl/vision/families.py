@@ -13,6 +13,9 @@ FAMILIES: Mapping[str, str] = {
 }
 """``model_type`` of a Transformers config, and the class of the model's processor."""
 
+IMAGE_TOKEN = "<|image_pad|>"
+"""Text of the token whose embedding is replaced by a feature of an image, in the tokenizers of all families."""
+
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
 """What the image processor makes of a row's images: (patches, values of a patch), and (images, 3), the numbers of
 patches of each image along time, height and width."""

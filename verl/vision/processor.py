@@ -18,9 +18,8 @@ from typing import Any
 import transformers
 from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
 
-from verl.vision.families import FAMILIES
+from verl.vision.families import FAMILIES, IMAGE_TOKEN
 
-IMAGE_TOKEN = "<|image_pad|>"
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Files of a processor beside those of its tokenizer."""
 

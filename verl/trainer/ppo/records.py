@@ -26,6 +26,8 @@ import torch
 
 from verl.base.redact import redacted_texts
 from verl.protocol import DataProto, compute_response_mask
+from verl.vision.families import IMAGE_TOKEN, TEXT_PLACES
+from verl.vision.texts import decoded_with_images
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +82,7 @@ class RecordFolder:
 def generation_records(
     step: int, tokenizer: Any, batch: DataProto, scores: torch.Tensor, extra: Mapping[str, list]
 ) -> list[dict[str, Any]]:
-    """Convert the samples of a batch to records for JSON; texts are decoded without special tokens.
+    """Convert the samples of a batch to records for JSON; texts are decoded without special tokens, and name images.
 
     Args:
         step: the training step.
@@ -90,9 +92,12 @@ def generation_records(
         extra: further values of the reward function by name, one for each sample.
     """
     inputs = tokenizer.batch_decode(batch.batch["prompts"], skip_special_tokens=True)
+    with_images = [row for row, given in enumerate(batch.non_tensor_batch.get("multi_modal_inputs", ())) if given]
     present = compute_response_mask(batch).bool()  # all tokens, those of tools and users too
     responses = [row[keep].tolist() for row, keep in zip(batch.batch["responses"], present, strict=True)]
     outputs = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    for row in with_images:
+        inputs[row], outputs[row] = _texts_with_images(tokenizer, batch, row)
     truths = [_ground_truth(item) for item in batch.non_tensor_batch.get("reward_model", [None] * len(batch))]
     lengths = present.sum(-1).tolist()
     named = {name: batch.non_tensor_batch[name].tolist() for name in NAMES if name in batch.non_tensor_batch}
@@ -108,6 +113,24 @@ def generation_records(
         for row, record in enumerate(records):
             record["trajectory"] = _trajectory(tokenizer, batch, scores, row)
     return records
+
+
+def _texts_with_images(tokenizer: Any, batch: DataProto, row: int) -> tuple[str, str]:
+    """Prompt and response of a row, in which each image is named by its number of tokens."""
+    columns = batch.batch
+    width = columns["responses"].shape[1]
+    ids = torch.cat([columns["prompts"][row], columns["responses"][row]])
+    there = columns["attention_mask"][row].bool()
+    is_image = (ids == tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)) & there
+    is_image[-width:] &= columns["response_mask"][row] == 0  # one that the policy drew is text
+    texts = batch.non_tensor_batch["multi_modal_inputs"][row].get(TEXT_PLACES)
+    if texts is not None:
+        is_image[there.nonzero().flatten()[texts]] = False
+    prompt, response = (
+        decoded_with_images(tokenizer, ids[part][there[part]].tolist(), is_image[part][there[part]].tolist())
+        for part in (slice(None, -width), slice(-width, None))
+    )
+    return prompt, response
 
 
 def _trajectory(tokenizer: Any, batch: DataProto, scores: torch.Tensor, row: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from verl.errors import DataError
 from verl.utils.dataset.chat import token_lengths
 from verl.utils.dataset.files import DataFile
 from verl.utils.dataset.prompt_images import PromptImages, RowImages
-from verl.vision.processor import IMAGE_TOKEN
+from verl.vision.families import IMAGE_TOKEN
 
 EXAMPLES = 3
 BINS = 10

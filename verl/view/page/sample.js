@@ -38,11 +38,19 @@ function conversation(trajectory) {
       message.failure || null, message.is_left_out ? "no room left for it" : null,
     ].filter(Boolean);
     const calls = (message.tool_calls || []).map((call) => `→ ${call.function.name}(${call.function.arguments})`);
-    const content = typeof message.content === "string" ? message.content : message.content ? JSON.stringify(message.content) : "";
+    const content = said(message.content);
     return h("li", { class: `message ${["assistant", "tool", "user", "system"].includes(message.role) ? message.role : "other"}` },
       h("div", { class: "role" }, [message.role, message.name].filter(Boolean).join(" "), notes.length ? h("small", {}, ` ${notes.join(", ")}`) : null),
       content ? textBlock(content) : null, calls.map((call) => textBlock(call, "call")));
   }));
+}
+
+/** The text of a message's content; an image among its parts is named. */
+function said(content) {
+  if (typeof content === "string" || !content) return content || "";
+  const words = { image: () => "<image>", text: (part) => part.text };
+  if (Array.isArray(content) && content.every((part) => words[part?.type])) return content.map((part) => words[part.type](part)).join("");
+  return JSON.stringify(content);
 }
 
 function siblings(sample, open) {

@@ -81,21 +81,38 @@ class Tokens {
     const own = values.map((value, place) => (mask[place] && value !== null ? value - centre : null));
     const colour = scale(own);
     this.line.classList.toggle("apart", !this.asText);
-    fill(this.line, response.map((token, place) => h("span", {
-      role: "option", class: mask[place] ? "token" : "token others", "data-place": place,
-      style: { background: colour(own[place]) },
-      onmouseenter: () => this.choose(place), onclick: () => this.choose(place),
-    }, pieces(token.text, this.asText))));
+    const spans = this.spans();
+    const elements = spans.map(({ first, word }) => h("span", {
+      role: "option", class: ["token", mask[first] ? "" : "others", word ? "image" : ""].join(" ").trim(), "data-place": first,
+      style: { background: colour(own[first]) },
+      onmouseenter: () => this.choose(first), onclick: () => this.choose(first),
+    }, word || pieces(response[first].text, this.asText)));
+    this.elements = new Map(spans.map(({ first }, number) => [first, elements[number]]));
+    fill(this.line, elements);
+  }
+
+  /** What is shown in a row: each token, and each image as one word at its first token. */
+  spans() {
+    const images = new Map(this.tokens.images.map(([first, last, word]) => [first, { first, last, word }]));
+    const found = [];
+    for (let place = 0; place < this.tokens.response.length; place += 1) {
+      const span = images.get(place) || { first: place, last: place };
+      found.push(span);
+      place = span.last;
+    }
+    return found;
   }
 
   choose(place) {
-    const { response, mask, numbers, weight_version: version } = this.tokens;
+    const { response, mask, numbers, images, weight_version: version } = this.tokens;
     if (!response[place]) return;
     this.line.querySelector(".chosen")?.classList.remove("chosen");
-    this.line.children[place]?.classList.add("chosen");
+    this.elements.get(place)?.classList.add("chosen");
     this.place = place;
+    const [, last, word] = images.find(([first]) => first === place) || [place, place, null];
     const facts = [
-      ["token", JSON.stringify(response[place].text)], ["id", response[place].id], ["place", `${place + 1} of ${response.length}`],
+      ["token", word || JSON.stringify(response[place].text)], ["id", response[place].id],
+      ["place", last > place ? `${place + 1} to ${last + 1} of ${response.length}` : `${place + 1} of ${response.length}`],
       ["chosen by the policy", mask[place] ? "yes" : "no"],
       ...Object.entries(numbers).map(([name, values]) => [NAMES[name] || name, short(values[place])]),
       ...(version === null || version === undefined ? [] : [["weights", version]]),
@@ -107,7 +124,9 @@ class Tokens {
     const move = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: 10, ArrowUp: -10 }[event.key];
     if (!move) return;
     event.preventDefault();
-    this.choose(Math.max(0, Math.min(this.tokens.response.length - 1, this.place + move)));
+    const spans = this.spans();
+    const now = spans.findIndex(({ first }) => first === this.place);
+    this.choose(spans[Math.max(0, Math.min(spans.length - 1, now + move))].first);
     this.line.querySelector(".chosen").scrollIntoView({ block: "nearest" });
   }
 }
