@@ -30,11 +30,13 @@ from torch.distributed.tensor import DTensor
 from verl.backends.base import Backend
 from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.planner.memory import ModelMemory, RankLayout
+from verl.planner.passes import Rows
 from verl.planner.shapes import ModelShape
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
 from verl.utils.sharded_tensor import local_rows
 from verl.workers.engine import EngineRegistry, MicroBatchConfig
+from verl.workers.engine.passes import MicroBatch, split_micro_batches
 from verl.workers.losses import sft_loss
 
 PARTS = ("weights", "gradients", "optimizer", "kept activations", "pass")
@@ -51,6 +53,15 @@ class Case:
     tokens: int
     shape: Mapping[str, Any]
     dtype: str = "bfloat16"
+    is_shared: bool = False
+    """Whether the four sequences share a prompt, half as long as they are."""
+
+    @property
+    def rows(self) -> Rows:
+        """The sequences, as the plan sees them."""
+        length = self.tokens // 4
+        prompt = length // 2 if self.is_shared else 16
+        return Rows(prompt, length - prompt, 4 if self.is_shared else 1)
 
 
 _SMALL = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -66,13 +77,17 @@ CASES = [
     Case("medium qwen3", "qwen3", 2, True, 2048, _MEDIUM),
     Case("medium qwen3", "qwen3", 2, False, 2048, _MEDIUM),
     Case("medium llama, fp32", "llama", 2, True, 2048, _MEDIUM, "fp32"),
+    Case("medium qwen3, shared prompt", "qwen3", 1, True, 2048, _MEDIUM, is_shared=True),
+    Case("medium qwen3, shared prompt", "qwen3", 1, False, 2048, _MEDIUM, is_shared=True),
 ]
 
 
-def rows(tokens: int, vocabulary: int) -> DataProto:
-    """Four sequences of a short prompt and a response, ``tokens`` tokens in all."""
-    length, prompt = tokens // 4, 16
+def batch_of(rows: Rows, vocabulary: int) -> DataProto:
+    """Four sequences of a prompt, their own or the same, and a response."""
+    length, prompt = rows.prompt + rows.response, rows.prompt
     ids = torch.randint(2, vocabulary, (4, length), generator=torch.Generator().manual_seed(0))
+    if rows.group > 1:
+        ids[:, :prompt] = ids[0, :prompt]
     ones = torch.ones_like(ids)
     columns = {
         "input_ids": ids,
@@ -114,18 +129,19 @@ def one_engine(case: Case, model: str, trace: Path) -> dict[str, float]:
     )
     engine.backend = Backend(engine.device)
     engine.initialize()
-    data, micro = rows(case.tokens, case.shape["vocab"]), MicroBatchConfig(micro_batch_size_per_gpu=4)
+    vocabulary, micro = case.shape["vocab"], MicroBatchConfig(micro_batch_size_per_gpu=4, shares_prompts=case.is_shared)
+    data, small = batch_of(case.rows, vocabulary), batch_of(Rows(16, 16, case.rows.group), vocabulary)
     with engine.train_mode():
-        engine.train_batch(rows(128, case.shape["vocab"]), sft_loss, micro)  # the optimizer makes its state
+        engine.train_batch(small, sft_loss, micro)  # the optimizer makes its state
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(rows(128, case.shape["vocab"]), sft_loss, micro)
+        engine.forward_backward_batch(small, sft_loss, micro)
         gradients = nbytes(p.grad for p in engine.model.parameters())
         # With gradients of an earlier pass, to which this one adds: what it takes besides.
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
             engine.forward_backward_batch(data, sft_loss, micro)
         profile.export_chrome_trace(str(trace))
         engine.optimizer_zero_grad()
-        kept, gathered = activations(engine, data)
+        kept, gathered = activations(engine, next(split_micro_batches(data, micro, engine.device)))
         engine._reshard()
     return {
         "weights": nbytes(engine.model.parameters()),
@@ -136,7 +152,7 @@ def one_engine(case: Case, model: str, trace: Path) -> dict[str, float]:
     }
 
 
-def activations(engine: Any, data: DataProto) -> tuple[dict[int, int], set[int]]:
+def activations(engine: Any, part: MicroBatch) -> tuple[dict[int, int], set[int]]:
     """Return address and bytes of what autograd keeps of the decoder layers, and addresses of gathered weights."""
     kept: dict[int, int] = {}
     gathered: set[int] = set()
@@ -151,7 +167,7 @@ def activations(engine: Any, data: DataProto) -> tuple[dict[int, int], set[int]]
 
     handles = [layer.register_forward_hook(weights_of) for layer in engine._units]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        engine.model(engine._inputs(data), frozenset({"hidden"}), 1.0)
+        engine.model(engine._inputs(part), frozenset({"hidden"}), 1.0)
     for handle in handles:
         handle.remove()
     return kept, gathered
@@ -174,12 +190,13 @@ def planned(case: Case, model: str) -> dict[str, float]:
     compute = 4 if case.dtype == "fp32" else 2
     layout = RankLayout(shards=case.ranks, compute_bytes=compute, is_gathered=case.ranks > 1 or compute != 4)
     memory = ModelMemory(shape=shape, layout=layout, trained=shape.parameters(), checkpoints=case.checkpoints)
+    tokens = case.rows.of_rows(4)
     return {
         "weights": memory.weights,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
-        "kept activations": memory.kept_activations(case.tokens),
-        "pass": sum(memory.training_pass(case.tokens).values()),
+        "kept activations": memory.kept_activations(tokens.computed, tokens.keys - tokens.computed),
+        "pass": sum(memory.training_pass(tokens).values()),
     }
 
 

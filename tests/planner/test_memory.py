@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from verl.planner.memory import LOGITS_AT_ONCE, ModelMemory, RankLayout
+from verl.planner.passes import PassTokens
 from verl.planner.shapes import ModelShape
 from verl.workers.engine.fsdp.head import CHUNK_ELEMENTS
 
@@ -71,17 +72,20 @@ def test_a_training_pass_by_hand():
     held = model(shards=2)
     # While a layer is computed again: inputs of layers, one layer and two gradients of 2·(12 + 8) bytes per token;
     # root and the head's gradient 2·160 + 2·80, two gathered layers and a gradient in bf16 and fp32, 10·504.
-    parts = held.training_pass(100)
+    parts = held.training_pass(PassTokens(100, 100, 100))
     assert parts["activations"] == 100 * (80 + 344 + 2 * 2 * 20)
     assert parts["gathered"] == 2 * ROOT + 2 * 80 + 10 * LAYER
     # At the head all of 100·10 logits, four in fp32 and one in bf16, are the most where the vocabulary is large.
     wide = replace(held, shape=replace(SHAPE, vocabulary=10_000))
-    assert wide.training_pass(100)["logits"] == 100 * 10_000 * 18
-    assert wide.training_pass(100, head_tokens=50)["logits"] == 50 * 10_000 * 18
+    assert wide.training_pass(PassTokens(100, 100, 100))["logits"] == 100 * 10_000 * 18
+    assert wide.training_pass(PassTokens(100, 50, 100))["logits"] == 50 * 10_000 * 18
     assert LOGITS_AT_ONCE == CHUNK_ELEMENTS
 
 
 def test_ranks_that_share_a_sequence_share_its_activations():
-    one, two = model(shards=2).training_pass(4096), model(shards=2, sequence=2).training_pass(4096)
+    one, two = (
+        model(shards=2).training_pass(PassTokens(4096, 4096, 4096)),
+        model(shards=2, sequence=2).training_pass(PassTokens(4096, 4096, 4096)),
+    )
     assert two["activations"] == one["activations"] / 2
     assert two["gathered"] == one["gathered"]

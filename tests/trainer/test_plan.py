@@ -19,6 +19,8 @@ from verl.trainer.plan import WITH_CRITIC, WITHOUT_CRITIC, check_layouts, make_p
 ROOT = Path(__file__).parents[2]
 NATIVE = "actor_rollout_ref.rollout.name=native"
 ROLLOUT_RANKS = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+LOG_PROBS = "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1"
+UPDATES = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"
 MEGATRON = ("--config-name", "ppo_megatron_trainer")
 STAGES = "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size"
 PIECES = "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size"
@@ -106,6 +108,35 @@ def test_offload_ulysses_and_adapters_take_less(folder):
     critic = ["algorithm.adv_estimator=gae", f"critic.model.path={folder}", "critic.ppo_micro_batch_size_per_gpu=2"]
     assert peak(*critic) > usual
     assert peak(*critic, "critic.model.fsdp_config.optimizer_offload=true") < peak(*critic)
+
+
+def test_a_shared_prompt_counts_once(folder):
+    shares = "actor_rollout_ref.actor.use_prefix_grouper=true"
+    words = ["data.max_prompt_length=4096", "data.max_response_length=512", "actor_rollout_ref.rollout.n=8"]
+    words += ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8", "--gpus", "8", "--memory_gb", "200"]
+    apart, shared = (plan_of(folder, *words, *more).stages for more in ([], [shares]))
+    assert [stage.name for stage in shared] == ["rollout", "old log-probs", "actor update"]
+    assert shared[0] == apart[0]
+    # 4096 + 8 · 512 tokens in place of 8 · 4608; attention of responses to the prompt is not spared.
+    for before, after in zip(apart[1:], shared[1:], strict=True):
+        assert 3.5 < before.seconds / after.seconds < 36864 / 8192
+        assert after.parts["activations"] < before.parts["activations"] / 3
+        assert after.largest >= before.largest
+    # One response of a group in a pass shares nothing.
+    alone = [plan_of(folder, *words, LOG_PROBS, UPDATES, *more).stages for more in ([], [shares])]
+    for one, other in zip(*alone, strict=True):
+        assert (one.parts, one.seconds) == (other.parts, other.seconds)
+    # In a budget of 8192 tokens a group is whole; in one of 6144 the prompt is computed twice.
+    by_tokens = ["actor_rollout_ref.actor.use_dynamic_bsz=true", shares]
+    budgets = [f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={tokens}" for tokens in (8192, 6144)]
+    whole, halves = (plan_of(folder, *words, *by_tokens, budget).stages[-1].seconds for budget in budgets)
+    assert whole == pytest.approx(shared[-1].seconds)
+    assert halves > 1.3 * whole
+    # A critic computes every row with its own prompt.
+    critic = ["algorithm.adv_estimator=gae", f"critic.model.path={folder}", "critic.ppo_micro_batch_size_per_gpu=8"]
+    values = [plan_of(folder, *words, *critic, *more).stages[2:4] for more in ([], [shares])]
+    assert [stage.name for stage in values[0]] == ["values", "critic update"]
+    assert values[0] == values[1]
 
 
 def test_pieces_of_a_pipeline_that_divide_the_layers_are_planned(folder):

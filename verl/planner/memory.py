@@ -14,7 +14,8 @@ each token
     attention      b · (2A + 2K)      queries, keys, values, output
     feed-forward   4b · I             gate, its activation, up, their product
 
-or with gradient checkpointing only its input, b · H, while one layer at a time is computed again.
+or with gradient checkpointing only its input, b · H, while one layer at a time is computed again. Where responses share
+a prompt, attention keeps b · 2K more for each token of a copy of the prompt's keys and values.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from verl.planner.passes import PassTokens
 from verl.planner.shapes import ModelShape
 
 LOGITS_AT_ONCE = 2**25
@@ -124,12 +126,21 @@ class ModelMemory:
         attention = b * (2 * s.attention_width + 2 * s.kv_width)
         return (norms + head_norms + attention + 4 * b * width + routed) / self.layout.tensor
 
-    def kept_activations(self, tokens: float) -> float:
-        """Bytes that all layers keep of ``tokens`` tokens of this rank's part until their backward passes."""
+    @property
+    def copied_keys(self) -> float:
+        """Bytes of keys and values in one layer, per token."""
+        return self.layout.compute_bytes * 2 * self.shape.kv_width / self.layout.tensor
+
+    def kept_activations(self, tokens: float, copies: float = 0.0) -> float:
+        """Bytes that all layers keep of ``tokens`` tokens of this rank's part until their backward passes.
+
+        ``copies`` are tokens of this part whose keys and values were copied for responses that share a prompt.
+        """
         s, lay = self.shape, self.layout
         per_layer = lay.compute_bytes * s.hidden / lay.tensor if self.checkpoints else self.layer_activations
+        copied = 0.0 if self.checkpoints else copies * self.copied_keys * s.layers
         # Megatron's first stage keeps as many micro-batches as there are stages, of its part of the layers each.
-        return tokens * (per_layer * s.layers + (4 + lay.compute_bytes) * s.hidden)
+        return tokens * (per_layer * s.layers + (4 + lay.compute_bytes) * s.hidden) + copied
 
     def logits(self, tokens: float, with_gradient: bool) -> float:
         """Bytes of the logits that are in memory at once: four copies in fp32, and one in another compute format."""
@@ -163,19 +174,17 @@ class ModelMemory:
         trains = self.trained > 0 and not self.adapters
         return total * b, head * b if trains else 0.0
 
-    def training_pass(self, tokens: float, head_tokens: float | None = None) -> Mapping[str, float]:
-        """Bytes at the highest point of a forward and backward pass, by part.
+    def training_pass(self, tokens: PassTokens) -> Mapping[str, float]:
+        """Bytes at the highest point of a forward and backward pass over a micro-batch, by part.
 
-        Args:
-            tokens: tokens of the micro-batch over the ranks that share it.
-            head_tokens: those at which log-probs are computed; None is all.
+        ``tokens`` are those of all ranks that share the micro-batch.
         """
         lay = self.layout
-        own = tokens / lay.sequence
-        kept = self.kept_activations(own)
+        own, copies = tokens.computed / lay.sequence, (tokens.keys - tokens.computed) / lay.sequence
+        kept = self.kept_activations(own, copies)
         root, head_gradient = self._root()
-        head = self.logits((tokens if head_tokens is None else head_tokens) / lay.sequence, with_gradient=True)
-        layer = own * (self.layer_activations if self.checkpoints else 0)
+        head = self.logits(tokens.responses / lay.sequence, with_gradient=True)
+        layer = own * self.layer_activations + copies * self.copied_keys if self.checkpoints else 0.0
         layer += own * 2 * lay.compute_bytes * (self.shape.feed_forward / lay.tensor + self.shape.hidden)  # gradients
         s = self.shape
         everything = s.embedding_parameters + s.head_parameters(self.outputs)
@@ -198,13 +207,14 @@ class ModelMemory:
         }
         return max(moments.values(), key=lambda parts: sum(parts.values()))
 
-    def inference_pass(self, tokens: float, head_tokens: float | None = None) -> Mapping[str, float]:
+    def inference_pass(self, tokens: PassTokens) -> Mapping[str, float]:
         """As :meth:`training_pass`, without gradients."""
         s, lay = self.shape, self.layout
-        own, b = tokens / lay.sequence, lay.compute_bytes
+        own, b = tokens.computed / lay.sequence, lay.compute_bytes
+        copies = (tokens.keys - tokens.computed) / lay.sequence
         root, _ = self._root()
-        at_once = own * ((4 + 3 * b) * s.hidden + 3 * b * s.feed_forward / lay.tensor)
-        head = self.logits((tokens if head_tokens is None else head_tokens) / lay.sequence, with_gradient=False)
+        at_once = own * ((4 + 3 * b) * s.hidden + 3 * b * s.feed_forward / lay.tensor) + copies * self.copied_keys
+        head = self.logits(tokens.responses / lay.sequence, with_gradient=False)
         layers = {"activations": at_once, "gathered": root + self._gathered_layers(with_gradient=False), "logits": 0.0}
         last = {"activations": own * 2 * b * s.hidden, "gathered": root, "logits": head}
         return max((layers, last), key=lambda parts: sum(parts.values()))

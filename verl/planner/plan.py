@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from verl.config import FSDPEngineConfig, HFModelConfig, PPOConfig
@@ -12,6 +13,7 @@ from verl.config.rollout import OTHER_PROGRAMS
 from verl.errors import ConfigError
 from verl.planner.hardware import Cluster
 from verl.planner.memory import BYTES, ModelMemory, RankLayout
+from verl.planner.passes import Rows
 from verl.planner.shapes import ModelShape
 from verl.planner.timing import Work, generation_seconds, pass_seconds
 
@@ -114,6 +116,11 @@ class Plan:
         section = self.config.critic if model == "critic" else roles.actor
         groups = self.ranks // self.models[model].memory.layout.ranks_per_model
         return section.ppo_mini_batch_size * roles.rollout.n // groups
+
+    def siblings(self, model: str) -> int:
+        """Rows whose prompt a pass of the model computes once, if they are in it together."""
+        roles = self.config.actor_rollout_ref
+        return roles.rollout.n if roles.actor.use_prefix_grouper and model != "critic" else 1
 
     def work(self, shared_by: int) -> Work:
         """Rows of a step, with their expected lengths."""
@@ -264,39 +271,43 @@ class Plan:
             base |= {f"{model} optimizer": memory.optimizer}
         if self._engine_leaves:
             base["rollout engine"] = self._engine_leaves
-        share = self.config.data.max_response_length / self.row_tokens
-        # A micro-batch of tokens counts those of one rank, and Ulysses multiplies it.
-        unit = lay.sequence if tokens is not None else self.row_tokens
+        data, work = self.config.data, self.work(lay.ranks_per_model)
+        longest = Rows(data.max_prompt_length, data.max_response_length, self.siblings(model))
+        expected = Rows(work.prompt, work.response, longest.group)
         count = tokens if tokens is not None else sequences
-        rows = self.rows(lay.ranks_per_model)
-        if tokens is not None:
-            most = rows * self.row_tokens // lay.sequence
-        else:
-            most = min(rows, self.mini_batch_rows(model)) if trains else rows
+        rows = min(work.rows, self.mini_batch_rows(model)) if trains else work.rows
+        most = rows if tokens is None else int(longest.of_rows(work.rows).computed) // lay.sequence
 
         def parts(size: int) -> dict[str, float]:
-            measure = memory.training_pass if trains else memory.inference_pass
-            return base | dict(measure(size * unit, size * unit * share))
+            # A micro-batch of tokens counts those of one rank, and Ulysses multiplies it.
+            of_pass = longest.of_rows(size) if tokens is None else longest.within(size * lay.sequence)
+            return base | dict(memory.training_pass(of_pass) if trains else memory.inference_pass(of_pass))
+
+        def bytes_of(size: int) -> float:
+            return sum(parts(size).values())
 
         least = 1 if tokens is None else max(1, self.row_tokens // lay.sequence)
-        largest = self._largest(lambda size: sum(parts(size).values()), least, max(least, most))
-        if trains and tokens is None and largest:
-            share = max(1, self.mini_batch_rows(model))
-            largest = next(size for size in range(min(largest, share), 0, -1) if share % size == 0)
+        if tokens is not None:
+            sizes: Sequence[int] = range(least, max(least, most) + 1)
+        elif trains:
+            # Each is looked at: one that cuts groups may take more than a larger one that does not.
+            sizes = _divisors(max(1, self.mini_batch_rows(model)), most)
+            sizes = [size for size in sizes if bytes_of(size) <= self.cluster.usable_bytes]
+        else:
+            group = longest.group
+            sizes = [*_divisors(group, min(most, group - 1)), *range(group, most + 1, group)]
+        fitting = bisect_right(sizes, self.cluster.usable_bytes, key=bytes_of)
+        largest = sizes[fitting - 1] if fitting else 0
         shown = count or max(least, largest)
-        seconds = epochs * pass_seconds(memory, self.cluster, self.work(lay.ranks_per_model), shown * unit, trains)
+        if tokens is None:
+            size, prompts = longest.of_rows(shown).computed, expected.prompts_per_row(min(shown, rows))
+        else:
+            size, prompts = shown * lay.sequence, expected.prompts_per_row_within(shown * lay.sequence)
+        # No fewer than the rank's own part of the rows has.
+        work = replace(work, prompts_per_row=max(prompts, expected.prompts_per_row(rows)))
+        seconds = epochs * pass_seconds(memory, self.cluster, work, size, trains)
         full = f"{key}_max_token_len_per_gpu" if tokens is not None else f"{key}_micro_batch_size_per_gpu"
         return Stage(name, parts(min(shown, max(least, most))), seconds, full, count, largest)
-
-    def _largest(self, bytes_of: Callable[[int], float], least: int, most: int) -> int:
-        """Return the largest size from ``least`` to ``most`` that fits into memory; 0 if none does."""
-        if bytes_of(least) > self.cluster.usable_bytes:
-            return 0
-        low, high = least, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if bytes_of(middle) <= self.cluster.usable_bytes else (low, middle - 1)
-        return low
 
     # ---- the rollout
 
@@ -393,6 +404,11 @@ def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_a
         is_gathered=shards > 1 or stored != compute or placement.offload_policy or has_adapters,
         reshards=placement.reshard_after_forward,
     )
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    """Return the divisors of a number up to ``most``, in their order."""
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
 
 
 def _adapter_parameters(shape: ModelShape, model: HFModelConfig) -> int:

@@ -23,11 +23,14 @@ class Work:
     prompt: int
     response: int
     """Tokens of a response."""
+    prompts_per_row: float = 1.0
+    """Prompts that passes compute for each row: fewer than 1 where rows share them. A rollout computes each once or
+    more, whatever this says."""
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all rows."""
-        return self.rows * (self.prompt + self.response)
+    def tokens(self) -> float:
+        """Tokens of all rows that passes compute."""
+        return self.rows * (self.prompt * self.prompts_per_row + self.response)
 
 
 def pass_seconds(model: ModelMemory, cluster: Cluster, work: Work, micro_batch_tokens: float, trains: bool) -> float:
@@ -35,11 +38,14 @@ def pass_seconds(model: ModelMemory, cluster: Cluster, work: Work, micro_batch_t
     lay = model.layout
     counter = model.shape.flops(model.outputs, is_frozen=model.adapters > 0)
     length = work.prompt + work.response
-    forward = work.rows * counter.forward_flops([length], work.response)
-    flops = work.rows * counter.training_flops([length], work.response) if trains else forward
+    spared = 1 - work.prompts_per_row  # prompts of each row that another one has
+    forward = counter.forward_flops([length], work.response) - spared * counter.forward_flops([work.prompt], 0)
+    flops = forward
+    if trains:
+        flops = counter.training_flops([length], work.response) - spared * counter.training_flops([work.prompt], 0)
     if trains and model.checkpoints:
         flops += forward
-    computing = flops / lay.ranks_per_model / cluster.flops
+    computing = work.rows * flops / lay.ranks_per_model / cluster.flops
     if lay.is_megatron or lay.shards == 1:
         return computing
     count = math.ceil(work.tokens / micro_batch_tokens)

@@ -27,7 +27,7 @@ from verl.planner.advice import Change, changes, with_settings
 from verl.planner.hardware import GPUS, Cluster, gpu_named
 from verl.planner.plan import OtherModels, Plan, Stage
 from verl.planner.shapes import config_file
-from verl.trainer.config import rules_engines, rules_megatron, rules_sizes
+from verl.trainer.config import rules_engines, rules_megatron, rules_shared_prompts, rules_sizes
 from verl.trainer.config.command_line import CONFIG_DIR, compose, keys_set, override_problems
 from verl.trainer.config.load import load_config
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -127,7 +127,7 @@ def make_plan(words: list[str]) -> tuple[Plan, argparse.Namespace]:
 
 
 def check_layouts(plan: Plan) -> None:
-    """Refuse what `verl train` refuses of the way in which ranks share models and batches, on every machine.
+    """Refuse what `verl train` refuses of how ranks share models and batches, and responses prompts, on every machine.
 
     Heads and layers are read where the plan reads them, so names on the hub are checked too.
 
@@ -141,7 +141,12 @@ def check_layouts(plan: Plan) -> None:
     located = {key: str(folder) for key, folder in read.items()}
     # With critic.enable the rules do not ask the estimator, which would import PyTorch.
     config = with_settings(plan.config, {**located, "critic.enable": plan.needs.critic})
-    rules = (rules_engines.parallel_sizes, rules_megatron.layouts, rules_sizes.mini_batches)
+    rules = (
+        rules_engines.parallel_sizes,
+        rules_megatron.layouts,
+        rules_sizes.mini_batches,
+        rules_shared_prompts.shared_prompts,
+    )
     if problems := [problem for rule in rules for problem in rule(config)]:
         raise ConfigError(report(problems))
 

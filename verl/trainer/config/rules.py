@@ -39,12 +39,12 @@ from verl.trainer.config import rules_sizes as sizes
 from verl.trainer.config import rules_vision as vision
 from verl.trainer.config.derive import BYPASS, takes_weights, truncating
 from verl.trainer.config.rules_profiler import profilers
+from verl.trainer.config.rules_shared_prompts import shared_prompts
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import model_files
 from verl.utils.dataset.build import SAMPLERS
 from verl.utils.reward_score import FORMATS, SCORERS
-from verl.vision.families import FAMILIES
 from verl.workers.reward_manager import get_reward_manager_cls
 
 Problems = Iterator[Problem]
@@ -111,35 +111,6 @@ def router_replay(config: PPOConfig) -> Problems:
 
 
 # ---- algorithm and loss ----------------------------------------------------------------------------
-
-
-def shared_prompts(config: PPOConfig) -> Problems:
-    """The policy and the reference can compute a prompt once for all its responses."""
-    roles = config.actor_rollout_ref
-    actor, folder, key = roles.actor, Path(roles.model.path).expanduser(), f"{ACTOR}.use_prefix_grouper"
-    if not actor.use_prefix_grouper:
-        return
-    overrides = roles.model.override_config
-    overrides = {**overrides, **(overrides.get("text_config") or {})}
-    other = set(model_files.layer_types(folder)) - {"full_attention", "sliding_attention"}
-    reasons = {
-        "strategy=megatron computes every row with its own prompt": (
-            "megatron" in (actor.strategy, roles.ref.strategy)
-        ),
-        "a prompt is shared in packed rows (actor_rollout_ref.model.use_remove_padding=true)": not (
-            roles.model.use_remove_padding and actor.use_remove_padding
-        ),
-        "prompts with images are not shared": model_files.model_type(folder) in FAMILIES,
-        f"the model has layers ({', '.join(sorted(other))}) other than full or sliding attention": other,
-        f"{ACTOR}.router_replay.mode={actor.router_replay.mode} repeats the choice of experts of every row": (
-            actor.router_replay.mode != "disabled"
-        ),
-        "the load of experts (router_aux_loss_coef, output_router_logits) is balanced over the tokens of every row": (
-            overrides.get("output_router_logits") or "router_aux_loss_coef" in overrides
-        ),
-    }
-    for wrong in (reason for reason, holds in reasons.items() if holds):
-        yield Problem(key, True, wrong, "false")
 
 
 def estimator(config: PPOConfig) -> Problems:
