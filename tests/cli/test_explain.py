@@ -13,7 +13,7 @@ from rich.console import Console
 import verl
 from tests.checkpoint.test_run import Run
 from verl.cli.differences import ABSENT, differences, differences_table, kinds, kinds_told, read_settings
-from verl.cli.explain import all_settings, explanation, follows_from, matching, other_keys, read_at
+from verl.cli.explain import all_settings, explanation, follows_from, matching, of_other_sections, other_keys, read_at
 from verl.errors import ConfigError
 from verl.trainer.loop import RunSettings
 
@@ -43,6 +43,15 @@ def test_what_takes_its_value_from_a_key():
     assert "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu" in follows_from(
         f"{actor}.ppo_micro_batch_size_per_gpu", settings
     )
+
+
+def test_keys_that_end_alike_in_other_sections():
+    settings, rate = all_settings(), ["actor_rollout_ref.actor.optim.lr", "critic.optim.lr", "optim.lr"]
+    for path in rate:
+        found = of_other_sections(matching(path, settings)[0], settings)
+        assert found == [other for other in rate if other != path]
+    assert of_other_sections(matching("trainer.seed", settings)[0], settings) == []
+    assert of_other_sections(matching("critic.optim", settings)[0], settings) == []
 
 
 def test_all_sections_of_a_name_are_listed_before_their_keys():

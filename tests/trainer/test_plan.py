@@ -208,5 +208,5 @@ def test_small_models_and_one_node_are_said_so(folder, capsys):
     show_plan(plan_of(folder, "--gpus", "16"), [])
     said = " ".join(capsys.readouterr().out.split()).lower()
     # Embedding and head 2 x 64,000; a layer: attention 12,416 with biases, MLP 24,576, two norms 128; a norm of 64.
-    assert "0.20 million parameters" in said
+    assert "qwen2, 202,304 parameters" in said
     assert "(2 nodes):" in said

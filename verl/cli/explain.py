@@ -125,6 +125,15 @@ def follows_from(path: str, settings: list[Setting]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def of_other_sections(setting: Setting, settings: list[Setting]) -> list[str]:
+    """Return the keys of other sections that have the same section and name at their end: another ``optim.lr``."""
+    if setting.is_section or "." not in setting.path:
+        return []
+    end = ".".join(setting.path.split(".")[-2:])
+    alike = [one.path for one in _by_path(settings) if f".{one.path}".endswith(f".{end}") and not one.is_section]
+    return [path for path in alike if path != setting.path][:MOST_GUESSES]
+
+
 def read_at(path: str, alone: bool = True) -> list[str]:
     """Return lines of this package that read a key after its section, as ``actor.clip_ratio``.
 
@@ -179,6 +188,8 @@ def _page(setting: Setting, settings: list[Setting]) -> RenderableType:
     followers = follows_from(setting.path, settings)
     if followers:
         rows.add_row("  followed by", Text("\n".join(followers)))
+    if others := [path for path in of_other_sections(setting, settings) if path not in followers]:
+        rows.add_row("  see also", Text("\n".join(others)))
     places = [] if setting.is_section else read_at(setting.path, alone=not followers)
     if places:
         rest = f"\n… and {len(places) - MOST_PLACES} more" if len(places) > MOST_PLACES else ""

@@ -31,7 +31,7 @@ from verl.trainer.config import rules_engines, rules_megatron, rules_shared_prom
 from verl.trainer.config.command_line import CONFIG_DIR, compose, keys_set, override_problems
 from verl.trainer.config.load import load_config
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
-from verl.utils.console import console, show
+from verl.utils.console import console, parameters_in_words, show
 
 _GB = 1e9
 PER_NODE = 8
@@ -207,7 +207,7 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
     cluster, shape = plan.cluster, plan.models["actor"].memory.shape
     nodes, usable = cluster.gpus // cluster.gpus_per_node, cluster.usable_bytes / _GB
     show(
-        f"{shape.family}, {_parameters(shape.parameters())}, on {cluster.gpus} x {cluster.gpu.name} "
+        f"{shape.family}, {parameters_in_words(shape.parameters())}, on {cluster.gpus} x {cluster.gpu.name} "
         f"({nodes} node{'s' * (nodes != 1)}): {usable:.0f} GB of each are for tensors, "
         f"{cluster.reserved_gb:.0f} GB are kept for CUDA, NCCL and the allocator"
     )
@@ -243,12 +243,6 @@ def show_plan(plan: Plan, advice: list[Change]) -> None:
         show(f"  {change}   ({change.bytes / _GB:.1f} GB{', fits' if change.fits else ''})")
     if not advice or not advice[-1].fits:
         show("  No setting makes room enough: take more GPUs, shorter responses, or LoRA (model.lora_rank).")
-
-
-def _parameters(count: int) -> str:
-    """Return a number of parameters in words: ``7.62 billion parameters``, ``0.04 million parameters``."""
-    unit, size = ("billion", 1e9) if count >= 1e9 else ("million", 1e6)
-    return f"{count / size:.2f} {unit} parameters"
 
 
 def _short(stage: Stage) -> str:

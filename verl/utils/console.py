@@ -45,6 +45,18 @@ _run: Progress | None = None
 _live: Progress | None = None
 
 
+def parameters_in_words(count: int) -> str:
+    """Return the size of a model in words.
+
+    >>> parameters_in_words(7_615_616_512), parameters_in_words(4_100_352), parameters_in_words(13_104)
+    ('7.62 billion parameters', '4.1 million parameters', '13,104 parameters')
+    """
+    for name, size in (("billion", 1e9), ("million", 1e6)):
+        if count >= size:
+            return f"{count / size:.2f}".removesuffix("0").removesuffix(".0") + f" {name} parameters"
+    return f"{count:,} parameters"
+
+
 class _Output(Console):
     """Console that does not end the process when the reader of standard output is gone."""
 

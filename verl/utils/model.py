@@ -31,7 +31,7 @@ from transformers import (
 
 from verl.base.doors import absent_names
 from verl.errors import ConfigError
-from verl.utils.console import show
+from verl.utils.console import parameters_in_words, show
 from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
 from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention, without_load_report
 from verl.vision.families import FAMILIES
@@ -392,9 +392,9 @@ def compute_position_id_with_mask(mask: Tensor) -> Tensor:
 
 
 def print_model_size(model: nn.Module, name: str | None = None) -> None:
-    """Write the number of parameters of a model, in billions, to standard output."""
+    """Write the number of parameters of a model, to standard output."""
     count = sum(parameter.numel() for parameter in model.parameters())
-    show(f"{name or type(model).__name__} has {count / 1e9:.3f} billion parameters")
+    show(f"{name or type(model).__name__} has {parameters_in_words(count)}")
 
 
 def convert_weight_keys(state_dict: dict[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
