@@ -21,6 +21,12 @@ from verl.utils import hf_processor
 
 REWARD = "def compute_score(solution_str, ground_truth, **_):\n    return float(ground_truth[0] in solution_str)\n"
 
+SPLIT = {
+    "trainer__controller": "ray",
+    "trainer__n_gpus_per_node": 4,
+    "actor_rollout_ref__rollout__tensor_model_parallel_size": 4,
+}
+
 
 @pytest.fixture
 def paths(tmp_path):
@@ -75,6 +81,14 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
     ("changes", "said"),
     [
         ({"actor_rollout_ref__rollout__name": "sglang"}, "does not take a model with images"),
+        (
+            {"actor_rollout_ref__rollout__name": "native", **SPLIT, "actor_rollout_ref__rollout__mode": "async"},
+            "native does not split a model with images",
+        ),
+        (
+            {"actor_rollout_ref__rollout__name": "vllm", **SPLIT},
+            "vllm splits the 2 attention heads of the vision tower",
+        ),
         ({"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2}, "ranks cannot share the sequences"),
     ],
 )

@@ -46,6 +46,14 @@ def layers(folder: Path) -> int | None:
     return _size_of_text_model(folder, "num_hidden_layers")
 
 
+def vision_heads(folder: Path) -> int | None:
+    """The number of heads of the vision tower in ``config.json`` of a model folder; None if there is none."""
+    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    vision = content.get("vision_config")
+    size = vision.get("num_heads") if isinstance(vision, dict) else None
+    return size if isinstance(size, int) and size > 0 else None
+
+
 def head_split_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
     """Why so many ranks cannot split the attention heads of each layer; None if they can."""
     if heads % ranks:

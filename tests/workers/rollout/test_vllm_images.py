@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +20,16 @@ from transformers import AutoModelForImageTextToText
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.batches import P, prompts
 from tests.vision.test_agents_with_images import LOOPS
+from tests.workers.rollout.test_vllm_lora import RANK, change, trainer_of
 from tests.workers.rollout.vllm_engines import KWARGS, needs_vllm
 from tests.workers.support import make_engine
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
-from verl.testing.vision_models import heads_of_32, tiny_vision_model_dir
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.testing.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
+from verl.trainer.config.command_line import compose
+from verl.trainer.main_ppo import run_ppo
 from verl.utils import hf_tokenizer
 from verl.vision.families import FAMILIES, IMAGE_INPUTS
 from verl.workers.config import HFModelConfig, RolloutConfig
@@ -46,7 +51,7 @@ SERVED = [
 ]
 
 
-def rollout_of(name: str, path: str, mode: str = "sync") -> BaseRollout:
+def rollout_of(name: str, path: str, mode: str = "sync", lora_rank: int = 0, **settings: Any) -> BaseRollout:
     config = RolloutConfig(
         name=name,
         mode=mode,
@@ -56,8 +61,9 @@ def rollout_of(name: str, path: str, mode: str = "sync") -> BaseRollout:
         tensor_model_parallel_size=1,
         enforce_eager=True,
         engine_kwargs={"vllm": KWARGS},
+        **settings,
     )
-    return get_rollout_class(name)(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
+    return get_rollout_class(name)(config, HFModelConfig(path=path, lora_rank=lora_rank), hf_tokenizer(path), "cpu")
 
 
 @pytest.mark.parametrize(("family", "mode"), [*((family, "sync") for family in FAMILIES), *SERVED])
@@ -83,6 +89,67 @@ def test_log_probs_are_the_trainers_and_greedy_tokens_those_of_native(family: st
         with vllm.awake(lambda: model.state_dict().items(), 2):
             check_requests_that_come_one_by_one(vllm, batch, greedy.batch["responses"])
         vllm._engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mode"), [*((family, "sync") for family in FAMILIES), ("qwen2_5_vl", "async")])
+def test_adapters_of_the_language_model_are_applied_by_vllm(family: str, mode: str, tmp_path: Path) -> None:
+    """Rows of text and of images, with other adapters in each of three updates; log-probs are the trainer's."""
+    path = tiny_vision_model_dir(tmp_path / "model", family, **heads_of_32(family))
+    trainer = trainer_of(path)
+    batch = prompts(path, tmp_path, count=4)
+    batch.non_tensor_batch |= {"uid": np.arange(4), "sample_index": np.zeros(4, dtype=int)}
+    batch.meta_info = {"do_sample": True}
+    vllm = rollout_of("vllm", path, mode, RANK, merge_adapters=False)
+    sent, before = [], None
+    try:
+        for step in range(3):
+            change(trainer, step)
+            with trainer.eval_mode(), vllm.awake(trainer.adapted_weights(), trainer.weight_version):
+                whole = batch.select(batch_keys=[]) | vllm.generate_sequences(batch)
+            log_probs = trainer.infer_batch(whole, {"log_probs"}, MicroBatchConfig())["log_probs"]
+            assert_close(whole.batch["rollout_log_probs"], log_probs, atol=3e-5, rtol=0)
+            sent.append(vllm.sent_bytes)
+            assert before is None or not whole.batch["responses"].equal(before)
+            before = whole.batch["responses"]
+    finally:
+        vllm._end_engine()
+    assert sent[1] == sent[2] < sent[0] / 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_run_with_one_engine_split_over_two_ranks(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+) -> None:
+    """What vLLM says of its tokens is what the trainer computes, before and after an update of tower and text."""
+    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(tmp_path / "metrics.jsonl"))
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(solution_str, **_):\n    return float(len(solution_str) % 3)\n"
+    )
+    rows = picture_rows(8, text_every=4)
+    paths = make_tiny_run(tmp_path) | {
+        "model": tiny_vision_model_dir(tmp_path / "vision", family, **heads_of_32(family)),
+        "train": write_parquet(tmp_path / "train.parquet", rows),
+        "val": write_parquet(tmp_path / "val.parquet", rows[:4]),
+    }
+    changes = {
+        "custom_reward_function__path": tmp_path / "reward.py",
+        "data__max_prompt_length": 40,
+        "actor_rollout_ref__rollout__name": "vllm",
+        "actor_rollout_ref__rollout__mode": "async",
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": 2,
+        "actor_rollout_ref__rollout__enforce_eager": "true",
+        "actor_rollout_ref__rollout__engine_kwargs__vllm__kv_cache_memory_bytes": KWARGS["kv_cache_memory_bytes"],
+        "trainer__controller": "ray",
+        "trainer__n_gpus_per_node": 2,
+    }
+    run_ppo(compose(overrides(paths, tmp_path, **changes)))
+    steps = [json.loads(line)["data"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(steps) == 2
+    for step in steps:
+        assert step["training/rollout_probs_diff_max"] < 1e-5
+        assert step["actor/grad_norm"] > 0
 
 
 def check_requests_that_come_one_by_one(vllm: BaseRollout, batch: DataProto, greedy: Tensor) -> None:

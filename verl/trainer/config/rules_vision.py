@@ -32,9 +32,14 @@ def models_with_images(config: PPOConfig) -> Problems:
         yield Problem("actor_rollout_ref.rollout.name", rollout.name, wrong, ", ".join(ENGINES))
     elif rollout.name == "vllm":
         yield from _of_vllm(rollout, kind)
-    if rollout.name in ENGINES and rollout.tensor_model_parallel_size > 1:
+        heads = model_files.vision_heads(Path(roles.model.path).expanduser())
+        if heads is not None and heads % rollout.tensor_model_parallel_size:
+            key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
+            wrong = f"vllm splits the {heads} attention heads of the vision tower over these ranks"
+            yield Problem(key, rollout.tensor_model_parallel_size, wrong, f"a divisor of {heads}")
+    if rollout.name in ENGINES and rollout.name != "vllm" and rollout.tensor_model_parallel_size > 1:
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
-        wrong = f"a model with images ({kind}) is not split over ranks in this version"
+        wrong = f"{rollout.name} does not split a model with images ({kind}) over ranks; vllm does"
         yield Problem(key, rollout.tensor_model_parallel_size, wrong, "1")
     if roles.actor.ulysses_sequence_parallel_size > 1:
         key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
