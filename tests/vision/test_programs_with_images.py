@@ -231,6 +231,12 @@ def answer(task):
     client.chat.completions.create(model="policy", messages=task.messages, max_tokens=6)
     assert [m for m in task.messages if task.images] == task.row["raw_prompt"] * bool(task.images)
     assert "multi_modal_inputs" not in task.row
+    try:
+        client.completions.create(model="policy", prompt="<|vision_start|><|image_pad|><|vision_end|>a")
+    except openai.BadRequestError as error:
+        assert error.param == "prompt"
+    else:
+        raise AssertionError("a raw prompt has no images")
     return str(len(task.images))
 
 def command():

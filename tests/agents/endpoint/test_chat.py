@@ -125,7 +125,15 @@ SMALL = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
         ({"messages": [{"role": "user", "content": [PICTURE]}]}, "messages"),  # a model for text
         ({"messages": [{"role": "system", "content": [PICTURE]}, {"role": "user", "content": "Hi"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [SMALL]}]}, "detail"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "Hi", "name": "Ann"}]}, "name"),
+        ({"messages": [{"role": "assistant", "refusal": "no"}, {"role": "user", "content": "Hi"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "function_call": {}}, {"role": "user", "content": "Hi"}]}, "messages"),
+        ({"messages": [{"role": "assistant", "tool_calls": {}}, {"role": "user", "content": "Hi"}]}, "messages"),
         ({"max_tokens": 2.5}, "max_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 9}, "max_tokens"),
+        ({"logit_bias": {"5": 10}}, "logit_bias"),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
     ],
 )
@@ -143,6 +151,26 @@ def test_parameters_that_the_agent_ignores_are_counted(serve, client):
     reply = ask(client(trajectory), hi, temperature=0.2, tools=TOOLS, tool_choice="required", user="me", top_p=1)
     assert reply.choices[0].message.tool_calls
     assert trajectory.recorder.ignored == {"temperature": 1, "tool_choice": 1}
+
+
+def test_what_a_kit_may_send_along(serve, client):
+    trajectory = serve(calculates)
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "2*21?", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [], "name": "main", "refusal": None, "tool_calls": []},
+        {"role": "user", "content": "Well?"},
+    ]
+    asks = client(trajectory)
+    more = {"logit_bias": {}, "response_format": {"type": "text"}, "parallel_tool_calls": True, "store": False}
+    reply = ask(asks, talk, tools=TOOLS, max_tokens=10**9, n=2, **more)
+    assert [choice.finish_reason for choice in reply.choices] == ["tool_calls"] * 2
+    assert len(trajectory.recorder.outputs()) == 2
+    assert asks.models.retrieve("policy").id == "policy"
+    with pytest.raises(openai.NotFoundError, match="POST chat/completions, completions, responses, messages") as none:
+        asks.embeddings.create(model="policy", input="Hi")
+    assert none.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not listed"):
+        asks.models.retrieve("gpt")
 
 
 def test_an_overlong_context_gets_the_vendors_error(serve, client):

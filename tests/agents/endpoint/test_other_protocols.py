@@ -70,6 +70,15 @@ def test_messages_are_refused_in_anthropics_form(claude, trajectory):
     hi = [{"role": "user", "content": "Hi"}]
     with pytest.raises(anthropic.BadRequestError, match="top_k: 3 is not the rollout's -1"):
         claude.messages.create(model="policy", max_tokens=5, messages=hi, extra_body={"top_k": 3})
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "42"}
+    call = {"type": "tool_use", "id": "a", "name": "double", "input": {}}
+    for blocks, reason in (
+        ([{"role": "user", "content": [{"type": "text", "text": "So"}, result]}], "tool_result stand before text"),
+        ([*hi, {"role": "assistant", "content": [call, {"type": "text", "text": "So"}]}, *hi], "text stand before"),
+        ([{"role": "user", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}]}], "block 'thinking'"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=reason):
+            claude.messages.create(model="policy", max_tokens=5, messages=blocks)
     long = [{"role": "user", "content": "Hi" * 4000}]
     with pytest.raises(anthropic.BadRequestError, match=r"prompt is too long: \d+ tokens > 2560 maximum"):
         claude.messages.create(model="policy", max_tokens=5, messages=long)
@@ -123,8 +132,15 @@ def test_completions_of_raw_prompts(serve):
         assert (first.text, first.finish_reason) == (" fou", "stop")
         assert first.logprobs.tokens == [" ", "f", "o", "u", "r"]
         assert first.logprobs.text_offset == [0, 1, 2, 3, 4]
-        streamed = ask(model="policy", prompt=f"{begin} four, and two are", stream=True, max_tokens=4)
+        counted = {"include_usage": True}
+        prompt = f"{begin} four, and two are"
+        *streamed, last = ask(model="policy", prompt=prompt, stream=True, max_tokens=4, stream_options=counted)
         assert "".join(piece.choices[0].text for piece in streamed) == " fou"
+        assert (last.choices, last.usage.completion_tokens) == ([], 4)
+        for token in (-1, 10**9):
+            with pytest.raises(openai.BadRequestError, match=f"{token} is no token") as refused:
+                ask(model="policy", prompt=[5, token])
+            assert refused.value.param == "prompt"
         [(prompt, drawn)] = trajectory.texts()
         assert prompt == begin
         assert drawn == [" four", " fou"]

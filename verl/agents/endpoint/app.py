@@ -6,10 +6,12 @@ import asyncio
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -102,8 +104,22 @@ def endpoint_app(find: Find) -> Starlette:
         for prefix in ("", "/{trajectory}")
         for path, serve, vendor in routes
     ]
-    listed = [Route(f"{prefix}/v1/models", _Models(find).respond, methods=["GET"]) for prefix in ("", "/{trajectory}")]
-    return Starlette(routes=[*served, *listed], exception_handlers={500: _internal_error})
+    listed = [
+        Route(f"{prefix}/v1/models{path}", _Models(find).respond, methods=["GET"])
+        for prefix in ("", "/{trajectory}")
+        for path in ("", "/{model:path}")
+    ]
+    said = f"Known: POST {', '.join(path for path, *_ in routes)}, GET models, each after /v1/."
+    unknown = partial(_unknown, said)
+    handlers = {404: unknown, 405: unknown, 500: _internal_error}
+    return Starlette(routes=[*served, *listed], exception_handlers=handlers)
+
+
+async def _unknown(known: str, request: Request, error: Exception) -> Response:
+    """Answer a request for a path that the endpoint does not serve. The path stays out: it may have a key."""
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    refused = CallRefusedError(f"the endpoint does not serve this path by {request.method}. {known}", status=status)
+    return _json_response(OPENAI.error(refused), status)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
@@ -152,6 +168,11 @@ class _Models:
         except CallRefusedError as error:
             return _json_response(OPENAI.error(error), error.status)
         models = [{"id": name, "object": "model", "created": 0, "owned_by": "verl"} for name in backend.models]
+        asked = request.path_params.get("model")
+        if asked is not None:
+            found = [model for model in models if model["id"] == asked]
+            missing = CallRefusedError(f"the model {asked!r:.100} is not listed.", status=404, code="model_not_found")
+            return _json_response(found[0]) if found else _json_response(OPENAI.error(missing), 404)
         return _json_response({"object": "list", "data": models})
 
 

@@ -23,7 +23,7 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from pydantic import BaseModel, Field, StrictBool, StrictInt
 
 from verl.agents.endpoint.calls import ModelAnswer, ModelCall
-from verl.agents.endpoint.requests import CallBody, checked_messages, read_body, unmet_detail
+from verl.agents.endpoint.requests import CallBody, checked_messages, read_body, unmet_detail, unmet_names
 from verl.vision.messages import without_images
 
 FORCED_CALL = (
@@ -76,7 +76,11 @@ class ChatBody(CallBody):
     def unmet(self) -> dict[str, str]:
         """See :meth:`CallBody.unmet`."""
         forced = {} if self.tool_choice in (None, "auto", "none") else {"tool_choice": FORCED_CALL}
-        return super().unmet() | forced | unmet_detail(_details(self.messages))
+        unmet = super().unmet() | forced | unmet_detail(_details(self.messages)) | unmet_names(self.messages)
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            unmet["max_tokens"] = f"{self.max_tokens} is not max_completion_tokens={self.max_completion_tokens}."
+        return unmet
 
     def call(self) -> ModelCall:
         """The call in no vendor's form."""
@@ -163,7 +167,7 @@ class ChatReply:
                 )
                 yield self._call_piece(index, number, ChoiceDeltaToolCallFunction(arguments=call.arguments))
             yield self._piece(index, ChoiceDelta(), finish=_finish(answer))
-        if (self._body.stream_options or {}).get("include_usage"):
+        if asks_usage(self._body.stream_options):
             yield self._chunk([]).model_copy(update={"usage": usage(answers)})
 
     def _piece(
@@ -214,6 +218,11 @@ def _finish(answer: ModelAnswer) -> Literal["stop", "length", "tool_calls"]:
 def token_texts(answer: ModelAnswer, tokenizer: Any) -> list[str]:
     """Text of each drawn token."""
     return [tokenizer.decode([token]) for token in answer.token_ids]
+
+
+def asks_usage(options: Mapping[str, Any] | None) -> bool:
+    """Whether ``stream_options`` ask for a last chunk with the number of tokens."""
+    return bool((options or {}).get("include_usage"))
 
 
 def usage(answers: Sequence[ModelAnswer]) -> CompletionUsage:

@@ -13,7 +13,7 @@ from openai.types.completion_choice import Logprobs
 from pydantic import Field, StrictInt
 
 from verl.agents.endpoint.calls import ModelAnswer, ModelCall
-from verl.agents.endpoint.chat import Event, stop_texts, token_texts, usage
+from verl.agents.endpoint.chat import Event, asks_usage, stop_texts, token_texts, usage
 from verl.agents.endpoint.requests import CallBody, read_body
 
 DEFAULT_MAX_TOKENS = 16
@@ -29,6 +29,7 @@ class CompletionBody(CallBody):
     max_tokens: StrictInt | None = Field(None, ge=1)
     stop: str | list[str] | None = None
     logprobs: StrictInt | None = Field(None, ge=0)
+    stream_options: dict[str, Any] | None = None
 
     def unmet(self) -> dict[str, str]:
         """See :meth:`CallBody.unmet`."""
@@ -78,6 +79,8 @@ class CompletionReply:
         """Yield a chunk for each choice, with what was not streamed; log-probs come together."""
         for index, answer in enumerate(answers):
             yield None, self._piece([self._choice(index, answer, answer.unsent)])
+        if asks_usage(self._body.stream_options):
+            yield None, self._piece([]).model_copy(update={"usage": usage(answers)})
 
     def _choice(self, index: int, answer: ModelAnswer, text: str) -> CompletionChoice:
         log_probs = self._log_probs(answer) if self._body.logprobs is not None else None

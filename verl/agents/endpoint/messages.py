@@ -89,6 +89,7 @@ def _turns(message: Mapping[str, Any], number: int) -> list[Message]:
     results: list[Message] = []
     for block in blocks:
         kind = block.get("type")
+        _check_order(kind, parts, calls, place)
         if kind == "text" or (kind == "image" and role == "user"):
             parts.append(_part(block, place))
         elif kind == "tool_use" and role == "assistant":
@@ -97,7 +98,7 @@ def _turns(message: Mapping[str, Any], number: int) -> list[Message]:
         elif kind == "tool_result" and role == "user":
             said = _content_of(block.get("content"), place)
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said})
-        elif kind not in THOUGHTS:
+        elif kind not in THOUGHTS or role != "assistant":
             expected = "text, image or tool_result" if role == "user" else "text or tool_use"
             raise CallRefusedError(
                 f"{place} of the role {role} has a block {kind!r:.100}. Expected {expected}.", param="messages"
@@ -106,6 +107,16 @@ def _turns(message: Mapping[str, Any], number: int) -> list[Message]:
     if role == "assistant":
         return [{"role": role, "content": content, "tool_calls": calls}]
     return [*results, *([{"role": role, "content": content}] if parts or not results else [])]
+
+
+def _check_order(kind: Any, parts: Sequence[Any], calls: Sequence[Any], place: str) -> None:
+    """Refuse blocks in an order in which no chat template writes them."""
+    for wrong, first, then in (
+        (kind == "tool_result" and parts, "tool_result", "text and images"),
+        (kind == "text" and calls, "text", "tool_use"),
+    ):
+        if wrong:
+            raise CallRefusedError(f"{place}: blocks of the type {first} stand before {then}.", param="messages")
 
 
 def _content_of(content: Any, place: str) -> str | list[Mapping[str, Any]]:

@@ -228,6 +228,10 @@ class TrajectoryRecorder:
 
     def _continued(self, prompt: str | list[int], agent: str) -> _AnswerPlace:
         """Find the sequence that a raw prompt continues, or begin one."""
+        for token in () if isinstance(prompt, str) else prompt:
+            if not 0 <= token < len(self.tokenizer):
+                said = f"prompt: {token} is no token. The tokenizer has the ids 0 to {len(self.tokenizer) - 1}."
+                raise CallRefusedError(said, param="prompt", code="invalid_value")
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         found = None
         for sequence in self._sequences:
@@ -239,13 +243,26 @@ class TrajectoryRecorder:
             raw = RawText(self.tokenizer, prompt)
             if not raw.prompt_ids:
                 raise CallRefusedError("prompt: it is empty.", param="prompt", code="invalid_value")
+            self._refuse_image_tokens(raw.prompt_ids)
             return self._place_in(_Sequence(agent, next(self._conversations), raw), None, _digest_of([agent, text]))
         origin, turns, beginning = found
         raw = origin.conversation.branch(turns)
         assert isinstance(raw, RawText)
+        written = len(raw.ids)
         raw.add_text(prompt[beginning:])
+        self._refuse_image_tokens(raw.ids[written:])
         sequence = _Sequence(agent, origin.number, raw, origin.drawn[:turns])
         return self._place_in(sequence, origin, _digest_of([agent, text]))
+
+    def _refuse_image_tokens(self, ids: Collection[int]) -> None:
+        """Refuse tokens of images in a raw prompt, which brings no images."""
+        if self._images is not None and self._images.config.image_token_id in ids:
+            raise CallRefusedError(
+                "prompt: it has the token of an image, and /v1/completions takes no images. Send them in messages of "
+                "/v1/chat/completions.",
+                param="prompt",
+                code="invalid_value",
+            )
 
     def _place_in(self, sequence: _Sequence, origin: _Sequence | None, digest: bytes) -> _AnswerPlace:
         conversation, settings = sequence.conversation, self._settings

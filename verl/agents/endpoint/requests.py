@@ -45,6 +45,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of messages, and what chat templates call them."""
+NOT_SHOWN = ("refusal", "function_call", "audio")
+"""What an assistant's message may have at OpenAI, and no chat template writes."""
 WITH_IMAGES = ("user", "tool")
 """Of these, the roles whose messages may have images."""
 
@@ -151,6 +153,16 @@ def unmet_detail(details: Iterable[Any]) -> dict[str, str]:
     return {} if other is None else {"detail": reason}
 
 
+def unmet_names(messages: Iterable[Any]) -> dict[str, str]:
+    """Return what ``unmet`` says of names of those who speak; the assistant's and those of tools are known anyway."""
+    for number, message in enumerate(messages):
+        name = message.get("name") if isinstance(message, Mapping) else None
+        if name and message.get("role") not in ("assistant", "tool"):
+            reason = f"messages[{number}] has {name!r:.100}, which the policy would not see: write it into the content."
+            return {"name": reason}
+    return {}
+
+
 def _kept(message: Any, place: str) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{place} is {message!r:.100}. Expected an object with role and content.")
@@ -159,11 +171,18 @@ def _kept(message: Any, place: str) -> Message:
         raise DataError(f"{place}.role is {role!r:.100}. Expected one of {', '.join(ROLES)}.")
     if ROLES[role] not in WITH_IMAGES and has_image_parts(message.get("content")):
         raise DataError(f"{place} of the role {role} has an image. Those of {' and '.join(WITH_IMAGES)} may have some.")
-    kept: Message = {"role": ROLES[role], "content": message.get("content") or ""}
+    content = message.get("content")
+    kept: Message = {"role": ROLES[role], "content": "" if role == "assistant" and content in (None, []) else content}
     if role == "tool":
         kept["tool_call_id"] = _text(message, "tool_call_id", place)
-    if role == "assistant" and message.get("tool_calls"):
-        calls = message["tool_calls"]
+    for key in NOT_SHOWN if role == "assistant" else ():
+        if message.get(key) is not None:
+            raise DataError(
+                f"{place}.{key} is {message[key]!r:.100}, which the policy would not see. An assistant's message has "
+                "content and tool_calls."
+            )
+    calls = message.get("tool_calls") if role == "assistant" else None
+    if calls not in (None, []):
         if not isinstance(calls, list):
             raise DataError(f"{place}.tool_calls is {calls!r:.100}. Expected a list.")
         kept["tool_calls"] = [_call(call, f"{place}.tool_calls[{number}]") for number, call in enumerate(calls)]

@@ -17,6 +17,7 @@ from verl.testing.vision_models import picture, png
 
 SHOWN, SEEN = picture("red", size=(24, 16)), picture("blue", size=(16, 32))
 """What the user shows, and what the tool shows."""
+PNG = "data:image/png;base64,"
 QUESTION, RESULT = "what?", "see"
 
 
@@ -25,7 +26,12 @@ def coded(image: Any) -> str:
 
 
 def url(image: Any) -> str:
-    return f"data:image/png;base64,{coded(image)}"
+    return PNG + coded(image)
+
+
+def shown(task: Any) -> str:
+    """The URL of the user's picture: another one if the row says so."""
+    return task.row.get("extra_info", {}).get("shown") or url(SHOWN)
 
 
 def image_of(address: str) -> dict[str, str]:
@@ -51,7 +57,7 @@ async def openai_agents(task: Any, form: str, is_streamed: bool) -> str:
         """Look."""
         return [agents.ToolOutputText(text=RESULT), agents.ToolOutputImage(image_url=url(SEEN))]
 
-    asked = [{"type": "input_text", "text": QUESTION}, {"type": "input_image", "image_url": url(SHOWN)}]
+    asked = [{"type": "input_text", "text": QUESTION}, {"type": "input_image", "image_url": shown(task)}]
     async with openai.AsyncOpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         settings = agents.ModelSettings(include_usage=True)
         model = getattr(agents, form)("policy", client)
@@ -102,7 +108,7 @@ def langgraph(task: Any, **settings: Any) -> str:
         return [{"type": "text", "text": RESULT}, {"type": "image_url", "image_url": {"url": url(SEEN)}}]
 
     model = ChatOpenAI(model="policy", base_url=task.base_url, api_key=task.api_key, **settings)
-    asked = [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": {"url": url(SHOWN)}}]
+    asked = [{"type": "text", "text": QUESTION}, {"type": "image_url", "image_url": {"url": shown(task)}}]
     state = create_react_agent(model, [look], prompt="Look.").invoke({"messages": [("user", asked)]})
     talk: list[Any] = [["system", ["Look."]]]
     tokens = [0, 0]
@@ -140,7 +146,7 @@ ON_FRAMES = (
 
 
 async def pydantic_ai(task: Any, form: str, is_streamed: bool = False) -> str:
-    from pydantic_ai import Agent, BinaryContent
+    from pydantic_ai import Agent, BinaryContent, ImageUrl
 
     from tests.agents.endpoint.kits.test_pydantic_ai import model_of
 
@@ -152,7 +158,9 @@ async def pydantic_ai(task: Any, form: str, is_streamed: bool = False) -> str:
         """Look."""
         return [RESULT, BinaryContent(data=png(SEEN), media_type="image/png")]
 
-    asked = [QUESTION, BinaryContent(data=png(SHOWN), media_type="image/png")]
+    address = shown(task)
+    picture = BinaryContent.from_data_uri(address) if address.startswith("data:") else ImageUrl(address)
+    asked = [QUESTION, picture]
 
     async def watch(_: Any, events: Any) -> None:
         async for _ in events:

@@ -6,10 +6,13 @@ a call of the tool ``look`` in every first turn of two.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import importlib.util
+import inspect
 import io
 import json
+import re
 from typing import Any
 
 import pytest
@@ -18,10 +21,12 @@ from PIL import Image
 from torch.testing import assert_close
 
 from tests.agents.endpoint.kits import image_programs
+from tests.agents.endpoint.kits.conftest import LONG, calculates
 from tests.vision.agent_batches import VisionAgents
 from verl.agents.parsers.base import FunctionCall, ToolParser
+from verl.agents.programs import ProgramTask
 from verl.base.registry import scoped_registrations
-from verl.testing.vision_models import picture_rows
+from verl.testing.vision_models import picture_rows, png
 
 STOPS = range(4, 100, 5)
 """Tokens that end a turn, beside the tokenizer's: a random model does not draw that one for long."""
@@ -141,3 +146,39 @@ def test_pictures_of_the_user_and_of_a_tool(agents, program):
     drawn = batch.batch["response_mask"].bool()
     assert tokens == [before, int(drawn.sum())]
     assert_close(batch.batch["rollout_log_probs"][drawn], agents.trainers_log_probs(batch)[drawn], atol=1e-5, rtol=0)
+
+
+HUGE = png(Image.new("1", (8000, 8001)))
+BAD = {
+    image_programs.PNG + "AAAA": "it is no image file",
+    "http://127.0.0.1:9/a.png": "no addresses and no files|no address and no file",
+    image_programs.PNG + base64.b64encode(HUGE).decode(): "8000 x 8001 pixels, and 64000000 are the most",
+}
+SEND_URLS = [program for program in PROGRAMS if program != "smolagents"]
+
+
+@pytest.mark.parametrize("reason", BAD.values(), ids=["broken", "remote", "huge"])
+@pytest.mark.parametrize("program", map(installed, SEND_URLS))
+def test_a_bad_picture_ends_the_agent_with_the_reason(agents, program, reason):
+    [row] = picture_rows(1, text_every=1)
+    row["extra_info"]["shown"] = next(url for url, said in BAD.items() if said == reason)
+    batch = agents.answer(agents.prompts([row], n=1, agent_name=[program]))
+    [message] = batch.non_tensor_batch["trajectory_message"]
+    assert re.search(reason, message)
+    assert re.search("Error code: 400|status_code: 400", message)
+
+
+@pytest.mark.parametrize("program", map(installed, PROGRAMS))
+def test_a_policy_for_text_says_so(serve, program):
+    calculator = serve(calculates, ignored=("tool_choice",), **LONG)
+    access = calculator.access
+    urls = {"base_url": access.base_url, "anthropic_base_url": access.root}
+    task = ProgramTask(messages=[], row={}, api_key=access.api_key, **urls)
+
+    async def run():
+        found = getattr(image_programs, program)(task)
+        return await found if inspect.isawaitable(found) else found
+
+    with pytest.raises(Exception, match="the policy reads no images"):
+        asyncio.run(run())
+    assert calculator.recorder.outputs() == []
