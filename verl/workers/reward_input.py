@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 from verl.errors import ConfigError, SchemaError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
 from verl.schema import require
+from verl.utils import model_files
 from verl.utils.dataset.chat import require_chat_template
-from verl.utils.model import load_hf_config
+from verl.utils.model import load_hf_config, require_on_hub, resolve_model_path
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.utils.torch_functional import pad_2d_list_to_length
-from verl.vision.families import IMAGE_INPUTS, TEXT_PLACES, VisionConfig
+from verl.vision.families import FAMILIES, IMAGE_INPUTS, TEXT_PLACES, VisionConfig
 from verl.vision.positions import AXES, image_tokens
 from verl.workers.engine.images import COLUMN, has_images
 
@@ -57,7 +60,7 @@ class RewardInput:
             ConfigError: a tokenizer cannot be read, or the reward model's has no chat template; or the model takes
                 images, and its tokens, template or pixels are not the policy's.
         """
-        vision = VisionConfig.of(load_hf_config(model.path, model.override_config, model.trust_remote_code))
+        vision = _vision_of(model)
         if model.input_tokenizer is None or model.input_tokenizer == model.path:
             return cls(max_length=max_length, vision=vision)
         policy = hf_tokenizer(model.input_tokenizer, trust_remote_code=model.trust_remote_code)
@@ -170,6 +173,20 @@ def _lengths(batch: DataProto) -> Tensor:
     """(bsz,) number of tokens of each response, including those of tools."""
     response_length = batch.batch["responses"].shape[1]
     return batch.batch["attention_mask"][:, -response_length:].sum(-1)
+
+
+def _vision_of(model: RewardModelModelConfig) -> VisionConfig | None:
+    """What images need of a reward model's config; None for a model of text."""
+    path = resolve_model_path(model.path)
+    if Path(path).is_dir():
+        kind = model_files.model_type(Path(path))
+    else:
+        require_on_hub(path)
+        kind = PretrainedConfig.get_config_dict(path)[0].get("model_type")
+    # Of other kinds the config is not loaded: Transformers may learn them from model.external_lib only in the workers.
+    if kind not in FAMILIES:
+        return None
+    return VisionConfig.of(load_hf_config(model.path, model.override_config, model.trust_remote_code))
 
 
 def _require_same_pixels(model: RewardModelModelConfig, policy_path: str) -> None:
