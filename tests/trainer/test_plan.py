@@ -132,11 +132,13 @@ def test_a_shared_prompt_counts_once(folder):
     whole, halves = (plan_of(folder, *words, *by_tokens, budget).stages[-1].seconds for budget in budgets)
     assert whole == pytest.approx(shared[-1].seconds)
     assert halves > 1.3 * whole
-    # A critic computes every row with its own prompt.
+    # A critic has a key of its own.
     critic = ["algorithm.adv_estimator=gae", f"critic.model.path={folder}", "critic.ppo_micro_batch_size_per_gpu=8"]
-    values = [plan_of(folder, *words, *critic, *more).stages[2:4] for more in ([], [shares])]
+    own = ["critic.use_prefix_grouper=true", "critic.model.use_remove_padding=true"]
+    values = [plan_of(folder, *words, *critic, *more).stages[2:4] for more in ([], [shares], own)]
     assert [stage.name for stage in values[0]] == ["values", "critic update"]
     assert values[0] == values[1]
+    assert values[2][0].seconds < values[0][0].seconds / 3.5
 
 
 def test_pieces_of_a_pipeline_that_divide_the_layers_are_planned(folder):

@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
     "dynamic sampling": TOKENS | {f"algorithm__filter_groups__{key}": value for key, value in FILTER.items()},
     "sequences, adapters": TOKENS
     | {f"{ACTOR}policy_loss__loss_mode": "gspo", "actor_rollout_ref__model__lora_rank": 4},
-    "critic": TOKENS | GAE,
+    "critic": TOKENS | GAE | {"critic__model__use_remove_padding": True},
     "own forward": {f"{ACTOR}ppo_mini_batch_size": 4},
     "nothing shared": TOKENS | {f"{ROLLOUT}n": 1, "algorithm__adv_estimator": "reinforce_plus_plus"},
 }
@@ -37,7 +37,7 @@ RANKS = TOKENS | {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2, "
 
 
 class Runs:
-    """Runs of one model on the same data, with and without shared prompts."""
+    """Runs of one model on the same data, with and without shared prompts of actor and critic."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder, self.paths, self._monkeypatch = folder, make_tiny_run(folder), monkeypatch
@@ -51,16 +51,19 @@ class Runs:
     def train(
         self, name: str, shares: bool, changes: dict[str, Any], runner: type[TaskRunner] = TaskRunner
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
-        """The metrics of each step, and the weights of the actor after the last."""
+        """The metrics of each step, and the weights of actor and critic after the last."""
         log = self.folder / f"{name}.jsonl"
         self._monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
         settings = {
             f"{ACTOR}use_prefix_grouper": shares,
+            "critic__use_prefix_grouper": shares and changes.get("algorithm__adv_estimator") == "gae",
             f"{ACTOR}use_kl_loss": True,
             f"{ACTOR}entropy_coeff": 0.01,
             # Adam's steps are as large as the rate also where a gradient is only rounding.
             f"{ACTOR}optim__lr": 2e-4,
             f"{ACTOR}checkpoint__save_contents": "[model,optimizer,extra,hf_model]",
+            "critic__checkpoint__save_contents": "[model,optimizer,extra,hf_model]",
+            "critic__optim__lr": 2e-4,
             f"{ROLLOUT}name": "native",
             "custom_reward_function__path": self.folder / "reward.py",
             "trainer__total_training_steps": STEPS,
@@ -68,8 +71,9 @@ class Runs:
             "trainer__save_freq": STEPS,
         }
         run_ppo(compose(overrides(self.paths, self.folder / name, **settings | changes)), runner)
-        last = self.folder / name / "checkpoints" / f"global_step_{STEPS}" / "actor"
-        weights = {key: value for file in sorted(last.rglob("*.safetensors")) for key, value in load_file(file).items()}
+        last = self.folder / name / "checkpoints" / f"global_step_{STEPS}"
+        files = {str(file.relative_to(last)): load_file(file) for file in sorted(last.rglob("*.safetensors"))}
+        weights = {f"{file}: {key}": value for file, tensors in files.items() for key, value in tensors.items()}
         return [json.loads(line)["data"] for line in log.read_text().splitlines()], weights
 
 

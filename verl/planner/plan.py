@@ -120,7 +120,8 @@ class Plan:
     def siblings(self, model: str) -> int:
         """Rows whose prompt a pass of the model computes once, if they are in it together."""
         roles = self.config.actor_rollout_ref
-        return roles.rollout.n if roles.actor.use_prefix_grouper and model != "critic" else 1
+        section = self.config.critic if model == "critic" else roles.actor
+        return roles.rollout.n if section.use_prefix_grouper else 1
 
     def work(self, shared_by: int) -> Work:
         """Rows of a step, with their expected lengths."""

@@ -97,7 +97,7 @@ class ActorRolloutRefWorker(EngineWorker):
                 frozen=(TOWER,) if actor.freeze_vision_tower else (),
             )
             if actor.use_prefix_grouper:
-                self.engine.check_shared_prompts()
+                self.engine.check_shared_prompts("actor.use_prefix_grouper")
             self.policy_loss = PolicyLoss(actor)
             self.join_mesh("actor", self.engine)
             if model.has_adapters:
@@ -105,7 +105,7 @@ class ActorRolloutRefWorker(EngineWorker):
         if "ref" in self.parts:
             self.ref = self.make_engine("language_model", ref.strategy, model, ref.placement)
             if actor.use_prefix_grouper:
-                self.ref.check_shared_prompts()
+                self.ref.check_shared_prompts("actor.use_prefix_grouper")
             self.join_mesh("ref", self.ref)
         if "rollout" in self.parts:  # last, because the rollout engine takes a share of the memory that is left
             self._init_rollout()
@@ -320,6 +320,8 @@ class CriticWorker(EngineWorker):
         self.engine = self.make_engine(
             "value_model", self.config.strategy, model, self.config.placement, self.config.optim
         )
+        if self.config.use_prefix_grouper:
+            self.engine.check_shared_prompts("critic.use_prefix_grouper")
         self.join_mesh("critic", self.engine)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="critic"))
@@ -330,6 +332,7 @@ class CriticWorker(EngineWorker):
             micro_batch_size_per_gpu=config.forward_micro_batch_size_per_gpu,
             use_dynamic_bsz=config.use_dynamic_bsz,
             max_token_len_per_gpu=config.forward_max_token_len_per_gpu,
+            shares_prompts=config.use_prefix_grouper,
         )
         with self.trained.eval_mode():
             return DataProto.from_dict(tensors=self.trained.infer_batch(data, {"values"}, micro))
@@ -401,7 +404,7 @@ def _plan(
             micro_batch_size_per_gpu=section.ppo_micro_batch_size_per_gpu,
             use_dynamic_bsz=section.use_dynamic_bsz,
             max_token_len_per_gpu=section.ppo_max_token_len_per_gpu,
-            shares_prompts=isinstance(section, ActorConfig) and section.use_prefix_grouper,
+            shares_prompts=section.use_prefix_grouper,
         ),
         epochs=section.ppo_epochs,
         shuffle_seed=section.data_loader_seed if section.shuffle else None,

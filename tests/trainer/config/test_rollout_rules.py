@@ -209,6 +209,12 @@ def test_shared_prompts_of_models_that_cannot(run: Run, tmp_path, content, said)
 
 def test_shared_prompts(run: Run):
     assert run.load({SHARES: True}).actor_rollout_ref.actor.use_prefix_grouper
+    critic = {"critic.model.path": str(run.folder / "model"), "critic.ppo_micro_batch_size_per_gpu": 1}
+    critic |= {"algorithm.adv_estimator": "gae", "critic.use_prefix_grouper": True}
+    assert run.load(critic | {"critic.model.use_remove_padding": True}).critic.use_prefix_grouper
+    message = run.refusal(critic)
+    assert "critic.use_prefix_grouper=true: a prompt is shared in packed rows" in message
+    assert "critic.model.use_remove_padding=true" in message
 
 
 def test_router_replay(run: Run):

@@ -10,11 +10,11 @@ from tests.workers.support import make_engine, naive_outputs, run_ranks, weights
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.testing.models import tiny_model_dir
-from verl.workers.config import ActorConfig
+from verl.workers.config import ActorConfig, CriticConfig
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.engine.fsdp.inputs import prepare_inputs
 from verl.workers.engine.passes import split_micro_batches
-from verl.workers.losses import PolicyLoss
+from verl.workers.losses import PolicyLoss, ValueLoss
 from verl.workers.shared_prompts import Siblings, same_prompts
 
 P, R, CPU = 6, 8, torch.device("cpu")
@@ -73,7 +73,7 @@ def gradients(engine, batch, micro):
 def test_numbers_are_those_of_separate_rows(family, tmp_path):
     path = tiny_model_dir(tmp_path, family, **FAMILIES[family])
     engine = make_engine(path)
-    engine.check_shared_prompts()
+    engine.check_shared_prompts("actor.use_prefix_grouper")
     for seed, sizes in enumerate(([4, 1, 3], [2, 2, 2, 2], [5], [1, 1])):
         batch = groups_of_rows(sizes, seed, mixed=seed == 0)
         with torch.no_grad():
@@ -118,6 +118,30 @@ def with_log_probs_of(batch, log_probs):
     noise = batch.batch["noise"]
     columns = {"old_log_probs": log_probs + noise, "ref_log_prob": log_probs - noise}
     return batch | DataProto.from_dict(tensors=columns)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_values_are_those_of_separate_rows(family, tmp_path):
+    path = tiny_model_dir(tmp_path, family, task="token_classification", **FAMILIES[family])
+    engine = make_engine(path, "value_model")
+    engine.check_shared_prompts("critic.use_prefix_grouper")
+    batch = groups_of_rows([4, 1, 3], seed=2, mixed=True)
+    values = engine.infer_batch(batch, {"values"}, MicroBatchConfig())["values"]
+    assert values.std() > 0.01
+    noise = batch.batch["noise"]
+    batch = batch | DataProto.from_dict(tensors={"values": values + noise, "returns": values - noise})
+    loss, found = ValueLoss(CriticConfig()), []
+    for shares in (False, True):
+        for settings in LAYOUTS.values():
+            micro = MicroBatchConfig(**settings, shares_prompts=shares)
+            assert_close(engine.infer_batch(batch, {"values"}, micro)["values"], values, atol=1e-5, rtol=1e-5)
+            engine.optimizer_zero_grad()
+            with engine.train_mode():
+                metrics = engine.forward_backward_batch(batch, loss, micro)
+            found.append((metrics, {name: p.grad.clone() for name, p in engine.model.named_parameters()}))
+    for metrics, shared in found[1:]:
+        assert metrics == pytest.approx(found[0][0], abs=1e-5, rel=1e-5)
+        assert_close(shared, found[0][1], atol=1e-5, rtol=1e-5)
 
 
 def test_a_pass_has_each_prompt_once():
@@ -182,7 +206,7 @@ def test_what_cannot_share_is_refused(tmp_path):
     batch, micro = groups_of_rows([2]), MicroBatchConfig(shares_prompts=True)
     padded = make_engine(path, trained=False, use_remove_padding=False)
     with pytest.raises(ConfigError, match=r"runs padded\. Set it false"):
-        padded.check_shared_prompts()
+        padded.check_shared_prompts("actor.use_prefix_grouper")
     with pytest.raises(ConfigError, match="needs packed rows"):
         padded.infer_batch(batch, {"log_probs"}, micro)
     with pytest.raises(ConfigError, match=r"router_replay\.mode=disabled"):
@@ -198,7 +222,7 @@ def on_each_rank(rank, world_size, folder, path):
         rows = mine if ulysses == 1 else batch
         for name, settings in LAYOUTS.items():
             engine = make_engine(path, ulysses_sequence_parallel_size=ulysses)
-            engine.check_shared_prompts()
+            engine.check_shared_prompts("actor.use_prefix_grouper")
             micro = MicroBatchConfig(**settings, shares_prompts=True)
             loss = PolicyLoss(ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1))
             with engine.train_mode():

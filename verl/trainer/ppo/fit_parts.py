@@ -25,6 +25,7 @@ from omegaconf import DictConfig
 
 from verl.base.absent import why_absent
 from verl.base.redact import secrets_in
+from verl.config import ActorConfig, CriticConfig
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.trainer.balance import deal
@@ -129,6 +130,7 @@ class FitParts(TrainingLoop):
         # Bound to this class: a subclass may override a part and call the worker group in it.
         self._actor_rollout_wg = self._ordered(
             group,
+            self.typed_config.actor_rollout_ref.actor,
             generate_sequences=functools.partial(FitParts._generate_sequences, self),
             update_actor=functools.partial(FitParts._update_actor, self),
         )
@@ -145,7 +147,7 @@ class FitParts(TrainingLoop):
 
     @ref_policy_wg.setter
     def ref_policy_wg(self, group: Any) -> None:
-        self._ref_policy_wg = self._ordered(group)
+        self._ref_policy_wg = self._ordered(group, self.typed_config.actor_rollout_ref.actor)
 
     @property
     def critic_wg(self) -> Any:
@@ -154,7 +156,8 @@ class FitParts(TrainingLoop):
 
     @critic_wg.setter
     def critic_wg(self, group: Any) -> None:
-        self._critic_wg = self._ordered(group, update_critic=functools.partial(FitParts._update_critic, self))
+        update = functools.partial(FitParts._update_critic, self)
+        self._critic_wg = self._ordered(group, self.typed_config.critic, update_critic=update)
 
     @property
     def has_workers(self) -> bool:
@@ -189,10 +192,9 @@ class FitParts(TrainingLoop):
     def _started_by_subclass(self) -> bool:
         return type(self).init_workers is not TrainingLoop.init_workers
 
-    def _ordered(self, group: Any, **calls: Any) -> OrderedGroup | None:
-        config = self.typed_config
-        shares = config.actor_rollout_ref.actor.use_prefix_grouper
-        return None if group is None else OrderedGroup(group, config.trainer.balance_batch, calls, shares)
+    def _ordered(self, group: Any, section: ActorConfig | CriticConfig, **calls: Any) -> OrderedGroup | None:
+        balance, shares = self.typed_config.trainer.balance_batch, section.use_prefix_grouper
+        return None if group is None else OrderedGroup(group, balance, calls, shares)
 
     # ---- rollout --------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ class OrderedGroup:
     Args:
         group: the worker group.
         balance: give ranks about equal numbers of tokens (``trainer.balance_batch``).
-        shares_prompts: keep rows with the same prompt on one rank (``actor.use_prefix_grouper``); a critic does not.
+        shares_prompts: keep rows with the same prompt on one rank (``use_prefix_grouper``).
         calls: methods that need more than the order of rows; they take the place of the group's.
     """
 
@@ -51,7 +51,6 @@ class OrderedGroup:
         # The policy alone repeats the choice of experts in the rollout; reference and critic choose for themselves.
         routing = ("routed_experts",) if name == "compute_log_prob" and "routed_experts" in batch.batch.keys() else ()
         columns = (*ACTOR_COLUMNS, *routing)
-        shares = self._shares_prompts and name != "compute_values"
-        parts = self.group.num_parts(name)
+        parts, shares = self.group.num_parts(name), self._shares_prompts
         dealt = deal(batch, parts, balance=self._balance, columns=columns, pads=True, shares_prompts=shares)
         return dealt.restore(method(dealt.rows))

@@ -541,9 +541,11 @@ class RayPPOTrainer(FitParts):
             weights = stages.aggregation_columns(batch, critic.loss_agg_mode, sizes)
             batch = batch | DataProto.from_dict(tensors=weights)
             columns = (*ACTOR_COLUMNS, "values", "returns", *weights)
-            dealt = self._deal(batch, self.critic_wg.num_parts("update_critic"), columns, sizes)
+            parts, shares = self.critic_wg.num_parts("update_critic"), critic.use_prefix_grouper
+            dealt = self._deal(batch, parts, columns, sizes, shares)
             updated = self.critic_wg.group.update_critic(dealt.rows, **self._own_sizes(batch, dealt))
-            self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context)
+            repeated = stages.repeated_prompts(batch, sizes) if shares else ()
+            self._take_update("update_critic", batch, dealt, updated, critic.ppo_epochs, context, repeated)
 
     def update_actor(self, batch: DataProto, context: PPOStepContext, own_forward: bool = False) -> DataProto:
         """Train the policy on the advantages.
@@ -575,7 +577,7 @@ class RayPPOTrainer(FitParts):
         return mini_batch_sizes(batch, max(1, count))
 
     def _deal(
-        self, batch: DataProto, num_parts: int, columns: Sequence[str], sizes: Sequence[int], shares: bool = False
+        self, batch: DataProto, num_parts: int, columns: Sequence[str], sizes: Sequence[int], shares: bool
     ) -> DealtBatch:
         balance, pads = self.typed_config.trainer.balance_batch, Trajectories.of(batch).are_split
         return deal(batch, num_parts, balance=balance, columns=columns, sizes=sizes, pads=pads, shares_prompts=shares)

@@ -69,14 +69,16 @@ class BaseEngine(ABC):
             ConfigError: the folder is missing or holds another kind of model.
         """
 
-    def check_shared_prompts(self) -> None:
+    def check_shared_prompts(self, key: str) -> None:
         """Check that passes with ``MicroBatchConfig.shares_prompts`` give this model's results. Collective.
+
+        ``key`` is the setting that asks for them, for errors.
 
         Raises:
             ConfigError: they do not, or the engine has no such passes.
         """
         raise ConfigError(
-            f"actor.use_prefix_grouper=true: {type(self).__name__} computes every row with its own prompt. Set it "
+            f"{key}=true: {type(self).__name__} computes every row with its own prompt. Set it "
             "false, or use strategy=fsdp2."
         )
 

@@ -61,7 +61,7 @@ class FSDPEngine(ShardedModel):
         self.pass_sizes = PassSizes()
         self._runs_tower = False
 
-    def check_shared_prompts(self) -> None:
+    def check_shared_prompts(self, key: str) -> None:
         """See :meth:`BaseEngine.check_shared_prompts`."""
         name, text = type(self.model.hf).__name__, None
         if not self.is_packed:
@@ -71,10 +71,10 @@ class FSDPEngine(ShardedModel):
         elif self.balance_weight:
             text = "the load of experts is balanced over all tokens (router_aux_loss_coef)"
         elif difference := shared_prompt_difference(self.model, self.device, self.compute_dtype, self.sequence_group):
-            text = f"log-probs of {name} change by {difference:.2g} if responses share their prompt"
+            text = f"results of {name} change by {difference:.2g} if responses share their prompt"
         self._reshard()
         if text is not None:
-            raise ConfigError(f"actor.use_prefix_grouper=true: {text}. Set it false for this model.")
+            raise ConfigError(f"{key}=true: {text}. Set it false for this model.")
 
     # ---- computing ----------------------------------------------------------------------------
 

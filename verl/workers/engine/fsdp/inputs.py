@@ -127,7 +127,7 @@ def prepare_inputs(
     prompt_length = mask.shape[1] - response_length
     if shares_prompts and (not packed or vision is not None or "routed_experts" in columns.keys()):
         raise ConfigError(
-            "actor.use_prefix_grouper=true: a shared prompt needs packed rows (model.use_remove_padding=true) without "
+            "use_prefix_grouper=true: a shared prompt needs packed rows (model.use_remove_padding=true) without "
             "images and without replayed routing (actor.router_replay.mode=disabled). Set use_prefix_grouper=false."
         )
     _check(mask, chosen, prompt_length, at_token)

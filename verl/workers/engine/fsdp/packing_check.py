@@ -143,7 +143,8 @@ def shared_prompt_difference(
 ) -> float | None:
     """Compare the packed log-probs of two responses to one prompt with those of a pass that has the prompt once.
 
-    Collective. The model must run packed already; arguments are as for :class:`PackingCheck`.
+    Collective. Of a model with a scalar head hidden states are compared. The model must run packed already; arguments
+    are as for :class:`PackingCheck`.
 
     Returns:
         the largest difference; None if it is rounding on every rank.
@@ -158,6 +159,7 @@ def shared_prompt_difference(
         "apart": (ids, positions, Packing.of([5, 6], device), list(range(len(ids)))),
         "shared": (ids[kept], positions[kept], Packing.continuing([3, 2, 3], [None, 0, 0], device), shared),
     }
+    output = "hidden" if model.head.out_features == 1 else "log_probs"
     found: dict[str, Tensor] = {}
     with short_windows(model.hf, _WINDOW):
         for name, (tokens, places, packing, take) in passes.items():
@@ -173,7 +175,7 @@ def shared_prompt_difference(
                 shape=(1, len(ids)),
             )
             inputs = inputs if group is None else divide(inputs, group)
-            found[name] = model(inputs, frozenset({"log_probs"}), 1.0)["log_probs"].float()
+            found[name] = model(inputs, frozenset({output}), 1.0)[output].float()
     verdict = torch.tensor(float(is_rounding(found["shared"], found["apart"], dtype)), device=device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     return None if verdict else largest_difference(found["shared"], found["apart"])
