@@ -105,6 +105,11 @@ def test_offload_ulysses_and_adapters_take_less(folder):
     assert peak("actor_rollout_ref.model.lora_rank=32") < usual
     assert peak("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2") < usual
     assert peak("actor_rollout_ref.model.enable_gradient_checkpointing=false") > usual
+    # The reference of adapters is the actor without them: no second model, but a pass of its own.
+    kl = ["actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.model.lora_rank=32"]
+    plan = plan_of(folder, "--gpus", "8", *kl)
+    assert list(plan.models) == ["actor"]
+    assert [stage.name for stage in plan.stages] == ["rollout", "old log-probs", "reference log-probs", "actor update"]
     critic = ["algorithm.adv_estimator=gae", f"critic.model.path={folder}", "critic.ppo_micro_batch_size_per_gpu=2"]
     assert peak(*critic) > usual
     assert peak(*critic, "critic.model.fsdp_config.optimizer_offload=true") < peak(*critic)

@@ -213,12 +213,12 @@ class Plan:
                     size,
                 )
             )
-        if "reference" in self.models:
+        if self.needs.reference:
             ref = roles.ref
             found.append(
                 self._pass(
                     "reference log-probs",
-                    "reference",
+                    "reference" if "reference" in self.models else "actor",  # with its adapters off
                     False,
                     f"{section}.ref.log_prob",
                     ref.log_prob_max_token_len_per_gpu if ref.log_prob_use_dynamic_bsz else None,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -63,9 +64,12 @@ class Siblings:
 
     def tokens_of_any(self, rows: Collection[int]) -> int:
         """Tokens of rows in one pass, siblings or not: each of their prompts once, and all responses."""
-        chosen = set(rows)
-        parts = ([row for row in group if row in chosen] for group in self.groups)
-        return sum(self.tokens(part) for part in parts if part)
+        prompts = {self._group_of[row]: self.prompts[row] for row in rows}
+        return sum(prompts.values()) + sum(self.responses[row] for row in rows)
+
+    @cached_property
+    def _group_of(self) -> dict[int, int]:
+        return {row: number for number, group in enumerate(self.groups) for row in group}
 
     def bundles(self, budget: int, count: int = 1) -> list[list[int]]:
         """Cut the groups into siblings that fit a pass of ``budget`` tokens, and into ``count`` or more if possible.

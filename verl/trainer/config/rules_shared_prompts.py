@@ -23,7 +23,7 @@ def shared_prompts(config: PPOConfig) -> Iterator[Problem]:
             "strategy=megatron computes every row with its own prompt": (
                 "megatron" in (roles.actor.strategy, roles.ref.strategy)
             ),
-            "a prompt is shared in packed rows (actor_rollout_ref.model.use_remove_padding=true)": not (
+            "a prompt is shared in packed rows, which need actor_rollout_ref.model.use_remove_padding=true": not (
                 roles.model.use_remove_padding and roles.actor.use_remove_padding
             ),
             f"{ACTOR}.router_replay.mode={mode} repeats the choice of experts of every row": mode != "disabled",
@@ -32,7 +32,7 @@ def shared_prompts(config: PPOConfig) -> Iterator[Problem]:
     if critic.use_prefix_grouper and needs_critic(config):
         reasons = _of_model(critic.model.path, critic.model.override_config) | {
             "strategy=megatron computes every row with its own prompt": critic.strategy == "megatron",
-            "a prompt is shared in packed rows (critic.model.use_remove_padding=true)": (
+            "a prompt is shared in packed rows, which need critic.model.use_remove_padding=true": (
                 not critic.model.use_remove_padding
             ),
         }
