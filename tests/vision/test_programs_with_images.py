@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -13,9 +15,17 @@ from torch.testing import assert_close
 
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.test_tools_with_images import EveryTurnLooks
+from verl.agents.chat_template import ChatTemplate
+from verl.agents.endpoint.calls import ModelCall
+from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
+from verl.agents.parsers import get_tool_parser
 from verl.agents.parsers.base import ToolParser
 from verl.base.registry import scoped_registrations
-from verl.testing.vision_models import picture_rows
+from verl.testing.scripted_policy import ScriptedEngine, scripted_policy
+from verl.testing.vision_models import picture, picture_rows, tiny_vision_model_dir
+from verl.utils import hf_processor, hf_tokenizer
+from verl.vision.data_urls import url_of
+from verl.vision.prompts import ImagePrompts
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -273,3 +283,28 @@ def test_a_program_gets_the_pictures_of_its_row(way, tmp_path):
         assert all(torch.equal(shown[name], given[name]) for name in given)
     drawn = found.batch["response_mask"].bool()
     assert_close(found.batch["rollout_log_probs"][drawn], agents.trainers_log_probs(found)[drawn], atol=1e-5, rtol=0)
+
+
+def test_pictures_are_decoded_in_another_thread_than_that_of_all_calls(tmp_path):
+    path = tiny_vision_model_dir(tmp_path)
+    tokenizer = hf_tokenizer(path)
+    readers = []
+
+    class Watched(ImagePrompts):
+        def read(self, image: Any, place: str) -> Any:
+            readers.append(threading.current_thread())
+            return super().read(image, place)
+
+    settings = RecorderSettings(
+        template=ChatTemplate(tokenizer),
+        parser=get_tool_parser("hermes", tokenizer),
+        prompt_length=50,
+        response_length=50,
+    )
+    policy = scripted_policy(ScriptedEngine(tokenizer, lambda prompt: "red"), prompt_length=50, response_length=50)
+    recorder = TrajectoryRecorder(policy, settings, Watched(hf_processor(path)))
+    shown = {"role": "user", "content": [{"type": "image", "image": url_of(picture("red"))}]}
+    [answer] = asyncio.run(recorder.answer(ModelCall(model="policy", messages=[shown])))
+    assert answer.content == "red"
+    assert len(readers) == 1
+    assert threading.main_thread() not in readers

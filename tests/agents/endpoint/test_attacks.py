@@ -45,10 +45,13 @@ def until(holds):
         b"[]",
         b"null",
         b'{"model": NaN}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "Hi"}], "input": "Hi", "prompt": "Hi", '
+        b'"max_tokens": 9, "user": "\\uD800"}',
         b"[" * 100_000,
         b'{"a":' * 100_000,
         b'{"model": "\\ud800", "messages": []}',
         b'{"model": "policy", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b'{"model": "policy", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}',
         b'{"model": "policy", "messages": [{"role": "user", "content": {"a": 1}}]}',
         b'{"model": "policy", "messages": [{"role": "chef", "content": "Hi"}]}',
         b'{"model": "policy", "messages": [{"role": ["user"], "content": "Hi"}]}',

@@ -75,6 +75,7 @@ def test_messages_are_refused_in_anthropics_form(claude, trajectory):
     for blocks, reason in (
         ([{"role": "user", "content": [{"type": "text", "text": "So"}, result]}], "tool_result stand before text"),
         ([*hi, {"role": "assistant", "content": [call, {"type": "text", "text": "So"}]}, *hi], "text stand before"),
+        ([*hi, {"role": "assistant", "content": [{**call, "input": 3}]}, *hi], "the input 3. Expected an object"),
         ([{"role": "user", "content": [{"type": "thinking", "thinking": "hm", "signature": "s"}]}], "block 'thinking'"),
     ):
         with pytest.raises(anthropic.BadRequestError, match=reason):
@@ -118,9 +119,14 @@ def test_responses_with_a_tool(gpt, trajectory, is_streamed):
         "max_output_tokens",
         "Let",
     )
-    with pytest.raises(openai.BadRequestError) as refused:
-        gpt.responses.create(model="policy", input="Hi", previous_response_id=first.id)
-    assert refused.value.param == "previous_response_id"
+    for named, wrong in (
+        ("previous_response_id", {"previous_response_id": first.id}),
+        ("text", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}),
+        ("reasoning", {"reasoning": {"effort": "high"}}),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            gpt.responses.create(model="policy", input="Hi", **wrong)
+        assert refused.value.param == named
 
 
 def test_completions_of_raw_prompts(serve):

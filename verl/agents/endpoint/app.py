@@ -134,7 +134,7 @@ async def _chat(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
 
 
 async def _completions(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
-    asked = completions.read(body)
+    asked = completions.read(body, len(backend.tokenizer))
     return await _answered(backend, asked, completions.CompletionReply(asked, backend.tokenizer), OPENAI, "[DONE]")
 
 
@@ -233,7 +233,10 @@ async def _bytes(request: Request) -> bytes:
 
 def _json(body: bytes) -> Mapping[str, Any]:
     try:
-        read = json.loads(body, parse_constant=_refuse_constant)
+        text = body.decode()
+        read = json.loads(text, parse_constant=_refuse_constant)
+        if "\\ud" in text.lower():
+            json.dumps(read, ensure_ascii=False).encode()  # half a character cannot be written
     except (ValueError, RecursionError) as error:
         raise CallRefusedError(f"the body is no JSON: {error}", code="invalid_json") from error
     if not isinstance(read, dict):

@@ -12,7 +12,7 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 from pydantic import Field, StrictInt
 
-from verl.agents.endpoint.calls import ModelAnswer, ModelCall
+from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
 from verl.agents.endpoint.chat import Event, asks_usage, stop_texts, token_texts, usage
 from verl.agents.endpoint.requests import CallBody, read_body
 
@@ -97,10 +97,19 @@ class CompletionReply:
         return Logprobs(tokens=texts, token_logprobs=list(answer.log_probs), text_offset=list(offsets))
 
 
-def read(body: Mapping[str, Any]) -> CompletionBody:
+def read(body: Mapping[str, Any], vocabulary: int) -> CompletionBody:
     """Check the body of a request.
+
+    Args:
+        body: as it was sent.
+        vocabulary: number of tokens of the tokenizer.
 
     Raises:
         CallRefusedError: it cannot be used.
     """
-    return read_body(CompletionBody, body)
+    read = read_body(CompletionBody, body)
+    for token in () if isinstance(read.prompt, str) else read.prompt:
+        if not 0 <= token < vocabulary:
+            said = f"prompt: {token} is no token. The tokenizer has the ids 0 to {vocabulary - 1}."
+            raise CallRefusedError(said, param="prompt", code="invalid_value")
+    return read

@@ -93,7 +93,12 @@ def _turns(message: Mapping[str, Any], number: int) -> list[Message]:
         if kind == "text" or (kind == "image" and role == "user"):
             parts.append(_part(block, place))
         elif kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": json.dumps(block.get("input"), ensure_ascii=False)}
+            arguments = block.get("input")
+            if not isinstance(arguments, Mapping):
+                raise CallRefusedError(
+                    f"{place} has a tool_use with the input {arguments!r:.100}. Expected an object.", param="messages"
+                )
+            function = {"name": block.get("name"), "arguments": json.dumps(arguments, ensure_ascii=False)}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
             said = _content_of(block.get("content"), place)

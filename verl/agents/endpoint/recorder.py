@@ -45,10 +45,11 @@ from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.utils.dataset.chat import Message
 from verl.utils.transformers_private import decoded
+from verl.vision.messages import has_image_parts
 from verl.vision.prompts import ImagePrompts
 
 SHORT_CALL = 20_000
-"""Characters of the messages of a call that is rendered in the event loop of all calls."""
+"""Characters of the messages of a call without images that is rendered in the event loop of all calls."""
 MODEL = "policy"
 """Name of the policy among the models."""
 MAIN = "main"
@@ -129,7 +130,9 @@ class TrajectoryRecorder:
         """See :class:`verl.agents.endpoint.calls.ModelBackend`."""
         self._check(call)
         is_short = len(call.prompt or "") + sum(len(str(message)) for message in call.messages) <= SHORT_CALL
-        # Rendering a long context would hold up the other calls; a change of threads takes longer than a short one.
+        is_short &= not any(has_image_parts(message.get("content")) for message in call.messages)
+        # Rendering a long context, or decoding images, which may have many pixels in a few bytes, would hold up the
+        # other calls; a change of threads takes longer than a short one.
         place = self._placed(call) if is_short else await asyncio.to_thread(self._placed, call)
         room = place.most - len(place.context)
         if room < 1:
@@ -228,10 +231,6 @@ class TrajectoryRecorder:
 
     def _continued(self, prompt: str | list[int], agent: str) -> _AnswerPlace:
         """Find the sequence that a raw prompt continues, or begin one."""
-        for token in () if isinstance(prompt, str) else prompt:
-            if not 0 <= token < len(self.tokenizer):
-                said = f"prompt: {token} is no token. The tokenizer has the ids 0 to {len(self.tokenizer) - 1}."
-                raise CallRefusedError(said, param="prompt", code="invalid_value")
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         found = None
         for sequence in self._sequences:

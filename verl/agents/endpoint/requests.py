@@ -72,10 +72,17 @@ class CallBody(BaseModel):
     def unmet(self) -> dict[str, str]:
         """Parameters that are not kept, and why."""
         return {
-            name: f"the endpoint does not know this parameter (its value is {value!r:.100})."
+            name: _not_kept(name, value)
             for name, value in (self.model_extra or {}).items()
             if value is not None and name not in NO_EFFECT and value not in NEUTRAL.get(name, ())
         }
+
+
+def _not_kept(name: str, value: Any) -> str:
+    if name not in NEUTRAL:
+        return f"the endpoint does not know this parameter (its value is {value!r:.100})."
+    allowed = " or ".join(map(repr, NEUTRAL[name]))
+    return f"{value!r:.100} is not kept. Leave it out, or send what changes nothing: {allowed}."
 
 
 def read_body(form: type[Request], body: Mapping[str, Any]) -> Request:
