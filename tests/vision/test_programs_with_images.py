@@ -301,8 +301,8 @@ def test_pictures_are_decoded_in_another_thread_than_that_of_all_calls(tmp_path)
         prompt_length=50,
         response_length=50,
     )
-    policy = scripted_policy(ScriptedEngine(tokenizer, lambda prompt: "red"), prompt_length=50, response_length=50)
-    recorder = TrajectoryRecorder(policy, settings, Watched(hf_processor(path)))
+    engine, maker = ScriptedEngine(tokenizer, lambda prompt: "red"), Watched(hf_processor(path))
+    recorder = TrajectoryRecorder(scripted_policy(engine, maker, response_length=50), settings, maker)
     shown = {"role": "user", "content": [{"type": "image", "image": url_of(picture("red"))}]}
     [answer] = asyncio.run(recorder.answer(ModelCall(model="policy", messages=[shown])))
     assert answer.content == "red"

@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.agents.servers import AsyncLLMServerManager, SampleId
 from verl.config import RolloutConfig
+from verl.vision.prompts import ImagePrompts
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest, SamplingParams
 
 
@@ -101,8 +102,10 @@ class ScriptedCall:
             self._engine.waiting.remove(self)
 
 
-def scripted_policy(engine: ScriptedEngine, **settings: Any) -> AsyncLLMServerManager:
-    """The policy of one trajectory; ``settings`` of ``rollout``."""
+def scripted_policy(
+    engine: ScriptedEngine, images: ImagePrompts | None = None, **settings: Any
+) -> AsyncLLMServerManager:
+    """The policy of one trajectory; ``images`` reads those that it is shown, ``settings`` are of ``rollout``."""
     config = RolloutConfig(**({"prompt_length": 512, "response_length": 2048} | settings))
     sampling = SamplingParams(max_tokens=config.response_length, seed=0, temperature=config.temperature)
-    return AsyncLLMServerManager(config, engine, SampleId(step=1, uid="a", sample_index=0), sampling)
+    return AsyncLLMServerManager(config, engine, SampleId(step=1, uid="a", sample_index=0), sampling, images=images)
