@@ -54,8 +54,10 @@ SIZE = sum(tensor.nbytes for _, tensor in weights_of())
 KEEPS = "SGLang gives memory back through CUDA's virtual memory; on a CPU it has nothing of the kind"
 
 
-def test_a_whole_run_scores_what_was_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GRPO by main_ppo with a server: the trainer's log-probs are the engine's, also after updates."""
+@pytest.mark.parametrize("lora_rank", [0, pytest.param(8, marks=pytest.mark.slow)])
+def test_a_whole_run_scores_what_was_sampled(lora_rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO by main_ppo with a server: the trainer's log-probs are the engine's, also after updates; so are those of
+    adapters, which SGLang gets merged."""
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
         "    return sum(c.isdigit() for c in solution_str) / 8\n"
@@ -67,12 +69,15 @@ def test_a_whole_run_scores_what_was_sampled(tmp_path: Path, monkeypatch: pytest
         "actor_rollout_ref__rollout__tensor_model_parallel_size": 1,
         "custom_reward_function__path": str(tmp_path / "reward.py"),
         "trainer__total_training_steps": 3,
+        "actor_rollout_ref__model__lora_rank": lora_rank,
+        "actor_rollout_ref__actor__optim__lr": 1e-2,
     }
     run_ppo(compose(overrides(make_tiny_run(tmp_path), tmp_path, **settings)))
     steps = {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
     assert list(steps) == [1, 2, 3]
     assert all(data["actor/grad_norm"] > 0 for data in steps.values())
     assert max(data["training/rollout_probs_diff_max"] for data in steps.values()) < 1e-5
+    assert steps[3]["actor/entropy"] != steps[1]["actor/entropy"]
 
 
 class Shared:
