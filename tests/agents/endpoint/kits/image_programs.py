@@ -72,7 +72,9 @@ async def openai_agents(task: Any, form: str, is_streamed: bool) -> str:
     talk: list[Any] = [["system", ["Look."]]]
     for item in done.to_input_list():
         if item.get("type") == "function_call_output":
-            talk.append(["tool", [_part_of_responses(part) for part in item["output"]]])
+            parts = [_part_of_responses(part) for part in item["output"]]
+            # In the other form the kit sends only the texts of what a tool returns.
+            talk.append(["tool", [part for part in parts if form == "OpenAIResponsesModel" or isinstance(part, str)]])
         elif item.get("type", "message") == "message":
             role = "drawn" if item["role"] == "assistant" else item["role"]
             talk.append([role, [_part_of_responses(part) for part in item["content"]]])
