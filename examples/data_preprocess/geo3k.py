@@ -30,8 +30,9 @@ from examples.data_preprocess._common import (
 )
 from verl.errors import DataError
 from verl.vision.images import read_image
-from verl.vision.messages import PLACEHOLDER
+from verl.vision.messages import PLACEHOLDERS
 
+IMAGE = PLACEHOLDERS["image"]
 DATA_SOURCE = "hiyouga/geometry3k"
 INSTRUCTION = (
     r"Think first, inside <think> </think>, and then give the final answer inside \boxed{}: "
@@ -44,12 +45,10 @@ def make_row(row: Row, split: str, index: int) -> Row:
     place = f"{split} row {index}"
     images = [{"bytes": _png(image, place), "path": None} for image in row["images"] or ()]
     problem = str(row["problem"])
-    if PLACEHOLDER not in problem:
-        problem = PLACEHOLDER * len(images) + problem
-    if problem.count(PLACEHOLDER) != len(images):
-        raise DataError(
-            f"{place}: {len(images)} images and {problem.count(PLACEHOLDER)} {PLACEHOLDER}: {problem!r:.120}"
-        )
+    if IMAGE not in problem:
+        problem = IMAGE * len(images) + problem
+    if problem.count(IMAGE) != len(images):
+        raise DataError(f"{place}: {len(images)} images and {problem.count(IMAGE)} {IMAGE}: {problem!r:.120}")
     answer = str(row["answer"])
     made = rl_row(
         DATA_SOURCE, f"{problem} {INSTRUCTION}", "math", answer, split, index, question=problem, answer=answer

@@ -63,7 +63,8 @@ class VisionAgents:
     def prompts(self, rows: list[dict[str, Any]] | None = None, n: int = 2, **columns: list[Any]) -> DataProto:
         """Rows as the data set makes them, each ``n`` times."""
         file = write_parquet(self._folder / "rows.parquet", picture_rows(4, text_every=4) if rows is None else rows)
-        dataset = RLHFDataset(file, self.tokenizer, {"max_prompt_length": P, "return_raw_chat": True}, self.processor)
+        section = {"max_prompt_length": self.config.data.max_prompt_length, "return_raw_chat": True}
+        dataset = RLHFDataset(file, self.tokenizer, section, self.processor)
         batch = DataProto.from_single_dict(collate_fn([dataset[i] for i in range(len(dataset))]))
         more = {name: np.array(values, dtype=object) for name, values in columns.items()}
         batch = (batch | DataProto.from_dict(non_tensors=more)) if more else batch

@@ -127,7 +127,7 @@ def test_what_is_refused_or_left_out(path, tmp_path, caplog):
     )
     data = opened(path, file)
     assert (len(data), data.place(0)) == (1, f"{file}, row 1")
-    assert "1 of 2 rows have images that cannot be used" in caplog.text
+    assert "1 of 2 rows have images or videos that cannot be used" in caplog.text
     with pytest.raises(DataError, match="No image processor was given"):
         RMDataset(file, hf_tokenizer(path), PreferenceDataConfig())
 

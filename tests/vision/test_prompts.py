@@ -27,7 +27,7 @@ from verl.vision.positions import continued, mrope_positions
 from verl.vision.prompts import ImagePrompts
 
 START, END, IMAGE = 104, 105, 106
-QWEN = VisionConfig(image_token_id=IMAGE, merge_size=2, patch_values=96)
+QWEN = VisionConfig(image_token_id=IMAGE, video_token_id=107, merge_size=2, patch_values=96)
 
 
 @pytest.fixture(scope="module")
@@ -200,11 +200,11 @@ def test_rows_with_broken_images_are_named_and_left_out(path, tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         found = dataset(path, file)
     assert [found[i]["index"] for i in range(len(found))] == [0, 2, 4]
-    assert "2 of 5 rows have images that cannot be used" in caplog.text
+    assert "2 of 5 rows have images or videos that cannot be used" in caplog.text
     assert f"{file}, row 1: the image of 6 bytes cannot be read" in caplog.text
     assert f"{file}, row 3: the image of 60 bytes cannot be read" in caplog.text
     file = write_parquet(tmp_path / "broken.parquet", [rows[1], rows[3]])
-    with pytest.raises(DataError, match="2 of 2 rows have images that cannot be used"):
+    with pytest.raises(DataError, match="2 of 2 rows have images or videos that cannot be used"):
         dataset(path, file)
 
 
@@ -222,20 +222,20 @@ def test_the_filter_counts_image_tokens_and_no_prompt_with_images_is_cut(path, t
 
 def test_messages_place_images():
     image, a, b = {"type": "image"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}
-    found = with_image_parts([{"role": "user", "content": "a<image>b<image>"}], 2, "x")
+    found = with_image_parts([{"role": "user", "content": "a<image>b<image>"}], {"image": 2}, "x")
     assert found == [{"role": "user", "content": [a, image, b, image]}]
     parts = [{"type": "image", "image": "1.png"}, {"type": "text", "text": "what?"}]
-    messages, images = with_placeholders([{"role": "user", "content": parts}], None, "x")
-    assert images == [{"image": "1.png"}]
+    messages, media = with_placeholders([{"role": "user", "content": parts}], {"image": None}, "x")
+    assert media == {"image": [{"image": "1.png"}]}
     assert [part["text"] for part in messages[0]["content"]] == ["<image>", "what?"]
     with pytest.raises(DataError, match=r"f, row 1: the messages have 2 <image> placeholder\(s\), and the row has 1"):
-        with_image_parts([{"role": "user", "content": "<image><image>"}], 1, "f, row 1")
+        with_image_parts([{"role": "user", "content": "<image><image>"}], {"image": 1}, "f, row 1")
     with pytest.raises(DataError, match="Keep all images in the column"):
-        with_placeholders([{"role": "user", "content": parts}], ["2.png"], "x")
+        with_placeholders([{"role": "user", "content": parts}], {"image": ["2.png"]}, "x")
     with pytest.raises(DataError, match="the images of a row are a list, and this is str"):
-        with_placeholders("hello", "2.png", "x")
+        with_placeholders("hello", {"image": "2.png"}, "x")
     plain = [{"role": "user", "content": "the text <image> itself"}]
-    assert with_image_parts(plain, 0, "x") == plain
+    assert with_image_parts(plain, {"image": 0}, "x") == plain
 
 
 def test_a_user_who_writes_the_token_of_images_writes_text(path, tmp_path):

@@ -385,11 +385,11 @@ class Conversation:
         """Tokens and their mask with one token for each image, as the template writes it."""
         if self._maker is None or not len(self.image_data):
             return ids, mask
-        token, counts = self._maker.config.image_token_id, iter(token_counts(self.image_data, self._maker.config))
+        tokens, counts = self._maker.config.token_ids, iter(token_counts(self.image_data, self._maker.config))
         kept: list[tuple[int, int]] = []
         repeats = 0
         for number, drawn in zip(ids, mask, strict=True):
-            if number == token and not drawn:
+            if number in tokens and not drawn:
                 if repeats:
                     repeats -= 1
                     continue

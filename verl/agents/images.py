@@ -13,7 +13,7 @@ from verl.agents.turns import DrawnTurn, drawn_log_probs
 from verl.errors import ConfigError
 from verl.protocol.shared import SharedTensors, joined
 from verl.utils.dataset.chat import Message, as_messages
-from verl.vision.families import IMAGE_INPUTS, TEXT_PLACES, VisionConfig
+from verl.vision.families import IMAGE_INPUTS, SECONDS, TEXT_PLACES, VisionConfig
 from verl.vision.messages import with_images, without_images
 from verl.vision.positions import image_tokens, mrope_positions
 from verl.vision.prompts import ImagePrompts
@@ -91,9 +91,11 @@ def apart(images: SharedTensors) -> list[SharedTensors]:
     if not len(images):
         return []
     pixels, grid = (images[name] for name in IMAGE_INPUTS)
-    parts = pixels.split([int(count) for count in grid.prod(-1)])
-    pairs = zip(parts, grid.split(1), strict=True)
-    return [SharedTensors(dict(zip(IMAGE_INPUTS, pair, strict=True))) for pair in pairs]
+    parts = zip(pixels.split([int(count) for count in grid.prod(-1)]), grid.split(1), strict=True)
+    found: list[dict[str, Tensor]] = [dict(zip(IMAGE_INPUTS, pair, strict=True)) for pair in parts]
+    if SECONDS in images:
+        found = [part | {SECONDS: value} for part, value in zip(found, images[SECONDS].split(1), strict=True)]
+    return [SharedTensors(part) for part in found]
 
 
 def together(parts: Sequence[SharedTensors]) -> SharedTensors:
@@ -102,6 +104,9 @@ def together(parts: Sequence[SharedTensors]) -> SharedTensors:
     if len(some) < 2:
         return some[0] if some else NO_IMAGES
     tensors = {name: joined(some, name) for name in IMAGE_INPUTS}
+    if any(SECONDS in part for part in some):
+        seconds = [part[SECONDS] if SECONDS in part else torch.zeros(len(part[IMAGE_INPUTS[1]])) for part in some]
+        tensors[SECONDS] = torch.cat(seconds)
     made = SharedTensors({name: tensor for name, tensor in tensors.items() if tensor is not None})
     note_digests(made, tuple(digest for part in some for digest in digests(part)))
     return made
@@ -130,12 +135,11 @@ def text_places(
     Raises:
         ConfigError: the other tokens with this id are not those of the images.
     """
-    token = vision.image_token_id
-    if token not in ids:
+    if not any(token in ids for token in vision.token_ids):
         drawn, found = (), 0
     else:
         values = drawn_log_probs(ids, turns)
-        places = [place for place, number in enumerate(ids) if number == token]
+        places = [place for place, number in enumerate(ids) if number in vision.token_ids]
         drawn = tuple(place for place in places if values[place] is not None)
         found = len(places) - len(drawn)
     wanted = sum(token_counts(images, vision))
@@ -172,7 +176,7 @@ def images_of_sequence(
     """
     shown = _shown(ids, turns)
     images = given if given is not None else of_row if shown is None else shown
-    places = [place for place, token in enumerate(ids) if token == vision.image_token_id and not drawn[place]]
+    places = [place for place, token in enumerate(ids) if token in vision.token_ids and not drawn[place]]
     counts = token_counts(images, vision)
     if not places and given is None:
         return NO_IMAGES, min(most, len(ids))
@@ -203,7 +207,7 @@ def with_text_places(
     That is in a prompt, and in a response with images; a response without any is text. The same object returns if there
     are no such tokens.
     """
-    places = [place for place, token in enumerate(ids) if token == vision.image_token_id]
+    places = [place for place, token in enumerate(ids) if token in vision.token_ids]
     texts = [place for place in places if drawn[place]]
     if all(drawn[place] for place in places if place >= prompt_length):
         texts = [place for place in texts if place < prompt_length]
@@ -232,7 +236,8 @@ def _first(images: SharedTensors, number: int, counts: Sequence[int]) -> SharedT
         return NO_IMAGES
     pixels, grid = (images[name] for name in IMAGE_INPUTS)
     patches = int(grid[:number].prod(-1).sum())
-    return SharedTensors(dict(zip(IMAGE_INPUTS, (pixels[:patches], grid[:number]), strict=True)))
+    first = dict(zip(IMAGE_INPUTS, (pixels[:patches], grid[:number]), strict=True))
+    return SharedTensors(first | ({SECONDS: images[SECONDS][:number]} if SECONDS in images else {}))
 
 
 def sequence_positions(
@@ -263,7 +268,7 @@ def sequence_positions(
     for row, shown in enumerate(images):
         there = mask[row]
         grid = shown.get(IMAGE_INPUTS[1])
-        own = mrope_positions(ids[row][there], grid, vision, is_image[row][there])
+        own = mrope_positions(ids[row][there], grid, vision, is_image[row][there], shown.get(SECONDS))
         found[row][:, there] = own
         last = torch.stack([own[0].amax(), *[own[1:].amax()] * 3])
         found[row][:, width:][:, ~there[width:]] = last.unsqueeze(-1)

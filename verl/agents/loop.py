@@ -200,12 +200,14 @@ class AgentLoopBase(ABC):
             tools: schemas of the tools that the policy may call.
             images: those that stand in the messages, in their order, as ``server_manager.generate`` takes them; the
                 tokens are repeated as often as each image needs.
-            videos: not in this version.
+            videos: refused: those of the row are in ``images``, its ``multi_modal_inputs``.
             remove_system_prompt: leave out the system message that the template writes by itself in front of messages
                 without one.
         """
         if videos:
-            raise ConfigError("videos are not in this version; give texts and images.")
+            raise ConfigError(
+                "videos are read from rows of data alone (docs/videos.md). Give what a turn shows as images."
+            )
         maker = ImagePrompts.of(self.processor)
         settings: dict[str, Any] = {**self.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
         text = render_prompt(as_messages(list(messages), PLACE, maker is not None), self.tokenizer, PLACE, **settings)

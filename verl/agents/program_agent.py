@@ -154,6 +154,11 @@ class ProgramAgentLoop(AgentLoopBase):
 def _prompt(row: Mapping[str, Any], maker: ImagePrompts | None) -> tuple[list[Message], list[str]]:
     """The messages of a row with its images as ``data:`` URLs, and these."""
     messages = as_messages(list(row["raw_prompt"]), "the prompt", with_images=maker is not None)
+    if any(part.get("type") == "video" for m in messages if isinstance(m["content"], list) for part in m["content"]):
+        raise ConfigError(
+            "the row has a video, and programs are sent texts and images alone. Take rows with videos out of the data, "
+            "or give them another loop (single_turn_agent, tool_agent)."
+        )
     images = [] if maker is None else [url_of(image) for image in maker.pictures(row.get(INPUTS) or {})]
     parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
     return with_images(messages, parts), images

@@ -24,8 +24,8 @@ import torch
 from verl.errors import RolloutError
 from verl.protocol.shared import SharedTensors
 from verl.protocol.stored import LEAST_BYTES
-from verl.vision.families import IMAGE_INPUTS
-from verl.workers.rollout.placed_images import digests, note_digests, pixels_of_each
+from verl.vision.families import IMAGE_INPUTS, SECONDS
+from verl.workers.rollout.placed_images import digests, note_digests, pixels_of_each, seconds_of_each
 from verl.workers.rollout.request import RolloutRequest
 
 RECENT_BYTES = 2**28
@@ -40,6 +40,8 @@ class SentImage:
     """Hash of its pixels and its grid."""
     grid: np.ndarray
     """(3,) patches along time, height and width."""
+    seconds: float | None
+    """Of a video, between two steps of time; None if the images of the request are not in seconds."""
     pixels: Any
     """Reference to its pixels; of a small image the pixels, (patches, values of a patch)."""
     nbytes: int
@@ -79,16 +81,19 @@ class ImageSender:
         images = request.images
         if images is None:
             return request
-        parts = zip(digests(images), images.arrays()[IMAGE_INPUTS[1]], pixels_of_each(images), strict=True)
+        grids = images.arrays()[IMAGE_INPUTS[1]]
+        parts = zip(digests(images), grids, seconds_of_each(images), pixels_of_each(images), strict=True)
         with self._lock:
             sent = tuple(self._sent(conversation, *part) for part in parts)
         return SentRequest(**_fields(request, images=None), sent=sent)
 
-    def _sent(self, conversation: str, digest: bytes, grid: np.ndarray, pixels: np.ndarray) -> SentImage:
+    def _sent(
+        self, conversation: str, digest: bytes, grid: np.ndarray, seconds: float | None, pixels: np.ndarray
+    ) -> SentImage:
         if pixels.nbytes < LEAST_BYTES:
-            return SentImage(digest, grid, pixels, pixels.nbytes)
+            return SentImage(digest, grid, seconds, pixels, pixels.nbytes)
         if digest not in self._stored:
-            self._stored[digest] = SentImage(digest, grid, self._put(pixels), pixels.nbytes)
+            self._stored[digest] = SentImage(digest, grid, seconds, self._put(pixels), pixels.nbytes)
         known = self._conversations.setdefault(conversation, set())
         if digest not in known:
             known.add(digest)
@@ -136,7 +141,10 @@ class ImageReceiver:
         pixels = [self._pixels(number, image) for number, image in enumerate(request.sent)]
         joined = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
         grid = np.stack([image.grid for image in request.sent])
-        images = SharedTensors(dict(zip(IMAGE_INPUTS, map(torch.from_numpy, (joined, grid)), strict=True)))
+        tensors: dict[str, torch.Tensor] = dict(zip(IMAGE_INPUTS, map(torch.from_numpy, (joined, grid)), strict=True))
+        if request.sent[0].seconds is not None:
+            tensors[SECONDS] = torch.tensor([image.seconds for image in request.sent], dtype=torch.float32)
+        images = SharedTensors(tensors)
         note_digests(images, tuple(image.digest for image in request.sent))
         return RolloutRequest(**_fields(request, images=images))
 

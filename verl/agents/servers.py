@@ -170,7 +170,7 @@ class AsyncLLMServerManager:
             image_data: all images whose tokens are in ``prompt_ids``, in their order: a list of images, each the bytes
                 of a file, a path, a ``data:`` URL or a PIL image; or ``multi_modal_inputs`` of the row. What the policy
                 itself drew stands for no image.
-            video_data: not in this version.
+            video_data: refused: those of the row are in ``image_data``, its ``multi_modal_inputs``.
             on_drawn: called now and then, in the event loop of the call, with all tokens drawn so far, by engines that
                 tell them before the response has ended (``native``).
 
@@ -181,7 +181,9 @@ class AsyncLLMServerManager:
             RolloutError: the request cannot be served.
         """
         if video_data:
-            raise ConfigError("videos are not in this version; give texts and images.")
+            raise ConfigError(
+                "videos are read from rows of data alone (docs/videos.md). Give what a turn shows as images."
+            )
         if self.is_closed:
             raise RolloutError("this trajectory has ended, and the policy answers it no more.")
         ids = list(map(operator.index, prompt_ids))

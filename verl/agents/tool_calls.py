@@ -371,7 +371,10 @@ class ToolSession:
             _CallError: one cannot be read, or the policy reads none.
         """
         if response.video:
-            raise _CallError(CallFailure.WRONG_RESULT, f"the tool {name} gave a video, which is not read here.")
+            raise _CallError(
+                CallFailure.WRONG_RESULT,
+                f"the tool {name} gave a video, which is not read here; give frames as images.",
+            )
         if not response.image:
             return None
         images = response.image

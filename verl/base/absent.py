@@ -41,9 +41,9 @@ _ASYNCHRONOUS = Absence(
 )
 _MEGATRON = Absence("other design", "verl.workers.engine.megatron builds, trains and converts models.")
 _VISION = Absence(
-    "not yet",
-    "Images in prompts are read by RLHFDataset and verl.vision (docs/images.md); videos, and tools that return images, "
-    "are missing.",
+    "other design",
+    "Images and videos in prompts are read by RLHFDataset and verl.vision (docs/images.md, docs/videos.md): "
+    "verl.vision.videos.open_video chooses frames, and its frames() gives the pictures.",
 )
 _LORA = Absence(
     "other design",

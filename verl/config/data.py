@@ -110,7 +110,7 @@ class DataConfig(BaseConfig):
     image_key: str = setting("images")
     """Column of images, a list in each row, for models with an image processor (docs/images.md)."""
     video_key: str = setting("videos")
-    """Column of videos; rows that have any are refused in this version."""
+    """Column of videos, a list in each row, for models with an image processor (docs/videos.md)."""
     custom_cls: CustomClassConfig = subsection(CustomClassConfig)
     """A dataset class of your own."""
     sampler: SamplerConfig = subsection(SamplerConfig)

@@ -140,7 +140,7 @@ class RolloutConfig(BaseConfig):
     """Merge LoRA adapters into the weights that the engine gets; false sends the base weights once and then adapters
     alone, which the engine applies by itself (`vllm`)."""
     limit_images: int | None = setting(None, ge=0)
-    """Most images in one prompt (`vllm`, `sglang`)."""
+    """Most images in one prompt (`vllm`, `sglang`); of a video of Qwen3-VL each two frames are one."""
     enable_chunked_prefill: bool = setting(True)
     """Process long prompts in several passes (`vllm`, `sglang`)."""
     enable_prefix_caching: bool = setting(True)

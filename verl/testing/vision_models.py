@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ CHAT_TEMPLATE = (
     "{% if m['role'] == 'assistant' %}<assistant>{% elif m['role'] == 'user' %}<user>{% else %}{{ m['role'] }}: "
     "{% endif %}"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
-    "{% if p['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ p['text'] }}{% endif %}"
+    "{% if p['type'] in ('image', 'video') %}<|vision_start|><|{{ p['type'] }}_pad|><|vision_end|>"
+    "{% else %}{{ p['text'] }}{% endif %}"
     "{% endfor %}{% endif %}"
     "{% if m['role'] == 'assistant' %}<eos>{% elif m['role'] != 'user' %}\n{% endif %}"
     "{% endfor %}"
@@ -140,6 +142,14 @@ def _saved(model: PreTrainedModel, folder: Path, family: str) -> str:
         "image_std": [0.5, 0.5, 0.5],
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    # Pixels of a frame; for Qwen3-VL of all frames together.
+    size = {"shortest_edge": 8 * 8, "longest_edge": (4 if family == "qwen3_vl" else 1) * 64 * 64}
+    of_videos = {key: value for key, value in settings.items() if not key.startswith(("image_processor", "m"))}
+    of_videos |= {
+        "video_processor_type": f"{'Qwen3VL' if family == 'qwen3_vl' else 'Qwen2VL'}VideoProcessor",
+        "size": size,
+    }
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(of_videos))
     return str(folder)
 
 
@@ -182,6 +192,25 @@ def picture_rows(count: int, text_every: int = 0) -> list[dict[str, Any]]:
                 "extra_info": {"split": "train", "index": i},
             }
         )
+    return rows
+
+
+def film(colors: Sequence[str], size: tuple[int, int] = (16, 16)) -> list[Image.Image]:
+    """Frames that show a square in each of the colours in turn."""
+    return [picture(color, size=size) for color in colors]
+
+
+def film_rows(count: int) -> list[dict[str, Any]]:
+    """Rows in turn with a film, with text, with a picture, and with both, which ask for the first colour."""
+    rows, names = picture_rows(count), list(COLORS)
+    for i, row in enumerate(rows):
+        kind, color = i % 4, names[i % len(names)]
+        frames = film([color, *names[: 2 + i // 4 % 2]], ((16, 16), (24, 16))[i % 2])
+        video = {"video": [{"bytes": png(frame)} for frame in frames], "fps": 8.0}
+        row["videos"] = [video] if kind in (0, 3) else []
+        row["images"] = row["images"] if kind in (2, 3) else []
+        text = ("<video>first color?", f"say {color}", "<image>color?", "see <image> and <video>color?")[kind]
+        row["prompt"] = [{"role": "user", "content": text}]
     return rows
 
 

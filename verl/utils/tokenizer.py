@@ -97,8 +97,8 @@ def _pad_with_eos(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
 def hf_processor(name_or_path: str, **kwargs: Any) -> ProcessorMixin | None:
     """Load the processor of a multi-modal model; return None for a text model.
 
-    Images of the families of :mod:`verl.vision.families` are prepared by Pillow, whatever else is installed. Their
-    processors have no part for videos where torchvision is not installed.
+    Images and frames of videos of the families of :mod:`verl.vision.families` are prepared by Pillow, whatever else is
+    installed. Their processors lack Transformers' own part for videos where torchvision is not installed.
     """
     path = resolve_model_path(name_or_path)
     kwargs.setdefault("trust_remote_code", False)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FAMILIES: Mapping[str, str] = {
     "qwen2_vl": "Qwen2VLProcessor",
@@ -16,9 +19,20 @@ FAMILIES: Mapping[str, str] = {
 IMAGE_TOKEN = "<|image_pad|>"
 """Text of the token whose embedding is replaced by a feature of an image, in the tokenizers of all families."""
 
+VIDEO_TOKEN = "<|video_pad|>"
+"""The same for videos."""
+
+TIMESTAMPED = ("Qwen3VLProcessor",)
+"""Processors whose videos are pictures with their times as text between them; other videos stand in one piece."""
+
 IMAGE_INPUTS = ("pixel_values", "image_grid_thw")
-"""What the image processor makes of a row's images: (patches, values of a patch), and (images, 3), the numbers of
-patches of each image along time, height and width."""
+"""What is made of a row's images and videos, in the order of the prompt: (patches, values of a patch), and (images, 3),
+the numbers of patches of each along time, height and width. An image has one step of time. A video has one for each two
+frames, or is that many images with one step each (:data:`TIMESTAMPED`)."""
+
+SECONDS = "second_per_grid_ts"
+"""What stands beside them in a row with videos of Qwen2.5-VL, (images,) float32: seconds between two steps of time; of
+an image 0."""
 
 TEXT_PLACES = "text_places"
 """What may stand beside them, (k,): places, counted without padding, of tokens with the id of images that stand for
@@ -34,10 +48,14 @@ class VisionConfig:
 
     image_token_id: int
     """Token whose embedding is replaced by a feature of an image."""
+    video_token_id: int
+    """The same for a video."""
     merge_size: int
     """Patches along height and along width that become one token together."""
     patch_values: int
     """Numbers of a patch: channels x frames x height x width."""
+    positions_per_second: float | None = None
+    """Positions that a second of a video takes along time; None: a step of time takes one, however long it is."""
 
     @classmethod
     def of(cls, config: Any) -> VisionConfig | None:
@@ -46,7 +64,22 @@ class VisionConfig:
             return None
         vision = config.vision_config
         size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-        return cls(config.image_token_id, vision.spatial_merge_size, size)
+        return cls(
+            image_token_id=config.image_token_id,
+            video_token_id=config.video_token_id,
+            merge_size=vision.spatial_merge_size,
+            patch_values=size,
+            positions_per_second=getattr(vision, "tokens_per_second", None),
+        )
+
+    @property
+    def token_ids(self) -> tuple[int, int]:
+        """Both tokens that stand for pictures."""
+        return self.image_token_id, self.video_token_id
+
+    def marked(self, ids: Tensor) -> Tensor:
+        """Return which tokens have the id of images or of videos, bool of the shape of ``ids``."""
+        return (ids == self.image_token_id) | (ids == self.video_token_id)
 
     def tokens_of(self, grid: Any) -> int:
         """Image tokens of all images of a grid, (images, 3)."""

@@ -1,62 +1,74 @@
-"""Messages with images: where the images of a row stand in its text."""
+"""Messages with images and videos: where those of a row stand in its text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verl.errors import DataError
 
-PLACEHOLDER = "<image>"
+PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
+"""What stands in a text for an image and for a video."""
+_KIND_OF_PART = {"image": "image", "image_url": "image", "video": "video"}
 Message = dict[str, Any]
 
 
-def with_placeholders(prompt: Any, images: Any, place: str) -> tuple[Any, list[Any]]:
-    """Replace image parts of messages by the text ``<image>``; return the messages and the row's images in order.
+def with_placeholders(prompt: Any, media: Mapping[str, Any], place: str) -> tuple[Any, dict[str, list[Any]]]:
+    """Replace image and video parts of messages by ``<image>`` and ``<video>``; return the messages and what they held.
 
     Args:
         prompt: of a row, a string or messages; anything else is returned as it is, for others to refuse.
-        images: of the row's column of images, or None. Image parts without an image of their own take these in turn.
+        media: under ``image`` the row's column of images, under ``video`` that of videos, or None. Parts that bring
+            nothing take these in turn. Parts of a kind that is not named stay.
         place: file and row, for errors.
 
     Raises:
         DataError: parts bring images and the column has some too, or the column holds no list.
     """
-    column = _listed(images, place)
+    columns = {kind: _listed(values, kind, place) for kind, values in media.items()}
     if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-        return prompt, column
-    inline: list[Any] = []
+        return prompt, columns
+    inline: dict[str, list[Any]] = {kind: [] for kind in media}
     messages = [_message(message, inline) for message in prompt]
-    own = [image for image in inline if image is not None]
-    if own and (column or len(own) != len(inline)):
-        raise DataError(
-            f"{place}: some image parts of the messages bring their image and others do not. Keep all images in the "
-            "column of images, or all in the messages."
-        )
-    return messages, own or column
+    for kind, found in inline.items():
+        own = [value for value in found if value is not None]
+        if own and (columns[kind] or len(own) != len(found)):
+            raise DataError(
+                f"{place}: some {kind} parts of the messages bring their {kind} and others do not. Keep all {kind}s in "
+                f"the column of {kind}s, or all in the messages."
+            )
+        columns[kind] = own or columns[kind]
+    return messages, columns
 
 
-def _listed(images: Any, place: str) -> list[Any]:
-    if images is None:
+def _listed(values: Any, kind: str, place: str) -> list[Any]:
+    if values is None:
         return []
-    if isinstance(images, str | bytes | Mapping) or not isinstance(images, Sequence):
-        raise DataError(f"{place}: the images of a row are a list, and this is {type(images).__name__}.")
-    return list(images)
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence):
+        raise DataError(f"{place}: the {kind}s of a row are a list, and this is {type(values).__name__}.")
+    return list(values)
 
 
-def _message(message: Any, inline: list[Any]) -> Any:
+def _message(message: Any, inline: Mapping[str, list[Any]]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
-    if not has_image_parts(content):
+    if not isinstance(content, list) or not any(_kind(part) in inline for part in content):
         return message
     parts = []
-    for part in content or ():
-        if not is_image_part(part):
+    for part in content:
+        kind = _kind(part)
+        if kind is None or kind not in inline:
             parts.append(part)
             continue
         given = {key: value for key, value in part.items() if key != "type" and value is not None}
-        inline.append(given or None)
-        parts.append({"type": "text", "text": PLACEHOLDER})
+        inline[kind].append(given or None)
+        parts.append({"type": "text", "text": PLACEHOLDERS[kind]})
     return {**message, "content": parts}
+
+
+def _kind(part: Any) -> str | None:
+    """``image`` or ``video`` of a part of a message that stands for one."""
+    return _KIND_OF_PART.get(str(part.get("type"))) if isinstance(part, Mapping) else None
 
 
 def without_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
@@ -76,7 +88,7 @@ def _bare(message: Message, images: list[Any]) -> Message:
     for part in content or ():
         if is_image_part(part):
             images.append({key: value for key, value in part.items() if key != "type" and value is not None} or None)
-            part = {"type": "image"}
+            part = bare_part(part)
         parts.append(part)
     return {**message, "content": parts}
 
@@ -101,38 +113,81 @@ def has_image_parts(content: Any) -> bool:
 
 
 def is_image_part(part: Any) -> bool:
-    """Whether a part of a message stands for an image."""
-    return isinstance(part, Mapping) and part.get("type") in ("image", "image_url")
+    """Whether a part of a message stands for an image, or for a video of its row, of which it holds nothing itself."""
+    kind = _kind(part)
+    return kind == "image" or (kind == "video" and all(key == "type" or part[key] is None for key in part))
 
 
-def with_image_parts(messages: Sequence[Message], count: int, place: str) -> list[Message]:
-    """Split texts at ``<image>`` into text parts and image parts, which chat templates of these models know.
+def bare_part(part: Mapping[str, Any]) -> dict[str, str]:
+    """Return an image or video part that holds nothing, as chat templates take it."""
+    return {"type": _KIND_OF_PART[part["type"]]}
+
+
+def with_image_parts(messages: Sequence[Message], counts: Mapping[str, int], place: str) -> list[Message]:
+    """Split texts at ``<image>`` and ``<video>`` into the parts that chat templates of these models know.
 
     Args:
         messages: checked ones, with texts as content.
-        count: images of the row. A row without images keeps its texts, whatever they hold.
+        counts: images and videos of the row, by kind. Without any of a kind its placeholder is text.
         place: file and row, for errors.
 
     Raises:
-        DataError: the texts have another number of placeholders than the row has images.
+        DataError: the texts have another number of placeholders than the row has images or videos.
     """
-    if not count:
+    kinds = {PLACEHOLDERS[kind]: kind for kind, count in counts.items() if count}
+    if not kinds:
         return list(messages)
-    found = sum((message["content"] or "").count(PLACEHOLDER) for message in messages)
-    if found != count:
-        raise DataError(
-            f"{place}: the messages have {found} {PLACEHOLDER} placeholder(s), and the row has {count} image(s). Write "
-            f"{PLACEHOLDER} once for each image, where it belongs."
-        )
+    for mark, kind in kinds.items():
+        found = sum((message["content"] or "").count(mark) for message in messages)
+        if found != counts[kind]:
+            raise DataError(
+                f"{place}: the messages have {found} {mark} placeholder(s), and the row has {counts[kind]} {kind}(s). "
+                f"Write {mark} once for each {kind}, where it belongs."
+            )
+    at = re.compile(f"({'|'.join(kinds)})")
     return [
-        {**message, "content": _parts(message["content"])} if PLACEHOLDER in (message["content"] or "") else message
+        {**message, "content": _parts(at.split(message["content"]), kinds)}
+        if at.search(message["content"] or "")
+        else message
         for message in messages
     ]
 
 
-def _parts(text: str) -> list[dict[str, str]]:
-    parts: list[dict[str, str]] = []
-    for number, piece in enumerate(text.split(PLACEHOLDER)):
-        parts += [{"type": "image"}] if number else []
-        parts += [{"type": "text", "text": piece}] if piece else []
-    return parts
+def _parts(pieces: Sequence[str], kinds: Mapping[str, str]) -> list[dict[str, str]]:
+    return [
+        {"type": kinds[piece]} if number % 2 else {"type": "text", "text": piece}
+        for number, piece in enumerate(pieces)
+        if piece
+    ]
+
+
+def in_order(messages: Sequence[Message], media: Mapping[str, Sequence[Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield kind and value of the images and videos of a row in the order of the parts that stand for them."""
+    values = {kind: iter(found) for kind, found in media.items()}
+    for message in messages:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] in values:
+                yield part["type"], next(values[part["type"]])
+
+
+def with_times(messages: Sequence[Message], times: Sequence[Sequence[float]]) -> list[Message]:
+    """Write each video part as one for each step of its time, with the second before it, as Qwen3-VL reads videos.
+
+    Args:
+        messages: of :func:`with_image_parts`.
+        times: of each video in turn, seconds of the steps.
+    """
+    remaining = iter(times)
+
+    def spread(part: Message) -> list[Message]:
+        if part["type"] != "video":
+            return [part]
+        of_steps = ([{"type": "text", "text": f"<{second:.1f} seconds>"}, dict(part)] for second in next(remaining))
+        return [found for step in of_steps for found in step]
+
+    return [
+        {**message, "content": [found for part in message["content"] for found in spread(part)]}
+        if isinstance(message["content"], list)
+        else message
+        for message in messages
+    ]

@@ -1,8 +1,9 @@
-"""Positions of tokens in prompts with images: M-RoPE (arXiv:2409.12191).
+"""Positions of tokens in prompts with images and videos: M-RoPE (arXiv:2409.12191).
 
-A text token has one position on all axes. The tokens of an image, T x H x W of them, have the position before which
-the image stands plus their place along time, height and width; the token after it goes on from the largest of them.
-Position ids have four axes: the number of the token, then time, height and width.
+A text token has one position on all axes. The tokens of an image or a video, T x H x W of them, have the position
+before which it stands plus their place along time, height and width; the token after it goes on from the largest of
+them. For Qwen2.5-VL (arXiv:2502.13923) the place along time is in seconds, times ``positions_per_second``, rounded
+down. Position ids have four axes: the number of the token, then time, height and width.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ AXES = 4
 
 
 def mrope_positions(
-    input_ids: Tensor, grid: Tensor | None, config: VisionConfig, is_image: Tensor | None = None
+    input_ids: Tensor,
+    grid: Tensor | None,
+    config: VisionConfig,
+    is_image: Tensor | None = None,
+    seconds: Tensor | None = None,
 ) -> Tensor:
     """Return the positions of a sequence without padding, (4, tokens) int64.
 
@@ -27,13 +32,15 @@ def mrope_positions(
         input_ids: (tokens,) with all image tokens.
         grid: (images, 3) patches along time, height and width, ``image_grid_thw``; None if there are no images.
         config: of the model.
-        is_image: (tokens,) bool, which tokens stand for the images, in turn; None: all with the image's id.
+        is_image: (tokens,) bool, which tokens stand for the images, in turn; None: all with the ids of images and
+            videos.
+        seconds: (images,) between two steps of time, ``second_per_grid_ts``; None: each is one second.
 
     Raises:
         DataError: the image tokens are not those of the images.
     """
     if is_image is None:
-        is_image = input_ids == config.image_token_id
+        is_image = config.marked(input_ids)
     grids = [] if grid is None else grid.tolist()
     wanted = 0 if grid is None else config.tokens_of(grid)
     if int(is_image.sum()) != wanted:
@@ -43,15 +50,17 @@ def mrope_positions(
     steps = torch.ones(len(input_ids) + 1, dtype=torch.int64)
     offsets = torch.zeros(AXES - 1, len(input_ids), dtype=torch.int64)  # from the position before the image
     places = is_image.nonzero().flatten()
-    for frames, height, width in grids:
+    for number, (frames, height, width) in enumerate(grids):
         rows, columns = height // config.merge_size, width // config.merge_size
         own, places = places[: frames * rows * columns], places[frames * rows * columns :]
-        time, row, column = torch.meshgrid(
-            torch.arange(frames), torch.arange(rows), torch.arange(columns), indexing="ij"
-        )
+        times = torch.arange(frames)
+        if config.positions_per_second is not None:
+            interval = 1.0 if seconds is None else seconds[number]
+            times = (times * (config.positions_per_second * interval)).long()
+        time, row, column = torch.meshgrid(times, torch.arange(rows), torch.arange(columns), indexing="ij")
         offsets[:, own] = torch.stack([time.flatten(), row.flatten(), column.flatten()])
         steps[own + 1] = 0  # the tokens of an image start at one position
-        steps[own[-1] + 1] = max(rows, columns)
+        steps[own[-1] + 1] = max(rows, columns, int(times[-1]) + 1)
     starts = steps[:-1].cumsum(0) - 1
     return torch.cat([torch.arange(len(input_ids)).unsqueeze(0), starts + offsets])
 
@@ -63,11 +72,11 @@ def image_tokens(
     rows: Sequence[Mapping[str, Tensor]],
     config: VisionConfig,
 ) -> Tensor:
-    """Return which tokens stand for images, (bsz, length) bool: those with the image's id that the policy did not draw.
+    """Return which tokens stand for images or videos, (bsz, length) bool: those with their ids that were not drawn.
 
-    It drew response tokens with mask 1, and those that a row names in ``text_places``. Where the other tokens in a
-    prompt are all that its images make, the response is text: the mask may be 0 on tokens that the policy drew, because
-    they are context of a later turn or are not trained on.
+    The policy drew response tokens with mask 1, and those that a row names in ``text_places``. Where the other tokens
+    in a prompt are all that its images make, the response is text: the mask may be 0 on tokens that the policy drew,
+    because they are context of a later turn or are not trained on.
 
     Args:
         input_ids: (bsz, length).
@@ -77,7 +86,7 @@ def image_tokens(
         config: of the model.
     """
     there = attention_mask.bool()
-    found = (input_ids == config.image_token_id) & there
+    found = config.marked(input_ids) & there
     first = input_ids.shape[1] - response_mask.shape[1]
     found[:, first:] &= response_mask == 0
     for row, inputs in enumerate(rows):

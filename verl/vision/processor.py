@@ -1,8 +1,9 @@
 """Processors of vision-language models, with images prepared by Pillow on every machine.
 
 Transformers has two implementations of an image processor, one by torchvision and one by Pillow, whose resized images
-differ slightly. The one by Pillow is always taken, so that a run sees the same pixels everywhere. The processors of
-videos need torchvision; without it a processor has no part for videos.
+differ slightly. The one by Pillow is always taken, so that a run sees the same pixels everywhere, and the frames of
+videos are prepared by it too (:mod:`verl.vision.prompts`): the library's processors of videos need torchvision. Of
+their files the limits of pixels are read here.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from typing import Any
 
 import transformers
 from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
+from transformers.utils import cached_file
 
-from verl.vision.families import FAMILIES, IMAGE_TOKEN
+from verl.errors import ConfigError
+from verl.vision.families import FAMILIES, IMAGE_TOKEN, TIMESTAMPED, VisionConfig
+from verl.vision.videos import VideoLimits
 
+MIN_TOKENS, MAX_TOKENS = 128, 768
+"""Limits of a frame, or for Qwen3-VL of a whole video, where the model's files have none; those of Transformers."""
 FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json", "chat_template.json")
 """Files of a processor beside those of its tokenizer."""
 
@@ -40,12 +46,78 @@ def load_processor(path: str, tokenizer: Callable[[], Any], **kwargs: Any) -> Pr
         found = AutoProcessor.from_pretrained(path, **kwargs)
         return found if isinstance(found, ProcessorMixin) else None
     images = AutoImageProcessor.from_pretrained(path, backend="pil", **kwargs)
+    processor: Any
     if find_spec("torchvision") is None:
         loaded = tokenizer()
-        return _for_images(family)(image_processor=images, tokenizer=loaded, chat_template=loaded.chat_template)
-    processor = AutoProcessor.from_pretrained(path, **kwargs)
-    processor.image_processor = images
+        processor = _for_images(family)(image_processor=images, tokenizer=loaded, chat_template=loaded.chat_template)
+    else:
+        processor = AutoProcessor.from_pretrained(path, **kwargs)
+        processor.image_processor = images
+    processor.video_settings = _video_settings(path, images, kwargs.get("trust_remote_code", False))
     return processor
+
+
+_SHARED = ("patch_size", "temporal_patch_size", "merge_size", "image_mean", "image_std")
+"""Settings of frames, which are those of images."""
+
+
+def _video_settings(path: str, images: Any, trust_remote_code: bool) -> dict[str, Any]:
+    """What the files of a model say of its videos: limits of pixels, None without any, and its count of seconds.
+
+    ``unlike_images`` are settings of frames that its images have otherwise.
+    """
+    found: dict[str, Any] = {}
+    for name in ("processor_config.json", "video_preprocessor_config.json"):
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            read = json.loads(Path(file).read_text())
+            found |= (read.get("video_processor") or {}) if name == "processor_config.json" else read
+    size = found.get("size") or {}
+    settings = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+    settings |= {key: found[key] for key in settings if found.get(key) is not None}
+    vision = VisionConfig.of(transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code))
+    unlike = [key for key in _SHARED if key in found and _listed(found[key]) != _listed(getattr(images, key))]
+    seconds = None if vision is None else vision.positions_per_second
+    return settings | {"positions_per_second": seconds, "unlike_images": unlike}
+
+
+def _listed(value: Any) -> Any:
+    """A tuple as JSON has it, a list."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def video_limits(processor: Any) -> VideoLimits:
+    """Return how a model wants its videos.
+
+    Raises:
+        ConfigError: the processor was not loaded by :func:`load_processor`, or prepares frames unlike images.
+    """
+    name = type(processor).__name__
+    settings = getattr(processor, "video_settings", None)
+    if settings is None:
+        raise ConfigError(
+            f"this {name} does not say how videos are prepared. Load it by verl.utils.hf_processor, which reads the "
+            "files of the model."
+        )
+    if settings["unlike_images"]:
+        raise ConfigError(
+            f"the files of this {name} have other {', '.join(settings['unlike_images'])} for videos than for images, "
+            "and frames are prepared as images here. Make video_preprocessor_config.json like preprocessor_config.json."
+        )
+    size = processor.image_processor.patch_size
+    area = (processor.image_processor.merge_size * size) ** 2
+    least, most = settings["min_pixels"], settings["max_pixels"]
+    return VideoLimits(
+        patch_size=size,
+        min_pixels=MIN_TOKENS * area if least is None else least,
+        max_pixels=MAX_TOKENS * area if most is None else most,
+        of_whole=name in TIMESTAMPED,
+    )
+
+
+def positions_per_second(processor: Any) -> float | None:
+    """Return the positions that a second of a video takes along time; None for a model that does not count seconds."""
+    return getattr(processor, "video_settings", {}).get("positions_per_second")
 
 
 def write_processor(source: str, target: Path, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The images of a row as tokens of its prompt and as inputs of the model."""
+"""The images and videos of a row as tokens of its prompt and as inputs of the model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from PIL import Image
 from torch import Tensor
 
 from verl.errors import ConfigError, DataError
-from verl.vision.families import FAMILIES, IMAGE_INPUTS, VisionConfig
+from verl.vision.families import FAMILIES, IMAGE_INPUTS, SECONDS, TIMESTAMPED, VIDEO_TOKEN, VisionConfig
 from verl.vision.images import process_image
 from verl.vision.positions import mrope_positions
+from verl.vision.processor import positions_per_second, video_limits
+from verl.vision.videos import FRAMES, Clip, Video, open_video
+
+Picture = Image.Image | Clip
+"""An image, or a video whose frames are chosen."""
 
 
 class ImagePrompts:
-    """Makes image tokens, positions and inputs of images by the processor of a model.
+    """Makes tokens, positions and inputs of images and videos by the processor of a model.
 
     Args:
         processor: of one of the families of :mod:`verl.vision.families`.
@@ -25,7 +30,17 @@ class ImagePrompts:
     def __init__(self, processor: Any) -> None:
         self._images = processor.image_processor
         size = 3 * self._images.temporal_patch_size * self._images.patch_size**2
-        self.config = VisionConfig(processor.image_token_id, self._images.merge_size, size)
+        name = type(processor).__name__
+        self.has_times = name in TIMESTAMPED
+        """Whether a video is written as its steps of time, each after its second."""
+        self.config = VisionConfig(
+            image_token_id=processor.image_token_id,
+            video_token_id=processor.tokenizer.convert_tokens_to_ids(VIDEO_TOKEN),
+            merge_size=self._images.merge_size,
+            patch_values=size,
+            positions_per_second=positions_per_second(processor),
+        )
+        self._processor = processor
 
     @classmethod
     def of(cls, processor: Any) -> ImagePrompts | None:
@@ -47,32 +62,76 @@ class ImagePrompts:
         """Decode an image and bring it to the size that it asks for; see :func:`verl.vision.images.process_image`."""
         return process_image(image, self._images.patch_size, place)
 
-    def count_tokens(self, image: Image.Image, place: str) -> int:
-        """Return the number of tokens of an image.
+    def open(self, video: Video, place: str) -> Clip:
+        """Choose the frames of a video and their size; see :func:`verl.vision.videos.open_video`."""
+        return open_video(video.value, video_limits(self._processor), place)
+
+    def count_tokens(self, image: Picture, place: str) -> list[int]:
+        """Return the number of tokens at each place that the prompt has for an image or a video.
 
         Raises:
             DataError: the image is too narrow; the message names ``place``.
         """
+        if isinstance(image, Clip):
+            return [self.config.tokens_of(grid) for grid in self._grid(image)]
         try:
             patches = self._images.get_number_of_image_patches(image.height, image.width, {})
         except ValueError as error:
             raise DataError(f"{place}: an image of {image.width} x {image.height} pixels: {error}.") from error
-        return int(patches) // self.config.merge_size**2
+        return [int(patches) // self.config.merge_size**2]
 
-    def inputs(self, images: Sequence[Image.Image], place: str) -> dict[str, Tensor]:
-        """Return ``pixel_values`` and ``image_grid_thw`` of the images of a row; nothing without images."""
+    def _grid(self, clip: Clip) -> Tensor:
+        """``image_grid_thw`` of a video."""
+        rows, columns = clip.height // self._images.patch_size, clip.width // self._images.patch_size
+        if self.has_times:
+            return torch.tensor([[1, rows, columns]] * clip.steps())
+        return torch.tensor([[clip.steps(), rows, columns]])
+
+    def inputs(self, images: Sequence[Picture], place: str) -> dict[str, Tensor]:
+        """Return ``pixel_values`` and ``image_grid_thw`` of the images and videos of a row; nothing without any.
+
+        With videos of a model that counts in seconds also ``second_per_grid_ts``.
+        """
         if not images:
             return {}
-        try:
-            found = self._images(images=list(images), return_tensors="pt")
-        except ValueError as error:
-            raise DataError(f"{place}: the image processor refuses an image: {error}.") from error
-        return {name: found[name] for name in IMAGE_INPUTS}
+        pixels, grids, seconds = [], [], []
+        for image in images:
+            if isinstance(image, Clip):
+                pixels.append(self._pixels(image))
+                grids.append(self._grid(image))
+                seconds.append(image.seconds_per_step())
+                continue
+            try:
+                found = self._images(images=[image], return_tensors="pt")
+            except ValueError as error:
+                raise DataError(f"{place}: the image processor refuses an image: {error}.") from error
+            pixels.append(found[IMAGE_INPUTS[0]])
+            grids.append(found[IMAGE_INPUTS[1]])
+            seconds.append(0.0)
+        made: dict[str, Tensor] = dict(zip(IMAGE_INPUTS, (torch.cat(pixels), torch.cat(grids)), strict=True))
+        if self.config.positions_per_second is not None and any(seconds):
+            made[SECONDS] = torch.tensor(seconds, dtype=torch.float32)
+        return made
+
+    def _pixels(self, clip: Clip) -> Tensor:
+        """The patches of a video, (patches, values of a patch).
+
+        The image processor makes patches of two equal frames; those of a step of time have the first of one frame and
+        the second of the next.
+        """
+        grids = self._grid(clip)
+        made = torch.empty(int(grids.prod(-1).sum()), self.config.patch_values)
+        of_step = made.view(clip.steps(), -1, 3, FRAMES, self._images.patch_size**2)
+        for number, frame in enumerate(clip.frames()):
+            patches = self._images(images=[frame], do_resize=False, return_tensors="pt")[IMAGE_INPUTS[0]]
+            step, part = divmod(number, FRAMES)
+            of_step[step, :, :, part] = patches.view(-1, 3, FRAMES, self._images.patch_size**2)[:, :, part]
+        return made
 
     def pictures(self, inputs: Mapping[str, Tensor]) -> list[Image.Image]:
         """Return the images that inputs of :meth:`inputs` were made of, in the size in which the policy sees them.
 
-        The same inputs can be made of them again: edges are whole tokens already.
+        The same inputs can be made of them again: edges are whole tokens already. Inputs of videos are none of images.
         """
         if not inputs:
             return []
@@ -100,24 +159,23 @@ class ImagePrompts:
         Raises:
             DataError: there is another number of image tokens than of images; the message names ``place``.
         """
-        found = list(ids).count(self.config.image_token_id)
+        tokens = self.config.token_ids
+        found = sum(token in tokens for token in ids)
         if found != len(counts):
             raise DataError(
-                f"{place}: the text has {found} image token(s) after the chat template, and {len(counts)} image(s). "
-                "Take the text of the image token out of the messages, or use a template that writes images."
+                f"{place}: the text has {found} token(s) of images and videos after the chat template, and "
+                f"{len(counts)} belong there. Take the text of such a token out of the messages, or use a template "
+                "that writes images and videos."
             )
         remaining = iter(counts)
-        return [next(remaining) if token == self.config.image_token_id else 1 for token in ids]
+        return [next(remaining) if token in tokens else 1 for token in ids]
 
     def expanded(self, ids: Sequence[int], counts: Sequence[int]) -> list[int]:
-        """Repeat the n-th image token of ``ids`` ``counts[n]`` times."""
-        remaining = iter(counts)
-        return [
-            token
-            for number in ids
-            for token in ([number] * next(remaining) if number == self.config.image_token_id else [number])
-        ]
+        """Repeat the n-th token of ``ids`` that stands for images or videos ``counts[n]`` times."""
+        remaining, tokens = iter(counts), self.config.token_ids
+        return [token for number in ids for token in ([number] * next(remaining) if number in tokens else [number])]
 
-    def positions(self, ids: Sequence[int], grid: Tensor | None) -> Tensor:
-        """Return the position ids of a prompt, (4, tokens); see :func:`mrope_positions`."""
-        return mrope_positions(torch.tensor(ids, dtype=torch.int64), grid, self.config)
+    def positions(self, ids: Sequence[int], inputs: Mapping[str, Tensor]) -> Tensor:
+        """Return the position ids of a prompt with these :meth:`inputs`, (4, tokens); see :func:`mrope_positions`."""
+        grid, seconds = inputs.get(IMAGE_INPUTS[1]), inputs.get(SECONDS)
+        return mrope_positions(torch.tensor(ids, dtype=torch.int64), grid, self.config, seconds=seconds)

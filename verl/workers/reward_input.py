@@ -133,7 +133,7 @@ class RewardInput:
         columns, rows = batch.batch, list(batch.non_tensor_batch[COLUMN])
         ids, mask = columns["input_ids"], columns["attention_mask"]
         of_images = image_tokens(ids, mask, columns["response_mask"], rows, vision)
-        texts = (ids == vision.image_token_id) & mask.bool() & ~of_images
+        texts = vision.marked(ids) & mask.bool() & ~of_images
         found = np.empty(len(rows), dtype=object)
         for number, row in enumerate(rows):
             places = texts[number][mask[number].bool()].nonzero().flatten()

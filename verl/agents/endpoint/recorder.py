@@ -255,7 +255,7 @@ class TrajectoryRecorder:
 
     def _refuse_image_tokens(self, ids: Collection[int]) -> None:
         """Refuse tokens of images in a raw prompt, which brings no images."""
-        if self._images is not None and self._images.config.image_token_id in ids:
+        if self._images is not None and any(token in ids for token in self._images.config.token_ids):
             raise CallRefusedError(
                 "prompt: it has the token of an image, and /v1/completions takes no images. Send them in messages of "
                 "/v1/chat/completions.",

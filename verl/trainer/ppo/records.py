@@ -26,7 +26,7 @@ import torch
 
 from verl.base.redact import redacted_texts
 from verl.protocol import DataProto, compute_response_mask
-from verl.vision.families import IMAGE_TOKEN, TEXT_PLACES
+from verl.vision.families import IMAGE_TOKEN, TEXT_PLACES, VIDEO_TOKEN
 from verl.vision.texts import decoded_with_images
 
 logger = logging.getLogger(__name__)
@@ -116,21 +116,25 @@ def generation_records(
 
 
 def _texts_with_images(tokenizer: Any, batch: DataProto, row: int) -> tuple[str, str]:
-    """Prompt and response of a row, in which each image is named by its number of tokens."""
+    """Prompt and response of a row, in which each image and video is named by its number of tokens."""
     columns = batch.batch
     width = columns["responses"].shape[1]
     ids = torch.cat([columns["prompts"][row], columns["responses"][row]])
     there = columns["attention_mask"][row].bool()
-    is_image = (ids == tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)) & there
+    image, video = tokenizer.convert_tokens_to_ids([IMAGE_TOKEN, VIDEO_TOKEN])
+    is_image = ((ids == image) | (ids == video)) & there
     is_image[-width:] &= columns["response_mask"][row] == 0  # one that the policy drew is text
     texts = batch.non_tensor_batch["multi_modal_inputs"][row].get(TEXT_PLACES)
     if texts is not None:
         is_image[there.nonzero().flatten()[texts]] = False
-    prompt, response = (
-        decoded_with_images(tokenizer, ids[part][there[part]].tolist(), is_image[part][there[part]].tolist())
-        for part in (slice(None, -width), slice(-width, None))
-    )
-    return prompt, response
+    names = {image: "image", video: "video"}
+
+    def text(part: slice) -> str:
+        own = ids[part][there[part]].tolist()
+        kinds = [names[token] if found else "" for token, found in zip(own, is_image[part][there[part]], strict=True)]
+        return decoded_with_images(tokenizer, own, kinds)
+
+    return text(slice(None, -width)), text(slice(-width, None))
 
 
 def _trajectory(tokenizer: Any, batch: DataProto, scores: torch.Tensor, row: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from jinja2.exceptions import TemplateError
 
 from verl.errors import ConfigError, DataError
 from verl.utils.control_tokens import control_tokens_of, has_special, is_marked
-from verl.vision.messages import has_image_parts, is_image_part
+from verl.vision.messages import bare_part, has_image_parts, is_image_part
 
 Message = dict[str, Any]
 Truncation = Literal["error", "left", "right", "middle"]
@@ -86,7 +86,7 @@ def _refuse_json(text: str, place: str) -> None:
 def _content(message: Message, place: str, with_images: bool = False) -> str | list[Message] | None:
     content = message.get("content")
     if with_images and has_image_parts(content):
-        parts = [{"type": "image"} if is_image_part(part) else _text_part(part, place) for part in content or ()]
+        parts = [bare_part(part) if is_image_part(part) else _text_part(part, place) for part in content or ()]
         return [part for part in parts if part.get("text") != ""]
     if content is None and message.get("tool_calls"):
         return None
@@ -113,8 +113,8 @@ def _parts(content: Any, place: str) -> Iterator[str]:
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind in MEDIA:
             raise DataError(
-                f"{place} contains {kind}, which is not read here: prompts of main_ppo may have images, for a model "
-                "with an image processor. Take such rows out."
+                f"{place} contains {kind}, which is not read here: rows of main_ppo and sft_trainer may have images "
+                "and videos, for a model with an image processor. Take such rows out."
             )
         if kind != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"{place} has the part {_shown(part)}. Expected {{'type': 'text', 'text': ...}}.")

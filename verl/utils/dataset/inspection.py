@@ -13,7 +13,7 @@ from verl.errors import DataError
 from verl.utils.dataset.chat import token_lengths
 from verl.utils.dataset.files import DataFile
 from verl.utils.dataset.prompt_images import PromptImages, RowImages
-from verl.vision.families import IMAGE_TOKEN
+from verl.vision.families import IMAGE_TOKEN, VIDEO_TOKEN
 
 EXAMPLES = 3
 BINS = 10
@@ -194,9 +194,11 @@ def mask_runs(ids: Sequence[int], mask: Sequence[int], tokenizer: Any) -> list[t
 
 
 def _shown_images(text: str) -> str:
-    """Write the tokens of an image as one of them and their number."""
-    many = re.compile(f"(?:{re.escape(IMAGE_TOKEN)}){{2,}}")
-    return many.sub(lambda found: f"{IMAGE_TOKEN} x {len(found[0]) // len(IMAGE_TOKEN)}", text)
+    """Write the tokens of an image or a video as one of them and their number."""
+    for token in (IMAGE_TOKEN, VIDEO_TOKEN):
+        many = re.compile(f"(?:{re.escape(token)}){{2,}}")
+        text = many.sub(lambda found, token=token: f"{token} x {len(found[0]) // len(token)}", text)
+    return text
 
 
 def _sources(dataset: Any) -> dict[str, int]:

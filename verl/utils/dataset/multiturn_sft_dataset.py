@@ -79,12 +79,12 @@ class MultiTurnSFTDataset(Dataset):
 
     def conversation(self, row: Row, place: str) -> ImagePrompt:
         """The messages of a row, checked, and its images."""
-        found = self.images.prompt(row[self.config.messages_key], row.get(self.config.image_key), place)
+        found = self.images.prompt(row[self.config.messages_key], row, place)
         for number, message in enumerate(found.messages):
             if message["role"] == "assistant" and isinstance(message["content"], list):
                 raise DataError(
-                    f"{place}: message {number}, of the assistant, has an image. A model answers with text; put the "
-                    "image into a message before it."
+                    f"{place}: message {number}, of the assistant, has an image or a video. A model answers with text; "
+                    "put it into a message before it."
                 )
         return found
 
@@ -114,7 +114,8 @@ class MultiTurnSFTDataset(Dataset):
         """The rendered conversation, in a list of one."""
         place, row = self._locate(item)
         kwargs = self._template_kwargs(row, place)
-        return [render(self.conversation(row, place).messages, self.tokenizer, place, **kwargs)]
+        conversation = self.images.opened(self.conversation(row, place), place)
+        return [render(conversation.messages, self.tokenizer, place, **kwargs)]
 
     def sequences(self, item: int) -> list[tuple[list[int], list[int]]]:
         """Token ids and loss mask before truncation, in a list of one."""
@@ -128,7 +129,7 @@ class MultiTurnSFTDataset(Dataset):
     def _sequence(self, item: int) -> tuple[list[int], list[int], list[Any]]:
         """Token ids and loss mask before truncation, and the decoded images."""
         place, row = self._locate(item)
-        conversation = self.conversation(row, place)
+        conversation = self.images.opened(self.conversation(row, place), place)
         ids, mask = mask_assistant(
             conversation.messages,
             self.tokenizer,
@@ -164,7 +165,8 @@ class MultiTurnSFTDataset(Dataset):
         must_fit: list[str] = []
         texts: list[str] = []
         added: list[int] = []
-        for found, conversation, image_tokens in self.images.measured(self._conversations(checks), DECODERS):
+        measured = self.images.measured(self._conversations(checks), DECODERS, self.config.max_length)
+        for found, conversation, image_tokens in measured:
             kept.append(found)
             if not cuts or conversation.images:
                 place, row = self._at(found)

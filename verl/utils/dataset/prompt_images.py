@@ -1,4 +1,4 @@
-"""The images of the rows of a data set of prompts: placed in the messages, read, measured, made inputs of the model."""
+"""Images and videos of the rows of a data set: placed in the messages, read, measured, made inputs of the model."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-from PIL import Image
 
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
 from verl.utils.dataset.files import DataFile, refuse_media
-from verl.vision.messages import with_image_parts, with_placeholders
-from verl.vision.prompts import ImagePrompts
+from verl.vision.messages import in_order, with_image_parts, with_placeholders, with_times
+from verl.vision.prompts import ImagePrompts, Picture
+from verl.vision.videos import Clip, Video
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +24,22 @@ _READ_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """A prompt and the images of its row, as the row has them."""
+    """A prompt and the images and videos of its row."""
 
     plain: list[Message]
-    """Its messages with texts alone, in which ``<image>`` stands for images."""
+    """Its messages with texts alone, in which ``<image>`` and ``<video>`` stand for them."""
     messages: list[Message]
     """Its messages as the chat template takes them."""
     images: list[Any]
+    """Images and videos as the row has them, in the order of the messages; of an opened prompt videos are clips."""
 
 
 @dataclass(frozen=True)
 class RowImages:
-    """The images of a row, measured."""
+    """The images and videos of a row, measured."""
 
     tokens: list[int]
-    """Tokens of each."""
+    """Tokens at each of their places in the prompt."""
     digest: str
     """Hash of what the row has for them; empty without images."""
 
@@ -51,10 +51,12 @@ class PromptImages:
         processor: the model's, or None.
         image_key: column of images.
         video_key: column of videos.
+        takes_videos: whether rows may have videos.
     """
 
-    def __init__(self, processor: Any, image_key: str, video_key: str) -> None:
+    def __init__(self, processor: Any, image_key: str, video_key: str, takes_videos: bool = True) -> None:
         self.maker = ImagePrompts.of(processor)
+        self._kinds = {image_key: "image"} | ({video_key: "video"} if takes_videos else {})
         self.image_key, self.video_key = image_key, video_key
         self.broken: list[str] = []
         """What is wrong with each row that was left out."""
@@ -70,18 +72,20 @@ class PromptImages:
     def refuse_media(self, file: DataFile) -> None:
         """Raise DataError, with file and row, if a file has media that the model or this version cannot take."""
         for key in self.keys:
-            if key != self.image_key or self.maker is None:
+            if key not in self._kinds or self.maker is None:
                 refuse_media([file], [key], self._why_not(key))
 
     def _why_not(self, key: str) -> str:
-        if key != self.image_key:
-            return "Rows have texts and images in this version: videos and sounds are not read."
+        if key not in self._kinds:
+            taken = "texts, images and videos" if "video" in self._kinds.values() else "texts and images"
+            return f"Rows have {taken} here: {'sounds are' if 'videos' in taken else 'videos and sounds are'} not read."
         if self._reader is None:
             return "No image processor was given: the model is one for text, or this command reads texts alone."
-        return f"Images are for models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL; this one's processor is {self._reader}."
+        reads = "Images and videos are for models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
+        return f"{reads}; this one's processor is {self._reader}."
 
-    def prompt(self, prompt: Any, images: Any, place: str) -> ImagePrompt:
-        """Check the messages of a row and place its images in them.
+    def prompt(self, prompt: Any, row: Mapping[str, Any], place: str) -> ImagePrompt:
+        """Check the messages of a row and place its images and videos in them.
 
         Raises:
             DataError: see :mod:`verl.vision.messages`.
@@ -89,56 +93,86 @@ class PromptImages:
         if self.maker is None:
             plain = as_messages(prompt, place)
             return ImagePrompt(plain, plain, [])
-        prompt, found = with_placeholders(prompt, images, place)
+        columns = {kind: row.get(key) for key, kind in self._kinds.items()}
+        prompt, media = with_placeholders(prompt, columns, place)
         plain = as_messages(prompt, place)
-        return ImagePrompt(plain, with_image_parts(plain, len(found), place), found)
+        messages = with_image_parts(plain, {kind: len(found) for kind, found in media.items()}, place)
+        found = [Video(value) if kind == "video" else value for kind, value in in_order(messages, media)]
+        return ImagePrompt(plain, messages, found)
 
-    def read(self, prompt: ImagePrompt, place: str) -> tuple[list[Image.Image], list[int]]:
-        """Decode the images of a prompt; return them and their numbers of tokens.
+    def opened(self, prompt: ImagePrompt, place: str) -> ImagePrompt:
+        """Choose the frames of the videos of a prompt, whose times Qwen3-VL reads in its messages.
+
+        Raises:
+            DataError: a video cannot be used.
+        """
+        if self.maker is None or not any(isinstance(image, Video) for image in prompt.images):
+            return prompt
+        images = [self.maker.open(image, place) if isinstance(image, Video) else image for image in prompt.images]
+        messages = prompt.messages
+        if self.maker.has_times:
+            messages = with_times(messages, [clip.times() for clip in images if isinstance(clip, Clip)])
+        return replace(prompt, images=images, messages=messages)
+
+    def read(self, prompt: ImagePrompt, place: str) -> tuple[list[Picture], list[int]]:
+        """Decode the images of an opened prompt; return them and its clips, and the tokens at each of their places.
 
         Raises:
             DataError: an image cannot be read or is too narrow.
         """
         if self.maker is None or not prompt.images:
             return [], []
-        images = [self.maker.read(image, place) for image in prompt.images]
-        return images, [self.maker.count_tokens(image, place) for image in images]
+        images = [image if isinstance(image, Clip) else self.maker.read(image, place) for image in prompt.images]
+        return images, [count for image in images for count in self.maker.count_tokens(image, place)]
+
+    def _checked(self, prompt: ImagePrompt, place: str, most: int) -> tuple[ImagePrompt, list[int]]:
+        """Open a prompt and count its tokens; its videos are decoded unless they alone are more than ``most``."""
+        prompt = self.opened(prompt, place)
+        images, counts = self.read(prompt, place)
+        if sum(counts) <= most:
+            for clip in (image for image in images if isinstance(image, Clip)):
+                for _ in clip.frames():
+                    pass
+        return prompt, counts
 
     def measured(
-        self, prompts: Iterable[tuple[Any, str, ImagePrompt]], workers: int
+        self, prompts: Iterable[tuple[Any, str, ImagePrompt]], workers: int, most: int
     ) -> Iterator[tuple[Any, ImagePrompt, int]]:
-        """Decode all images once, and leave out rows with broken ones, which are named in one warning.
+        """Decode all images and videos once, and leave out rows with broken ones, which are named in one warning.
 
         Args:
             prompts: number, place and prompt of each row.
             workers: threads that decode.
+            most: tokens of a row that the run can use. Videos of more are not decoded here.
 
         Yields:
-            number and prompt of each row that is left, and the tokens that its images add to its placeholders.
+            number and opened prompt of each row that is left, and the tokens that its images add to its placeholders.
         """
         broken: list[str] = []
         total = 0
 
-        def counted(item: tuple[Any, str, ImagePrompt]) -> list[int] | DataError:
+        def counted(item: tuple[Any, str, ImagePrompt]) -> tuple[ImagePrompt, list[int]] | DataError:
             try:
-                return self.read(item[2], item[1])[1]
+                return self._checked(item[2], item[1], most)
             except DataError as error:
                 return error
 
         with ThreadPoolExecutor(workers) as pool:
             for part in _parts(prompts):
                 total += len(part)
-                for (number, _, prompt), found in zip(part, pool.map(counted, part), strict=True):
+                for (number, _, _), found in zip(part, pool.map(counted, part), strict=True):
                     if isinstance(found, DataError):
                         broken.append(str(found))
                     else:
-                        if found:
-                            self._tokens[number] = found
-                        yield number, prompt, sum(found) - len(found)
+                        prompt, counts = found
+                        if counts:
+                            self._tokens[number] = counts
+                        yield number, prompt, sum(counts) - len(counts)
         self.broken += broken
         if broken:
             more = f" ... and {len(broken) - SHOWN} more" if len(broken) > SHOWN else ""
-            told = f"{len(broken)} of {total} rows have images that cannot be used: {' | '.join(broken[:SHOWN])}{more}"
+            shown = " | ".join(broken[:SHOWN])
+            told = f"{len(broken)} of {total} rows have images or videos that cannot be used: {shown}{more}"
             if len(broken) == total:
                 raise DataError(told)
             logger.warning("left out: %s", told)
@@ -149,10 +183,10 @@ class PromptImages:
         return RowImages(self._tokens.get(number, []), digest)
 
     def expanded(self, ids: list[int], mask: list[int], counts: list[int], place: str) -> tuple[list[int], list[int]]:
-        """Repeat the n-th image token, and its place in the loss mask, ``counts[n]`` times.
+        """Repeat the n-th token of images or videos, and its place in the loss mask, ``counts[n]`` times.
 
         Raises:
-            DataError: there is another number of image tokens than of images.
+            DataError: there is another number of such tokens than of counts.
         """
         if self.maker is None or not counts:
             return ids, mask
@@ -160,11 +194,11 @@ class PromptImages:
         long = [(token, trained) for token, trained, count in pairs for _ in range(count)]
         return [token for token, _ in long], [trained for _, trained in long]
 
-    def columns(self, images: list[Image.Image], ids: list[int], place: str) -> Mapping[str, Any]:
+    def columns(self, images: list[Picture], ids: list[int], place: str) -> Mapping[str, Any]:
         """Return the inputs of the images by name, and under ``positions`` the position ids, (4, tokens)."""
         assert self.maker is not None
         inputs = self.maker.inputs(images, place)
-        return inputs | {"positions": self.maker.positions(ids, inputs.get("image_grid_thw"))}
+        return inputs | {"positions": self.maker.positions(ids, inputs)}
 
 
 def _parts(items: Iterable[Any]) -> Iterator[list[Any]]:

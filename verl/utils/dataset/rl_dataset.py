@@ -6,6 +6,7 @@ Columns of a file (only ``prompt`` is required; others are passed on)::
     prompt        [{role, content}, ...]   or a plain string: one user message
     reward_model  {style, ground_truth}    reference for the scorer
     images        [image, ...]             where the messages have <image>; for models with an image processor
+    videos        [video, ...]             where they have <video>; the same models
     extra_info    {index, split, ...}      free; also holds tools_kwargs, interaction_kwargs, environment_kwargs
 
 ``data.reward_fn_key`` and ``data.prompt_key`` select other column names for the first two.
@@ -69,8 +70,8 @@ class RLHFDataset(AbsentAttributes, Dataset):
     Data errors are raised on opening, so that no run stops half-way: the messages of every row are checked, and every
     prompt's length is measured (unless ``data.truncation`` cuts long prompts and the filter is off).
 
-    Images are decoded on opening; a row with one that cannot be read is left out, and named in a warning. A prompt with
-    images is never cut: one that is too long is dropped by the filter or refused.
+    Images and videos are decoded on opening; a row with one that cannot be read is left out, and named in a warning. A
+    prompt with any is never cut: one that is too long is dropped by the filter or refused.
 
     An item holds ``input_ids``, ``attention_mask``, ``position_ids`` (each (max_prompt_length,) int64), ``index``
     (``extra_info.index``, else a column ``index`` of the file, else ``row_index``), ``row_index`` (the item's number),
@@ -148,7 +149,7 @@ class RLHFDataset(AbsentAttributes, Dataset):
         return row
 
     def _prompt(self, source: Row, place: str) -> ImagePrompt:
-        return self.images.prompt(source[self.config.prompt_key], source.get(self.config.image_key), place)
+        return self.images.opened(self.images.prompt(source[self.config.prompt_key], source, place), place)
 
     def _render(self, prompt: ImagePrompt, place: str) -> str:
         return render_prompt(prompt.messages, self.tokenizer, place, **self.template_kwargs)
@@ -248,9 +249,12 @@ class RLHFDataset(AbsentAttributes, Dataset):
             yield self._place((file, number)), None if column is None else column[number]
 
     def _prompts(self, rows: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], str, ImagePrompt]]:
-        prompts, images = self._column(self.config.prompt_key, rows), self._column(self.config.image_key, rows)
-        for row, (place, value), (_, media) in zip(rows, prompts, images, strict=True):
-            prompt = self.images.prompt(value, media, place)
+        config = self.config
+        names = (config.prompt_key, config.image_key, config.video_key)
+        for row, *values in zip(rows, *(self._column(name, rows) for name in names), strict=True):
+            place = values[0][0]
+            source = dict(zip(names, (value for _, value in values), strict=True))
+            prompt = self.images.prompt(source[config.prompt_key], source, place)
             self.checks.prompt(prompt.plain, place)
             yield row, place, prompt
 
@@ -283,7 +287,7 @@ class RLHFDataset(AbsentAttributes, Dataset):
         workers = config.filter_overlong_prompts_workers or 1
         cuts = not config.filter_overlong_prompts and config.truncation != "error"
         readable, must_fit, texts, added = [], [], [], []
-        for row, prompt, image_tokens in self.images.measured(self._prompts(rows), workers):
+        for row, prompt, image_tokens in self.images.measured(self._prompts(rows), workers, config.max_prompt_length):
             readable.append(row)
             if not cuts or prompt.images:
                 must_fit.append(row)

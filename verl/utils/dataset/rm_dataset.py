@@ -94,7 +94,7 @@ class RMDataset(Dataset):
         if config.prompt_key is not None:
             columns[config.prompt_key] = "prompt_key"
         require_columns(self.files, columns)
-        self.images = PromptImages(processor, config.image_key, VIDEO_COLUMN)
+        self.images = PromptImages(processor, config.image_key, VIDEO_COLUMN, takes_videos=False)
         for file in self.files:
             self.images.refuse_media(file)
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
@@ -114,8 +114,7 @@ class RMDataset(Dataset):
         columns: Item = {key: torch.stack([side[key] for side in padded]) for key in padded[0]}
         if (maker := self.images.maker) is not None:
             made = maker.inputs(images, self.place(item))
-            grid = made.get("image_grid_thw")
-            positions = [right_padded(maker.positions(ids, grid), length) for ids, _ in (chosen, rejected)]
+            positions = [right_padded(maker.positions(ids, made), length) for ids, _ in (chosen, rejected)]
             columns |= {"position_ids": torch.stack(positions), "multi_modal_inputs": SharedTensors(made)}
         return columns
 
@@ -134,7 +133,7 @@ class RMDataset(Dataset):
 
     def _placed(self, pair: Pair, place: str) -> Pair:
         """Replace ``<image>`` in the prompt by image parts."""
-        prompt = with_image_parts(pair.chosen[: pair.shared], len(pair.images), f"{place}, the prompt")
+        prompt = with_image_parts(pair.chosen[: pair.shared], {"image": len(pair.images)}, f"{place}, the prompt")
         if any(message["role"] == "assistant" and isinstance(message["content"], list) for message in prompt):
             raise DataError(
                 f"{place}, the prompt: a message of the assistant has an image. A model answers with text; put the "
@@ -150,7 +149,9 @@ class RMDataset(Dataset):
         config, images = self.config, None
         # The first of them has the prompt.
         for key in filter(None, (config.prompt_key, config.chosen_key, config.rejected_key)):
-            row[key], found = with_placeholders(row.get(key), row.get(config.image_key), f"{place}, {key}")
+            column = {"image": row.get(config.image_key)}
+            row[key], media = with_placeholders(row.get(key), column, f"{place}, {key}")
+            found = media["image"]
             images = found if images is None else images
             if found and found != images:
                 raise DataError(
@@ -251,7 +252,8 @@ class RMDataset(Dataset):
         with_images: list[bool] = []
         kept: list[tuple[int, int]] = []
         checks = ContentChecks(self.tokenizer, "pairs")
-        for row, prompt, image_tokens in self.images.measured(self._prompts(checks, rendered), DECODERS):
+        measured = self.images.measured(self._prompts(checks, rendered), DECODERS, self.config.max_length)
+        for row, prompt, image_tokens in measured:
             texts += rendered[row]
             added.append(image_tokens)
             with_images.append(bool(prompt.images))

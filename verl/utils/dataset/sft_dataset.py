@@ -30,7 +30,7 @@ class SFTDataset(MultiTurnSFTDataset):
         response = _descend(row[config.response_key or ""], config.response_dict_keys, place, "response_dict_keys")
         if not isinstance(response, str):
             raise DataError(f"{place}: the response is {type(response).__name__} {response!r:.80}, not text.")
-        asked = self.images.prompt(prompt, row.get(config.image_key), place)
+        asked = self.images.prompt(prompt, row, place)
         answer: Message = {"role": "assistant", "content": response}
         return ImagePrompt([*asked.plain, answer], [*asked.messages, answer], asked.images)
 

@@ -301,7 +301,7 @@ class BaseRollout(AbsentAttributes, ABC):
         if self._vision is None:
             return
         wanted = 0 if request.images is None else self._vision.tokens_of(request.images[IMAGE_INPUTS[1]])
-        found = request.prompt_ids.count(self._vision.image_token_id) - len(request.text_places)
+        found = sum(map(request.prompt_ids.count, self._vision.token_ids)) - len(request.text_places)
         if found != wanted:
             raise RolloutError(
                 f"request {number} has {found} image tokens, and its images make {wanted}. Give the tokens that the "

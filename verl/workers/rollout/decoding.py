@@ -17,7 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from verl.protocol.shared import SharedTensors, joined
 from verl.utils.transformers_private import DynamicLayer
-from verl.vision.families import IMAGE_INPUTS, VisionConfig
+from verl.vision.families import IMAGE_INPUTS, SECONDS, VisionConfig
 from verl.vision.model import ImageInputs, hidden_states
 from verl.vision.positions import left_padded, mrope_positions
 from verl.workers.rollout.routing import RoutingTable
@@ -106,7 +106,7 @@ class PromptWithImages:
 
     def is_image(self, vision: VisionConfig) -> Tensor:
         """Return which tokens stand for images, (tokens,) bool."""
-        found = torch.tensor(self.ids) == vision.image_token_id
+        found = vision.marked(torch.tensor(self.ids))
         found[list(self.text_places)] = False
         return found
 
@@ -204,6 +204,7 @@ class DecodingBatch:
                 None if p.images is None else p.images["image_grid_thw"],
                 self._vision,
                 p.is_image(self._vision),
+                None if p.images is None else p.images.get(SECONDS),
             )
             for p in prompts
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from verl.protocol.shared import SharedTensors
-from verl.vision.families import IMAGE_INPUTS, VisionConfig
+from verl.vision.families import IMAGE_INPUTS, SECONDS, VisionConfig
 from verl.vision.model import ImageInputs
 from verl.vision.positions import mrope_positions
-from verl.workers.rollout.engine_side.verl_images import image_digest
+from verl.workers.rollout.engine_side.verl_images import image_digest, modality_of
 from verl.workers.rollout.request import RolloutRequest
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,10 @@ class PlacedImages:
         if request.images is None or vision is None:
             return None
         ids = torch.tensor(request.prompt_ids)
-        is_image = ids == vision.image_token_id
+        is_image = vision.marked(ids)
         is_image[list(request.text_places)] = False
         grid = request.images[IMAGE_INPUTS[1]]
-        positions = mrope_positions(ids, grid, vision, is_image)
+        positions = mrope_positions(ids, grid, vision, is_image, request.images.get(SECONDS))
         places = is_image.nonzero().flatten().split([vision.tokens_of(image) for image in grid])
         spans = zip(places, digests(request.images), strict=True)
         return cls(request.images, tuple(ImageSpan(*span) for span in spans), positions)
@@ -77,6 +80,13 @@ class PlacedImages:
         """What the position of the next token is beyond the number of tokens; negative, as an image has few."""
         return int(self.positions[1:].max()) + 1 - self.positions.shape[1]
 
+    def by_modality(self, values: Sequence[T]) -> dict[str, list[T]]:
+        """Sort one value for each image or video by what vLLM takes it for."""
+        found: dict[str, list[T]] = {}
+        for grid, value in zip(self.tensors.arrays()[IMAGE_INPUTS[1]], values, strict=True):
+            found.setdefault(modality_of(grid), []).append(value)
+        return found
+
     def before(self, end: int) -> tuple[bytes, ...]:
         """Hashes of the images that begin before place ``end``."""
         return tuple(span.digest for span in self.spans if span.start < end)
@@ -87,11 +97,12 @@ _known: WeakKeyDictionary[SharedTensors, tuple[bytes, ...]] = WeakKeyDictionary(
 
 
 def digests(images: SharedTensors) -> tuple[bytes, ...]:
-    """Return a hash of the pixels and the grid of each image."""
+    """Return a hash of the pixels, the grid and the speed of each image or video."""
     found = _known.get(images)
     if found is None:
-        grids = images.arrays()[IMAGE_INPUTS[1]]
-        found = _known[images] = tuple(map(image_digest, pixels_of_each(images), grids))
+        # The same frames at another speed have other positions.
+        parts = (pixels_of_each(images), images.arrays()[IMAGE_INPUTS[1]], seconds_of_each(images))
+        found = _known[images] = tuple(map(image_digest, *parts))
     return found
 
 
@@ -105,6 +116,12 @@ def pixels_of_each(images: SharedTensors) -> list[np.ndarray]:
     arrays = images.arrays()
     pixels, grid = (arrays[name] for name in IMAGE_INPUTS)
     return np.split(pixels, np.cumsum(grid.prod(-1))[:-1])
+
+
+def seconds_of_each(images: SharedTensors) -> list[float | None]:
+    """Return ``second_per_grid_ts`` of each image or video; None for all where the images have none."""
+    arrays = images.arrays()
+    return arrays[SECONDS].tolist() if SECONDS in arrays else [None] * len(arrays[IMAGE_INPUTS[1]])
 
 
 def images_of_pass(

@@ -1,4 +1,4 @@
-"""Images in vLLM's own format, in this process or in that of its server."""
+"""Images and videos in vLLM's own format, in this process or in that of its server."""
 
 from __future__ import annotations
 
@@ -6,29 +6,41 @@ import hashlib
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
-_IMAGE = "image"
+
+def modality_of(grid: np.ndarray) -> str:
+    """Return what vLLM takes a picture for, whose ``grid`` has patches along time, height and width, (3,)."""
+    return "image" if grid[0] == 1 else "video"
 
 
-def image_items(pixel_values: Tensor, image_grid_thw: Tensor) -> Any:
-    """Return images as vLLM's ``MultiModalKwargsItems``.
+def image_item(pixels: Tensor, grid: Tensor, seconds: float | None) -> Any:
+    """Return an image or a video as vLLM's ``MultiModalKwargsItem``.
 
     Args:
-        pixel_values: (patches, values of a patch) of all images.
-        image_grid_thw: (images, 3) patches of each along time, height and width.
+        pixels: (patches, values of a patch).
+        grid: (3,) patches along time, height and width.
+        seconds: of a video between two steps of time; None if the model does not count them.
     """
     from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems
 
-    fields = {
-        "pixel_values": MultiModalFieldConfig.flat_from_sizes(_IMAGE, image_grid_thw.prod(-1)),
-        "image_grid_thw": MultiModalFieldConfig.batched(_IMAGE, keep_on_cpu=True),
-    }
-    return MultiModalKwargsItems.from_hf_inputs(
-        {"pixel_values": pixel_values, "image_grid_thw": image_grid_thw}, fields
+    kind, patches = modality_of(grid.numpy()), grid.prod().unsqueeze(0)
+    of_pixels, of_grid = (
+        ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
     )
+    fields = {
+        of_pixels: MultiModalFieldConfig.flat_from_sizes(kind, patches),
+        of_grid: MultiModalFieldConfig.batched(kind, keep_on_cpu=True),
+    }
+    inputs = {of_pixels: pixels, of_grid: grid.unsqueeze(0)}
+    if kind == "video" and seconds is not None:
+        fields["second_per_grid_ts"] = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
+        inputs["second_per_grid_ts"] = torch.tensor([seconds])
+    return MultiModalKwargsItems.from_hf_inputs(inputs, fields)[kind][0]
 
 
-def image_digest(pixels: np.ndarray, grid: np.ndarray) -> bytes:
-    """Return a hash of the pixels of one image, (patches, values of a patch), and of its grid, (3,)."""
-    return hashlib.blake2b(np.ascontiguousarray(pixels).data, key=grid.tobytes(), digest_size=32).digest()
+def image_digest(pixels: np.ndarray, grid: np.ndarray, seconds: float | None) -> bytes:
+    """Return a hash of the pixels of an image or video, (patches, values of a patch), its grid, (3,), and speed."""
+    key = grid.tobytes() + (b"" if seconds is None else np.float32(seconds).tobytes())
+    return hashlib.blake2b(np.ascontiguousarray(pixels).data, key=key, digest_size=32).digest()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_engine import TOKEN_VARIABLE, weights_in_files, with_checksums
-from verl_images import image_digest, image_items
+from verl_images import image_digest, image_item
 
 _RECENT_IMAGES = 32
 _OPEN_PATHS = ("/health",)
@@ -96,6 +96,7 @@ def read_image(number_and_path: str) -> Any:
     except (OSError, SafetensorError) as error:
         raise ValueError(f"image {number} of the prompt did not reach vLLM's server: {error}") from None
     pixels, grid = found["pixel_values"], found["image_grid_thw"]  # (patches, values), (3,)
-    if image_digest(pixels.numpy(), grid.numpy()).hex() != Path(path).stem:
+    seconds = float(found["second_per_grid_ts"]) if "second_per_grid_ts" in found else None
+    if image_digest(pixels.numpy(), grid.numpy(), seconds).hex() != Path(path).stem:
         raise ValueError(f"image {number} of the prompt did not reach vLLM's server as it was sent: its hash differs.")
-    return image_items(pixels, grid[None])["image"][0]
+    return image_item(pixels, grid, seconds)

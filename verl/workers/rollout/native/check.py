@@ -59,7 +59,7 @@ def _with_an_image(model: NativeModel, sequences: list[Tensor]) -> list[dict[str
     if model.vision is None:
         return [{} for _ in sequences]
     for ids in sequences:
-        ids[ids == model.vision.image_token_id] = 0
+        ids[model.vision.marked(ids)] = 0
     sequences[0][_IMAGE_AT] = model.vision.image_token_id
     size = model.vision.merge_size
     pixels = torch.linspace(-1, 1, size**2 * model.vision.patch_values, device=model.device)

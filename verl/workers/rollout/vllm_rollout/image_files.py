@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from verl.vision.families import IMAGE_INPUTS
-from verl.workers.rollout.placed_images import PlacedImages, pixels_of_each
+from verl.vision.families import IMAGE_INPUTS, SECONDS
+from verl.workers.rollout.placed_images import PlacedImages, pixels_of_each, seconds_of_each
 from verl.workers.rollout.weights import folder_with_room
 
 
@@ -38,13 +38,13 @@ class ImageFiles:
             RolloutError: no folder has enough free space.
         """
         taken: list[bytes] = []
-        parts = zip(
-            images.digests, pixels_of_each(images.tensors), images.tensors.arrays()[IMAGE_INPUTS[1]], strict=True
-        )
+        tensors = images.tensors
+        grids = tensors.arrays()[IMAGE_INPUTS[1]]
+        parts = zip(images.digests, pixels_of_each(tensors), grids, seconds_of_each(tensors), strict=True)
         try:
-            for digest, pixels, grid in parts:
+            for digest, pixels, grid, seconds in parts:
                 if digest not in self._paths:
-                    self._paths[digest] = self._written(digest, pixels, grid)
+                    self._paths[digest] = self._written(digest, pixels, grid, seconds)
                 self._users[digest] += 1
                 taken.append(digest)
             yield [f"{number}:{self._paths[digest]}" for number, digest in enumerate(taken)]
@@ -55,7 +55,8 @@ class ImageFiles:
                     del self._users[digest]
                     self._paths.pop(digest).unlink(missing_ok=True)
 
-    def _written(self, digest: bytes, pixels: np.ndarray, grid: np.ndarray) -> Path:
+    def _written(self, digest: bytes, pixels: np.ndarray, grid: np.ndarray, seconds: float | None) -> Path:
         path = folder_with_room(self._folders, pixels.nbytes, "images") / f"{digest.hex()}.safetensors"
-        save_file(dict(zip(IMAGE_INPUTS, (pixels, np.ascontiguousarray(grid)), strict=True)), path)
+        arrays = dict(zip(IMAGE_INPUTS, (pixels, np.ascontiguousarray(grid)), strict=True))
+        save_file(arrays | ({} if seconds is None else {SECONDS: np.array([seconds], np.float32)}), path)
         return path

@@ -20,8 +20,8 @@ from verl.errors import ConfigError, RolloutError
 from verl.vision.families import IMAGE_INPUTS, VisionConfig
 from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, ServedRequests
 from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_files, with_checksums
-from verl.workers.rollout.engine_side.verl_images import image_items
-from verl.workers.rollout.placed_images import PlacedImages
+from verl.workers.rollout.engine_side.verl_images import image_item
+from verl.workers.rollout.placed_images import PlacedImages, seconds_of_each
 from verl.workers.rollout.request import RolloutRequest
 from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_FILE, ADAPTER_ID, process_environment
 from verl.workers.rollout.weights import check_arrival, write_adapters
@@ -189,16 +189,18 @@ def _prompt(request: RolloutRequest, vision: VisionConfig | None) -> dict[str, A
     placed = PlacedImages.of(request, vision)
     if placed is None:
         return {"prompt_token_ids": ids}
-    from vllm.multimodal.inputs import PlaceholderRange
+    from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
+    grids = placed.tensors[IMAGE_INPUTS[1]]
+    pixels = placed.tensors[IMAGE_INPUTS[0]].split(grids.prod(-1).tolist())
+    items = [image_item(*part) for part in zip(pixels, grids, seconds_of_each(placed.tensors), strict=True)]
+    spans = [PlaceholderRange(offset=span.start, length=len(span.places)) for span in placed.spans]
     return {
         "type": "multimodal",
         "prompt_token_ids": ids,
-        "mm_kwargs": image_items(*(placed.tensors[name] for name in IMAGE_INPUTS)),
-        "mm_hashes": {"image": [digest.hex() for digest in placed.digests]},
-        "mm_placeholders": {
-            "image": [PlaceholderRange(offset=span.start, length=len(span.places)) for span in placed.spans]
-        },
+        "mm_kwargs": MultiModalKwargsItems(placed.by_modality(items)),
+        "mm_hashes": placed.by_modality([digest.hex() for digest in placed.digests]),
+        "mm_placeholders": placed.by_modality(spans),
     }
 
 

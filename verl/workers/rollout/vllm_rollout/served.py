@@ -122,11 +122,11 @@ class VLLMServer(ServerClient):
             return
         with self._images.of(placed) as files:
             body["features"] = {
-                "mm_hashes": {"image": [digest.hex() for digest in placed.digests]},
-                "mm_placeholders": {
-                    "image": [{"offset": span.start, "length": len(span.places)} for span in placed.spans]
-                },
-                "kwargs_data": {"image": files},  # read by verl_vllm.ReadImages
+                "mm_hashes": placed.by_modality([digest.hex() for digest in placed.digests]),
+                "mm_placeholders": placed.by_modality(
+                    [{"offset": span.start, "length": len(span.places)} for span in placed.spans]
+                ),
+                "kwargs_data": placed.by_modality(files),  # read by verl_vllm.ReadImages
             }
             yield body
 
