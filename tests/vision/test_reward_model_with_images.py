@@ -235,7 +235,8 @@ def test_other_templates_and_pixels_are_refused_before_a_model_loads(paths, path
     (tmp_path / "a" / "chat_template.jinja").write_text("{{ messages }}")
     pixels = other(reward_path, tmp_path / "b", "preprocessor_config.json", image_mean=[0.4, 0.5, 0.5])
     unknown = other(reward_path, tmp_path / "c", "preprocessor_config.json")
-    (tmp_path / "c" / "preprocessor_config.json").unlink()
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        (tmp_path / "c" / name).unlink()
     cases = {
         template: "its chat template is not that of the policy, .*python -m verl.trainer.rm_trainer",
         pixels: r"image_mean=\(0.4, 0.5, 0.5\), and that of the policy .* \(0.5, 0.5, 0.5\)",
