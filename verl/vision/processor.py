@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError
 from transformers import AutoImageProcessor, AutoProcessor, ProcessorMixin
-from transformers.utils import cached_file
 
 from verl.errors import ConfigError
 from verl.vision.families import FAMILIES, IMAGE_TOKEN, TIMESTAMPED, VisionConfig
@@ -68,9 +69,9 @@ def _video_settings(path: str, images: Any, trust_remote_code: bool) -> dict[str
     """
     found: dict[str, Any] = {}
     for name in ("processor_config.json", "video_preprocessor_config.json"):
-        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        file = _file_of(path, name)
         if file is not None:
-            read = json.loads(Path(file).read_text())
+            read = json.loads(file.read_text())
             found |= (read.get("video_processor") or {}) if name == "processor_config.json" else read
     size = found.get("size") or {}
     settings = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
@@ -79,6 +80,16 @@ def _video_settings(path: str, images: Any, trust_remote_code: bool) -> dict[str
     unlike = [key for key in _SHARED if key in found and _listed(found[key]) != _listed(getattr(images, key))]
     seconds = None if vision is None else vision.positions_per_second
     return settings | {"positions_per_second": seconds, "unlike_images": unlike}
+
+
+def _file_of(path: str, name: str) -> Path | None:
+    """A file of a model folder or hub name; None if there is none."""
+    if Path(path).is_dir():
+        return Path(path) / name if (Path(path) / name).is_file() else None
+    try:
+        return Path(hf_hub_download(path, name))
+    except EntryNotFoundError:  # also one that is not in the cache of a machine without a network
+        return None
 
 
 def _listed(value: Any) -> Any:
