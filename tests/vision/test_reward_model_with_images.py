@@ -12,7 +12,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.testing import assert_close
 
+from tests.vision.agent_batches import VisionAgents
 from tests.vision.batches import P, R, arguments_of, picture_batch
+from tests.vision.test_agents_with_images import LOOPS
 from tests.workers.groups import FP32, start
 from tests.workers.support import make_engine, run_ranks, share
 from verl.config import RewardModelModelConfig
@@ -115,6 +117,27 @@ def test_texts_may_be_cut_and_images_not(path, reward_path, tmp_path):
     assert_close(group.compute_rm_score(texts).batch["rm_scores"][1].sum(), expected, atol=1e-5, rtol=0)
     with pytest.raises(SchemaError, match=r"row 0 of the batch has images and 14 tokens, more than .*max_length=4"):
         group.compute_rm_score(batch)
+
+
+def test_pictures_of_later_turns_are_seen(reward_path, tmp_path):
+    (tmp_path / "loops.py").write_text(LOOPS)
+    (tmp_path / "loops.yaml").write_text(f"- {{name: shows, _target_: Shows, path: {tmp_path}/loops.py}}\n")
+    agents = VisionAgents(tmp_path, actor_rollout_ref__rollout__agent__agent_loop_config_path=tmp_path / "loops.yaml")
+    batch = agents.answer(agents.prompts(agent_name=["shows"] * 4))
+    columns = batch.batch
+    found = worker(reward_path, agents.path, micro_batch_size_per_gpu=3).compute_rm_score(batch).batch["rm_scores"]
+    model = sequence_classifier("qwen2_5_vl").from_pretrained(reward_path)
+    compared = 0
+    for row in range(len(batch)):
+        images = dict(batch.non_tensor_batch["multi_modal_inputs"][row])
+        if bool(((columns["responses"][row] == IMAGE) & columns["response_mask"][row].bool()).any()):
+            continue  # Transformers takes a token that the policy drew for an image
+        ids = columns["input_ids"][row][columns["attention_mask"][row].bool()][None]
+        with torch.no_grad():
+            expected = model(input_ids=ids, mm_token_type_ids=(ids == IMAGE).int(), **images).logits[0, 0]
+        assert_close(found[row].sum(), expected, atol=1e-5, rtol=0)
+        compared += len(images["image_grid_thw"]) == 2  # the picture of the row, and that of the second turn
+    assert compared >= 3
 
 
 def on_each_rank(rank, world_size, folder, reward_path):
