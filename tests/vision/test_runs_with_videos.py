@@ -13,6 +13,8 @@ from transformers import AutoModelForImageTextToText
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.test_videos import VIDEO, P, arguments_of, film_prompts
 from tests.workers.support import make_engine
+from verl.agents.images import apart, together
+from verl.agents.sent_images import ImageReceiver, ImageSender
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.testing.vision_models import film_rows, tiny_vision_model_dir, write_parquet
 from verl.trainer.config.command_line import compose
@@ -24,6 +26,7 @@ from verl.vision.families import FAMILIES
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.request import RolloutRequest, SamplingParams
 
 R = 6
 
@@ -139,3 +142,26 @@ def test_supervised_training(family, tmp_path, monkeypatch):
     step = json.loads(log.read_text().splitlines()[0])["data"]
     assert step["train/loss"] == pytest.approx(float(total.detach()) / tokens, rel=1e-5)
     assert step["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_images_apart_together_and_sent_keep_their_seconds(tmp_path):
+    path = tiny_vision_model_dir(tmp_path / "model", "qwen2_5_vl")
+    batch = film_prompts(path, tmp_path, count=4)
+    both, image = (batch.non_tensor_batch["multi_modal_inputs"][row] for row in (3, 2))
+    assert both["second_per_grid_ts"].tolist() == [0.0, 0.25]
+    assert "second_per_grid_ts" not in image
+    parts = apart(both)
+    assert [part["second_per_grid_ts"].tolist() for part in parts] == [[0.0], [0.25]]
+    assert together([image, *parts])["second_per_grid_ts"].tolist() == [0.0, 0.0, 0.25]
+    stored: list[np.ndarray] = []
+
+    def put(array):
+        stored.append(array)
+        return len(stored) - 1
+
+    sender, receiver = ImageSender(put), ImageReceiver(stored.__getitem__)
+    for images in (both, image):
+        request = RolloutRequest([5], SamplingParams(max_tokens=1, seed=0), images)
+        found = receiver.opened(sender.sent("a", request)).images
+        assert found is not None
+        assert {name: value.tolist() for name, value in found.items()} == {n: v.tolist() for n, v in images.items()}

@@ -159,6 +159,7 @@ def test_a_long_video_holds_few_frames():
     clip = chosen(frames)
     assert len(clip.chosen) == 768
     assert (clip.chosen[0], clip.chosen[-1]) == (0, 9999)
+    assert len(chosen({"video": frames, "nframes": 1000}).chosen) == 1000  # who names a number gets it
     clip = chosen({"bytes": movie([grey(n % 200) for n in range(3000)], rate=2), "max_frames": 10})
     assert len(list(clip.frames())) == 10
 

@@ -132,7 +132,8 @@ def open_video(value: Any, limits: VideoLimits, place: str) -> Clip:
     else:
         total, rate = len(source), float(given.get("fps", RATE))
         size = process_image(source[0], limits.patch_size, f"{place}, frame 0").size
-        chosen = _spread(total, _whole(min(given.get("nframes", total), given.get("max_frames", MAX_FRAMES), total)))
+        most = given.get("max_frames", given.get("nframes", MAX_FRAMES))
+        chosen = _spread(total, _whole(min(given.get("nframes", total), most, total)))
     chosen += chosen[-1:] * (len(chosen) % FRAMES)
     try:
         height, width = _size(size[1], size[0], len(chosen), given, limits)
@@ -203,10 +204,11 @@ def _of_rate(total: int, rate: float, given: Mapping[str, Any]) -> tuple[int, ..
     """Frames of a file: ``nframes``, or ``fps`` of each second within ``min_frames`` and ``max_frames``; all even."""
     if "nframes" in given:
         count = round(given["nframes"] / FRAMES) * FRAMES
+        most = given.get("max_frames", count)
     else:
-        least, most = given.get("min_frames", MIN_FRAMES), given.get("max_frames", MAX_FRAMES)
-        count = min(max(total / rate * given.get("fps", RATE), least), most)
-    count = min(count, given.get("max_frames", MAX_FRAMES), total)
+        count = max(total / rate * given.get("fps", RATE), given.get("min_frames", MIN_FRAMES))
+        most = given.get("max_frames", MAX_FRAMES)
+    count = min(count, most, total)
     return _spread(total, _whole(count if count < FRAMES else count // FRAMES * FRAMES))
 
 
