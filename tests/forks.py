@@ -14,7 +14,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
@@ -61,18 +61,21 @@ def run(
         return subprocess.CompletedProcess(arguments, code, out.read_text(), err.read_text())
 
 
-def as_started_by_hand() -> None:
-    """What a forked process starts is forked from it, where it would ask for a fork server of its own."""
+def as_started_by_hand(environment: Mapping[str, str]) -> None:
+    """Give this process an environment; else it has that of the test which came first and so started the server.
+
+    What it starts is forked from it, where it would ask for a fork server of its own.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
     multiprocessing.set_start_method("fork", force=True)
 
 
 def _program(words: list[str], cwd: str, environment: dict[str, str], out: str, err: str) -> None:
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    os.environ.clear()
-    os.environ.update(environment)
     os.chdir(cwd)
-    as_started_by_hand()
+    as_started_by_hand(environment)
     try:
         if words[0] == "-c":
             sys.argv = ["-c", *words[2:]]

@@ -42,10 +42,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def main(algorithm: str, arguments: list[str], log: str) -> None:
+def main(algorithm: str, arguments: list[str], environment: dict[str, str]) -> None:
     """One process of a run."""
-    as_started_by_hand()
-    os.environ["VERL_FILE_LOGGER_PATH"] = log
+    as_started_by_hand(environment)
     if algorithm == "sft":
         from verl.trainer.sft_trainer import run_sft
 
@@ -97,7 +96,8 @@ class Runs:
         arguments = [*self.arguments, f"trainer.default_local_dir={root}/checkpoints"]
         if self.algorithm != "sft":
             arguments += [f"trainer.{kind}_data_dir={root}/{kind}" for kind in ("rollout", "validation")]
-        process = FORKS.Process(target=main, args=(self.algorithm, arguments, str(root / "metrics.jsonl")))
+        environment = os.environ | {"VERL_FILE_LOGGER_PATH": str(root / "metrics.jsonl")}
+        process = FORKS.Process(target=main, args=(self.algorithm, arguments, environment))
         process.start()
         return process
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from verl.errors import RolloutError
 from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, request, tensor_bytes, weights_of
+from verl.workers.rollout.serving import RequestQueue
 
 LONG = 100
 REQUESTS = [request(prompt, seed, max_tokens=LONG, ignore_eos=True) for seed, prompt in enumerate(PROMPTS)]
@@ -85,3 +87,25 @@ def test_an_interrupted_update_leaves_no_weights(name: str, tmp_path: Path) -> N
     engine.load_weights(weights_of(), version=2)
     assert engine.generate(short)[0].token_ids == undisturbed[0].token_ids
     torch.testing.assert_close(engine.generate(short)[0].log_probs, undisturbed[0].log_probs)
+
+
+def test_a_signal_that_came_to_another_thread_ends_the_wait_for_requests() -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    def take_signal() -> None:
+        time.sleep(0.1)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+
+    queue = RequestQueue(lambda number, answer: None)
+    closing = threading.Timer(30, queue.close)  # would end the wait, and then comes the exception
+    closing.start()
+    threading.Thread(target=take_signal).start()
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            queue.wait()
+        assert not closing.finished.is_set()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        closing.cancel()

@@ -23,6 +23,8 @@ from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutReques
 Answer = RolloutOutput | RolloutError
 """What became of a request: a response, or why this request cannot be served."""
 
+_SIGNALS_S = 1.0  # how long a handler of a signal may be held up by the main thread's wait
+
 
 class RequestQueue:
     """The requests to one engine and the way back of its answers. All methods may be called from any thread.
@@ -80,7 +82,10 @@ class RequestQueue:
     def wait(self) -> bool:
         """Wait until a request waits to be taken; False if the queue is closed, and so none will come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
+            # A signal that came just before the wait, or to another thread, does not end it, and has its handler run
+            # only when the wait is over.
+            while not self._changed.wait_for(lambda: self._waiting or self._is_closed, _SIGNALS_S):
+                continue
             return bool(self._waiting)
 
     def take(self, room: int | None = None, wait: bool = False) -> list[tuple[int, RolloutRequest]]:
