@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from verl.single_controller.base.board import Board
 from verl.single_controller.ray.private import brief
 from verl.single_controller.ray.processes import end_workers
-from verl.single_controller.ray.watched_actor import START_S, light_actor
+from verl.single_controller.ray.watched_actor import START_S
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +21,15 @@ READ_S = 2.0
 
 
 class _BoardActor:
+    """Ray runs the calls of one caller in their order only if no method is ``async``: the last post must be the newest."""
+
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
 
-    async def post(self, key: Hashable, value: Any) -> None:
+    def post(self, key: Hashable, value: Any) -> None:
         self._values[key] = value
 
-    async def values(self) -> dict[Hashable, Any]:
+    def values(self) -> dict[Hashable, Any]:
         return self._values
 
 
@@ -39,7 +41,7 @@ class RayBoard(Board):
     """
 
     def __init__(self) -> None:
-        self._actor: Any = light_actor(_BoardActor).remote()
+        self._actor: Any = ray.remote(_BoardActor).options(num_cpus=0).remote()
         ray.get(self._actor.values.remote(), timeout=START_S)
         self._is_silent = False
 
