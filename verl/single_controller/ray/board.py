@@ -21,7 +21,7 @@ READ_S = 2.0
 
 
 class _BoardActor:
-    """Ray runs the calls of one caller in their order only if no method is ``async``: the last post must be the newest."""
+    """Ray runs calls of one caller in their order only if no method is ``async``: the last post must be the newest."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
