@@ -16,7 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from verl.checkpoint.boxes import LAYOUT_FILE, Boxes
 from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
-from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, has_adapters, merged_public
+from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, PublicAdapted, has_adapters
+from verl.model_merger.probes import probes
 from verl.utils.image_reward_models import sequence_classifier
 from verl.utils.model import load_hf_config
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
@@ -25,7 +26,7 @@ from verl.utils.transformers_private import no_init_weights
 from verl.vision.families import FAMILIES
 from verl.vision.processor import write_processor
 from verl.workers.engine.fsdp.model import own_state
-from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences
+from verl.workers.forward_check import is_rounding, largest_difference
 
 logger = logging.getLogger(__name__)
 
@@ -63,9 +64,9 @@ def merge(
     if is_value_model and not str((config.architectures or [""])[0]).endswith("ForTokenClassification"):
         raise CheckpointError(f"{source} holds a {(config.architectures or ['?'])[0]}, not a value model.")
     weights = whole_weights(source)
-    adapted: Adapted | None = None
-    if has_adapters(weights):
-        weights, adapted = _with_adapters(weights, source, config, base_model, trust_remote_code)
+    adapted = _adapted(weights, source, config, base_model, trust_remote_code)
+    if adapted is not None:
+        weights = adapted.merged_weights()
     if tie_word_embedding:
         _tie(weights, config)
     with torch.device("meta"):
@@ -81,10 +82,7 @@ def merge(
     _copy_tokenizer(source / "huggingface", target, trust_remote_code)
     write_processor(str(source / "huggingface"), target, trust_remote_code=trust_remote_code)
     merged = _compare(weights, target, trust_remote_code, tolerance=0.0)
-    if adapted is not None:
-        adapted.check_logits(merged, target)
-    else:
-        _compare_logits(weights, config, merged, target, trust_remote_code)
+    _compare_logits(weights, adapted, config, merged, target, trust_remote_code)
     logger.info("wrote %s: %d weights, read back and equal", target, len(weights))
 
 
@@ -97,29 +95,27 @@ def compare(
     adapters are merged into ``base_model``, by default the model that they were trained on.
     """
     source, target = Path(local_dir).expanduser(), Path(hf_dir).expanduser()
-    weights, adapted = whole_weights(source), None
-    config = _config_of(source, trust_remote_code)
-    if has_adapters(weights):
-        weights, adapted = _with_adapters(weights, source, config, base_model, trust_remote_code)
+    weights, config = whole_weights(source), _config_of(source, trust_remote_code)
+    adapted = _adapted(weights, source, config, base_model, trust_remote_code)
+    if adapted is not None:
+        weights = adapted.merged_weights()
     with torch.device("meta"):
         empty = _empty_model(config, trust_remote_code)
     weights = _fitted(weights, empty, config, source, trust_remote_code)
     model = _compare(weights, target, trust_remote_code, tolerance=1e-6)
-    if adapted is not None:
-        adapted.check_logits(model, target)
-    else:
-        _compare_logits(weights, config, model, target, trust_remote_code)
+    _compare_logits(weights, adapted, config, model, target, trust_remote_code)
     logger.info("%s and %s hold the same %d weights", local_dir, hf_dir, len(weights))
 
 
-def _with_adapters(
+def _adapted(
     weights: dict[str, Tensor], source: Path, config: PretrainedConfig, base_model: str | None, trust_remote_code: bool
-) -> tuple[dict[str, Tensor], Adapted | None]:
-    """Merge adapters; also return the model that has them apart, unless verl 0.8 saved the shards."""
+) -> Adapted | PublicAdapted | None:
+    """Return what merges the adapters among the weights of shards; None if there are none."""
+    if not has_adapters(weights):
+        return None
     if any(name.startswith(PUBLIC_PREFIX) for name in weights):
-        return merged_public(weights, source), None
-    adapted = Adapted(weights, source, str((config.architectures or [""])[0]), base_model, trust_remote_code)
-    return adapted.merged_weights(), adapted
+        return PublicAdapted(weights, source)
+    return Adapted(weights, source, str((config.architectures or [""])[0]), base_model, trust_remote_code)
 
 
 def whole_weights(folder: Path) -> dict[str, Tensor]:
@@ -256,21 +252,34 @@ def _compare(weights: Mapping[str, Tensor], folder: Path, trust_remote_code: boo
 @torch.no_grad()
 def _compare_logits(
     weights: Mapping[str, Tensor],
+    adapted: Adapted | PublicAdapted | None,
     config: PretrainedConfig,
     model: PreTrainedModel,
     folder: Path,
     trust_remote_code: bool,
 ) -> None:
-    """Compare the logits of ``model``, which was read from ``folder``, with those of the weights and their config."""
+    """Compare the logits of ``model``, which was read from ``folder``, with those of the shards and their config.
+
+    Adapters are applied beside the weights of their layers there, so that what is compared is also the merging.
+    """
+    if isinstance(adapted, Adapted):
+        adapted.check_logits(model, folder)
+        return
     own = _empty_model(config, trust_remote_code)
+    dtype, cause = torch.float32, "its config.json is another one"
     own.load_state_dict(dict(weights), strict=False, assign=True)  # names were compared before
     own.tie_weights()
-    for ids in probe_sequences(config, (7, 4), torch.device("cpu")):
-        expected, found = (part.float().eval()(input_ids=ids[None]).logits for part in (own, model))
-        if not is_rounding(found, expected, torch.float32):
+    own.float()
+    if adapted is not None:
+        dtype = model.dtype  # to which merged weights are rounded
+        cause += ", or its weights are not those of the model with its adapters"
+        adapted.take_apart(own)
+    for probe in probes(config):
+        expected, found = (part.float().eval()(**probe).logits for part in (own, model))
+        if not is_rounding(found, expected, dtype):
             raise CheckpointError(
                 f"{folder} has the weights of the checkpoint, but its logits differ by "
-                f"{largest_difference(found, expected):.3g}: its config.json is another one."
+                f"{largest_difference(found, expected):.3g}: {cause}."
             )
 
 

@@ -13,21 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl.config import HFModelConfig
 from verl.errors import CheckpointError, ConfigError
+from verl.model_merger.probes import probes
 from verl.utils.model import load_hf_config, torch_dtype
 from verl.workers.engine.fsdp.adapters import (
     ADAPTER_FOLDER,
+    BASE,
     CONFIG_FILE,
+    LORA_A,
+    LORA_B,
     adapter_layers,
     merged,
     scales_of,
 )
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
-from verl.workers.forward_check import is_rounding, largest_difference, probe_sequences
+from verl.workers.forward_check import is_rounding, largest_difference
 
 PUBLIC_PREFIX, PUBLIC_SCALE = "base_model.model.", "lora_train_meta.json"
 _TYPES: dict[str, ModelType] = {
@@ -103,8 +107,8 @@ class Adapted:
             CheckpointError: they differ by more than rounding of the weights explains.
         """
         both = self._model, HeadedModel(model, self._model.head_name)
-        for ids in probe_sequences(model.config, (7, 4), torch.device("cpu")):
-            expected, found = (_outputs(part.float().eval(), ids) for part in both)
+        for probe in probes(model.config):
+            expected, found = (_outputs(part.float().eval(), probe) for part in both)
             if not is_rounding(found, expected, self.dtype):
                 raise CheckpointError(
                     f"{folder} gives logits that differ by {largest_difference(found, expected):.3g} from those of "
@@ -112,10 +116,10 @@ class Adapted:
                 )
 
 
-def _outputs(model: HeadedModel, ids: Tensor) -> Tensor:
+def _outputs(model: HeadedModel, probe: Mapping[str, Tensor]) -> Tensor:
     """Compute what the head gives at each token, (tokens, outputs)."""
     backbone = model.get_submodule(model.backbone_name)
-    return model.head(backbone(input_ids=ids[None]).last_hidden_state[0])
+    return model.head(backbone(**probe).last_hidden_state[0])
 
 
 def _base_named_in(config: Path) -> str:
@@ -129,23 +133,47 @@ def _base_named_in(config: Path) -> str:
     return str(path)
 
 
-def merged_public(weights: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
-    """Merge the weights of shards that verl 0.8 saved, which hold the model and its adapters.
+class PublicAdapted:
+    """The weights of shards that verl 0.8 saved, which hold the model and its adapters.
+
+    Args:
+        weights: by their names in the shards.
+        folder: the checkpoint's ``actor`` or ``critic``.
 
     Raises:
         CheckpointError: the file with the scale is missing or damaged.
     """
-    path = folder / PUBLIC_SCALE
-    try:
-        about: dict[str, Any] = json.loads(path.read_text())
-        scale = float(about["lora_alpha"]) / int(about["r"])
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise CheckpointError(
-            f"{folder} holds a model with adapters, and {path.name}, which verl 0.8 writes with r and lora_alpha, "
-            f"cannot be read: {error}."
-        ) from error
-    plain = {name.removeprefix(PUBLIC_PREFIX): tensor for name, tensor in weights.items()}
-    layers = {name.rsplit(".lora_A.", 1)[0] for name in plain if ".lora_A." in name}
-    formats = {name.replace(".base_layer.", "."): tensor.dtype for name, tensor in plain.items()}
-    stream = merged(sorted(plain.items()), dict.fromkeys(layers, scale))
-    return {name: tensor.to(formats[name]) for name, tensor in stream}
+
+    def __init__(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        path = folder / PUBLIC_SCALE
+        try:
+            about: dict[str, Any] = json.loads(path.read_text())
+            self._scale = float(about["lora_alpha"]) / int(about["r"])
+        except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+            raise CheckpointError(
+                f"{folder} holds a model with adapters, and {path.name}, which verl 0.8 writes with r and lora_alpha, "
+                f"cannot be read: {error}."
+            ) from error
+        self._weights = {name.removeprefix(PUBLIC_PREFIX): tensor for name, tensor in weights.items()}
+        self._layers = {name.rsplit(".lora_A.", 1)[0] for name in self._weights if ".lora_A." in name}
+
+    def merged_weights(self) -> dict[str, Tensor]:
+        """Merge in the wider of the formats of model and adapters and round to the model's own."""
+        formats = {name.replace(".base_layer.", "."): tensor.dtype for name, tensor in self._weights.items()}
+        stream = merged(sorted(self._weights.items()), dict.fromkeys(self._layers, self._scale))
+        return {name: tensor.to(formats[name]) for name, tensor in stream}
+
+    def take_apart(self, model: PreTrainedModel) -> None:
+        """Give the layers of a model with merged weights their own weights back, and add the adapters to their results.
+
+        Adapters of single experts stay merged, as a model of Transformers 5 holds the weights of all experts in one.
+        """
+        modules = dict(model.named_modules())
+        for name in self._layers & modules.keys():
+            base, down, up = (self._weights[f"{name}{part}"] for part in (BASE, LORA_A, LORA_B))
+            _add_apart(modules[name], base, down.float(), self._scale * up.float())
+
+
+def _add_apart(layer: nn.Module, base: Tensor, down: Tensor, up: Tensor) -> None:
+    layer.weight = nn.Parameter(base.float())
+    layer.register_forward_hook(lambda _, inputs, output: output + inputs[0] @ down.T @ up.T)

@@ -38,6 +38,20 @@ FAMILIES = {
     "gemma2": "Gemma2",
     "mistral": "Mistral",
 }
+_EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": False}
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", _EXPERTS | {"num_experts": 8, "moe_intermediate_size": 32, "norm_topk_prob": True}),
+    "mixtral": ("Mixtral", _EXPERTS | {"num_local_experts": 8, "intermediate_size": 32}),
+    # Of four groups of two experts two are chosen, then two experts; the first layer is dense.
+    "deepseek_v3": (
+        "DeepseekV3",
+        _EXPERTS
+        | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 8}
+        | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16},
+    ),
+}
+"""Mixtures of experts: the prefix of their classes, and fields of their configs; two experts compute each token."""
 TASKS = {
     "causal_lm": "ForCausalLM",
     "token_classification": "ForTokenClassification",
@@ -91,7 +105,7 @@ def tiny_model(
     """A model of two layers of width 64 in fp32, with weights that depend on ``seed`` alone.
 
     Args:
-        family: one of ``FAMILIES``.
+        family: one of ``FAMILIES`` or ``MIXTURES``.
         vocab: rows of the embedding.
         task: one of ``TASKS``; the classification heads have one label unless ``num_labels`` is given.
         seed: of the random weights.
@@ -118,11 +132,14 @@ def tiny_model(
         fields["num_labels"] = 1
     if family == "qwen2":
         del fields["head_dim"]
-    fields |= overrides
-    config = getattr(transformers, f"{FAMILIES[family]}Config")(**fields)
+    prefix, own = MIXTURES[family] if family in MIXTURES else (FAMILIES[family], {})
+    if family == "deepseek_v3":
+        del fields["head_dim"]  # of its parts: qk_rope_head_dim and qk_nope_head_dim
+    fields |= own | overrides
+    config = getattr(transformers, f"{prefix}Config")(**fields)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = getattr(transformers, f"{FAMILIES[family]}{TASKS[task]}")(config)
+        model = getattr(transformers, f"{prefix}{TASKS[task]}")(config)
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # zero at birth; a forgotten bias would go unseen
                 torch.nn.init.normal_(parameter, std=0.1)

@@ -37,9 +37,12 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _ADAPTER = "default"  # peft's name of a model's only adapter
 _PREFIX = "base_model.model."  # before each name in a file of peft
-_BASE, _A, _B = ".base_layer.weight", f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
+BASE, LORA_A, LORA_B = ".base_layer.weight", f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"
+"""Endings of the names of a layer's weight, and of its adapter's two."""
 _MAGNITUDE = f".lora_magnitude_vector.{_ADAPTER}.weight"
 _TASKS = {"lm_head": "CAUSAL_LM", "score": "TOKEN_CLS"}
+# Of a model whose experts are joined peft takes these names for those of the experts, wherever the layers stand.
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj")
 # What another adapter may have and merging or FSDP2 would get wrong: setting of its config -> the value allowed.
 _PLAIN = {
     "bias": "none",
@@ -136,6 +139,8 @@ def _config_in(config: HFModelConfig) -> LoraConfig:
         raise ConfigError(f"{folder} holds adapters of kind {found.peft_type}; only LORA is supported.")
     for name, allowed in _PLAIN.items():
         value = getattr(found, name, allowed)
+        if allowed is None and not value:
+            continue  # peft writes an empty list for a mixture of experts
         if value != allowed and not (name == "modules_to_save" and value == ["score"]):
             raise ConfigError(
                 f"the adapters in {folder} have {name}={value!r:.80}; only {allowed!r} is supported. Merge them into "
@@ -154,9 +159,15 @@ def _config_in(config: HFModelConfig) -> LoraConfig:
 
 
 def _linear_layers(hf: PreTrainedModel, head_name: str) -> list[str]:
-    """Names of the linear layers below the head, without those of a vision tower."""
+    """Return the linear layers that may have adapters: below the head, outside of a vision tower and of experts."""
     linear = [name for name, module in hf.named_modules() if isinstance(module, nn.Linear) and name != head_name]
-    return [name for name in linear if not _in_tower(name)]
+    linear = [name for name in linear if not _in_tower(name)]
+    return [name for name in linear if name.rsplit(".", 1)[-1] not in _OF_EXPERTS] if _joined_experts(hf) else linear
+
+
+def _joined_experts(hf: nn.Module) -> list[str]:
+    """Return the names of weights that hold several experts, (experts, out, in)."""
+    return [name for name, weight in hf.named_parameters() if ".experts." in name and weight.dim() == 3]
 
 
 def _in_tower(name: str) -> bool:
@@ -221,8 +232,11 @@ def _tell(hf: PreTrainedModel) -> None:
     layers = adapter_layers(hf)
     whole = sum(p.numel() for p in hf.parameters())
     logger.info("LoRA: %d layers have adapters; %d of %d parameters are trained", len(layers), trained, whole)
-    if experts := [name for name, p in hf.named_parameters() if p.dim() == 3 and not p.requires_grad]:
-        logger.warning("the weights of experts have no adapters and stay as they are: %s ...", experts[0])
+    if experts := _joined_experts(hf):
+        logger.warning(
+            "experts, shared ones and the dense layers of such a model have no adapters and stay as they are: %s ...",
+            experts[0],
+        )
 
 
 def _load(hf: PreTrainedModel, folder: Path) -> None:
@@ -286,9 +300,9 @@ def merged(weights: Iterable[tuple[str, Tensor]], scales: Mapping[str, float]) -
         if layer and not name.startswith(f"{layer}."):
             yield f"{layer}.weight", _merge(base, adapter, scales[layer])
             layer = ""
-        if name.endswith(_BASE):
-            layer, base, adapter = name.removesuffix(_BASE), tensor, {}
-        elif layer and (part := name.removeprefix(layer)) in (_A, _B, _MAGNITUDE):
+        if name.endswith(BASE):
+            layer, base, adapter = name.removesuffix(BASE), tensor, {}
+        elif layer and (part := name.removeprefix(layer)) in (LORA_A, LORA_B, _MAGNITUDE):
             adapter[part] = tensor
         else:
             yield name.replace(".base_layer.", "."), tensor
@@ -297,8 +311,8 @@ def merged(weights: Iterable[tuple[str, Tensor]], scales: Mapping[str, float]) -
 
 
 def _merge(base: Tensor, adapter: Mapping[str, Tensor], scale: float) -> Tensor:
-    dtype = torch.promote_types(base.dtype, adapter[_A].dtype)
-    whole = torch.addmm(base.to(dtype), adapter[_B].to(dtype), adapter[_A].to(dtype), alpha=scale)
+    dtype = torch.promote_types(base.dtype, adapter[LORA_A].dtype)
+    whole = torch.addmm(base.to(dtype), adapter[LORA_B].to(dtype), adapter[LORA_A].to(dtype), alpha=scale)
     if (magnitude := adapter.get(_MAGNITUDE)) is None:
         return whole
     return whole * (magnitude.to(dtype) / whole.norm(dim=1)).unsqueeze(1)
@@ -320,10 +334,10 @@ def scaled_adapters(weights: Iterable[tuple[str, Tensor]], scales: Mapping[str, 
         scales: the scale s of each layer with an adapter, by name.
     """
     for name, tensor in weights:
-        if name.endswith(_A):
-            yield f"{name.removesuffix(_A)}.lora_A.weight", tensor
-        elif name.endswith(_B):
-            layer = name.removesuffix(_B)
+        if name.endswith(LORA_A):
+            yield f"{name.removesuffix(LORA_A)}.lora_A.weight", tensor
+        elif name.endswith(LORA_B):
+            layer = name.removesuffix(LORA_B)
             yield f"{layer}.lora_B.weight", tensor * scales[layer]
 
 
