@@ -1,6 +1,7 @@
 """Merging models with images and mixtures of experts, whole or with adapters: what is compared sees every part."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,8 @@ def test_what_verl_0_8_merged_is_compared_with_its_parts(family, tmp_path):
     (actor / "lora_train_meta.json").write_text(json.dumps({"r": 4, "lora_alpha": 16}))
     weights = {f"base_model.model.{name}": p.detach() for name, p in engine.model.named_parameters()}
     public, apart = PublicAdapted(weights, actor), auto.from_pretrained(tmp_path / "model")
-    expected = PeftModel.from_pretrained(auto.from_pretrained(tmp_path / "model"), str(actor / "lora_adapter"))
+    base: Any = auto.from_pretrained(tmp_path / "model")
+    expected: Any = PeftModel.from_pretrained(base, str(actor / "lora_adapter"))
     with torch.no_grad():
         for name, module in apart.named_modules():
             if f"base_model.model.{name}.lora_A.default.weight" in weights:
