@@ -70,15 +70,14 @@ def test_adapters_are_merged_as_peft_applies_them(family, tmp_path):
 def test_what_verl_0_8_merged_is_compared_with_its_parts(family, tmp_path):
     """The weights given to the comparison count for nothing where it takes them apart."""
     make = tiny_vision_model_dir if family in FAMILIES else tiny_model_dir
-    auto = AutoModelForImageTextToText if family in FAMILIES else AutoModelForCausalLM
+    auto: Any = AutoModelForImageTextToText if family in FAMILIES else AutoModelForCausalLM
     engine = engine_with_adapters(make(tmp_path / "model", family))
     actor = tmp_path / "actor"
     engine.save_checkpoint(str(actor))
     (actor / "lora_train_meta.json").write_text(json.dumps({"r": 4, "lora_alpha": 16}))
     weights = {f"base_model.model.{name}": p.detach() for name, p in engine.model.named_parameters()}
-    public, apart = PublicAdapted(weights, actor), auto.from_pretrained(tmp_path / "model")
-    base: Any = auto.from_pretrained(tmp_path / "model")
-    expected: Any = PeftModel.from_pretrained(base, str(actor / "lora_adapter"))
+    public, apart, base = PublicAdapted(weights, actor), *(auto.from_pretrained(tmp_path / "model") for _ in range(2))
+    expected = PeftModel.from_pretrained(base, str(actor / "lora_adapter"))
     with torch.no_grad():
         for name, module in apart.named_modules():
             if f"base_model.model.{name}.lora_A.default.weight" in weights:
