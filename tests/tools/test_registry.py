@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
@@ -174,6 +175,17 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path: Path, text: str):
         initialize_tools_from_config(str(path))
     assert WRONG[text] in str(error.value)
     assert str(path) in str(error.value)
+
+
+def test_a_list_gives_what_its_file_gives(files: tuple[str, str]):
+    entries = yaml.safe_load(YAML)["tools"]
+    assert [(tool.name, tool.config, tool.tool_schema) for tool in initialize_tools(entries)] == [
+        (tool.name, tool.config, tool.tool_schema) for tool in initialize_tools(files[0])
+    ]
+    with pytest.raises(ConfigError, match=r"tool_config_path\[1\]: unknown key 'clas_name'. Did you mean 'class_name'"):
+        initialize_tools([entries[0], {"clas_name": "a.B"}])
+    with pytest.raises(ConfigError, match=r"^tool_config_path: several tools are called calculator"):
+        initialize_tools([entries[1], entries[1]])
 
 
 def test_a_class_of_a_users_file(tmp_path: Path):

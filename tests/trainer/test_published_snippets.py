@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.trainer.config.support import Run, only
+from tests.trainer.config.support import Run
 from verl import DataProto
 from verl.algorithms import register_adv_est, register_policy_loss
 from verl.base.nested import flat
@@ -207,12 +207,6 @@ def test_all_blocks_together(home: Run):
 def test_lines_of_commands(home: Run, line: str):
     settings = " ".join(f"{key}={value}" for key, value in home.ppo.items())
     assert isinstance(home.script(f"{settings} {line}".replace("$HOME", str(home.folder))), PPOConfig)
-
-
-@pytest.mark.parametrize("key", ["actor_rollout_ref.rollout.tools", "tools"])
-def test_tools_are_refused_by_name(home: Run, key: str):
-    message = only(home.refusal({key: ["calculator"]}))
-    assert f"{key}=[calculator]: tools stand in a file of their own" in message
 
 
 def my_advantage(token_level_rewards, response_mask):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from verl.config.base import BaseConfig, section, setting
 from verl.config.problems import Problem
@@ -14,6 +14,9 @@ TrajectoryStatus = Literal[
 ]
 """How a trajectory ended: by itself; at a limit of turns or of tokens; because a tool, its environment, or the agent's
 own code failed; because it took too long; or because somebody cancelled it."""
+
+ClassEntries = str | tuple[dict[str, Any], ...] | None
+"""Path of a YAML file that lists classes with their settings, or the list."""
 
 OnFailure = Literal["train", "mask", "zero", "redraw"]
 """What becomes of a trajectory with some status: it is trained on; it is left out; it is trained on with score 0; it is
@@ -50,15 +53,15 @@ class MultiTurnConfig(BaseConfig):
     """Longest result of one tool call, in tokens; longer ones are cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = setting("middle")
     """What is kept of a longer result: `left` its beginning, `right` its end, `middle` both."""
-    tool_config_path: str | None = setting(None, path=True)
-    """YAML file with the tools: `class_name`, `config` and `tool_schema` of each."""
+    tool_config_path: ClassEntries = setting(None, path=True)
+    """YAML file with the tools, or their list: `class_name`, `config` and `tool_schema` of each."""
     function_tool_path: str | None = setting(None, path=True)
     """Python file whose typed functions under `@function_tool` are tools."""
-    interaction_config_path: str | None = setting(None, path=True)
-    """YAML file with the simulated users: `name`, `class_name` and `config` of each; rows choose one by
+    interaction_config_path: ClassEntries = setting(None, path=True)
+    """YAML file with the simulated users, or their list: `name`, `class_name` and `config` of each; rows choose one by
     `interaction_kwargs.name`."""
-    environment_config_path: str | None = setting(None, path=True)
-    """YAML file with the environments: `name`, `class_name` and `config` of each; rows choose one by
+    environment_config_path: ClassEntries = setting(None, path=True)
+    """YAML file with the environments, or their list: `name`, `class_name` and `config` of each; rows choose one by
     `environment_kwargs.name`."""
     format: str = setting("hermes")
     """Format in which the model writes tool calls."""

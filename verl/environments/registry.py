@@ -1,17 +1,16 @@
-"""Environments of a configuration file."""
+"""Environments of a configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
 from verl.environments.base import Environment
 from verl.errors import ConfigError
-from verl.utils.class_entries import load_class, read_entries
+from verl.utils.class_entries import Entries, load_class, read_entries
 
 KEYS = ("name", "class_name", "config", "seed_per", "max_action_tokens", "max_observation_tokens")
 SETTING = "actor_rollout_ref.rollout.multi_turn.environment_config_path"
@@ -33,10 +32,10 @@ class EnvironmentEntry:
     """Most tokens of one observation; a longer one loses its middle."""
 
 
-def read_environments(environment_config_file: str) -> dict[str, EnvironmentEntry]:
-    """Read the environments of a YAML file, and check them.
+def read_environments(environment_config_file: Entries) -> dict[str, EnvironmentEntry]:
+    """Read the environments of a YAML file with a list ``environment``, or of such a list, and check them.
 
-    The file has a list ``environment``; each entry has ``name``, which rows give in ``environment_kwargs.name``,
+    Each entry has ``name``, which rows give in ``environment_kwargs.name``,
     ``class_name`` (``package.module.Class`` or ``file.py:Class``), ``config`` (what the class reads), and the further
     fields of :class:`EnvironmentEntry`. Without ``name`` it is the class's, in small letters and without a last
     ``Environment``.
@@ -47,10 +46,8 @@ def read_environments(environment_config_file: str) -> dict[str, EnvironmentEntr
     Raises:
         ConfigError: the file, an entry or a class is wrong, or two have one name.
     """
-    path = Path(environment_config_file).expanduser()
     found: dict[str, EnvironmentEntry] = {}
-    for index, given in enumerate(read_entries(path, SETTING, "environment", KEYS)):
-        where = f"{path}: environment[{index}]"
+    for where, given in read_entries(environment_config_file, SETTING, "environment", KEYS):
         entry = _entry(given, where)
         if entry.name in found:
             raise ConfigError(f"{where}: another environment is called '{entry.name}' too. Give each its own name.")

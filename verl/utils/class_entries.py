@@ -1,8 +1,8 @@
-"""YAML files that list classes of the user's: ``class_name``, ``config``, and further keys of each."""
+"""Lists of classes of the user's, in YAML files or in the configuration itself: ``class_name`` and further keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,19 +16,38 @@ from verl.errors import ConfigError
 
 T = TypeVar("T")
 
+Entries = str | Path | Sequence[Mapping[str, Any]]
+"""Path of a YAML file with a list of classes, or the list."""
 
-def read_entries(path: Path, setting: str, section: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Read the list ``section`` of a YAML file.
+
+def read_entries(
+    source: Entries, setting: str, section: str, keys: Sequence[str]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the entries of a list, each after its place, for error messages.
 
     Args:
-        path: the file.
-        setting: the configuration key of ``path``, for error messages.
-        section: name of the list.
+        source: a file, or the list.
+        setting: the configuration key of ``source``, for error messages.
+        section: name of the list in a file.
         keys: what an entry may have.
 
     Raises:
         ConfigError: there is no such file, it holds no such list, or an entry has another key.
     """
+    if isinstance(source, str | Path):
+        path = Path(source).expanduser()
+        where, entries = f"{path}: {section}", _list_of_file(path, setting, section, keys)
+    else:
+        where, entries = setting, source
+    for index, entry in enumerate(entries):
+        if unknown := next((key for key in entry if key not in keys), None):
+            raise ConfigError(
+                f"{where}[{index}]: unknown key '{unknown}'.{suggest(unknown, keys)} Known: {', '.join(keys)}."
+            )
+        yield f"{where}[{index}]", entry
+
+
+def _list_of_file(path: Path, setting: str, section: str, keys: Sequence[str]) -> list[Mapping[str, Any]]:
     if not path.is_file():
         raise ConfigError(f"{setting}={path}: there is no such file. Give the path of a YAML file with '{section}'.")
     try:
@@ -38,12 +57,6 @@ def read_entries(path: Path, setting: str, section: str, keys: Sequence[str]) ->
     entries = content.get(section) if isinstance(content, dict) else None
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise ConfigError(f"{setting}={path}: expected a list '{section}' whose entries have {', '.join(keys)}.")
-    for index, entry in enumerate(entries):
-        for key in entry:
-            if key not in keys:
-                raise ConfigError(
-                    f"{path}: {section}[{index}]: unknown key '{key}'.{suggest(key, keys)} Known: {', '.join(keys)}."
-                )
     return entries
 
 

@@ -7,12 +7,17 @@ from typing import Any
 import pytest
 
 from tests.trainer.config.support import Run, only
+from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
+from verl.tools.utils.tool_registry import initialize_tools
 from verl.trainer.config import GenerationConfig, PPOConfig, SFTConfig
 from verl.trainer.config.key_table import ALIASES, RETIRED
 from verl.trainer.config.keys import all_inactive, iter_keys
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
+TOOLS = f"{ROLLOUT}.multi_turn.tool_config_path"
+CALCULATOR = {"class_name": "verl.tools.calculator_tool.CalculatorTool", "config": {"timeout_s": 5}}
+USER = {"name": "gsm8k", "class_name": "verl.interactions.gsm8k_interaction.Gsm8kInteraction"}
 
 PPO_CASES: list[tuple[str, Any, str, Any]] = [
     (f"{ROLLOUT}.multi_turn.max_turns", 3, f"{ROLLOUT}.multi_turn.max_assistant_turns", 3),
@@ -29,7 +34,13 @@ PPO_CASES: list[tuple[str, Any, str, Any]] = [
     ),
     ("data.chat_template", "{{ messages }}", "actor_rollout_ref.model.custom_chat_template", "{{ messages }}"),
     ("data.tokenizer", "org/tokenizer", "actor_rollout_ref.model.tokenizer_path", "org/tokenizer"),
-    ("data.tool_config_path", "/tools.yaml", f"{ROLLOUT}.multi_turn.tool_config_path", "/tools.yaml"),
+    ("data.tool_config_path", "/tools.yaml", TOOLS, "/tools.yaml"),
+    ("tools", "/tools.yaml", TOOLS, "/tools.yaml"),
+    ("tools", [CALCULATOR], TOOLS, (CALCULATOR,)),
+    (f"{ROLLOUT}.tools", "/tools.yaml", TOOLS, "/tools.yaml"),
+    (f"{ROLLOUT}.tools", [CALCULATOR, CALCULATOR], TOOLS, (CALCULATOR, CALCULATOR)),
+    (f"{ROLLOUT}.interactions", "/users.yaml", f"{ROLLOUT}.multi_turn.interaction_config_path", "/users.yaml"),
+    (f"{ROLLOUT}.interactions", [USER], f"{ROLLOUT}.multi_turn.interaction_config_path", (USER,)),
     (f"{ROLLOUT}.max_response_length", 64, "data.max_response_length", 64),
     (
         f"{ROLLOUT}.update_weights_bucket_megabytes",
@@ -152,7 +163,7 @@ def test_null_says_nothing(run: Run):
         alias.old: PPOConfig
         for alias in ALIASES
         if alias.old.startswith(("actor_rollout_ref.", "algorithm.", "critic.", "reward", "ray_init", "trainer.val_"))
-        or alias.old in ("data.chat_template", "data.tokenizer", "data.tool_config_path")
+        or alias.old in ("data.chat_template", "data.tokenizer", "data.tool_config_path", "tools")
     }
     for root in (PPOConfig, SFTConfig):
         assert run.load({old: None for old, there in roots.items() if there is root}, root) == run.load(root=root)
@@ -169,11 +180,36 @@ def test_two_spellings_that_agree(run: Run):
 
 
 def test_one_file_of_tools_under_both_names(run: Run):
-    key = f"{ROLLOUT}.multi_turn.tool_config_path"
-    config = run.load({"data.tool_config_path": "/a.yaml", key: "/a.yaml"})
+    config = run.load({"data.tool_config_path": "/a.yaml", TOOLS: "/a.yaml"})
     assert config.actor_rollout_ref.rollout.multi_turn.tool_config_path == "/a.yaml"
-    message = only(run.refusal({"data.tool_config_path": "/a.yaml", key: "/b.yaml"}))
-    assert f"data.tool_config_path=/a.yaml: this is another spelling of {key}, which is set to /b.yaml" in message
+    message = only(run.refusal({"data.tool_config_path": "/a.yaml", TOOLS: "/b.yaml"}))
+    assert f"data.tool_config_path=/a.yaml: this is another spelling of {TOOLS}, which is set to /b.yaml" in message
+
+
+def test_a_list_of_tools_and_a_file_of_tools_contradict_each_other(run: Run):
+    message = only(run.refusal({f"{ROLLOUT}.tools": [CALCULATOR], TOOLS: "/tools.yaml"}))
+    assert f"this is another spelling of {TOOLS}, which is set to /tools.yaml" in message
+    message = only(run.refusal({f"{ROLLOUT}.tools": [CALCULATOR], "tools": []}))
+    assert f"tools=[]: this is another spelling of {ROLLOUT}.tools, which is set to" in message
+
+
+def test_a_list_of_tools_on_the_command_line(run: Run):
+    settings = [f"{key}={value}" for key, value in run.ppo.items()]
+    entry = "{class_name: verl.tools.calculator_tool.CalculatorTool, config: {timeout_s: ${data.seed}}}"
+    user = "[{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction}]"
+    settings += ["data.seed=7", f"'+{ROLLOUT}.tools=[{entry}]'", f"'{ROLLOUT}.interactions={user}'"]
+    turns = run.script(" ".join(settings)).actor_rollout_ref.rollout.multi_turn
+    [tool] = initialize_tools(turns.tool_config_path)
+    assert (tool.name, tool.config) == ("calculator", {"timeout_s": 7})
+    assert list(initialize_interactions_from_config(turns.interaction_config_path)) == ["gsm8k"]
+
+
+@pytest.mark.parametrize("key", ["tools", f"{ROLLOUT}.tools"])
+@pytest.mark.parametrize("value", [["calculator"], {"calculator": {"type": "native"}}])
+def test_tools_in_another_form_are_refused(run: Run, key: str, value: Any):
+    message = only(run.refusal({key: value}))
+    assert f"{TOOLS}=" in message
+    assert "a string, or a list of mappings, or null" in message
 
 
 def test_two_spellings_that_disagree(run: Run):
@@ -198,9 +234,6 @@ def test_a_default_that_was_asked_for_is_not_overruled(run: Run):
 
 
 RETIRED_CASES = [
-    ("tools", {"calculator": {"type": "native"}}, "tools stand in a file of their own"),
-    (f"{ROLLOUT}.tools", ["calculator"], "tools stand in a file of their own"),
-    (f"{ROLLOUT}.interactions", ["gsm8k"], "set actor_rollout_ref.rollout.multi_turn.interaction_config_path"),
     (f"{ROLLOUT}.multi_turn.completion_callback", "x", "conversations are led by agent loops"),
     (f"{ROLLOUT}.chat_scheduler", "x", "conversations are led by agent loops"),
     (f"{ROLLOUT}.use_fire_sampling", True, "first token hot is not in this version"),
@@ -217,7 +250,7 @@ RETIRED_CASES = [
 @pytest.mark.parametrize("key, value, said", RETIRED_CASES)
 def test_retired_keys_say_why(run: Run, key: str, value: Any, said: str):
     message = only(run.refusal({key: value}))
-    assert f"{key}=" in message or f"{key}.calculator.type=native" in message
+    assert f"{key}=" in message
     assert said in message
 
 
@@ -239,7 +272,6 @@ def test_retired_keys_without_effect_say_so(
 @pytest.mark.parametrize(
     "changes",
     [
-        {f"{ROLLOUT}.tools": [], f"{ROLLOUT}.interactions": None},
         {f"{ACTOR}.fsdp_config.grad_offload": False, f"{ACTOR}.tis_imp_ratio_cap": -1},
         {"trainer.use_v1": True, "trainer.v1.trainer_mode": "sync", "trainer.remove_previous_ckpt_in_save": False},
     ],

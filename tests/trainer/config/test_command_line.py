@@ -116,12 +116,12 @@ def test_cfg_job_prints_the_composed_configuration():
 def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
     keys = {
         "actor_rollout_ref": {"model": {"enable_activation_offload": True, "use_shm": True}},
-        "tools": ["calculator"],
+        "distillation": {"enabled": True},
     }
     said = remarks(OmegaConf.to_yaml(OmegaConf.create(keys)), PPOConfig)
     key = "actor_rollout_ref.model.enable_activation_offload=true"
     assert f"# refused: {key}: activations stay on the device" in said
-    assert "# refused: tools=[calculator]: tools stand in a file of their own.\n" in said
+    assert "# refused: distillation.enabled=true: distillation is not in this version.\n" in said
     assert "# no effect: actor_rollout_ref.model.use_shm (" in said
     assert remarks("# @package trainer\nsave_freq: 3\n", PPOConfig) == ""
 

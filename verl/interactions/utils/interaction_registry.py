@@ -1,22 +1,20 @@
-"""Interactions of a configuration file."""
+"""Interactions of a configuration."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 from verl.base.import_utils import user_code
 from verl.errors import ConfigError
 from verl.interactions.base import BaseInteraction
-from verl.utils.class_entries import load_class, read_entries
+from verl.utils.class_entries import Entries, load_class, read_entries
 
 KEYS = ("name", "class_name", "config")
 SETTING = "interaction_config_path"
 
 
-def initialize_interactions_from_config(interaction_config_file: str) -> dict[str, BaseInteraction]:
-    """Make the interactions of a YAML file.
+def initialize_interactions_from_config(interaction_config_file: Entries) -> dict[str, BaseInteraction]:
+    """Make the interactions of a YAML file with a list ``interaction``, or of such a list.
 
-    The file has a list ``interaction``; each entry has ``name``, which rows give in ``interaction_kwargs.name``,
+    Each entry has ``name``, which rows give in ``interaction_kwargs.name``,
     ``class_name`` (``package.module.Class`` or ``file.py:Class``) and ``config`` (what the class reads). Without
     ``name`` it is the class's, in small letters and without a last ``Interaction``.
 
@@ -26,10 +24,8 @@ def initialize_interactions_from_config(interaction_config_file: str) -> dict[st
     Raises:
         ConfigError: the file, an entry or a class is wrong, or two have one name.
     """
-    path = Path(interaction_config_file).expanduser()
     made: dict[str, BaseInteraction] = {}
-    for index, entry in enumerate(read_entries(path, SETTING, "interaction", KEYS)):
-        where = f"{path}: interaction[{index}]"
+    for where, entry in read_entries(interaction_config_file, SETTING, "interaction", KEYS):
         cls = load_class(entry.get("class_name"), BaseInteraction, where)
         name = str(entry.get("name") or cls.__name__.removesuffix("Interaction").lower())
         if name in made:

@@ -1,4 +1,4 @@
-"""Tools of a configuration file, and of a file of functions."""
+"""Tools of a configuration, and of a file of functions."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import load_function_tools
 from verl.tools.schemas import OpenAIFunctionToolSchema
-from verl.utils.class_entries import load_class, read_entries
+from verl.utils.class_entries import Entries, load_class, read_entries
 
 KEYS = ("class_name", "config", "tool_schema", "mcp")
 TYPES = ("native", "mcp")
+SETTING = "tool_config_path"
 
 
-def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
-    """Make the tools of a YAML file.
+def initialize_tools_from_config(tools_config_file: Entries) -> list[BaseTool]:
+    """Make the tools of a YAML file with a list ``tools``, or of such a list.
 
-    The file has a list ``tools``; each entry has ``class_name`` (``package.module.Class`` or ``file.py:Class``),
+    Each entry has ``class_name`` (``package.module.Class`` or ``file.py:Class``),
     ``config`` (``type``: ``native``, the default, or ``mcp``, and what the class reads), and ``tool_schema``, which
     a class that describes itself does without. An entry of the type ``mcp`` gives one tool for each tool of its
     servers; see :mod:`verl.tools.mcp_base_tool`.
@@ -32,15 +33,18 @@ def initialize_tools_from_config(tools_config_file: str) -> list[BaseTool]:
     Raises:
         ConfigError: the file, an entry, a class or a description is wrong.
     """
-    path = Path(tools_config_file).expanduser()
     tools: list[BaseTool] = []
-    for index, entry in enumerate(read_entries(path, "tool_config_path", "tools", KEYS)):
-        tools += _tools_of_entry(entry, f"{path}: tools[{index}]")
-    _check(tools, str(path))
+    for where, entry in read_entries(tools_config_file, SETTING, "tools", KEYS):
+        tools += _tools_of_entry(entry, where)
+    _check(tools, _shown(tools_config_file))
     return tools
 
 
-def initialize_tools(tool_config_path: str | None, function_tool_path: str | None = None) -> list[BaseTool]:
+def _shown(source: Entries) -> str:
+    return str(source) if isinstance(source, str | Path) else SETTING
+
+
+def initialize_tools(tool_config_path: Entries | None, function_tool_path: str | None = None) -> list[BaseTool]:
     """Make the tools of ``tool_config_path`` and of ``function_tool_path``, each of which may be null.
 
     Raises:
@@ -48,7 +52,7 @@ def initialize_tools(tool_config_path: str | None, function_tool_path: str | Non
     """
     tools = initialize_tools_from_config(tool_config_path) if tool_config_path else []
     tools += load_function_tools(function_tool_path) if function_tool_path else []
-    _check(tools, " and ".join(filter(None, (tool_config_path, function_tool_path))))
+    _check(tools, " and ".join(_shown(source) for source in (tool_config_path, function_tool_path) if source))
     return tools
 
 

@@ -86,10 +86,6 @@ def older_name(key: str, new: str) -> Inactive:
     return Inactive(f"older name of {new}", {key: None}, is_spelling=True)
 
 
-TOOLS_IN_A_FILE = (
-    "tools stand in a file of their own; name it in actor_rollout_ref.rollout.multi_turn.tool_config_path, and set "
-    "actor_rollout_ref.rollout.multi_turn.enable=true"
-)
 AGENT_LOOPS = (
     "conversations are led by agent loops; write one, and name it in "
     "actor_rollout_ref.rollout.agent.agent_loop_config_path"
@@ -430,7 +426,11 @@ ALIASES: tuple[Alias, ...] = (
     Alias("data.chat_template", "actor_rollout_ref.model.custom_chat_template"),
     Alias("actor_rollout_ref.model.torch_dtype", "actor_rollout_ref.actor.fsdp_config.model_dtype"),
     Alias("data.tokenizer", "actor_rollout_ref.model.tokenizer_path"),
-    Alias("data.tool_config_path", "actor_rollout_ref.rollout.multi_turn.tool_config_path"),
+    *(
+        Alias(old, "actor_rollout_ref.rollout.multi_turn.tool_config_path")
+        for old in ("data.tool_config_path", "actor_rollout_ref.rollout.tools", "tools")
+    ),
+    Alias("actor_rollout_ref.rollout.interactions", "actor_rollout_ref.rollout.multi_turn.interaction_config_path"),
     Alias("actor_rollout_ref.rollout.max_response_length", "data.max_response_length"),
     Alias("actor_rollout_ref.rollout.multi_turn.max_turns", "actor_rollout_ref.rollout.multi_turn.max_assistant_turns"),
     Alias(
@@ -482,12 +482,6 @@ OLD_CORRECTION = (
 NO_FIRE = "sampling the first token hot is not in this version; leave it out"
 
 RETIRED: tuple[Retired, ...] = (
-    Retired("tools", TOOLS_IN_A_FILE),
-    Retired("actor_rollout_ref.rollout.tools", TOOLS_IN_A_FILE),
-    Retired(
-        "actor_rollout_ref.rollout.interactions",
-        "simulated users are listed in a YAML file; set actor_rollout_ref.rollout.multi_turn.interaction_config_path",
-    ),
     Retired("actor_rollout_ref.rollout.multi_turn.completion_callback", AGENT_LOOPS),
     Retired("actor_rollout_ref.rollout.chat_scheduler", AGENT_LOOPS),
     Retired("actor_rollout_ref.rollout.use_fire_sampling", NO_FIRE),

@@ -199,7 +199,8 @@ def _in_words(annotation: Any) -> str:
         items = [argument for argument in arguments if argument is not Ellipsis]
         if typing.get_origin(items[0]) is typing.Literal:
             return f"a list of {_in_words(items[0])}"
-        plural = {int: "integers", float: "numbers", str: "strings"}[items[0]]
+        kind = typing.get_origin(items[0]) or items[0]
+        plural = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}[kind]
         return f"a list of {plural}" if Ellipsis in arguments else f"a list of {len(items)} {plural}"
     if origin is dict:
         return "a mapping"

@@ -235,11 +235,14 @@ class Translator:
         return any(key == new or key.startswith(new + ".") or new.startswith(key + ".") for key in self._leaf_paths())
 
     def _apply(self, alias: Alias, tree: Tree) -> None:
-        """Move the value under ``alias.old``, or all values if it is a section."""
+        """Move the value under ``alias.old``, or all values if it is a section of keys."""
         found = get(tree, alias.old, _MISSING)
         if found is _MISSING:
             return
-        values = {f".{below}": value for below, value in flat(found)} if isinstance(found, Mapping) else {"": found}
+        target = self.keys.get(alias.new)
+        takes_keys = target is None or target.section is not None or isinstance(target.default, Mapping)
+        by_key = takes_keys and isinstance(found, Mapping)
+        values = {f".{below}": value for below, value in flat(found)} if by_key else {"": found}
         for below, value in values.items():
             old, new = alias.old + below, alias.new + below
             defaults = self._defaults(old)
