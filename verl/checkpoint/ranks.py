@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import socket
 import sys
 import threading
@@ -27,7 +28,7 @@ class RankState:
     states: dict[str, dict[str, Any]]
     """CPU tensors, numbers and strings, by the file name on disk."""
     describe: Callable[[Path], None] | None = None
-    """On rank 0: writes what belongs to the whole model, such as config and tokenizer, into a folder."""
+    """Writes further files into a folder: of an exported model, and on rank 0 config and tokenizer."""
 
     def write(self, folder: Path) -> dict[str, FileEntry]:
         """Write and sync this rank's files into an existing folder; return them by relative path. Not collective."""
@@ -35,14 +36,15 @@ class RankState:
         if self.describe is None:
             return files
         # In a folder of its own, so that sync_tree sees no files of other ranks.
-        own = folder / ".rank_0"
+        own = folder / f".rank_{dist.get_rank()}"
         own.mkdir()
         self.describe(own)
-        files |= sync_tree(own)
-        for path in sorted(own.iterdir()):
-            path.replace(folder / path.name)
-        own.rmdir()
-        return files
+        described = sync_tree(own)
+        for name in described:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)  # maybe by another rank before
+            (own / name).replace(folder / name)
+        shutil.rmtree(own)
+        return files | described
 
 
 # ---- ranks that write one folder together ---------------------------------------------------------

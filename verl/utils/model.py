@@ -11,13 +11,14 @@ from typing import Any
 
 import httpx2
 import torch
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
     RepositoryNotFoundError,
 )
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -48,6 +49,7 @@ _DTYPES = {
     "fp32": torch.float32,
     "float": torch.float32,
 }
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 ATTN_IMPLEMENTATION = "attn_implementation"
 
 
@@ -187,6 +189,29 @@ def load_causal_lm(
         ConfigError: it cannot be read, or files lack some of its weights, which Transformers would initialise randomly.
     """
     return load_pretrained(_auto_of(hf_config), name_or_path, hf_config, dtype, trust_remote_code)
+
+
+def weights_folder(name_or_path: str) -> Path:
+    """Return the folder with the safetensors of a model folder or hub name; from the hub they are downloaded."""
+    resolved = resolve_model_path(name_or_path)
+    is_local = Path(resolved).is_dir()
+    return Path(resolved if is_local else snapshot_download(resolved, allow_patterns=["model*.safetensors*"]))
+
+
+def stored_dtype(name_or_path: str) -> torch.dtype | None:
+    """Return the number format of a model's weights on disk; None without safetensors, or with several formats.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    found: set[str] = set()
+    for path in sorted(weights_folder(name_or_path).glob("model*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                found |= {file.get_slice(name).get_dtype() for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}. Copy the model again.") from error
+    return _STORED.get(found.pop()) if len(found) == 1 else None
 
 
 def _auto_of(hf_config: PretrainedConfig) -> Any:

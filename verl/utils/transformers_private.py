@@ -12,13 +12,14 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME
+from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME, custom_object_save
 from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -125,6 +126,22 @@ def token_classifier_of(model_type: str) -> str | None:
 def names_on_disk(module: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return whole weights under the names (and in the shapes) that the model's files have."""
     return revert_weight_conversion(module, weights)
+
+
+def conversions_of(module: PreTrainedModel) -> Any:
+    """Return what turned the names and shapes of the files into those of the model; None if no files were read."""
+    return getattr(module, "_weight_conversions", None)
+
+
+def set_conversions(module: PreTrainedModel, conversions: Any) -> None:
+    """Let :func:`names_on_disk` revert the result of :func:`conversions_of` for the same model, read elsewhere."""
+    module._weight_conversions = conversions
+
+
+def write_model_code(module: PreTrainedModel, folder: Path, config: PretrainedConfig) -> None:
+    """Copy the Python files of a model that came with its folder, and name them in ``config``."""
+    if module.is_remote_code():
+        custom_object_save(module, folder, config=config)  # pyright: ignore[reportArgumentType]
 
 
 # ---- tokenizers

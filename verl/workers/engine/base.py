@@ -195,7 +195,7 @@ class BaseEngine(ABC):
         Args:
             global_step: stored with the state.
             contents: of ``model``, ``optimizer``, ``extra`` (schedule, random states, weight version) and
-                ``hf_model`` (weights for Transformers, written by rank 0).
+                ``hf_model`` (weights for Transformers; each rank has some of the files).
             copied: return copies, which later steps do not change.
         """
 

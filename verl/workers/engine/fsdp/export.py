@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from verl.checkpoint.ranks import on_all_ranks
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
 from verl.utils.model import resolve_model_path
 from verl.utils.tokenizer import hf_tokenizer
-from verl.utils.transformers_private import token_classifier_of
+from verl.utils.transformers_private import names_on_disk, token_classifier_of, write_model_code
 from verl.vision.processor import write_processor
 
 logger = logging.getLogger(__name__)
+
+FILE_BYTES = 2 << 30
+"""Size from which on a file of an exported model is full."""
 
 
 def weights_on_first_rank(per_tensor: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -38,12 +47,79 @@ def weights_on_first_rank(per_tensor: Iterator[tuple[str, Tensor]]) -> dict[str,
     return weights
 
 
-def write_model_folder(hf: PreTrainedModel, head_name: str, weights: dict[str, Tensor] | None, folder: Path) -> None:
-    """Write config, generation config and, unless None, ``weights``; the config is that of :func:`export_config`."""
+@dataclass(frozen=True)
+class WeightFiles:
+    """The safetensors files of an exported model that this rank writes."""
+
+    own: dict[str, dict[str, Tensor]]
+    """Weights in CPU memory, by the name of the file and their name in it."""
+    index: dict[str, Any] | None
+    """Which file has which weight, over all ranks; None if there is one file."""
+
+    @classmethod
+    def collect(
+        cls, per_tensor: Iterator[tuple[str, Tensor]], hf: PreTrainedModel, file_bytes: int = FILE_BYTES
+    ) -> WeightFiles:
+        """Divide all weights into files, and keep those of this rank's files, as they are trained. Collective.
+
+        No rank holds the whole model: files go to the ranks in turn, and of other ranks' files one weight at a time is
+        here. A file ends with the layer that fills it.
+
+        Args:
+            per_tensor: result of an engine's ``get_per_tensor_param``.
+            hf: the model, which knows the names on disk.
+            file_bytes: size from which on a file is full.
+        """
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        held: dict[int, dict[str, Tensor]] = {}
+        number, size, unit = 0, 0, ""
+        for name, tensor in per_tensor:  # every rank must iterate to the end: gathering is collective
+            # What Transformers joins when it reads, such as the experts of a layer, is in one file.
+            if (next_unit := _unit(name)) != unit and size >= file_bytes:
+                number, size = number + 1, 0
+            unit, size = next_unit, size + tensor.nbytes
+            if number % ranks == rank:
+                held.setdefault(number, {})[name] = tensor.to("cpu", copy=True)
+        with on_all_ranks("export the model"):
+            own = {index: names_on_disk(hf, part) for index, part in held.items()}
+        sizes: list[dict[int, dict[str, tuple[int, int]]]] = [{} for _ in range(ranks)]
+        mine = {i: {name: (weight.nbytes, weight.numel()) for name, weight in part.items()} for i, part in own.items()}
+        dist.all_gather_object(sizes, mine)
+        files = {_file_name(i, number + 1): part for i, part in sorted(p for s in sizes for p in s.items())}
+        found = [size for part in files.values() for size in part.values()]
+        index = {
+            "metadata": {"total_parameters": sum(n for _, n in found), "total_size": sum(size for size, _ in found)},
+            "weight_map": {name: file for file, part in files.items() for name in sorted(part)},
+        }
+        return cls({_file_name(i, number + 1): part for i, part in own.items()}, index if number else None)
+
+    def write(self, folder: Path) -> None:
+        """Write this rank's files and, on rank 0, the index."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, weights in self.own.items():
+            parts = {key: weight.contiguous() for key, weight in weights.items()}
+            save_file(parts, folder / name, metadata={"format": "pt"})
+        if self.index is not None and dist.get_rank() == 0:
+            text = json.dumps(self.index, indent=2, sort_keys=True)
+            (folder / "model.safetensors.index.json").write_text(f"{text}\n")
+
+
+def _unit(name: str) -> str:
+    """Return the layer that a weight belongs to, ``model.layers.3``; outside of layers the weight itself."""
+    return re.sub(r"(\.\d+)\..*", r"\1", name)
+
+
+def _file_name(number: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_model_folder(hf: PreTrainedModel, head_name: str, with_weights: bool, folder: Path) -> None:
+    """Write config, generation config and code of a model, for ``with_weights`` as they belong to its weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    if weights is not None:
-        hf.save_pretrained(folder, state_dict=weights)
     config = export_config(hf, head_name)
+    if with_weights:
+        config.dtype = hf.dtype
+        write_model_code(hf, folder, config)
     config.save_pretrained(folder)
     if hf.can_generate() and hf.generation_config is not None and head_name == "lm_head":
         hf.generation_config.save_pretrained(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -22,7 +23,7 @@ from verl.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.errors import ConfigError
 from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
-from verl.utils.model import hf_config_of, torch_dtype
+from verl.utils.model import hf_config_of, stored_dtype, torch_dtype
 from verl.utils.sharded_tensor import full_tensor
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.adapted_weights import AdaptedWeights
@@ -39,7 +40,7 @@ from verl.workers.engine.fsdp.adapters import (
     write_adapters,
 )
 from verl.workers.engine.fsdp.experts import balance_coefficient
-from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
+from verl.workers.engine.fsdp.export import WeightFiles, weights_on_first_rank, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.model import (
     HeadedModel,
     ModelType,
@@ -52,6 +53,7 @@ from verl.workers.engine.fsdp.model import (
 from verl.workers.engine.fsdp.optimizer import build_optimizer, build_scheduler
 from verl.workers.engine.fsdp.packing_check import PackingCheck
 from verl.workers.engine.fsdp.sharding import (
+    fill,
     make_mesh,
     make_sequence_mesh,
     mixed_precision,
@@ -111,7 +113,6 @@ class ShardedModel(BaseEngine):
             torch.use_deterministic_algorithms(True)
         seed_everything(config.seed + dist.get_rank())
         dtype = torch_dtype(config.model_dtype)
-        is_first = dist.get_rank() == 0
         hf_config = hf_config_of(self.model_config)
         if self.sequence_ranks > 1:
             check_sequence_sharing(hf_config, self.sequence_ranks)
@@ -123,17 +124,7 @@ class ShardedModel(BaseEngine):
                 f"ulysses_sequence_parallel_size={self.sequence_ranks}: the load of experts is not counted where ranks "
                 "share sequences. Set one of them to its default."
             )
-        is_trained = not config.forward_only
-        model = build_model(self.model_type, self.model_config, dtype, is_first, is_trained, self.frozen)
-        if self.model_config.enable_gradient_checkpointing and not config.forward_only:
-            enable_gradient_checkpointing(model)
-        self.adapters = adapter_layers(model) if self.has_adapters else {}
-        # Adapters are stored in fp32 whatever the model is stored in, and FSDP casts both for the passes.
-        if needs_sharding(config, self.mesh) or (self.adapters and dtype is not torch.float32):
-            shard_model(model, config, self.mesh)
-        else:
-            model.to(self.device)
-        self.model = model.eval()
+        self.model = model = self.build(dtype).eval()
         self.routers = Routers(model)
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.compute_dtype = mixed_precision(config).param_dtype or dtype
@@ -157,6 +148,31 @@ class ShardedModel(BaseEngine):
             self.optimizer = build_optimizer(trained_parameters(model).values(), self.optimizer_config)
             self.scheduler = build_scheduler(self.optimizer, self.optimizer_config, self.total_steps)
         self._offload()
+
+    def build(self, dtype: torch.dtype) -> HeadedModel:
+        """Build the model and divide it over the ranks, none of which holds it whole meanwhile. Collective."""
+        config = self.engine_config
+        is_trained = not config.forward_only
+        build = functools.partial(build_model, self.model_type, self.model_config)
+        is_divided, source = self.mesh.size() > 1, None
+        if is_divided and dist.get_rank() == 0:
+            # In the format of the files: PyTorch then maps them into memory, and rank 0 holds no copy. New adapters are
+            # drawn and scaled in the format of the model, as on one rank.
+            stored = None if self.has_adapters else stored_dtype(self.model_config.path)
+            source = build(stored or dtype, with_weights=True, is_trained=is_trained, frozen=self.frozen)
+        model = build(dtype, with_weights=not is_divided, is_trained=is_trained, frozen=self.frozen)
+        if self.model_config.enable_gradient_checkpointing and not config.forward_only:
+            enable_gradient_checkpointing(model)
+        self.adapters = adapter_layers(model) if self.has_adapters else {}
+        # Adapters are stored in fp32 whatever the model is stored in, and FSDP casts both for the passes.
+        if needs_sharding(config, self.mesh) or (self.adapters and dtype is not torch.float32):
+            shard_model(model, config, self.mesh)
+            if is_divided:
+                fill(model, source, self.device)
+                del source
+        else:
+            model.to(self.device)
+        return model
 
     # ---- modes and memory ---------------------------------------------------------------------
 
@@ -294,14 +310,16 @@ class ShardedModel(BaseEngine):
         """Collect this rank's part of a checkpoint; see :mod:`verl.checkpoint.shards`."""
         numbers = {"weight_version": self.weight_version, "global_step": global_step}
         states = self._training_state().states(contents, numbers, copied)
-        weights = weights_on_first_rank(self.get_per_tensor_param()) if "hf_model" in contents else None
+        export = WeightFiles.collect(self.get_per_tensor_param(), self.model.hf) if "hf_model" in contents else None
         adapters = self._whole_adapters() if self.has_adapters and "model" in contents else None
-        if dist.get_rank():
-            return RankState(states)
 
         def describe(folder: Path) -> None:
+            if export is not None:
+                export.write(folder / "huggingface")
+            if dist.get_rank():
+                return
             write_world_size(folder)
-            write_model_folder(self.model.hf, self.model.head_name, weights, folder / "huggingface")
+            write_model_folder(self.model.hf, self.model.head_name, export is not None, folder / "huggingface")
             write_tokenizer(self.model_config, folder / "huggingface")
             if adapters is not None:
                 write_adapters(self.model.hf, self.model.head_name, adapters, folder / ADAPTER_FOLDER)

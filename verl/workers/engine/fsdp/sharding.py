@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from verl.config import FSDPEngineConfig
 from verl.errors import ConfigError
 from verl.utils.model import torch_dtype
-from verl.workers.engine.fsdp.model import HeadedModel, layer_classes
+from verl.utils.transformers_private import conversions_of, set_conversions
+from verl.workers.engine.fsdp.model import HeadedModel, layer_classes, own_state
 
 logger = logging.getLogger(__name__)
 
@@ -88,12 +89,11 @@ def needs_sharding(config: FSDPEngineConfig, mesh: DeviceMesh) -> bool:
 
 
 def shard_model(model: HeadedModel, config: FSDPEngineConfig, mesh: DeviceMesh) -> None:
-    """Shard ``model`` in place over ``mesh`` and fill every rank's part with the weights of rank 0. Collective."""
+    """Shard ``model`` in place over ``mesh``; each rank keeps its part of the weights that it has. Collective."""
     if type(model.hf).__module__.startswith("transformers.models."):
         # It warns of operations in place on what a layer returns; code of a model folder (trust_remote_code) may have
         # them, Transformers' and verl's own has not.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(.*\) returned a view tensor", UserWarning)
-    weights = dict(model.state_dict()) if mesh.get_rank() == 0 else {}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.offload_policy else OffloadPolicy()
     policy = mixed_precision(config)
     units = _units(model, config)
@@ -111,10 +111,29 @@ def shard_model(model: HeadedModel, config: FSDPEngineConfig, mesh: DeviceMesh) 
             assert isinstance(unit, FSDPModule)
             assert isinstance(following, FSDPModule)
             unit.set_modules_to_forward_prefetch([following])
-    if mesh.size() > 1:
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor), name
-            copy_into(parameter, weights.get(name))
+
+
+def fill(model: HeadedModel, source: HeadedModel | None, device: torch.device) -> None:
+    """Give all ranks the weights of ``source``, which rank 0 has, one weight after the other. Collective.
+
+    Args:
+        model: sharded by :func:`shard_model`, with weights that are not set.
+        source: the same model, whole, in any number format; None on other ranks.
+        device: of the ranks' process group.
+    """
+    weights = {} if source is None else dict(source.state_dict())
+    for name, tensor in own_state(model).items():
+        if isinstance(tensor, DTensor):
+            copy_into(tensor, weights.get(name))
+        else:  # a persistent buffer, which every rank has whole
+            if source is not None:
+                tensor.copy_(weights[name])
+            dist.broadcast(tensor, src=0)
+    conversions = [None if source is None else conversions_of(source.hf)]
+    dist.broadcast_object_list(conversions, src=0, device=device)
+    set_conversions(model.hf, conversions[0])
+    if source is not None:
+        model.hf.generation_config = source.hf.generation_config
 
 
 def _units(model: HeadedModel, config: FSDPEngineConfig) -> list[nn.Module]:

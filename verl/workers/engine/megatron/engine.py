@@ -24,7 +24,7 @@ from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import torch_dtype
 from verl.workers.engine.base import BaseEngine, EngineRegistry
 from verl.workers.engine.fsdp.experts import balance_coefficient
-from verl.workers.engine.fsdp.export import weights_on_first_rank, write_model_folder, write_tokenizer
+from verl.workers.engine.fsdp.export import WeightFiles, write_model_folder, write_tokenizer
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_token_ids
 from verl.workers.engine.fsdp.model import ModelType
 from verl.workers.engine.fsdp.optimizer import build_scheduler
@@ -411,14 +411,20 @@ class MegatronEngine(BaseEngine):
         numbers = {"weight_version": self.weight_version, "global_step": global_step}
         with self._awake(optimizer=True):
             states = self._state().states(contents, numbers, copied)
-            weights = weights_on_first_rank(self.get_per_tensor_param()) if "hf_model" in contents else None
-        if dist.get_rank():
-            return RankState(states)
+            export = (
+                WeightFiles.collect(self.get_per_tensor_param(), self.model.skeleton.hf)
+                if "hf_model" in contents
+                else None
+            )
 
         def describe(folder: Path) -> None:
+            if export is not None:
+                export.write(folder / "huggingface")
+            if dist.get_rank():
+                return
             write_layout(folder, dist.get_world_size(), vars(self.layout))
             skeleton = self.model.skeleton
-            write_model_folder(skeleton.hf, skeleton.head_name, weights, folder / "huggingface")
+            write_model_folder(skeleton.hf, skeleton.head_name, export is not None, folder / "huggingface")
             write_tokenizer(self.model_config, folder / "huggingface")
 
         return RankState(states, describe)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from verl.errors import ConfigError
-from verl.utils.model import resolve_model_path
+from verl.utils.model import weights_folder
 from verl.workers.engine.megatron.weights import Box
 
 _EXPERTS = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")
@@ -29,9 +27,7 @@ class ModelFiles:
     """
 
     def __init__(self, path: str) -> None:
-        resolved = resolve_model_path(path)
-        is_local = Path(resolved).is_dir()
-        self.folder = Path(resolved if is_local else snapshot_download(resolved, allow_patterns=["*.safetensors*"]))
+        self.folder = weights_folder(path)
         index = self.folder / "model.safetensors.index.json"
         self._file_of: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
         self._open: dict[str, Any] = {}

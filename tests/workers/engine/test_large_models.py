@@ -1,0 +1,163 @@
+"""Models that no rank can hold whole: two ranks start from a model folder and export to one."""
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM, Glm4MoeConfig, Qwen3MoeConfig
+
+from tests.workers.support import make_engine, run_ranks
+from verl.config import FSDPEngineConfig, HFModelConfig
+from verl.testing.models import tiny_model
+from verl.utils.model import stored_dtype
+from verl.workers.engine import EngineRegistry
+from verl.workers.engine.fsdp.export import WeightFiles
+from verl.workers.engine.fsdp.model import own_state
+
+MIB = 1 << 20
+
+
+def anonymous_bytes():
+    """Memory of this process that no file backs."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["RssAnon"].split()[0]) * 1024
+
+
+class Peak:
+    """The largest increase of :func:`anonymous_bytes` inside the context."""
+
+    def __enter__(self):
+        self.first = self.most = anonymous_bytes()
+        self.done = threading.Event()
+        self.thread = threading.Thread(target=self.watch)
+        self.thread.start()
+        return self
+
+    def watch(self):
+        while not self.done.wait(0.001):
+            self.most = max(self.most, anonymous_bytes())
+
+    def __exit__(self, *_):
+        self.most = max(self.most, anonymous_bytes())
+        self.done.set()
+        self.thread.join()
+        self.increase = self.most - self.first
+
+
+def build(path):
+    settings = FSDPEngineConfig(forward_only=True, dtype="fp32")
+    engine = EngineRegistry.new(
+        "language_model", "fsdp2", model_config=HFModelConfig(path=path), engine_config=settings, device_name="cpu"
+    )
+    return engine.build(torch.float32)
+
+
+def whole(model):
+    return {name: getattr(x, "full_tensor", lambda x=x: x)().clone() for name, x in own_state(model).items()}
+
+
+def on_two_ranks(rank, world_size, folder, paths):
+    build(paths["experts"])  # imports and process groups are none of the model's memory
+    with Peak() as peak:
+        model = build(paths["large"])
+    found = {"peak": peak.increase}
+    for name, path in paths.items():
+        model = build(path)
+        found[name] = weights = whole(model)
+        given = ((key, weights[key]) for key, _ in model.named_parameters())
+        files = WeightFiles.collect(given, model.hf, 8 * MIB if name == "large" else 1)
+        files.write(folder / name)
+        found[f"{name}, held"] = {file: sum(w.nbytes for w in part.values()) for file, part in files.own.items()}
+    torch.save(found, folder / f"rank_{rank}.pt")
+
+
+def save(model, folder):
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    large = tiny_model("qwen3", num_hidden_layers=16, hidden_size=256, intermediate_size=2048)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    bias = Glm4MoeConfig(**sizes, vocab_size=40, moe_intermediate_size=8, n_routed_experts=4, first_k_dense_replace=1)
+    experts = Qwen3MoeConfig(
+        **sizes, vocab_size=40, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2, head_dim=8
+    )
+    with_buffer = AutoModelForCausalLM.from_config(bias)
+    nn.init.normal_(with_buffer.model.layers[1].mlp.gate.e_score_correction_bias)
+    return {
+        "experts": save(AutoModelForCausalLM.from_config(experts), folder / "experts"),
+        "large": save(large.to(torch.bfloat16), folder / "large"),
+        "buffer": save(with_buffer, folder / "buffer"),
+        "backbone": save(tiny_model("qwen3", tie_word_embeddings=True).model, folder / "backbone"),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(paths, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(on_two_ranks, 2, folder, paths)
+    return folder, [torch.load(folder / f"rank_{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+def test_no_rank_holds_the_model_at_the_start(ranks, paths):
+    """Each has half of it in fp32, and for a moment one weight of 2 MiB."""
+    fp32 = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(paths["large"]).parameters()) * 4
+    for found in ranks[1]:
+        assert fp32 / 2 < found["peak"] + 4 * MIB
+        assert found["peak"] < 0.75 * fp32
+
+
+@pytest.mark.parametrize("name", ["experts", "large", "buffer", "backbone"])
+def test_ranks_have_the_weights_of_the_files(ranks, paths, name):
+    expected = own_state(AutoModelForCausalLM.from_pretrained(paths[name], dtype=torch.float32))
+    for found in ranks[1]:
+        assert found[name].keys() == expected.keys()
+        assert all(torch.equal(found[name][key], weight) for key, weight in expected.items())
+
+
+@pytest.mark.parametrize("name", ["experts", "large", "backbone"])
+def test_ranks_export_what_transformers_saves(ranks, paths, tmp_path, name):
+    """The same names, shapes, formats and bytes, in files of which each rank held its own."""
+    folder = ranks[0] / name
+    AutoModelForCausalLM.from_pretrained(paths[name], dtype=torch.float32).save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in expected.values())
+    parts = {file: load_file(folder / file) for file in set(index["weight_map"].values())}
+    assert {path.name for path in folder.glob("*.safetensors")} == parts.keys()
+    for key, weight in expected.items():
+        found = parts[index["weight_map"][key]][key]
+        assert found.dtype == weight.dtype
+        assert torch.equal(found, weight)
+
+
+def test_no_rank_holds_the_model_during_an_export(ranks):
+    held = [found["large, held"] for found in ranks[1]]
+    files = held[0] | held[1]
+    assert len(files) == len(held[0]) + len(held[1]) > 4
+    assert max(files.values()) < 8 * MIB + 8 * MIB  # a file ends with the layer, of 7 MiB, that fills it
+    for part in held:
+        assert sum(part.values()) <= sum(files.values()) / 2 + max(files.values())
+
+
+def test_a_small_model_is_one_file(paths, tmp_path):
+    engine = make_engine(paths["backbone"], trained=False)
+    files = WeightFiles.collect(engine.get_per_tensor_param(), engine.model.hf)
+    assert (list(files.own), files.index) == (["model.safetensors"], None)
+
+
+def test_the_format_of_files(paths, tmp_path):
+    assert stored_dtype(paths["large"]) == torch.bfloat16
+    assert stored_dtype(paths["experts"]) == torch.float32
+    mixed = tiny_model("qwen3").to(torch.bfloat16)
+    mixed.model.norm.float()
+    assert stored_dtype(save(mixed, tmp_path / "mixed")) is None  # one format would round the norm
+    assert stored_dtype(str(tmp_path)) is None
