@@ -1,4 +1,4 @@
-"""Find the places of the package that choose by CUDA, NCCL or flash-attention."""
+"""Find the places of the package that choose by the device, NCCL or flash-attention."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ ELSEWHERE = ("compat", "toolkit", "testing")
 
 
 def is_branch(node: ast.AST) -> bool:
-    """Whether a node names the device, its library of collectives or its kernels."""
+    """Whether a node names the device, its library of collectives or its kernels, or asks whether it is no CPU."""
     if isinstance(node, ast.Attribute):
         return node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch"
+    if isinstance(node, ast.Compare):
+        return any(isinstance(side, ast.Constant) and side.value == "cpu" for side in (node.left, *node.comparators))
     if isinstance(node, ast.Constant):
         return node.value in WORDS
     module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""

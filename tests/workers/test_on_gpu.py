@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.workers.support import make_engine, ragged_batch
+from tests.workers.support import make_engine, ragged_batch, weights_of
 from verl.checkpoint.states import rng_state, set_rng_state
+from verl.cli.doctor import examine
+from verl.single_controller.base.call_times import take_call_times, timed_call
 from verl.testing.models import tiny_model_dir
 from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, request
-from verl.utils.device import get_device, get_device_name, memory_metrics
+from verl.utils.device import get_device, get_device_name, get_nccl_backend, get_resource_name, memory_metrics
 from verl.utils.flops_counter import device_peak_flops
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.losses import sft_loss
 from verl.workers.packed_attention import AttentionRule, Packing, attend_packed
+from verl.workers.profiling import MemoryTool, TorchTool
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,6 +64,40 @@ def test_weights_and_optimizer_leave_the_device_and_come_back(tmp_path):
     assert {parameter.device.type for parameter in engine.model.parameters()} == {"cuda"}
 
 
+def test_weights_that_fsdp_keeps_in_host_memory_are_trained(tmp_path):
+    path, micro = tiny_model_dir(tmp_path / "model"), MicroBatchConfig(micro_batch_size_per_gpu=2)
+    weights = {}
+    for device, settings in {"cpu": {}, "cuda": {"offload_policy": True}}.items():
+        engine = make_engine(path, device_name=device, **settings)
+        with engine.train_mode():
+            engine.train_batch(ragged_batch(), sft_loss, micro)
+        if device == "cuda":
+            assert {parameter.device.type for parameter in engine.model.parameters()} == {"cpu"}
+            assert all(parameter.to_local().is_pinned() for parameter in engine.model.parameters())
+        weights[device] = weights_of(engine)
+    assert_close(weights["cuda"], weights["cpu"], atol=1e-4, rtol=1e-4, check_device=False)
+
+
+def test_megatron_computes_what_fsdp_does_on_a_cpu(tmp_path):
+    """With weights, gradients and optimizer in host memory between its calls."""
+    pytest.importorskip("verl.workers.engine.megatron.library", reason="needs megatron-core")
+    from tests.workers.engine.megatron.support import another_engine
+
+    path, micro = tiny_model_dir(tmp_path / "model"), MicroBatchConfig(micro_batch_size_per_gpu=2)
+    offload = dict.fromkeys(("param_offload", "grad_offload", "optimizer_offload"), True)
+    megatron = another_engine(path, device_name="cuda", **offload)
+    assert memory_metrics(megatron.device)["perf/max_memory_allocated_gb"] > 0
+    found = []
+    for engine in (megatron, make_engine(path, device_name="cpu")):
+        with engine.eval_mode():
+            log_probs = engine.infer_batch(ragged_batch(), {"log_probs"}, micro)["log_probs"]
+        with engine.train_mode():
+            metrics = engine.train_batch(ragged_batch(), sft_loss, micro)
+        with engine.eval_mode():
+            found.append((log_probs, torch.tensor([metrics["loss"], metrics["grad_norm"]]), weights_of(engine)))
+    assert_close(*found, atol=1e-4, rtol=1e-4, check_device=False)
+
+
 def test_native_draws_what_the_cpu_draws(tmp_path):
     asked = [request(p, seed=i) for i, p in enumerate(PROMPTS * 4)]
     cpu, gpu = (EngineUnderTest("native", tmp_path, device=device).ready() for device in ("cpu", "cuda"))
@@ -75,4 +114,28 @@ def test_random_states_are_restored():
 def test_the_device_is_found():
     assert get_device_name() == "cuda"
     assert get_device("cuda").type == "cuda"
+    assert (get_nccl_backend(), get_resource_name()) == ("nccl", "GPU")
     assert device_peak_flops("cuda") is None or device_peak_flops("cuda") > 1e13
+
+
+def test_times_of_calls_have_the_memory_of_the_device():
+    torch.zeros(2**20, device="cuda")
+    take_call_times()
+    with timed_call("work"):
+        pass
+    assert take_call_times()[0].device_mb > 0
+
+
+def test_a_profile_has_the_kernels_of_the_device(tmp_path):
+    for tool, name in ((TorchTool(), "trace"), (MemoryTool(), "memory")):
+        tool.start(tmp_path / name)
+        torch.ones(64, 64, device="cuda").matmul(torch.ones(64, 64, device="cuda")).sum().item()
+        tool.stop()
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert any(event.get("cat") == "kernel" for event in events)
+    assert (tmp_path / "memory.pickle").stat().st_size > 1000
+
+
+def test_the_doctor_names_the_device():
+    gpus = next(finding for finding in examine() if finding.name == "GPUs")
+    assert torch.cuda.get_device_name() in gpus.found

@@ -1,4 +1,4 @@
-"""Engines of strategy=megatron on CPUs, one layout after the other in one process."""
+"""Engines of strategy=megatron, on CPUs one layout after the other in one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ def megatron_engine(
 
 
 def another_engine(
-    path: str, model_type: str = "language_model", trained: bool = True, dtype: str = "fp32", **settings: Any
+    path: str,
+    model_type: str = "language_model",
+    trained: bool = True,
+    dtype: str = "fp32",
+    device_name: str = "cpu",
+    **settings: Any,
 ) -> BaseEngine:
     """An initialised engine beside others of the same layout."""
     model = {key: settings.pop(key) for key in list(settings) if key in HFModelConfig.__pydantic_fields__}
@@ -49,7 +54,7 @@ def another_engine(
         model_config=HFModelConfig(path=path, **model),
         engine_config=McoreEngineConfig(dtype=dtype, forward_only=not trained, **settings),
         optimizer_config=FSDPOptimizerConfig(**optimizer) if trained else None,
-        device_name="cpu",
+        device_name=device_name,
     )
     engine.initialize()
     return engine

@@ -1,6 +1,8 @@
 """strategy=megatron on one rank: the numbers of plain PyTorch, and what is refused."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -28,6 +30,27 @@ from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
 pytest.importorskip("verl.workers.engine.megatron.library")
 
+JOIN = """
+import sys
+import torch
+import torch.distributed as dist
+from verl.workers.engine.megatron import library
+from verl.workers.engine.megatron.groups import Layout, join
+
+def replaced():
+    modules = [m for n, m in sys.modules.items() if n.startswith("megatron.core.") and "torch" in vars(m)]
+    states = library.tensor_parallel.random._get_cuda_rng_state
+    return len(modules), sum(m.torch is not torch for m in modules), states.__module__.startswith("verl.")
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+layout = Layout(1, 1, 1, 1, 1, 1)
+for device in ("cuda", "cpu"):
+    try:
+        join(layout, torch.device(device), 0)
+    except (RuntimeError, AssertionError):  # of PyTorch, where there is no CUDA
+        assert device == "cuda" and not torch.cuda.is_available()
+    print(*replaced())
+"""
 CONFIG = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_coef=0.1, loss_agg_mode="seq-mean-token-mean")
 FAMILIES = {
     "qwen3": ("qwen3", {}),
@@ -83,6 +106,16 @@ def test_value_and_reward_models_are_those_of_fsdp(paths, tmp_path):
     assert_close(*scores, atol=1e-5, rtol=0)
     fresh = another_engine(paths["qwen3"], "value_model").infer_batch(batch, {"values"}, WHOLE)["values"]
     assert not fresh.any()  # a new head is zero
+
+
+def test_only_cpus_replace_parts_of_megatron():
+    """In a fresh process, as one that has used a CPU keeps what was replaced."""
+    found = subprocess.run([sys.executable, "-c", JOIN], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    on_cuda, on_cpu = (line.split() for line in found.stdout.splitlines()[-2:])
+    assert int(on_cuda[0]) > 10
+    assert on_cuda[1:] == ["0", "False"]
+    assert on_cpu[1:] == [on_cuda[0], "True"]
 
 
 def test_a_run_goes_on_bit_by_bit_from_disk_and_from_memory(paths, tmp_path):
