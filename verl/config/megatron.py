@@ -30,14 +30,21 @@ SIZES = (
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 """Keys of `override_transformer_config` that are honoured."""
 
-NOT_BUILT = {
-    "use_dist_checkpointing": False,
-    "dist_checkpointing_path": None,
-    "dist_checkpointing_prefix": "",
-    "override_ddp_config": {},
-    "override_mcore_model_config": {},
+_NO_PICKLES = (
+    "megatron-core's own checkpoints are not read, because their index is a pickle, from which reading runs code; "
+    "model.path names a Hugging Face folder"
+)
+FIXED = {
+    "use_dist_checkpointing": (False, _NO_PICKLES),
+    "dist_checkpointing_path": (None, _NO_PICKLES),
+    "dist_checkpointing_prefix": ("", _NO_PICKLES),
+    "override_ddp_config": ({}, "gradients are summed in fp32, and divided by use_distributed_optimizer alone"),
+    "override_mcore_model_config": (
+        {},
+        "the model is built as its Hugging Face config says; see model.override_config",
+    ),
 }
-"""Keys that must keep their defaults in this version."""
+"""Keys that keep their defaults, and why."""
 
 
 @section
@@ -70,18 +77,18 @@ class McoreEngineConfig(BaseConfig):
     optimizer_offload: bool = setting(False)
     """Keep the optimizer state and its fp32 weights in host memory while the model is idle."""
     use_dist_checkpointing: bool = setting(False)
-    """Read megatron-core's own checkpoints; not yet: models come from Hugging Face folders."""
+    """Must stay false: models are read from Hugging Face folders, as megatron-core's checkpoints hold a pickle."""
     dist_checkpointing_path: str | None = setting(None, path=True)
-    """Where such a checkpoint lies; not yet, leave it null."""
+    """Where such a checkpoint would lie; must stay null."""
     dist_checkpointing_prefix: str = setting("")
-    """Prefix of its names; not yet, leave it empty."""
+    """Prefix of its names; must stay empty."""
     override_ddp_config: dict[str, Any] = setting(factory=dict)
-    """Values for megatron-core's data-parallel config; not yet, leave it empty."""
+    """Values for megatron-core's data-parallel config; must stay empty: `use_distributed_optimizer` decides."""
     override_transformer_config: dict[str, Any] = setting(factory=dict)
     """Values for megatron-core's model config: those of recomputation (`recompute_granularity` ...), which replace
     `enable_gradient_checkpointing`."""
     override_mcore_model_config: dict[str, Any] = setting(factory=dict)
-    """Values for the model; not yet, leave it empty."""
+    """Values for the model; must stay empty, as its Hugging Face config and `model.override_config` decide."""
     use_mbridge: bool = setting(True)
     """Read and write Hugging Face folders; always so, by a table of names, so this key changes nothing."""
     vanilla_mbridge: bool = setting(True)
@@ -96,10 +103,10 @@ class McoreEngineConfig(BaseConfig):
     """Format of weights and computation; the optimizer keeps a copy of bfloat16 weights in fp32."""
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """What is not built, and formats that cannot be trained."""
-        for name, default in NOT_BUILT.items():
+        """Keys that are fixed, and formats that cannot be trained."""
+        for name, (default, why) in FIXED.items():
             if (value := getattr(self, name)) != default:
-                yield Problem(f"{path}.{name}", value, "this is not in strategy=megatron yet", f"{default}")
+                yield Problem(f"{path}.{name}", value, why, f"{default!r}")
         if unknown := sorted(self.override_transformer_config.keys() - set(RECOMPUTE)):
             wrong = f"{', '.join(unknown)} cannot be set: the model is built as its Hugging Face config says"
             yield Problem(

@@ -79,8 +79,8 @@ def test_experts_must_be_there_and_their_ranks_divide_all(run: Run, tmp_path):
     assert "8 ranks share the experts, which does not divide 4 ranks" in run.refusal(four)
 
 
-def test_what_is_not_built_is_refused(run: Run):
-    assert "this is not in strategy=megatron yet" in run.refusal({f"{ACTOR}.megatron.use_dist_checkpointing": True})
+def test_what_is_refused(run: Run):
+    assert "from which reading runs code" in run.refusal({f"{ACTOR}.megatron.use_dist_checkpointing": True})
     message = run.refusal({f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": 2})
     assert "there is no pipeline to interleave with pipeline_model_parallel_size=1" in message
     override = {"recompute_granularity": "full", "num_layers": 3}
