@@ -44,7 +44,7 @@ def test_stored_bytes_by_hand():
 
 
 def test_megatron_divides_weights_by_layout_and_state_by_copies():
-    held = model(tensor=2, pipeline=2, copies=4, stored_bytes=2, is_gathered=False, is_megatron=True)
+    held = model(tensor=2, pipeline=2, replicas=4, stored_bytes=2, is_gathered=False, is_megatron=True)
     assert held.weights == ALL * 2 / 4
     assert held.gradients == ALL * 4 / 4
     assert held.optimizer == ALL * 12 / 4 / 4
@@ -89,3 +89,20 @@ def test_ranks_that_share_a_sequence_share_its_activations():
     )
     assert two["activations"] == one["activations"] / 2
     assert two["gathered"] == one["gathered"]
+
+
+def test_ranks_that_share_experts_hold_a_part_of_them():
+    # 4 experts of 3 · 64 · 128 in each of 2 layers over 2 ranks of 8, which are 4 copies of 2 tensor-parallel ranks.
+    fields = {
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    shape = ModelShape.of(fields, "config.json")
+    experts, total = 2 * 4 * 3 * 64 * 128, shape.parameters()
+    layout = {"tensor": 2, "replicas": 4, "stored_bytes": 2, "is_gathered": False, "is_megatron": True}
+    for more, ranks in (({}, 2), ({"expert": 2}, 4), ({"expert": 2, "expert_tensor": 1}, 2)):
+        held = ModelMemory(shape=shape, layout=RankLayout(**layout, **more), trained=total)
+        part = (total - experts) / 2 + experts / ranks
+        assert held.weights == pytest.approx(part * 2)
+        assert held.gradients == pytest.approx(part * 4)
+        assert held.optimizer == pytest.approx(((total - experts) / 2 / 4 + experts / 8) * 12)  # 8 ranks hold all once

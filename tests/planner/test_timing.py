@@ -1,5 +1,8 @@
 """Seconds of passes and of generation: by hand, and against published runs."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from verl.planner.hardware import Cluster, gpu_named
@@ -22,6 +25,11 @@ def cluster(gpus, mfu, name="a100"):
     return Cluster(gpu=gpu_named(name), gpus=gpus, gpus_per_node=8, memory_gb=80, mfu=mfu)
 
 
+def without_network(there):
+    """The same cluster, whose exchanges take no time."""
+    return replace(there, gpu=replace(there.gpu, link_bytes_per_s=math.inf), network_bytes_per_s=math.inf)
+
+
 # arXiv:2205.05198, table 5: seconds per iteration and model FLOP utilisation, rows of 2048 tokens on A100. Its FLOPs
 # count all pairs of tokens and ours those that causal attention looks at, 1 to 3 % less.
 @pytest.mark.parametrize(
@@ -29,9 +37,12 @@ def cluster(gpus, mfu, name="a100"):
     [(gpt(48, 6144, 64), 8, 4, 0.415, 1.10), (gpt(96, 12288, 96), 64, 64, 0.514, 13.75)],
 )
 def test_seconds_of_published_iterations_follow_from_their_utilisation(shape, gpus, batch, mfu, seconds):
-    layout = RankLayout(tensor=8, pipeline=gpus // 8, is_megatron=True, is_gathered=False, stored_bytes=2)
+    stages = gpus // 8
+    layout = RankLayout(tensor=8, pipeline=stages, is_megatron=True, is_gathered=False, stored_bytes=2)
     held = ModelMemory(shape=shape, layout=layout, trained=shape.parameters(), checkpoints=False)
-    found = pass_seconds(held, cluster(gpus, mfu), Work(batch, 0, 2048), 2048, trains=True)
+    # Their utilisation contains what ranks wait for each other, so it is left out here.
+    found = pass_seconds(held, without_network(cluster(gpus, mfu)), Work(batch, 0, 2048), 2048, trains=True)
+    found /= 1 + (stages - 1) / batch
     assert found == pytest.approx(seconds, rel=0.035)
     assert found < seconds
 
@@ -41,7 +52,7 @@ def test_checkpointing_adds_a_forward_pass():
     times = [
         pass_seconds(
             ModelMemory(shape=gpt(2, 64, 4), layout=layout, trained=1, checkpoints=on),
-            cluster(8, 0.5),
+            without_network(cluster(8, 0.5)),
             Work(4, 8, 8),
             16,
             trains=True,
@@ -49,6 +60,53 @@ def test_checkpointing_adds_a_forward_pass():
         for on in (False, True)
     ]
     assert times[1] / times[0] == pytest.approx(4 / 3)
+
+
+def megatron(shape, **layout):
+    sizes = {"is_megatron": True, "is_gathered": False, "stored_bytes": 2, **layout}
+    return ModelMemory(shape=shape, layout=RankLayout(**sizes), trained=shape.parameters(), checkpoints=False)
+
+
+@pytest.mark.parametrize(("pieces", "updates", "waits"), [(1, 1, 3 / 8), (3, 1, 1 / 8), (1, 2, 3 / 4)])
+def test_stages_wait_for_each_other(pieces, updates, waits):
+    # 4 stages; 8 passes of 16 tokens, in one update or two: 3/8 or 3/4 of the computation.
+    held = megatron(gpt(12, 64, 4), pipeline=4, pieces=pieces)
+    alone = megatron(gpt(12, 64, 4))
+    there, work = without_network(cluster(4, 0.5)), Work(8, 8, 8)
+    found = pass_seconds(held, there, work, 16, trains=True, updates=updates)
+    assert found == pytest.approx(pass_seconds(alone, there, work, 16, trains=True) / 4 * (1 + waits))
+
+
+def test_exchanges_of_megatron_by_hand():
+    # 32 tokens, hidden 64 in bf16, 2 layers, 300 GB/s; queries, keys, values and outputs are 64 wide each.
+    shape, work, there = gpt(2, 64, 4), Work(2, 8, 8), cluster(8, 0.5)
+
+    def exchanging(trains, **layout):
+        held = megatron(shape, **layout)
+        computing = pass_seconds(held, without_network(there), work, 16, trains)
+        return (pass_seconds(held, there, work, 16, trains) - computing) * 300e9
+
+    # tensor: two sums in each layer, each of which sends 2 · 3/4 of 128 bytes
+    assert exchanging(False, tensor=4) == pytest.approx(32 * 2 * 2 * 2 * 128 * 3 / 4)
+    assert exchanging(True, tensor=4) == pytest.approx(2 * exchanging(False, tensor=4))
+    # context: half of the tokens on each rank, and half of 4 · 128 bytes to the other
+    assert exchanging(False, sequence=2) == pytest.approx(16 * 2 * 4 * 128 / 2)
+    # pipeline: the hidden states go to the next stage
+    assert exchanging(False, pipeline=2) == pytest.approx(32 * 128)
+    # copies: 3/4 of the gradients in fp32 and of the weights in bf16 once in an update
+    assert exchanging(True, replicas=4) == pytest.approx(shape.parameters() * (4 + 2) * 3 / 4)
+
+
+def test_experts_exchange_tokens_by_hand():
+    # Each of 2 layers sends a token of 128 bytes to 2 experts and back, of which half are on the other rank.
+    fields = {
+        "model_type": "mixtral", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "vocab_size": 100, "num_local_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+    held = megatron(ModelShape.of(fields, "config.json"), expert=2, replicas=2)
+    there, work = cluster(2, 0.5), Work(2, 8, 8)
+    with_it, without = (pass_seconds(held, c, work, 16, trains=False) for c in (there, without_network(there)))
+    assert (with_it - without) * 300e9 == pytest.approx(32 * 2 * 2 * 2 * 128 / 2)
 
 
 def test_small_micro_batches_wait_for_the_network():

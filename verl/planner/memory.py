@@ -43,8 +43,16 @@ class RankLayout:
     """Ranks that share each weight matrix (Megatron)."""
     pipeline: int = 1
     """Ranks that share the layers (Megatron)."""
-    copies: int = 1
-    """Ranks over which Megatron divides the optimizer state."""
+    pieces: int = 1
+    """Pieces of the model on each of them, in turn."""
+    expert: int = 1
+    """Ranks that share the experts of a layer (Megatron)."""
+    expert_tensor: int | None = None
+    """Ranks that share the matrices of each expert; None is as many as share the other matrices."""
+    replicas: int = 1
+    """Ranks that hold the same part of the model (Megatron)."""
+    divides_optimizer: bool = True
+    """Whether they divide its optimizer state."""
     sequence: int = 1
     """Ranks that share each sequence (Ulysses)."""
     stored_bytes: int = 4
@@ -61,6 +69,16 @@ class RankLayout:
     def ranks_per_model(self) -> int:
         """Ranks that compute the same rows."""
         return self.sequence * self.tensor * self.pipeline
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold the experts of one layer together."""
+        return self.expert * (self.tensor if self.expert_tensor is None else self.expert_tensor)
+
+    @property
+    def expert_replicas(self) -> float:
+        """Ranks that hold the same part of the experts."""
+        return self.replicas * self.tensor / self.expert_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,23 +101,29 @@ class ModelMemory:
 
     # ---- what lies in memory between passes
 
-    @property
-    def _model_ranks(self) -> int:
-        return self.layout.tensor * self.layout.pipeline
+    def _part(self, parameters: float, is_divided_further: bool = False) -> float:
+        """Return how many of all ``parameters`` of the model are on one rank; experts are divided otherwise.
+
+        With ``is_divided_further`` the ranks with equal parts divide them.
+        """
+        lay, all_of_them = self.layout, self.shape.parameters(self.outputs)
+        experts = parameters * self.shape.expert_parameters / all_of_them
+        others, own = (lay.replicas, lay.expert_replicas) if is_divided_further else (1, 1)
+        return ((parameters - experts) / lay.tensor / others + experts / lay.expert_ranks / own) / lay.pipeline
 
     @property
     def weights(self) -> float:
         """Bytes of the stored weights."""
         lay = self.layout
-        stored = self.shape.parameters(self.outputs) * lay.stored_bytes + self.adapters * 4
-        return stored / lay.shards / self._model_ranks
+        stored = self._part(self.shape.parameters(self.outputs)) * lay.stored_bytes + self.adapters * 4
+        return stored / lay.shards
 
     @property
     def gradients(self) -> float:
         """Bytes of the gradients between backward pass and optimizer step."""
         lay = self.layout
         size = 4 if lay.is_megatron or self.adapters else lay.stored_bytes
-        return self.trained * size / lay.shards / self._model_ranks
+        return self._part(self.trained) * size / lay.shards
 
     @property
     def optimizer(self) -> float:
@@ -107,7 +131,7 @@ class ModelMemory:
         lay = self.layout
         if lay.is_megatron:
             per_parameter = 4 * _ADAM_MOMENTS + (4 if lay.stored_bytes < 4 else 0)
-            return self.trained * per_parameter / self._model_ranks / lay.copies
+            return self._part(self.trained, lay.divides_optimizer) * per_parameter
         size = 4 if self.adapters else lay.stored_bytes
         return self.trained * size * _ADAM_MOMENTS / lay.shards
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -306,7 +307,8 @@ class Plan:
             size, prompts = shown * lay.sequence, expected.prompts_per_row_within(shown * lay.sequence)
         # No fewer than the rank's own part of the rows has.
         work = replace(work, prompts_per_row=max(prompts, expected.prompts_per_row(rows)))
-        seconds = epochs * pass_seconds(memory, self.cluster, work, size, trains)
+        updates = math.ceil(work.rows / rows) if trains else 1
+        seconds = epochs * pass_seconds(memory, self.cluster, work, size, trains, updates)
         full = f"{key}_max_token_len_per_gpu" if tokens is not None else f"{key}_micro_batch_size_per_gpu"
         return Stage(name, parts(min(shown, max(least, most))), seconds, full, count, largest)
 
@@ -371,17 +373,16 @@ def layout_of(placement: FSDPEngineConfig | McoreEngineConfig, ranks: int, has_a
                 f"megatron.tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline}: their "
                 f"product does not divide the {ranks} GPUs of the plan."
             )
-        if placement.expert_model_parallel_size > 1:
-            raise ConfigError(
-                f"megatron.expert_model_parallel_size={placement.expert_model_parallel_size}: experts that ranks share "
-                "are not planned for. Plan with 1."
-            )
         size = BYTES[placement.dtype]
         return RankLayout(
             sequence=placement.context_parallel_size,
             tensor=tensor,
             pipeline=pipeline,
-            copies=ranks // tensor // pipeline if placement.use_distributed_optimizer else 1,
+            pieces=placement.virtual_pipeline_model_parallel_size or 1,
+            expert=placement.expert_model_parallel_size,
+            expert_tensor=placement.expert_tensor_parallel_size,
+            replicas=ranks // tensor // pipeline,
+            divides_optimizer=placement.use_distributed_optimizer,
             stored_bytes=size,
             compute_bytes=size,
             is_gathered=False,

@@ -157,6 +157,12 @@ class ModelShape:
         return found
 
     @property
+    def expert_parameters(self) -> int:
+        """Parameters of all experts, without their routers."""
+        sizes = (size for name, size in self.linear_sizes.items() if name.startswith("experts."))
+        return sum(inputs * outputs * count for inputs, outputs, count in sizes)
+
+    @property
     def layer_parameters(self) -> float:
         """Parameters of a decoder layer, on average."""
         h = self.hidden

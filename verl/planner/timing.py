@@ -1,8 +1,10 @@
 """Seconds of generation and of passes, from FLOPs and bytes.
 
 A pass takes its useful FLOPs over what the ranks reach of their peak; gradient checkpointing adds one forward pass.
-FSDP's collectives run meanwhile: a pass takes as long as the slower of both. A decoding step reads the weights and all
-keys and values once, and takes as long as the slower of reading and computing. What is not counted: reward functions,
+FSDP's collectives run meanwhile: a pass takes as long as the slower of both. The time of Megatron's is added, and the
+stages of a pipeline wait (p - 1)/(v·m) of the computation for each other (arXiv:2104.04473, section 2.2), with p stages
+of v pieces and m micro-batches in an optimizer step. A decoding step reads the weights and all keys and values once,
+and takes as long as the slower of reading and computing. What is not counted: reward functions,
 the driver, the start of kernels, sequences that end at different times.
 """
 
@@ -33,8 +35,13 @@ class Work:
         return self.rows * (self.prompt * self.prompts_per_row + self.response)
 
 
-def pass_seconds(model: ModelMemory, cluster: Cluster, work: Work, micro_batch_tokens: float, trains: bool) -> float:
-    """Seconds of a pass over all rows, of which ``micro_batch_tokens`` go through the model at a time."""
+def pass_seconds(
+    model: ModelMemory, cluster: Cluster, work: Work, micro_batch_tokens: float, trains: bool, updates: int = 1
+) -> float:
+    """Seconds of a pass over all rows, of which ``micro_batch_tokens`` go through the model at a time.
+
+    ``updates`` is the number of optimizer steps among which the rows are divided.
+    """
     lay = model.layout
     counter = model.shape.flops(model.outputs, is_frozen=model.adapters > 0)
     length = work.prompt + work.response
@@ -46,7 +53,12 @@ def pass_seconds(model: ModelMemory, cluster: Cluster, work: Work, micro_batch_t
     if trains and model.checkpoints:
         flops += forward
     computing = work.rows * flops / lay.ranks_per_model / cluster.flops
-    if lay.is_megatron or lay.shards == 1:
+    if lay.is_megatron:
+        waiting = (lay.pipeline - 1) / lay.pieces / math.ceil(work.tokens / updates / micro_batch_tokens)
+        passes = 1 + trains * (1 + model.checkpoints)
+        exchanging = passes * work.tokens * _seconds_per_token(model, cluster)
+        return computing * (1 + waiting) + exchanging + (updates * _sum_of_gradients(model, cluster) if trains else 0)
+    if lay.shards == 1:
         return computing
     count = math.ceil(work.tokens / micro_batch_tokens)
     size = model.shape.parameters(model.outputs)
@@ -55,6 +67,36 @@ def pass_seconds(model: ModelMemory, cluster: Cluster, work: Work, micro_batch_t
     per_pass = size * lay.compute_bytes * gathers + (size * 4 if trains and model.trained else 0)
     exchanging = count * per_pass * others / cluster.exchange_bytes_per_s(lay.shards)
     return max(computing, exchanging)
+
+
+def _seconds_per_token(model: ModelMemory, cluster: Cluster) -> float:
+    """Seconds in which a rank of Megatron exchanges what a forward pass over one token needs of others.
+
+    In each layer tensor-parallel ranks add up twice, which sends (t - 1)/t of the hidden states two times; ranks that
+    share a sequence exchange queries, keys, values and outputs; those that share experts send each token to the experts
+    chosen for it, and back. A backward pass exchanges as much.
+    """
+    s, lay, b = model.shape, model.layout, model.layout.compute_bytes
+    hidden = s.hidden * b
+    sums = 2 * 2 * hidden * (lay.tensor - 1) / lay.tensor
+    heads = (2 * s.attention_width + 2 * s.kv_width) * b / lay.tensor * (lay.sequence - 1) / lay.sequence
+    sparse = 1 - s.dense_layers / s.layers
+    routed = 2 * sparse * s.active_experts * hidden / lay.tensor * (lay.expert - 1) / lay.expert
+    of_layer = (
+        sums / cluster.exchange_bytes_per_s(lay.tensor)
+        + heads / cluster.exchange_bytes_per_s(lay.tensor * lay.sequence)
+        + routed / cluster.exchange_bytes_per_s(lay.tensor * lay.expert)
+    )
+    between = hidden / lay.tensor * lay.pieces if lay.pipeline > 1 else 0
+    per_token = of_layer * s.layers / lay.pipeline + between / cluster.exchange_bytes_per_s(lay.ranks_per_model)
+    return per_token / lay.sequence
+
+
+def _sum_of_gradients(model: ModelMemory, cluster: Cluster) -> float:
+    """Seconds in which ranks with equal parts of the model add their gradients, in fp32, and fetch new weights."""
+    lay = model.layout
+    others = (lay.replicas - 1) / lay.replicas
+    return others * (model.gradients + model.weights) / cluster.exchange_bytes_per_s(cluster.gpus)
 
 
 def generation_seconds(
