@@ -132,6 +132,9 @@ def test_stop_texts_and_lengths(served: Served):
     assert stopped.choices[0].finish_reason == "stop"
 
 
+TOOL = {"type": "function", "function": {"name": "double"}}
+
+
 @pytest.mark.parametrize(
     "call, status, said",
     [
@@ -140,6 +143,7 @@ def test_stop_texts_and_lengths(served: Served):
         (user("x", extra_body={"top_k": -7}), 400, "top_k"),
         (user("x", extra_body={"chat_template_kwargs": {"tokenize": False}}), 400, "chat_template_kwargs"),
         (user("x", n=0), 400, "n:"),
+        (user("x", tools=[TOOL], tool_choice="required"), 400, "a judge calls no tools"),
         (user([{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]), 400, "judge reads texts"),
     ],
 )

@@ -38,6 +38,7 @@ from verl.vision.messages import is_image_part, without_images
 from verl.vision.prompts import ImagePrompts
 
 PLACE = "the conversation"
+OPENING = "opening"
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Turn:
     """A part of the response: positions ``start`` to ``stop`` (exclusive), and whose it is.
 
     ``assistant`` is what the policy drew. Otherwise the role of the first message that was added; template text around
-    it and the header of the next turn belong to it. ``history`` is what a template wrote anew.
+    it and the header of the next turn belong to it. ``history`` is what a template wrote anew, ``opening`` the
+    beginning of a call that a program forced.
     """
 
     role: str
@@ -219,6 +221,15 @@ class Conversation:
         self.written.add("assistant", token_ids, 1, log_probs)
         self._drawn_last = True
 
+    def open_turn(self, text: str) -> None:
+        """Write the beginning of the policy's turn, which goes on with what it draws.
+
+        Args:
+            text: control tokens in it are tokens.
+        """
+        ids = self.template.control.encode(text, after_token=True)
+        self.written.add(OPENING, ids, 0, [0.0] * len(ids))
+
     def add_messages(self, messages: list[Message], max_tokens: int | None = None, keep: Side = "middle") -> bool:
         """Append messages of others and the header of the next turn of the policy.
 
@@ -316,7 +327,8 @@ class Conversation:
         except DataError as error:
             yield Difference(REFUSED, " ".join(message["role"] for message in self.messages), str(error))
             return
-        ids, mask = self._without_repeats(self.ids, [0] * len(self.prompt_ids) + self.response_mask)
+        of_policy = [turn.role in ("assistant", OPENING) for turn in self.turns for _ in range(turn.start, turn.stop)]
+        ids, mask = self._without_repeats(self.ids, [0] * len(self.prompt_ids) + list(map(int, of_policy)))
         yield from differences(
             ids,
             mask,

@@ -199,6 +199,10 @@ class JudgeBackend:
         counts, self._counts = self._counts, dict.fromkeys(COUNTED, 0.0)
         return {f"judge/{name}": count for name, count in counts.items()}
 
+    @property
+    def responses(self) -> None:
+        """See :class:`verl.agents.endpoint.calls.ModelBackend`: a judge answers for a whole run, and keeps none."""
+
     async def answer(self, call: ModelCall, stream: AnswerStream | None = None) -> list[ModelAnswer]:
         """See :class:`verl.agents.endpoint.calls.ModelBackend`. A verdict is short, so it comes at once."""
         counts = self._counts
@@ -215,6 +219,9 @@ class JudgeBackend:
     async def _answer(self, call: ModelCall) -> list[ModelAnswer]:
         if self._engine is None:
             raise CallRefusedError(ASLEEP, status=503)
+        if call.must_call:
+            message = "tool_choice: a judge calls no tools. Leave it out."
+            raise CallRefusedError(message, param="tool_choice", code="unsupported_parameter")
         refuse_unmet(call, OF_JUDGES, "Leave it out.")
         seed = call.extra.get("seed")
         engine = self._engine if seed is None else self._model(f"seed {seed}")

@@ -66,12 +66,17 @@ def serve(endpoint):
 
         def begin(script: Callable[[str], str | None], **settings: Any) -> Trajectory:
             ours = {name: settings.pop(name) for name in ("ignored", "max_turns") if name in settings}
-            engine = ScriptedEngine(TOKENIZER, script)
+            family, parser = settings.pop("family", "chatml"), settings.pop("format", "hermes")
+            tokenizer, template = TOKENIZER, TEMPLATE
+            if family != "chatml":
+                tokenizer = chat_tokenizer(family)
+                template = ChatTemplate(tokenizer)
+            engine = ScriptedEngine(tokenizer, script)
             policy = scripted_policy(engine, **settings)
             lengths = {"prompt_length": policy._config.prompt_length, "response_length": policy._config.response_length}
             recorder = TrajectoryRecorder(
                 policy,
-                RecorderSettings(template=TEMPLATE, parser=get_tool_parser("hermes", TOKENIZER), **lengths, **ours),
+                RecorderSettings(template=template, parser=get_tool_parser(parser, tokenizer), **lengths, **ours),
             )
             return Trajectory(stack.enter_context(endpoint.access(recorder)), recorder, policy, engine)
 

@@ -117,7 +117,9 @@ SMALL = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
         ({"temperature": 0.2}, "temperature"),
         ({"seed": 3}, "seed"),
         ({"n": 0}, "n"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "treble"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": {}}}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [{"role": "tool", "content": "42"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I"}]}, "messages"),
@@ -133,7 +135,6 @@ SMALL = {"type": "image_url", "image_url": {"url": URL, "detail": "low"}}
         ({"max_tokens": 2.5}, "max_tokens"),
         ({"max_tokens": 3, "max_completion_tokens": 9}, "max_tokens"),
         ({"logit_bias": {"5": 10}}, "logit_bias"),
-        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"extra_body": {"guided_json": {}}}, "guided_json"),
     ],
 )
@@ -146,11 +147,11 @@ def test_what_is_not_kept_is_refused_by_its_name(serve, client, wrong, named):
 
 
 def test_parameters_that_the_agent_ignores_are_counted(serve, client):
-    trajectory = serve(calculates, ignored=("temperature", "tool_choice"))
+    trajectory = serve(calculates, ignored=("temperature", "seed"))
     hi = [{"role": "user", "content": "Hi"}]
-    reply = ask(client(trajectory), hi, temperature=0.2, tools=TOOLS, tool_choice="required", user="me", top_p=1)
+    reply = ask(client(trajectory), hi, temperature=0.2, tools=TOOLS, seed=3, user="me", top_p=1)
     assert reply.choices[0].message.tool_calls
-    assert trajectory.recorder.ignored == {"temperature": 1, "tool_choice": 1}
+    assert trajectory.recorder.ignored == {"temperature": 1, "seed": 1}
 
 
 def test_what_a_kit_may_send_along(serve, client):

@@ -120,13 +120,52 @@ def test_responses_with_a_tool(gpt, trajectory, is_streamed):
         "Let",
     )
     for named, wrong in (
-        ("previous_response_id", {"previous_response_id": first.id}),
+        ("previous_response_id", {"previous_response_id": "resp_of_another"}),
         ("text", {"text": {"format": {"type": "json_schema", "name": "a", "schema": {}}}}),
         ("reasoning", {"reasoning": {"effort": "high"}}),
     ):
         with pytest.raises(openai.BadRequestError) as refused:
             gpt.responses.create(model="policy", input="Hi", **wrong)
         assert refused.value.param == named
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_response_that_follows_an_earlier_one_continues_its_sequence(gpt, trajectory, is_streamed):
+    tools = [{"type": "function", "name": "double", "parameters": SCHEMA}]
+
+    def ask(**asked):
+        asked |= {"model": "policy", "tools": tools}
+        if not is_streamed:
+            return gpt.responses.create(**asked)
+        with gpt.responses.stream(**asked) as stream:
+            stream.until_done()
+            return stream.get_final_response()
+
+    first = ask(input="2*21?", instructions="Be brief.")
+    result = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "42"}
+    second = ask(input=[result], instructions="Be brief.", previous_response_id=first.id)
+    assert (second.output_text, second.previous_response_id) == ("It is 42.", first.id)
+    third = ask(input="And 2*21?", instructions="Be brief.", previous_response_id=second.id)
+    assert [drawn for _, drawn in trajectory.texts()] == [[*DRAWN, DRAWN[0]]]
+    fork = ask(input=[result], instructions="Be brief.", previous_response_id=first.id)
+    assert [drawn for _, drawn in trajectory.texts()] == [[*DRAWN, DRAWN[0]], DRAWN[1:]]
+    # As at OpenAI, instructions hold for one response. So this is another conversation.
+    ask(input="And 2*21?", previous_response_id=fork.id)
+    prompt, drawn = trajectory.texts()[-1]
+    assert ("Be brief." in prompt, "<tool_response>\n42" in prompt, drawn) == (False, True, DRAWN[:1])
+    assert third.usage.input_tokens == len(trajectory.engine.requests[2].prompt_ids)
+
+
+def test_a_response_that_is_not_stored_or_of_another_trajectory_cannot_be_followed(serve, gpt, trajectory):
+    other = serve(calculates)
+    with openai.OpenAI(base_url=other.access.base_url, api_key=other.access.api_key) as client:
+        of_other = client.responses.create(model="policy", input="Hi").id
+    asked = len(trajectory.engine.requests)
+    for id in (of_other, gpt.responses.create(model="policy", input="Hi", store=False).id):
+        with pytest.raises(openai.BadRequestError, match=f"no response '{id}' is kept here") as refused:
+            gpt.responses.create(model="policy", input="Hi", previous_response_id=id)
+        assert (refused.value.param, refused.value.code) == ("previous_response_id", "previous_response_not_found")
+    assert len(trajectory.engine.requests) == asked + 1
 
 
 def test_completions_of_raw_prompts(serve):

@@ -388,6 +388,39 @@ def test_calls_in_the_tokens_of_a_chat_template(family: str):
     assert [(one.name, json.loads(one.arguments)) for one in parsed.calls] == [("search", arguments)]
 
 
+# The template of gpt-oss writes the address of a call before the channel, where the model draws it after that.
+@pytest.mark.parametrize("family", [family for family in WRITTEN_BY_TEMPLATES if family != "gpt_oss"])
+def test_a_forced_call_begins_as_the_template_writes_it(family: str):
+    tokenizer = chat_tokenizer(family)
+    calls = [{"id": "call00000", "type": "function", "function": {"name": "search", "arguments": {"k": 3}}}]
+    asked = [{"role": "user", "content": "Hi"}]
+    prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    turn = {"role": "assistant", "content": "", "tool_calls": calls}
+    written = tokenizer.apply_chat_template([*asked, turn], tokenize=False).removeprefix(prompt)
+    parser = get_tool_parser(WRITTEN_BY_TEMPLATES[family], tokenizer)
+    for names in (["search"], ["search", "find"]):
+        opening = parser.opening(names)
+        assert opening is not None
+        assert written.rpartition("</think>\n\n")[2].startswith(opening)
+        assert ("search" in opening) == (len(names) == 1)
+
+
+@pytest.mark.parametrize("format_", [name for name in FORMATS if not name.startswith("deepseek")])
+def test_what_goes_on_from_the_beginning_of_a_forced_call_is_a_call(tokenizer, format_: str):
+    name, render, *_ = FORMATS[format_]
+    parser = get_tool_parser(name, tokenizer)
+    if format_ == "mistral, list":  # of a tokenizer without the token [ARGS]
+        parser = get_tool_parser(name, tiny_tokenizer("bpe"))
+    call = ("search", {"k_a": 3})
+    for names in (["search"], ["search", "find"]):
+        opening = parser.opening(names)
+        assert opening is not None
+        text = render("", [call])
+        parsed = parse(tokenizer, name, opening + text[text.index(opening) + len(opening) :], schemas([call]))
+        assert (parsed.malformed, parsed.content) == ([], "")
+        assert [(one.name, json.loads(one.arguments)) for one in parsed.calls] == [call]
+
+
 def test_texts_for_loops_that_write_gpt_oss_themselves():
     answer = format_gpt_oss_tool_response_manually("21 C", "weather")
     assert add_generation_prompt_for_gpt_oss(answer) == (

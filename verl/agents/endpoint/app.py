@@ -139,8 +139,9 @@ async def _completions(backend: ModelBackend, body: Mapping[str, Any]) -> Respon
 
 
 async def _responses(backend: ModelBackend, body: Mapping[str, Any]) -> Response:
-    asked = responses.read(body)
-    return await _answered(backend, asked, responses.ResponsesReply(asked, backend.tokenizer), OPENAI)
+    asked = responses.read(body, backend.responses)
+    reply = responses.ResponsesReply(asked, backend.tokenizer, backend.responses)
+    return await _answered(backend, asked, reply, OPENAI)
 
 
 async def _messages(backend: ModelBackend, body: Mapping[str, Any]) -> Response:

@@ -73,6 +73,10 @@ class ModelCall:
     """Descriptions of the tools, as ``chat/completions`` takes them."""
     calls_tools: bool = True
     """False: tool calls are not looked for in the answer."""
+    must_call: tuple[str, ...] = ()
+    """Names of tools of which the answer has to call one; empty: it may call any or none."""
+    one_call: bool = False
+    """The answer ends with its first tool call."""
     n: int = 1
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
@@ -133,6 +137,11 @@ class ModelBackend(Protocol):
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer, which gives the texts of tokens."""
+        ...
+
+    @property
+    def responses(self) -> dict[str, list[Message]] | None:
+        """The conversation that ended with each answer to ``/v1/responses``, by its id; None: they are not kept."""
         ...
 
     async def answer(self, call: ModelCall, stream: AnswerStream | None = None) -> list[ModelAnswer]:

@@ -23,14 +23,16 @@ from openai.types.chat.chat_completion_message_function_tool_call import Functio
 from pydantic import BaseModel, Field, StrictBool, StrictInt
 
 from verl.agents.endpoint.calls import ModelAnswer, ModelCall
-from verl.agents.endpoint.requests import CallBody, checked_messages, read_body, unmet_detail, unmet_names
-from verl.vision.messages import without_images
-
-FORCED_CALL = (
-    "asks that the model be forced to call a tool, which the endpoint does not do: it would draw other tokens than the "
-    "policy's."
+from verl.agents.endpoint.requests import (
+    CallBody,
+    checked_messages,
+    forced_by,
+    read_body,
+    unmet_choice,
+    unmet_detail,
+    unmet_names,
 )
-
+from verl.vision.messages import without_images
 
 Event = tuple[str | None, BaseModel | Mapping[str, Any]]
 """An event of a stream: its name, if it has one, and its data."""
@@ -66,6 +68,7 @@ class ChatBody(CallBody):
     messages: list[Any] = Field(min_length=1)
     tools: list[ChatTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = None
     n: StrictInt | None = Field(None, ge=1, le=128)
     max_tokens: StrictInt | None = Field(None, ge=1)
     max_completion_tokens: StrictInt | None = Field(None, ge=1)
@@ -75,8 +78,8 @@ class ChatBody(CallBody):
 
     def unmet(self) -> dict[str, str]:
         """See :meth:`CallBody.unmet`."""
-        forced = {} if self.tool_choice in (None, "auto", "none") else {"tool_choice": FORCED_CALL}
-        unmet = super().unmet() | forced | unmet_detail(_details(self.messages)) | unmet_names(self.messages)
+        unmet = super().unmet() | unmet_choice(self.tool_choice)
+        unmet |= unmet_detail(_details(self.messages)) | unmet_names(self.messages)
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             unmet["max_tokens"] = f"{self.max_tokens} is not max_completion_tokens={self.max_completion_tokens}."
@@ -89,6 +92,8 @@ class ChatBody(CallBody):
             messages=checked_messages(self.messages, "messages"),
             tools=[tool.described() for tool in self.tools or ()] or None,
             calls_tools=self.tool_choice != "none",
+            must_call=forced_by(self.tool_choice, [tool.function.name for tool in self.tools or ()]),
+            one_call=self.parallel_tool_calls is False,
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             stop=stop_texts(self.stop),

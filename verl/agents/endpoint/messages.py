@@ -11,8 +11,15 @@ from anthropic.types import Message as Reply
 from pydantic import BaseModel, Field, StrictInt
 
 from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
-from verl.agents.endpoint.chat import FORCED_CALL, NO_PARAMETERS, Event
-from verl.agents.endpoint.requests import CallBody, checked_messages, image_part, joined_parts, read_body
+from verl.agents.endpoint.chat import NO_PARAMETERS, Event
+from verl.agents.endpoint.requests import (
+    CallBody,
+    checked_messages,
+    image_part,
+    joined_parts,
+    read_body,
+    tools_to_call,
+)
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message
 from verl.vision.data_urls import data_url
@@ -38,6 +45,7 @@ class ToolChoice(BaseModel):
     """Whether tools are to be called."""
 
     type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
     disable_parallel_tool_use: bool = False
 
 
@@ -51,24 +59,19 @@ class MessagesBody(CallBody):
     max_tokens: StrictInt = Field(ge=1)
     stop_sequences: list[str] | None = None
 
-    def unmet(self) -> dict[str, str]:
-        """See :meth:`CallBody.unmet`."""
-        unmet, choice = super().unmet(), self.tool_choice
-        if choice is not None and choice.type in ("any", "tool"):
-            unmet["tool_choice"] = FORCED_CALL
-        elif choice is not None and choice.disable_parallel_tool_use:
-            unmet["tool_choice"] = "disable_parallel_tool_use=true is not kept: the policy calls as it will."
-        return unmet
-
     def call(self) -> ModelCall:
         """The call in no vendor's form."""
         system = [{"role": "system", "content": text}] if (text := _text_of(self.system, "system")) else []
         turns = [turn for number, message in enumerate(self.messages) for turn in _turns(message, number)]
+        choice, names = self.tool_choice or ToolChoice(type="auto"), [tool.name for tool in self.tools or ()]
+        forced = {"any": None, "tool": choice.name or ""}
         return ModelCall(
             model=self.model,
             messages=checked_messages([*system, *turns], "messages"),
             tools=[tool.described() for tool in self.tools or ()] or None,
-            calls_tools=self.tool_choice is None or self.tool_choice.type != "none",
+            calls_tools=choice.type != "none",
+            must_call=tools_to_call(names, forced[choice.type]) if choice.type in forced else (),
+            one_call=choice.disable_parallel_tool_use,
             max_tokens=self.max_tokens,
             stop=tuple(filter(None, self.stop_sequences or ())),
             sampling=self.sampling,

@@ -39,6 +39,7 @@ from verl.agents.endpoint.raw_text import RawText
 from verl.agents.endpoint.streamed_text import StreamedText, cut
 from verl.agents.loop import AgentLoopMetrics, AgentLoopOutput
 from verl.agents.parsers import FunctionCall, ToolParser
+from verl.agents.parsers.base import END_OF_THINK
 from verl.agents.servers import AsyncLLMServerManager, ContextFullError, TokenOutput
 from verl.base.import_utils import user_code
 from verl.config.agent import TrajectoryStatus
@@ -97,6 +98,10 @@ class _AnswerPlace:
     context: list[int]
     most: int
     """Tokens that the sequence may have."""
+    is_thinking: bool = False
+    """Whether the answer begins in a thinking block."""
+    opening: list[int] = field(default_factory=list)
+    """The beginning of a forced call, at the end of the context."""
 
 
 class TrajectoryRecorder:
@@ -116,6 +121,8 @@ class TrajectoryRecorder:
         self.tokenizer = settings.template.tokenizer
         self.status: TrajectoryStatus = "done"
         """``context_full`` or ``turns_used_up`` if the last call met this limit."""
+        self.responses: dict[str, list[Message]] = {}
+        """See :class:`verl.agents.endpoint.calls.ModelBackend`."""
         self.answers = 0
         """How many answers were drawn."""
         self.ignored: Counter[str] = Counter()
@@ -139,7 +146,8 @@ class TrajectoryRecorder:
             self.status = "context_full"
             raise ContextLengthError(len(place.context), place.most)
         max_tokens = min(room, call.max_tokens or room)
-        params = {"max_tokens": max_tokens, "stop": (*self._policy.sampling.stop, *call.stop)}
+        ends = (self._settings.parser.call_end,) if call.one_call and call.calls_tools and call.tools else ()
+        params = {"max_tokens": max_tokens, "stop": (*self._policy.sampling.stop, *call.stop, *filter(None, ends))}
         if stream is not None:
             stream.begin(len(place.context))
         texts = [self._text(call, place, stream, index) for index in range(call.n)]
@@ -200,7 +208,7 @@ class TrajectoryRecorder:
             for name, value in call.sampling.items()
             if value != getattr(own, name)
         }
-        call = replace(call, unmet={**call.unmet, **others})
+        call = replace(call, unmet={**call.unmet, **others, **_unmet_calls(call, settings.parser)})
         refuse_unmet(call, settings.ignored, settings.remedy)
         self.ignored.update(call.unmet.keys())
 
@@ -227,7 +235,21 @@ class TrajectoryRecorder:
                 sequence = _Sequence(agent, origin.number, conversation, origin.drawn[:turns])
         except (DataError, ConfigError) as error:
             raise CallRefusedError(str(error), param=call.param, code="invalid_value") from error
-        return self._place_in(sequence, origin, _digest(before, call.messages[known:]))
+        is_thinking = self._settings.parser.is_thinking_after(conversation.ids)
+        opening = self._open_call(conversation, call, is_thinking)
+        place = self._place_in(sequence, origin, _digest(before, call.messages[known:]))
+        return replace(place, is_thinking=is_thinking, opening=opening)
+
+    def _open_call(self, conversation: Conversation, call: ModelCall, is_thinking: bool) -> list[int]:
+        """Begin the turn with a call if the program forces one; return the tokens of that."""
+        control = self._settings.template.control
+        names = [control.guard(name, "prompt") for name in call.must_call]
+        opening = self._settings.parser.opening(names) if names else None
+        if opening is None:
+            return []
+        before = len(conversation.response_ids)
+        conversation.open_turn(f"\n{END_OF_THINK}\n\n{opening}" if is_thinking else opening)
+        return conversation.response_ids[before:]
 
     def _continued(self, prompt: str | list[int], agent: str) -> _AnswerPlace:
         """Find the sequence that a raw prompt continues, or begin one."""
@@ -275,12 +297,14 @@ class TrajectoryRecorder:
         """Return what sends the text of an answer while it is drawn, if the call streams."""
         if stream is None:
             return None
-        parser = self._settings.parser
         if call.prompt is None:
-            read = partial(parser.spoken, is_thinking=parser.is_thinking_after(place.context))
+            read = partial(self._spoken, place)
         else:
             read = partial(self.tokenizer.decode, skip_special_tokens=True)
         return StreamedText(read, call.stop, partial(stream.text, index))
+
+    def _spoken(self, place: _AnswerPlace, drawn: list[int]) -> str:
+        return self._settings.parser.spoken(place.opening + drawn, place.is_thinking)
 
     async def _drawn(self, place: _AnswerPlace, params: Mapping[str, Any], text: StreamedText | None) -> TokenOutput:
         conversation = place.sequence.conversation
@@ -313,7 +337,7 @@ class TrajectoryRecorder:
         content, calls = decoded(self.tokenizer, tokens, skip_special_tokens=True), []
         if call.prompt is None:
             with user_code("the tool parser"):
-                turn = await parser.parse(tokens, call.tools, parser.is_thinking_after(place.context))
+                turn = await parser.parse(place.opening + tokens, call.tools, place.is_thinking)
             if not turn.calls or (call.calls_tools and call.tools is not None):
                 content, calls = turn.content, _with_ids(turn.calls, place.context, tokens)
         shown, stop_text = cut(content, call.stop)
@@ -379,6 +403,18 @@ def agent_of(model: str) -> str:
     if model == MODEL:
         return MAIN
     return model.removeprefix(f"{MODEL}/") or MAIN
+
+
+def _unmet_calls(call: ModelCall, parser: ToolParser) -> dict[str, str]:
+    """What ``unmet`` says of wishes for tool calls that a parser cannot fulfil."""
+    format_, unmet = type(parser).__name__, {}
+    if call.must_call and parser.opening(call.must_call) is None:
+        unmet["tool_choice"] = f"a call cannot be forced, as the parser {format_} does not know how one begins."
+    if call.one_call and call.tools and parser.call_end is None:
+        unmet["parallel_tool_calls"] = (
+            f"the turn cannot end after its first call, as the parser {format_} knows no text that ends each call."
+        )
+    return unmet
 
 
 def _with_ids(calls: Sequence[FunctionCall], context: list[int], drawn: list[int]) -> list[ModelToolCall]:

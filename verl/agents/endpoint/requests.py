@@ -31,7 +31,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "response_format": ({"type": "text"},),
     "text": ({"format": {"type": "text"}}, {}),
-    "parallel_tool_calls": (True,),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
     "background": (False,),
@@ -158,6 +157,51 @@ def unmet_detail(details: Iterable[Any]) -> dict[str, str]:
     other = next((detail for detail in details if detail not in (None, "auto", "high", "original")), None)
     reason = f"{other!r:.100} asks for images of another size than the policy's image processor makes."
     return {} if other is None else {"detail": reason}
+
+
+def forced_by(choice: Any, tools: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the tools of which an OpenAI client's ``tool_choice`` asks that one be called.
+
+    Raises:
+        CallRefusedError: there is no such tool.
+    """
+    if choice == "required":
+        return tools_to_call(tools)
+    name = _named_function(choice)
+    return () if name is None else tools_to_call(tools, name)
+
+
+def tools_to_call(tools: Sequence[str], name: str | None = None) -> tuple[str, ...]:
+    """Return the names of the tools of which one has to be called: the named one, or all.
+
+    Raises:
+        CallRefusedError: there is no such tool.
+    """
+    if not tools or name not in (None, *tools):
+        asked = "a tool" if name is None else f"{name!r:.100}"
+        raise CallRefusedError(
+            f"tool_choice: {asked} is to be called, and the tools of the request are {', '.join(tools) or 'none'}.",
+            param="tool_choice",
+            code="invalid_value",
+        )
+    return tuple(tools) if name is None else (name,)
+
+
+def unmet_choice(choice: Any) -> dict[str, str]:
+    """Return what ``unmet`` says of an OpenAI client's ``tool_choice``."""
+    if choice in (None, "auto", "none", "required") or _named_function(choice) is not None:
+        return {}
+    reason = f"{choice!r:.100} is not kept. Send 'auto', 'none', 'required' or one function."
+    return {"tool_choice": reason}
+
+
+def _named_function(choice: Any) -> str | None:
+    """The name in ``{"type": "function", "name": ...}``, which ``chat/completions`` nests in ``function``."""
+    if not isinstance(choice, Mapping) or choice.get("type") != "function":
+        return None
+    function = choice.get("function", choice)
+    name = function.get("name") if isinstance(function, Mapping) else None
+    return name if isinstance(name, str) else None
 
 
 def unmet_names(messages: Iterable[Any]) -> dict[str, str]:

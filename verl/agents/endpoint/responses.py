@@ -9,11 +9,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from openai.types.responses import Response as Reply
-from pydantic import BaseModel, Field, StrictInt
+from pydantic import BaseModel, Field, PrivateAttr, StrictBool, StrictInt
 
 from verl.agents.endpoint.calls import CallRefusedError, ModelAnswer, ModelCall
-from verl.agents.endpoint.chat import FORCED_CALL, NO_PARAMETERS, Event, token_texts
-from verl.agents.endpoint.requests import CallBody, checked_messages, image_part, joined_parts, read_body, unmet_detail
+from verl.agents.endpoint.chat import NO_PARAMETERS, Event, token_texts
+from verl.agents.endpoint.requests import (
+    CallBody,
+    checked_messages,
+    forced_by,
+    image_part,
+    joined_parts,
+    read_body,
+    unmet_choice,
+    unmet_detail,
+)
 from verl.utils.dataset.chat import Message
 
 LOG_PROBS = "message.output_text.logprobs"
@@ -44,14 +53,23 @@ class ResponsesBody(CallBody):
     instructions: str | None = None
     tools: list[ResponsesTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: StrictBool | None = None
     max_output_tokens: StrictInt | None = Field(None, ge=1)
     include: list[str] | None = None
+    previous_response_id: str | None = None
+    store: StrictBool | None = None
+    _before: list[Message] = PrivateAttr(default_factory=list)
+    """The conversation that ends with the previous response, without its instructions."""
+
+    @property
+    def turns(self) -> list[Message]:
+        """All messages but the instructions."""
+        own = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _turns(self.input)
+        return [*self._before, *own]
 
     def unmet(self) -> dict[str, str]:
         """See :meth:`CallBody.unmet`."""
-        unmet = super().unmet()
-        if self.tool_choice not in (None, "auto", "none"):
-            unmet["tool_choice"] = FORCED_CALL
+        unmet = super().unmet() | unmet_choice(self.tool_choice)
         if unknown := set(self.include or ()) - {LOG_PROBS, *NO_EFFECT}:
             unmet["include"] = f"{', '.join(sorted(unknown))}: there is no such output."
         return unmet | unmet_detail(_details(self.input))
@@ -59,7 +77,7 @@ class ResponsesBody(CallBody):
     def call(self) -> ModelCall:
         """The call in no vendor's form."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions else []
-        turns = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else _turns(self.input)
+        turns = self.turns
         if not turns:
             raise CallRefusedError("input: there is no message in it.", param="input")
         return ModelCall(
@@ -68,6 +86,8 @@ class ResponsesBody(CallBody):
             param="input",
             tools=[tool.described() for tool in self.tools or ()] or None,
             calls_tools=self.tool_choice != "none",
+            must_call=forced_by(self.tool_choice, [tool.name for tool in self.tools or ()]),
+            one_call=self.parallel_tool_calls is False,
             max_tokens=self.max_output_tokens,
             sampling=self.sampling,
             unmet=self.unmet(),
@@ -143,10 +163,12 @@ class ResponsesReply:
     Args:
         body: what was asked.
         tokenizer: gives the texts of tokens.
+        kept: takes the conversation, under the id of the response; None: it is not kept.
     """
 
-    def __init__(self, body: ResponsesBody, tokenizer: Any) -> None:
+    def __init__(self, body: ResponsesBody, tokenizer: Any, kept: dict[str, list[Message]] | None) -> None:
         self._body, self._tokenizer = body, tokenizer
+        self._kept = None if body.store is False else kept
         self._id, self._created = f"resp_{secrets.token_hex(12)}", int(time.time())
         self._numbers = itertools.count()
         self._has_text = False
@@ -156,7 +178,9 @@ class ResponsesReply:
         """Return the answer that is not streamed."""
         [answer] = answers
         has_text = bool(answer.content) or not answer.calls
-        return Reply.model_validate(self._response(_status(answer), self._items(answer, has_text), answer))
+        items = self._items(answer, has_text)
+        self._keep(items)
+        return Reply.model_validate(self._response(_status(answer), items, answer))
 
     def begin(self, prompt_tokens: int) -> Iterator[Event]:
         """Yield the events before the first text."""
@@ -179,6 +203,7 @@ class ResponsesReply:
         if answer.unsent or not (self._has_text or answer.calls):
             yield from self.text(0, answer.unsent)
         items = self._items(answer, self._has_text)
+        self._keep(items)
         for index, item in enumerate(items):
             if item["type"] == "message":
                 [part] = item["content"]
@@ -196,6 +221,10 @@ class ResponsesReply:
             yield self._event("response.output_item.done", output_index=index, item=item)
         status = _status(answer)
         yield self._event(f"response.{status}", response=self._response(status, items, answer))
+
+    def _keep(self, items: Sequence[Mapping[str, Any]]) -> None:
+        if self._kept is not None:
+            self._kept[self._id] = [*self._body.turns, *_turns(items)]
 
     def _event(self, kind: str, **data: Any) -> Event:
         return kind, {"type": kind, **data, "sequence_number": next(self._numbers)}
@@ -236,8 +265,9 @@ class ResponsesReply:
             "instructions": body.instructions,
             "model": body.model,
             "output": list(items),
-            "parallel_tool_calls": True,
-            "tool_choice": "none" if body.tool_choice == "none" else "auto",
+            "previous_response_id": body.previous_response_id,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "tool_choice": body.tool_choice or "auto",
             "tools": [{"strict": False, **tool.model_dump()} for tool in body.tools or ()],
             "usage": None if answer is None else _usage(answer),
         }
@@ -262,10 +292,25 @@ def _usage(answer: ModelAnswer) -> dict[str, Any]:
     }
 
 
-def read(body: Mapping[str, Any]) -> ResponsesBody:
+def read(body: Mapping[str, Any], kept: Mapping[str, list[Message]] | None) -> ResponsesBody:
     """Check the body of a request.
+
+    Args:
+        body: the body.
+        kept: conversations by the id of the response that ended them; None: none are kept.
 
     Raises:
         CallRefusedError: it cannot be used.
     """
-    return read_body(ResponsesBody, body)
+    asked = read_body(ResponsesBody, body)
+    previous = asked.previous_response_id
+    if previous is not None:
+        if kept is None or previous not in kept:
+            raise CallRefusedError(
+                f"previous_response_id: no response {previous!r:.100} is kept here. Kept are those that a trajectory "
+                "was answered with, unless they were asked for with store=false. Send the whole conversation as input.",
+                param="previous_response_id",
+                code="previous_response_not_found",
+            )
+        asked._before = kept[previous]
+    return asked

@@ -75,6 +75,9 @@ class ToolParser(ABC):
     ``rollout.multi_turn.format=name``.
     """
 
+    call_end: ClassVar[str | None] = None
+    """Text that ends every call, by which a turn can be ended after its first call; None: calls have no such text."""
+
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
@@ -114,6 +117,18 @@ class ToolParser(ABC):
             is_thinking: as in :meth:`parse`.
         """
         return ""
+
+    def opening(self, names: Sequence[str]) -> str | None:
+        """Return the text with which a call of one of these tools begins, as far as it is the same for all of them.
+
+        A call that a program forces begins with it, and the policy goes on. By default there is none (None), and
+        programs cannot force calls. It ends where tokens end: ``"arguments":`` without the blank after it, which most
+        tokenizers write with what follows.
+
+        Args:
+            names: of the tools, at least one.
+        """
+        return None
 
     def is_thinking_after(self, ids: Sequence[int]) -> bool:
         """Whether a context ends with an opened thinking block, as the header of some templates does."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from verl.agents.parsers.base import (
     FunctionCall,
@@ -32,6 +32,11 @@ class GptOssToolParser(TextToolParser):
 
     The channel ``analysis`` is the thinking; the rest, and a commentary without an address, is the content.
     """
+
+    def opening(self, names: Sequence[str]) -> str:
+        """See :meth:`ToolParser.opening`."""
+        name = f"{names[0]} <|constrain|>json<|message|>" if len(names) == 1 else ""
+        return f"<|channel|>commentary to=functions.{name}"
 
     def split_thinking(self, text: str, is_thinking: bool) -> tuple[str, str]:
         """See :meth:`TextToolParser.split_thinking`."""

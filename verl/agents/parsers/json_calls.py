@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from verl.agents.parsers.base import (
     FunctionCall,
@@ -27,6 +28,11 @@ class HermesToolParser(TextToolParser):
     """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes 2 and 3, Qwen 2.5, Qwen 3."""
 
     starts = ("<tool_call>",)
+    call_end = "</tool_call>"
+
+    def opening(self, names: Sequence[str]) -> str:
+        """See :meth:`ToolParser.opening`."""
+        return "<tool_call>\n" + _opened(names, "arguments")
 
     def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
         """See :meth:`TextToolParser.read`."""
@@ -47,6 +53,10 @@ class Llama3JsonToolParser(TextToolParser):
     """
 
     starts = ("<|python_tag|>", "{")
+
+    def opening(self, names: Sequence[str]) -> str:
+        """See :meth:`ToolParser.opening`."""
+        return _opened(names, "parameters")
 
     def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
         """See :meth:`TextToolParser.read`."""
@@ -80,6 +90,12 @@ class MistralToolParser(TextToolParser):
 
     starts = ("[TOOL_CALLS]",)
 
+    def opening(self, names: Sequence[str]) -> str:
+        """See :meth:`ToolParser.opening`. Models that know the token ``[ARGS]`` write the second form."""
+        if "[ARGS]" in self.tokenizer.get_vocab():
+            return "[TOOL_CALLS]" + (f"{names[0]}[ARGS]" if len(names) == 1 else "")
+        return "[TOOL_CALLS][" + _opened(names, "arguments")
+
     def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
         """See :meth:`TextToolParser.read`."""
         found = text.find("[TOOL_CALLS]")
@@ -109,3 +125,10 @@ class MistralToolParser(TextToolParser):
         name = text[place:arguments].partition("[CALL_ID]")[0]
         value, end = read_json(text, arguments + len("[ARGS]"))
         return make_call(name, value), end
+
+
+def _opened(names: Sequence[str], arguments_key: str) -> str:
+    """The beginning of the JSON object of a call, up to the arguments if there is one name."""
+    if len(names) > 1:
+        return '{"name": "'
+    return f'{{"name": {json.dumps(names[0], ensure_ascii=False)}, "{arguments_key}":'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.parsers.base import (
@@ -28,6 +28,10 @@ class PythonicToolParser(TextToolParser):
     """``[get_weather(city="Paris", days=3), get_time()]`` as the whole response, with arguments by name."""
 
     starts = ("[", _START)
+
+    def opening(self, names: Sequence[str]) -> str:
+        """See :meth:`ToolParser.opening`."""
+        return f"[{names[0]}(" if len(names) == 1 else "["
 
     def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
         """See :meth:`TextToolParser.read`."""

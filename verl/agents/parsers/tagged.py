@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.parsers.base import (
@@ -33,6 +33,10 @@ class Qwen3CoderToolParser(TextToolParser):
     """
 
     starts = ("<tool_call>", "<function=")
+
+    def opening(self, names: Sequence[str]) -> str:
+        """See :meth:`ToolParser.opening`."""
+        return "<tool_call>\n<function=" + (f"{names[0]}>\n" if len(names) == 1 else "")
 
     def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
         """See :meth:`TextToolParser.read`."""
@@ -64,6 +68,11 @@ class GlmToolParser(TextToolParser):
     """``<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>``: GLM 4.5 and later."""
 
     starts = ("<tool_call>",)
+    call_end = "</tool_call>"
+
+    def opening(self, names: Sequence[str]) -> str:
+        """See :meth:`ToolParser.opening`."""
+        return "\n<tool_call>" + (names[0] if len(names) == 1 else "")
 
     def read(self, text: str, tools: Mapping[str, Properties]) -> Reading:
         """See :meth:`TextToolParser.read`."""
