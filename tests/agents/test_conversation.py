@@ -5,7 +5,6 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
 from verl.errors import DataError
 from verl.testing.chat_templates import FAMILIES, chat_tokenizer
-from verl.testing.models import tiny_model, tiny_tokenizer
+from verl.testing.models import tiny_tokenizer
 
 TOKENIZERS = {family: chat_tokenizer(family) for family in FAMILIES}
 TEMPLATES = {family: ChatTemplate(tokenizer) for family, tokenizer in TOKENIZERS.items()}
@@ -500,34 +499,6 @@ def test_what_is_added_fits_or_nothing_is(family, contents, limit, keep):
     else:
         assert conversation.response_ids == drawn
         assert len(conversation.messages) == 2
-
-
-# ---- log-probs ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["chatml_thinks_first", "glm", "mistral"])
-def test_log_probs_are_those_of_one_pass_over_all_turns(family):
-    """Each token is drawn from its own context; one pass over the whole sequence, as a trainer makes it, agrees."""
-    model = tiny_model(vocab=len(TOKENIZERS[family]))
-    generator = torch.Generator().manual_seed(0)
-    conversation = start(family, tools=TOOLS)
-    for turn in range(4):
-        context, log_probs = conversation.ids, []
-        for _ in range(6 + turn):
-            with torch.no_grad():
-                scores = model(torch.tensor([context])).logits[0, -1].log_softmax(-1)
-            context.append(int(torch.multinomial(scores.exp(), 1, generator=generator)))
-            log_probs.append(float(scores[context[-1]]))
-        conversation.add_drawn(context[-len(log_probs) :], log_probs, {"content": "-", "tool_calls": [call(q=turn)]})
-        conversation.add_messages([result(f"answer {turn} é<|im_end|></s>")])
-    ids = torch.tensor([conversation.ids])
-    with torch.no_grad():
-        whole = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-    response = whole[len(conversation.prompt_ids) - 1 :]
-    mask = torch.tensor(conversation.response_mask, dtype=torch.bool)
-    drawn = torch.tensor(conversation.response_logprobs)
-    assert int(mask.sum()) == 6 + 7 + 8 + 9
-    torch.testing.assert_close(response[mask], drawn[mask], atol=1e-5, rtol=0)
 
 
 # ---- cost ---------------------------------------------------------------------------------------

@@ -7,12 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
-import torch
 
-from tests.agents.one_engine import OneEngine
+from tests.agents.one_engine import OneEngine, prompts
 from verl.agents.loop import read_agent_loops
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -150,22 +148,6 @@ def answers(tmp_path_factory):
         return engine.answer(prompts(does), loops(engine.folder, entry), **settings)
 
     return answer
-
-
-def prompts(does: list[str]) -> DataProto:
-    ids = torch.full((len(does), 4), 9)
-    raw = np.empty(len(does), dtype=object)
-    raw[:] = [[{"role": "user", "content": "2?"}] for _ in does]
-    return DataProto.from_dict(
-        tensors={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
-        non_tensors={
-            "uid": np.array([f"1-{what}" for what in does], dtype=object),
-            "sample_index": np.zeros(len(does), dtype=int),
-            "does": np.array(does, dtype=object),
-            "raw_prompt": raw,
-        },
-        meta_info={"global_steps": 1, "validate": False},
-    )
 
 
 def test_each_bad_program_costs_its_own_trajectory(answers, caplog):

@@ -150,7 +150,7 @@ ON_FRAMES = (
 async def pydantic_ai(task: Any, form: str, is_streamed: bool = False) -> str:
     from pydantic_ai import Agent, BinaryContent, ImageUrl
 
-    from tests.agents.endpoint.kits.test_pydantic_ai import model_of
+    from tests.agents.endpoint.kits.text_programs import model_of
 
     access = Access(task.anthropic_base_url, task.api_key)
     agent = Agent(model_of(form, access), system_prompt="Look.")

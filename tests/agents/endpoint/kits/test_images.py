@@ -21,7 +21,7 @@ from PIL import Image
 from torch.testing import assert_close
 
 from tests.agents.endpoint.kits import image_programs
-from tests.agents.endpoint.kits.conftest import LONG, calculates
+from tests.agents.endpoint.test_chat import calculates
 from tests.vision.agent_batches import VisionAgents
 from verl.agents.parsers.base import FunctionCall, ToolParser
 from verl.agents.programs import ProgramTask
@@ -37,8 +37,8 @@ PROGRAMS = [
     *("pydantic_ai_chat", "pydantic_ai_responses", "pydantic_ai_anthropic", "pydantic_ai_anthropic_streamed"),
     "smolagents",
 ]
-IGNORED = "ignore: [tool_choice]"
-"""For smolagents, which forces calls."""
+OPENING = "I call "
+"""The beginning of the calls that smolagents forces."""
 PACKAGES = {"openai": "agents", "langgraph": "langgraph", "pydantic": "pydantic_ai", "smolagents": "smolagents"}
 
 
@@ -52,11 +52,18 @@ class EverySecondTurnLooks(ToolParser):
         super().__init__(*args, **kwargs)
         self.turns = 0
 
+    def opening(self, names: Any) -> str:
+        return OPENING
+
     async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
         self.turns += 1
+        ends = any(tool["function"]["name"] == "final_answer" for tool in tools or ())
+        if ends:  # smolagents: each of its calls is forced
+            begun = self.tokenizer(OPENING, add_special_tokens=False)["input_ids"]
+            assert responses_ids[: len(begun)] == begun
+            responses_ids = responses_ids[len(begun) :]
         if self.turns % 2:
             return letters(responses_ids), [FunctionCall(name="look", arguments="{}")]
-        ends = any(tool["function"]["name"] == "final_answer" for tool in tools or ())
         calls = [FunctionCall(name="final_answer", arguments='{"answer": "done"}')] if ends else []
         return letters(responses_ids), calls
 
@@ -64,7 +71,7 @@ class EverySecondTurnLooks(ToolParser):
 @pytest.fixture(scope="module")
 def agents(tmp_path_factory):
     folder = tmp_path_factory.mktemp("kits")
-    entry = f"- {{{{name: {{0}}, _target_: program_agent, program: {image_programs.__name__}.{{0}}, {IGNORED}}}}}\n"
+    entry = f"- {{{{name: {{0}}, _target_: program_agent, program: {image_programs.__name__}.{{0}}}}}}\n"
     (folder / "loops.yaml").write_text("".join(entry.format(name) for name in PROGRAMS))
     with scoped_registrations():
         ToolParser.register("every_second_turn_looks")(EverySecondTurnLooks)
@@ -100,14 +107,14 @@ def recorded(batch: Any, row: int, agents: VisionAgents) -> tuple[str, int]:
     return text, before
 
 
-def believed(talk: list[Any], agents: VisionAgents) -> tuple[str, dict[str, torch.Tensor]]:
+def believed(talk: list[Any], agents: VisionAgents, opening: str) -> tuple[str, dict[str, torch.Tensor]]:
     """What Transformers' template and image processor make of a conversation."""
     messages, images = [], []
     for role, parts in talk:
         made = []
         for part in parts:
             if isinstance(part, str):
-                made.append({"type": "text", "text": f"«{part}»" if role == "drawn" else part})
+                made.append({"type": "text", "text": f"{opening}«{part}»" if role == "drawn" else part})
             else:
                 images.append(Image.open(io.BytesIO(base64.b64decode(part["image"]))))
                 made.append({"type": "image"})
@@ -135,7 +142,7 @@ def test_pictures_of_the_user_and_of_a_tool(agents, program):
     assert len(batch) == len(talks) == (2 if program == "smolagents" else 1)
     before = 0
     for row, talk in enumerate(talks):
-        text, inputs = believed(talk, agents)
+        text, inputs = believed(talk, agents, OPENING if program == "smolagents" else "")
         said, prompts = recorded(batch, row, agents)
         assert said.removesuffix("<eos>") == text.removesuffix("<eos>")
         before += prompts
@@ -171,7 +178,7 @@ def test_a_bad_picture_ends_the_agent_with_the_reason(agents, program, reason):
 
 @pytest.mark.parametrize("program", map(installed, PROGRAMS))
 def test_a_policy_for_text_says_so(serve, program):
-    calculator = serve(calculates, ignored=("tool_choice",), **LONG)
+    calculator = serve(calculates, prompt_length=30_000, response_length=30_000)
     access = calculator.access
     urls = {"base_url": access.base_url, "anthropic_base_url": access.root}
     task = ProgramTask(messages=[], row={}, api_key=access.api_key, **urls)

@@ -1,0 +1,69 @@
+"""Log-probs of conversations with tools, as the engine drew them, are the trainer's: over all turns and sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.agents.one_engine import OneEngine, prompts
+from verl.agents.parsers import FunctionCall, ToolParser
+from verl.base.registry import scoped_registrations
+from verl.testing.chat_templates import FAMILIES
+
+TOOL = """
+from verl.tools.function_tool import function_tool
+
+@function_tool
+def double(number: int) -> str:
+    '''Double a number.
+
+    Args:
+        number: the number.
+    '''
+    return f"{2 * number} <|im_end|> é"
+"""
+
+
+class ThinksAndCalls(ToolParser):
+    """What was drawn is a thought, which some templates leave out of later turns, and a call."""
+
+    async def extract_tool_calls(self, responses_ids: list[int], tools: Any = None) -> tuple[str, list[FunctionCall]]:
+        return f"<think>{len(responses_ids)}</think>So", [FunctionCall(name="double", arguments='{"number": 21}')]
+
+
+@pytest.mark.parametrize(
+    "family, rewrites",
+    [*((family, False) for family in FAMILIES), ("chatml_thinking", True)],
+)
+def test_log_probs_of_three_turns(tmp_path, family, rewrites):
+    (tmp_path / "tools.py").write_text(TOOL)
+    turns = "actor_rollout_ref__rollout__multi_turn__"
+    with scoped_registrations():
+        ToolParser.register("thinks_and_calls")(ThinksAndCalls)
+        engine = OneEngine(
+            tmp_path,
+            family,
+            data__max_prompt_length=400,
+            data__max_response_length=600,
+            actor_rollout_ref__rollout__name="native",
+            actor_rollout_ref__rollout__stop_token_ids=list(range(5, 360, 8)),
+            **{
+                f"{turns}enable": "true",
+                f"{turns}format": "thinks_and_calls",
+                f"{turns}function_tool_path": tmp_path / "tools.py",
+                f"{turns}max_assistant_turns": 3,
+                f"{turns}use_inference_chat_template": str(rewrites).lower(),
+            },
+        )
+        batch = engine.answer(prompts(["a", "b"]), "null", default_agent_loop="tool_agent")
+    more = batch.non_tensor_batch
+    assert set(more["trajectory_status"]) == {"turns_used_up"}, more["trajectory_message"]
+    # A template that leaves thoughts out writes the beginning of each later turn anew, so each turn is a sequence.
+    assert len(batch) == (6 if rewrites else 2)
+    mask = batch.batch["response_mask"].bool()
+    turns_drawn = (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).sum(-1)
+    assert turns_drawn.tolist() == [1 if rewrites else 3] * len(batch)
+    assert_close(batch.batch["rollout_log_probs"][mask], engine.trainers_log_probs(batch)[mask], atol=1e-5, rtol=0)
