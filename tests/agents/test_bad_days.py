@@ -1,4 +1,7 @@
-"""Two hundred conversations with tools, of which some meet every fault there is: each costs itself, and nobody else."""
+"""Two hundred conversations with tools and agent programs, of which some meet every fault there is.
+
+Each costs itself, and nobody else.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import pytest
 from verl.protocol import DataProto
 from verl.testing import scripted_agent
 from verl.testing.scripted_agent import BAD_CALLS, call, good_script
+from verl.testing.scripted_programs import MAX_TOKENS, PROGRAM_ENDS
 from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from verl.testing.waiting import eventually
 from verl.trainer.config.command_line import compose
@@ -41,6 +45,9 @@ FAILURES = {
     "server that dies": "tool_error",
 }
 """How the failure of each bad call is counted; None if the conversation goes on with a result."""
+TRAJECTORY_TIMEOUT_S = 120
+PROGRAM_EVERY = 10
+"""One of so many rows is answered by an agent program."""
 
 
 class KeepingTrainer(RayPPOTrainer):
@@ -69,16 +76,20 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[
         "actor_rollout_ref__actor__ppo_mini_batch_size": CONVERSATIONS,
         "actor_rollout_ref__rollout__n": 1,
         "actor_rollout_ref__rollout__agent__num_workers": 2,
+        "actor_rollout_ref__rollout__agent__trajectory_timeout_s": TRAJECTORY_TIMEOUT_S,
         "algorithm__adv_estimator": "reinforce_plus_plus",
         "trainer__total_training_steps": 1,
     }
 
-    def run(bad: dict[int, list[str]], **changes: Any) -> dict[int, dict[str, Any]]:
+    def run(bad: dict[int, Any], **changes: Any) -> dict[int, dict[str, Any]]:
         rows = countdown_rows(CONVERSATIONS)
         for number, row in enumerate(rows):
-            script = good_script(number)
-            if number in bad:
-                script[1] = [bad[number]]
+            if number % PROGRAM_EVERY == 0:
+                row["agent_name"], script = "program", [bad.get(number, "good"), TRAJECTORY_TIMEOUT_S]
+            else:
+                row["agent_name"], script = "scripted", good_script(number)
+                if number in bad:
+                    script[1] = [bad[number]]
             row["script"] = json.dumps(script)
         train = write_jsonl(tmp_path / "train.jsonl", rows)
         run_ppo(compose(overrides(paths | {"train": train}, tmp_path, **(settings | changes))), KeepingRunner)
@@ -139,24 +150,52 @@ def check_bad(found: dict[int, dict[str, Any]]) -> None:
     assert reached >= len(FAILURES) - 3
 
 
+def bad_programs(*but: str) -> dict[int, str]:
+    """A bad program of each kind, spread over the conversations that programs hold."""
+    names = [name for name in PROGRAM_ENDS if name not in ("good", *but)]
+    return {2 * PROGRAM_EVERY * place: name for place, name in enumerate(names)}
+
+
+def check_bad_programs(
+    found: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]], bad: dict[int, str]
+) -> None:
+    """Each ended as it should, with the tokens of its calls that were answered alone."""
+    for number, name in bad.items():
+        ours, theirs = found[number], expected[number]
+        assert theirs["trajectory_status"] == "done"
+        assert ours["trajectory_status"] == PROGRAM_ENDS[name], name
+        drawn = sum(ours["mask"])
+        if PROGRAM_ENDS[name] == "done":  # what was refused has left nothing behind
+            assert (ours["tokens"], ours["mask"]) == (theirs["tokens"], theirs["mask"]), name
+        elif name == "does not ask":
+            assert drawn == 0
+        else:
+            assert 1 <= drawn <= MAX_TOKENS, name
+            end = len(ours["tokens"]) - len(ours["mask"]) + drawn
+            assert ours["tokens"][:end] == theirs["tokens"][:end], (name, parting(ours, theirs))
+
+
 def left_over(known: set[int]) -> list[str]:
     """Threads and children of this process that belong to trajectories."""
     gc.collect()  # reward processes end with the object that holds them
-    names = ("trajectory ", "tool", "agent loops", "to_thread", "requests")
+    names = ("trajectory ", "tool", "agent loops", "to_thread", "requests", "endpoint")
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]
     children = [child for child in psutil.Process().children(recursive=True) if child.pid not in known]
     return threads + [" ".join(child.cmdline()) for child in children if child.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.mark.slow
-def test_bad_tools_cost_their_own_conversations_and_nothing_is_left(play):
+def test_bad_tools_and_programs_cost_their_own_conversations_and_nothing_is_left(play):
     known = {child.pid for child in psutil.Process().children(recursive=True)}
     expected = play({})
     eventually(lambda: not left_over(known), lambda: str(left_over(known)), 30)
     files = psutil.Process().num_fds()
-    found = play(bad_calls())
-    check_others(found, expected, bad_calls())
+    programs = bad_programs("blocks")  # its thread never ends
+    bad = bad_calls() | programs
+    found = play(bad)
+    check_others(found, expected, bad)
     check_bad(found)
+    check_bad_programs(found, expected, programs)
     eventually(lambda: not left_over(known), lambda: str(left_over(known)), 30)
     assert psutil.Process().num_fds() <= files + 2
 
@@ -166,7 +205,9 @@ def test_processes_that_end_or_stop_in_a_call_cost_their_own_conversations(play,
     ray_settings = {"trainer__controller": "ray", "actor_rollout_ref__rollout__agent__hang_timeout_s": 10}
     before = set(psutil.pids())
     expected = play({}, **ray_settings)
-    bad = bad_calls() | {
+    programs = bad_programs()
+    bad: dict[int, Any] = bad_calls() | programs
+    bad |= {
         3: call("fail", how="end the process"),
         4: call("fail", how="stop the process"),
         5: call("fail", how="fork"),
@@ -174,6 +215,7 @@ def test_processes_that_end_or_stop_in_a_call_cost_their_own_conversations(play,
     found = play(bad, **ray_settings)
     check_others(found, expected, bad)
     check_bad(found)
+    check_bad_programs(found, expected, programs)
     assert {found[number]["trajectory_status"] for number in (3, 4)} == {"agent_error"}
     assert found[5]["trajectory_status"] == "done"
 

@@ -16,7 +16,7 @@ from verl.agents.endpoint.recorder import RecorderSettings, TrajectoryRecorder
 from verl.agents.images import INPUTS
 from verl.agents.loop import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, TrajectoryError, register
 from verl.agents.parsers import get_tool_parser
-from verl.agents.programs import CommandProgram, FunctionProgram, Program, ProgramTask, load_program
+from verl.agents.programs import LONGEST_ANSWER, CommandProgram, FunctionProgram, Program, ProgramTask, load_program
 from verl.base.import_utils import user_code
 from verl.base.redact import redacted
 from verl.config import PPOConfig
@@ -196,8 +196,13 @@ def _result(returned: Any) -> tuple[str | None, float | None]:
     """The answer or the reward of what a program returned.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: it is neither, or the answer is too long.
     """
+    if isinstance(returned, str) and len(returned) > LONGEST_ANSWER:
+        raise ConfigError(
+            f"the agent program returned an answer of {len(returned):,} characters. At most {LONGEST_ANSWER:,} are "
+            "taken: return what the reward function reads, and write files for the rest."
+        )
     if returned is None or isinstance(returned, str):
         return returned, None
     if isinstance(returned, Real) and math.isfinite(returned):

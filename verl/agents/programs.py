@@ -28,8 +28,8 @@ from verl.utils.dataset.chat import Message
 
 ROW_FILE = "VERL_ROW"
 """Environment variable of a command with the path of its row."""
-MOST_PRINTED = 2**20
-"""Longest answer that a command may print, in bytes."""
+LONGEST_ANSWER = 2**20
+"""Longest answer of a program: the bytes that a command prints, the characters that a function returns."""
 SHOWN = 2000
 """Characters of what a failed command wrote last."""
 
@@ -111,7 +111,7 @@ class CommandProgram:
             except OSError as error:
                 raise RolloutError(f"the command {self.command[0]} cannot be started: {error}.") from error
             printing = asyncio.ensure_future(
-                in_thread(_beginning, cast(BufferedReader, process.stdout), MOST_PRINTED + 1)
+                in_thread(_beginning, cast(BufferedReader, process.stdout), LONGEST_ANSWER + 1)
             )
             complaining = asyncio.ensure_future(in_thread(_end, cast(BufferedReader, process.stderr), SHOWN))
             try:
@@ -123,8 +123,8 @@ class CommandProgram:
         if status != 0:
             said = redacted(errors.decode(errors="replace"), [task.api_key]).strip()
             raise RolloutError(f"the command {self.command[0]} ended with status {status}. It wrote last: {said}")
-        if len(printed) > MOST_PRINTED:
-            raise RolloutError(f"the command {self.command[0]} printed more than {MOST_PRINTED} bytes as its answer.")
+        if len(printed) > LONGEST_ANSWER:
+            raise RolloutError(f"the command {self.command[0]} printed more than {LONGEST_ANSWER} bytes as its answer.")
         return printed.decode(errors="replace").strip()
 
 

@@ -1,5 +1,7 @@
 """An agent whose tool calls stand in the rows, for runs of tiny random policies, which write none; and tools for it.
 
+Rows with ``agent_name: program`` are answered by programs instead (:mod:`verl.testing.scripted_programs`).
+
 The rest is that of :class:`verl.agents.tool_agent.ToolAgentLoop`: the policy draws every turn, and after turn ``i`` the
 calls of ``row["script"][i]`` are made. ``settings(folder)`` writes the files and returns the overrides of a run.
 """
@@ -24,7 +26,9 @@ from verl.tools.function_tool import function_tool
 
 Script = list[list[list[str]]]
 """Of each turn, name and arguments (a text) of each call."""
-TOOL_TIMEOUT_S = 10
+TOOL_TIMEOUT_S = 20
+STOP_TOKEN_IDS = str([*range(4, 104, 3)]).replace(" ", "")
+"""Of 104 tokens one in three ends a turn, so that a random policy does end its turns."""
 MCP_SERVER = """
 import os, sys, time
 from mcp.server.mcpserver import MCPServer
@@ -165,14 +169,16 @@ def settings(folder: Path) -> dict[str, object]:
         "tools:\n- class_name: verl.tools.mcp_base_tool.MCPBaseTool\n  config: {type: mcp, timeout: 60}\n"
         f"  mcp: {{mcp_servers_config_path: {folder}/servers.json}}\n"
     )
-    (folder / "loops.yaml").write_text("- {name: scripted, _target_: verl.testing.scripted_agent.ScriptedAgent}\n")
+    (folder / "loops.yaml").write_text(
+        "- {name: scripted, _target_: verl.testing.scripted_agent.ScriptedAgent}\n"
+        "- {name: program, _target_: program_agent, program: verl.testing.scripted_programs.program}\n"
+    )
     rollout = "actor_rollout_ref__rollout__"
     return {
         "data__max_response_length": 64,
         f"{rollout}name": "native",
         f"{rollout}max_num_seqs": 32,
-        # Of 104 tokens one in three ends a turn, so that a random policy does end its turns.
-        f"{rollout}stop_token_ids": "[" + ",".join(str(token) for token in range(4, 104, 3)) + "]",
+        f"{rollout}stop_token_ids": STOP_TOKEN_IDS,
         f"{rollout}multi_turn__tool_config_path": folder / "tools.yaml",
         f"{rollout}multi_turn__function_tool_path": __file__,
         f"{rollout}multi_turn__max_tool_response_length": 12,

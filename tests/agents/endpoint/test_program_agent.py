@@ -68,6 +68,10 @@ def returns_a_list(task):
     asked(task)
     return [42]
 
+def floods(task):
+    asked(task)
+    return "42" * 2**20
+
 def sets_temperature(task):
     asked(task, temperature=0.25)
 
@@ -98,6 +102,7 @@ ENDS = {
     "nothing": ("agent_error", "did not ask the policy"),
     "raises": ("agent_error", "ValueError: no idea, ***"),
     "returns_a_list": ("agent_error", "returned [42]"),
+    "floods": ("agent_error", "an answer of 2,097,152 characters. At most 1,048,576"),
     "sets_temperature": ("agent_error", "temperature: 0.25 is not the rollout's 1.0"),
     "too_long": ("context_full", ""),
     "recovers": ("done", ""),
