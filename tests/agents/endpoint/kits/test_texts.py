@@ -24,7 +24,7 @@ STOPS = range(5, 600, 8)
 """Tokens that end a turn: a random model does not draw the tokenizer's own for long."""
 OPENING = "<tool_call>\n"
 PROGRAMS = [
-    *("openai_chat", "openai_chat_streamed", "openai_responses", "openai_responses_following"),
+    *("openai_chat", "openai_chat_forced", "openai_chat_streamed", "openai_responses", "openai_responses_following"),
     *("anthropic_messages", "anthropic_messages_streamed"),
     *("openai_agents_chat", "openai_agents_chat_streamed", "openai_agents_handing_over"),
     *("openai_agents_responses", "openai_agents_responses_streamed", "openai_agents_responses_following"),
@@ -88,7 +88,8 @@ def believed(
     talk: list[dict[str, Any]], tools: list[Any], first_turn: int, tokenizer: Any
 ) -> tuple[list[int], list[int], list[list[int]]]:
     """Tokens and mask of a conversation by Transformers' own template and tokenizer; and the tokens of each turn."""
-    messages, turns = [], []
+    messages, turns, begun = [], [], []
+    opening = tokenizer(OPENING, add_special_tokens=False)["input_ids"]
     for message in talk:
         if message["role"] != "drawn":
             messages.append(message)
@@ -98,18 +99,18 @@ def believed(
         turns.append([int(number) for number in shown[1].split()])
         expected = calls_of(first_turn + len(turns) - 1, turns[-1], names_of(tools))
         assert message["calls"] == [[name, arguments] for name, arguments in expected]
+        begun.append(opening if message["forced"] else [])
         messages.append({"role": "assistant", "content": "«drawn»"})
     text = tokenizer.apply_chat_template(messages, tools=tools or None, tokenize=False)
     first, *others = text.split("«drawn»")
     ids = tokenizer(first, add_special_tokens=False)["input_ids"]
     mask = [0] * len(ids)
-    opening = tokenizer(OPENING, add_special_tokens=False)["input_ids"] if "final_answer" in names_of(tools) else []
-    for turn, after in zip(turns, others, strict=True):
-        assert turn[: len(opening)] == opening
+    for turn, given, after in zip(turns, begun, others, strict=True):
+        assert turn[: len(given)] == given
         assert turn[-1] in (*STOPS, tokenizer.eos_token_id)
         foreign = tokenizer(after.removeprefix("<|im_end|>"), add_special_tokens=False)["input_ids"]
         ids += turn + foreign
-        mask += [0] * len(opening) + [1] * (len(turn) - len(opening)) + [0] * len(foreign)
+        mask += [0] * len(given) + [1] * (len(turn) - len(given)) + [0] * len(foreign)
     last = len(foreign)  # what the template writes after the last turn
     return ids[: len(ids) - last], mask[: len(mask) - last], turns
 

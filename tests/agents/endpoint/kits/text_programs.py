@@ -2,7 +2,7 @@
 
 The policy doubles two numbers in one turn, then asks for a half, which fails, then ends. Each program returns JSON: the
 conversations that the kit believes it had, and the tokens that it counted, input and output. In a conversation
-``drawn`` is the role of what the policy drew, whose ``calls`` are names and arguments.
+``drawn`` is the role of what the policy drew, whose ``calls`` are names and arguments; ``forced`` if one was forced.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def of(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": text}
 
 
-def drawn(text: str, calls: Iterable[tuple[str, Any]] = ()) -> dict[str, Any]:
+def drawn(text: str, calls: Iterable[tuple[str, Any]] = (), forced: bool = False) -> dict[str, Any]:
     """A turn of the policy; arguments are an object or its text."""
     read = [[name, json.loads(args) if isinstance(args, str) else args] for name, args in calls]
-    return {"role": "drawn", "content": text, "calls": read}
+    return {"role": "drawn", "content": text, "calls": read, "forced": forced}
 
 
 def called(name: str, arguments: Any) -> str:
@@ -67,7 +67,7 @@ def called(name: str, arguments: Any) -> str:
 # ---- the vendors' clients
 
 
-def openai_chat(task: Any, is_streamed: bool = False) -> str:
+def openai_chat(task: Any, is_streamed: bool = False, choice: str = "auto") -> str:
     import openai
 
     described = [{"name": tool.__name__, "description": tool.__doc__, "parameters": NUMBER} for tool in TOOLS]
@@ -75,7 +75,7 @@ def openai_chat(task: Any, is_streamed: bool = False) -> str:
     messages: list[Any] = list(talk)
     with openai.OpenAI(base_url=task.base_url, api_key=task.api_key) as client:
         while True:
-            asked: Any = {"model": "policy", "messages": messages}
+            asked: Any = {"model": "policy", "messages": messages, "tool_choice": choice}
             asked["tools"] = [{"type": "function", "function": function} for function in described]
             if is_streamed:
                 options = {"include_usage": True}
@@ -87,7 +87,8 @@ def openai_chat(task: Any, is_streamed: bool = False) -> str:
             said = reply.choices[0].message
             tokens = [tokens[0] + reply.usage.prompt_tokens, tokens[1] + reply.usage.completion_tokens]
             calls = [(call, call.function.name, call.function.arguments) for call in said.tool_calls or ()]
-            talk.append(drawn(said.content, [(name, args) for _, name, args in calls]))
+            made = [(name, args) for _, name, args in calls]
+            talk.append(drawn(said.content, made, forced=choice == "required"))
             sent = [
                 {"id": call.id, "type": "function", "function": {"name": name, "arguments": args}}
                 for call, name, args in calls
@@ -99,6 +100,10 @@ def openai_chat(task: Any, is_streamed: bool = False) -> str:
                 result = called(name, json.loads(args))
                 talk.append(of("tool", result))
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+
+
+def openai_chat_forced(task: Any) -> str:
+    return openai_chat(task, choice="required")
 
 
 def openai_chat_streamed(task: Any) -> str:
@@ -363,7 +368,7 @@ def smolagents(task: Any, kind: str, tools: Sequence[Any]) -> str:
                 talk.append(of(role, text))
         said = step.model_output_message
         calls = [(call.function.name, call.function.arguments) for call in said.tool_calls or ()]
-        talks.append([*talk, drawn(said.content, calls)])
+        talks.append([*talk, drawn(said.content, calls, forced=kind == "ToolCallingAgent")])
         tokens = [tokens[0] + step.token_usage.input_tokens, tokens[1] + step.token_usage.output_tokens]
     return told(talks, tokens)
 
