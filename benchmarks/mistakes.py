@@ -108,7 +108,7 @@ MISTAKES = (
     Mistake("unknown reward manager", ("reward_model.reward_manager=naiv",), says="naive"),
     Mistake("unknown scorer", ("reward_model.reward_format=gms8k",), says="gsm8k"),
     Mistake("a part of Megatron that is not built", (f"{ACTOR}.megatron.context_parallel_size=2",), says="1"),
-    Mistake("LoRA", (f"{MODEL}.lora_rank=16",), says="LoRA"),
+    Mistake("adapters that are not there", (f"{MODEL}.lora_adapter_path=/nowhere",), says="lora_adapter_path"),
     Mistake("tools", (f"{ROLLOUT}.multi_turn.tool_config_path=nowhere.yaml",), says="nowhere.yaml"),
     # sizes
     Mistake("mini-batch that does not divide", (f"{ACTOR}.ppo_mini_batch_size=3",), says="ppo_mini_batch_size"),

@@ -1,6 +1,8 @@
 """Devices, the process group of one process, local copies of remote files."""
 
 import logging
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -12,6 +14,7 @@ from omegaconf import OmegaConf
 
 from verl.base import fs
 from verl.base.fs import copy_to_local, is_remote
+from verl.config import HFModelConfig, SFTDataConfig, local_copies
 from verl.errors import DataError, ResourceError
 from verl.utils.device import (
     auto_set_device,
@@ -83,6 +86,29 @@ def test_a_model_is_copied_into_shared_memory_once(tmp_path, monkeypatch, caplog
     (model / "config.json").write_text('{"changed": 2}')
     assert fs.in_shared_memory(str(model), shared=shared) == str(model)
     assert "it is read where it is" in caplog.text
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="there is no /dev/shm")
+def test_sections_with_use_shm_are_read_from_shared_memory(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    for file in files:
+        file.write_text(file.name)
+    names = tuple(map(str, files))
+    plain = HFModelConfig(path=str(tmp_path / "model"))
+    assert local_copies(plain) is plain
+    model = local_copies(replace(plain, use_shm=True))
+    data = local_copies(SFTDataConfig(train_files=names, use_shm=True))
+    places = [Path(model.path), *map(Path, data.train_files)]
+    try:
+        assert all(place.is_relative_to("/dev/shm") for place in places)
+        assert [place.name for place in places] == ["model", "a.jsonl", "b.jsonl"]
+        assert [place.read_text() for place in places[1:]] == ["a.jsonl", "b.jsonl"]
+        assert model.tokenizer_path is None
+    finally:
+        for place in places:
+            shutil.rmtree(place.parent)
 
 
 def test_local_paths_stay_where_they_are(monkeypatch, tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from verl.errors import ConfigError
 from verl.utils.model import check_finite_weights, load_hf_config, require_on_hub
-from verl.utils.model_files import file_problem, tokenizer_problem, weights_problem
+from verl.utils.model_files import file_problem, quantization_problem, tokenizer_problem, weights_problem
 from verl.utils.tokenizer import hf_tokenizer
 
 WEIGHTS = {"a": torch.zeros(64, 8), "b": torch.ones(3)}
@@ -77,6 +77,14 @@ def test_a_damaged_file_is_named(folder: Path, layout, damage, problem: str):
     damage(folder)
     assert re.search(problem, str(file_problem(folder)))
     assert weights_problem(folder) is None
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["of the model", "of its text model"])
+def test_quantized_weights_are_told(folder: Path, inside: bool):
+    assert quantization_problem(folder) is None
+    fields = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (folder / "config.json").write_text(json.dumps({"text_config": fields} if inside else fields))
+    assert "its weights are quantized (bitsandbytes)" in str(quantization_problem(folder))
 
 
 def test_a_folder_without_weights_or_vocabulary(folder: Path):

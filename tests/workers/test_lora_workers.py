@@ -1,5 +1,7 @@
 """The workers with LoRA: rollout in step with merged weights, the reference without a copy, a critic."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -88,9 +90,11 @@ def test_a_rollout_alone_has_the_trained_adapters(path, tmp_path):
     assert_close(found["rollout_log_probs"], expected["rollout_log_probs"], atol=1e-5, rtol=0)
 
 
-def test_a_critic_learns_through_adapters(path):
+def test_a_critic_learns_through_adapters_and_goes_on_from_them(path, tmp_path):
     config = FSDPCriticConfig(
-        model=FSDPCriticModelCfg(path=path, fsdp_config=FP32, lora_rank=4, target_modules=("q_proj", "v_proj")),
+        model=FSDPCriticModelCfg(
+            path=path, tokenizer_path=path, fsdp_config=FP32, lora_rank=4, target_modules=("q_proj", "v_proj")
+        ),
         ppo_mini_batch_size=4,
         ppo_micro_batch_size_per_gpu=4,
         forward_micro_batch_size_per_gpu=4,
@@ -100,3 +104,9 @@ def test_a_critic_learns_through_adapters(path):
     group, batch = start(CriticWorker, config=config), ragged_batch(4)
     losses = [group.update_critic(batch).meta_info["metrics"]["critic/vf_loss"] for _ in range(8)]
     assert losses[-1] < 0.8 * losses[0]
+    values = group.compute_values(batch).batch["values"]
+    assert values.abs().max() > 0.01
+    group.save_checkpoint(str(tmp_path))
+    model = replace(config.model, lora_rank=0, lora_adapter_path=str(tmp_path / "lora_adapter"))
+    again = start(CriticWorker, config=replace(config, model=model)).compute_values(batch).batch["values"]
+    assert_close(again, values, atol=1e-5, rtol=0)

@@ -53,6 +53,21 @@ def test_the_engine_computes_what_it_does_on_a_cpu(tmp_path, packed):
     assert_close(found["cuda"], found["cpu"], atol=1e-4, rtol=1e-4)
 
 
+def test_activations_off_the_device_leave_it_less_memory(tmp_path):
+    path, peaks, weights = tiny_model_dir(tmp_path / "model", num_hidden_layers=8), [], []
+    for offloaded in (False, True):
+        settings = {"enable_activation_offload": offloaded, "enable_gradient_checkpointing": False}
+        engine = make_engine(path, device_name="cuda", **settings)
+        with engine.train_mode():
+            engine.train_batch(ragged_batch(), sft_loss, MicroBatchConfig())  # the optimizer's state is there then
+            torch.cuda.reset_peak_memory_stats()
+            engine.train_batch(ragged_batch(512), sft_loss, MicroBatchConfig())
+            peaks.append(torch.cuda.max_memory_allocated())
+        weights.append(torch.cat([p.detach().cpu().flatten() for p in engine.model.parameters()]))
+    assert peaks[1] < 0.7 * peaks[0]
+    assert_close(*weights, atol=1e-5, rtol=0)
+
+
 def test_weights_and_optimizer_leave_the_device_and_come_back(tmp_path):
     engine = make_engine(tiny_model_dir(tmp_path / "model"), device_name="cuda")
     with engine.train_mode():

@@ -179,24 +179,28 @@ def section(cls: type[T]) -> type[T]:
 def local_copies(section: SectionT, without: Collection[str] = ()) -> SectionT:
     """Return the section with remote files and folders replaced by copies on this machine, made now if need be.
 
+    With ``use_shm`` all its files and folders are replaced by copies in shared memory.
+
     Fields named in ``without`` stay as they are, and so do the files of a data set of the user's own, which reads them.
 
     Raises:
         DataError: one of them cannot be reached, or is not there.
     """
     changes: dict[str, Any] = {}
-    own_data = section.get("custom_cls")
+    own_data, shm = section.get("custom_cls"), section.get("use_shm", False)
     for name, field in config_fields(type(section)).items():
         value = getattr(section, name)
         if name in without or (own_data is not None and own_data.path is not None):
             continue
         if isinstance(value, BaseConfig):
             changes[name] = local_copies(value)
-        elif meta_of(field).remote and isinstance(value, str) and is_remote(value):
-            changes[name] = copy_to_local(value, verbose=True)
-        elif meta_of(field).remote and isinstance(value, tuple) and any(map(is_remote, value)):
+        elif meta_of(field).remote and isinstance(value, str) and (shm or is_remote(value)):
+            changes[name] = copy_to_local(value, verbose=True, use_shm=shm)
+        elif meta_of(field).remote and isinstance(value, tuple) and (shm or any(map(is_remote, value))):
             urls = [url for path in value for url in (expand(path) if is_remote(path) else [path])]
-            changes[name] = tuple(copy_to_local(url, verbose=True) if is_remote(url) else url for url in urls)
+            changes[name] = tuple(
+                copy_to_local(url, verbose=True, use_shm=shm) if shm or is_remote(url) else url for url in urls
+            )
     changed = {name: value for name, value in changes.items() if value is not getattr(section, name)}
     return dataclasses.replace(section, **changed) if changed else section  # type: ignore[type-var]
 

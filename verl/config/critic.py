@@ -33,6 +33,8 @@ class FSDPCriticModelCfg(BaseConfig):
         remote=True,
     )
     """Folder of the tokenizer, by default the actor's: both must read the same token ids."""
+    use_shm: bool = setting(False)
+    """Read the files of this section from copies in shared memory (/dev/shm), made once on each machine if they fit."""
     override_config: dict[str, Any] = setting(factory=dict)
     """Values that replace entries of the model's config."""
     external_lib: str | None = setting(None, interpolation="${oc.select:actor_rollout_ref.model.external_lib,null}")
@@ -43,6 +45,9 @@ class FSDPCriticModelCfg(BaseConfig):
     """Run Python code that comes with the model."""
     enable_gradient_checkpointing: bool = setting(True)
     """Store only each layer's input and recompute the other activations in the backward pass."""
+    enable_activation_offload: bool = setting(False)
+    """Keep in CPU memory what the backward pass needs; with `enable_gradient_checkpointing` that is each layer's input.
+    Slower, and less memory on a GPU."""
     use_remove_padding: bool = setting(False)
     """Pack sequences one after the other, so that no time goes into padding."""
     lora_rank: int = setting(0, ge=0)
@@ -53,10 +58,17 @@ class FSDPCriticModelCfg(BaseConfig):
     """Layers that get adapters, as in `actor_rollout_ref.model`."""
     exclude_modules: ModuleNames | None = setting(None)
     """Layers without adapters."""
+    lora_adapter_path: str | None = setting(None, path=True, remote=True)
+    """Folder of trained adapters of a critic to go on from, with its head; rank and layers are those of its config."""
     lora: LoRAConfig = subsection(LoRAConfig)
     """Variants of LoRA."""
     fsdp_config: FSDPEngineConfig = subsection(FSDPEngineConfig)
     """Sharding, precision, offload."""
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether LoRA adapters and the head are trained instead of all weights."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @section

@@ -69,6 +69,8 @@ class DataConfig(BaseConfig):
         "~/data/rlhf/gsm8k/test.parquet", validate_default=True, path=True, remote=True
     )
     """Validation files, likewise."""
+    use_shm: bool = setting(False)
+    """Read data files from copies in shared memory (/dev/shm), made once on each machine if they fit there."""
     train_max_samples: int = setting(-1, ge=-1)
     """Use only this many training rows; -1 uses all."""
     val_max_samples: int = setting(-1, ge=-1)

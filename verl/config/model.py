@@ -30,6 +30,8 @@ class HFModelConfig(BaseConfig):
 
     path: str = setting("~/models/deepseek-llm-7b-chat", path=True, remote=True)
     """Folder of the model, or its name on the Hugging Face hub."""
+    use_shm: bool = setting(False)
+    """Read the files of this section from copies in shared memory (/dev/shm), made once on each machine if they fit."""
     hf_config_path: str | None = setting(None, path=True, remote=True)
     """Folder of the model's config; null takes the model's folder."""
     tokenizer_path: str | None = setting(None, path=True, remote=True)
@@ -44,6 +46,9 @@ class HFModelConfig(BaseConfig):
     """Values that replace entries of the model's config, such as `attn_implementation`."""
     enable_gradient_checkpointing: bool = setting(True)
     """Store only each layer's input and recompute the other activations in the backward pass."""
+    enable_activation_offload: bool = setting(False)
+    """Keep in CPU memory what the backward pass needs; with `enable_gradient_checkpointing` that is each layer's input.
+    Slower, and less memory on a GPU."""
     use_remove_padding: bool = setting(True)
     """Pack sequences one after the other, so that no time goes into padding."""
     lora_rank: int = setting(0, ge=0)

@@ -78,6 +78,8 @@ class RewardModelModelConfig(BaseConfig):
     """Tokenizer of the policy, where the reward model reads other tokens; null if they share one."""
     path: str = setting("~/models/FsfairX-LLaMA3-RM-v0.1", path=True, remote=True)
     """Folder of the reward model, or its name on the Hugging Face hub."""
+    use_shm: bool = setting(False)
+    """Read the files of this section from copies in shared memory (/dev/shm), made once on each machine if they fit."""
     external_lib: str | None = setting(None, interpolation="${actor_rollout_ref.model.external_lib}")
     """Module that every worker imports before it loads the model."""
     trust_remote_code: bool = setting(False)

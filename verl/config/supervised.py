@@ -20,6 +20,8 @@ class SupervisedDataConfig(BaseConfig):
     """Training files: parquet, json or jsonl; one path or a list."""
     val_files: Annotated[tuple[str, ...] | None, OneOrMany] = setting(None, path=True, remote=True)
     """Validation files, likewise; null validates nothing."""
+    use_shm: bool = setting(False)
+    """Read data files from copies in shared memory (/dev/shm), made once on each machine if they fit there."""
     train_max_samples: int = setting(-1, ge=-1)
     """Use only this many training rows; -1 uses all."""
     val_max_samples: int = setting(-1, ge=-1)

@@ -159,6 +159,7 @@ class Plan:
             own = HFModelConfig(
                 path=critic.model.path,
                 lora_rank=critic.model.lora_rank,
+                lora_adapter_path=critic.model.lora_adapter_path,
                 target_modules=critic.model.target_modules,
                 enable_gradient_checkpointing=critic.model.enable_gradient_checkpointing,
             )

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from verl.utils.metric import GB
+from verl.workers.engine.fsdp.activations import activations_on_cpu
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -117,15 +118,7 @@ def enable_activation_offloading(model: nn.Module, strategy: str = "fsdp2", enab
 
     @functools.wraps(forward)
     def offloaded(*args: Any, **kwargs: Any) -> Any:
-        def to_cpu(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-            is_weight = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-            return tensor.device, tensor if is_weight else tensor.to("cpu")
-
-        def back(saved: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-            device, tensor = saved
-            return tensor.to(device)
-
-        with torch.autograd.graph.saved_tensors_hooks(to_cpu, back):
+        with activations_on_cpu():
             return forward(*args, **kwargs)
 
     model.forward = offloaded  # type: ignore[method-assign]

@@ -34,6 +34,7 @@ from verl.base.doors import absent_names
 from verl.errors import ConfigError
 from verl.utils.console import parameters_in_words, show
 from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
+from verl.utils.model_files import DEQUANTIZE, quantized_by
 from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention, without_load_report
 from verl.vision.families import FAMILIES
 
@@ -135,6 +136,8 @@ def load_hf_config(
             f"model config of '{path}' cannot be read: {why_unreadable(error, path)} A model folder holds config.json; "
             "a hub name needs network access, or the model in the local Hugging Face cache."
         ) from error
+    if wrong := quantized_by(getattr(config, "quantization_config", None)):  # of the hub, for example
+        raise ConfigError(f"model '{path}': {wrong}. {DEQUANTIZE[0].upper()}{DEQUANTIZE[1:]}.")
     warn_if_code_runs(config, path)
     if ATTN_IMPLEMENTATION in options:
         set_attention(config, options[ATTN_IMPLEMENTATION])  # a private field in config.json would take precedence

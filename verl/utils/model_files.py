@@ -85,6 +85,32 @@ def layer_types(folder: Path) -> list[str]:
     return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
 
 
+def quantization_problem(folder: Path) -> str | None:
+    """Why the weights of ``folder`` cannot be trained or handed over; None if its config names no quantization."""
+    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    text = content.get("text_config")
+    parts = (content, text if isinstance(text, dict) else {})
+    return quantized_by(next((part["quantization_config"] for part in parts if part.get("quantization_config")), None))
+
+
+def quantized_by(about: Any) -> str | None:
+    """Say how weights are quantized by the ``quantization_config`` of their config; None if they are not."""
+    if not about:
+        return None
+    method = about.get("quant_method") if isinstance(about, dict) else getattr(about, "quant_method", None)
+    method = getattr(method, "value", method)
+    return (
+        f"its weights are quantized ({method or 'quantization_config in its config.json'}), and training, log-probs "
+        "and weight updates need all their bits"
+    )
+
+
+DEQUANTIZE = (
+    "name a folder with weights in bf16, fp16 or fp32; Transformers' model.dequantize() and save_pretrained make one"
+)
+"""What to do about it."""
+
+
 def weights_problem(folder: Path) -> str | None:
     """Why ``folder`` has no weights; None if a file of them is there, damaged or not."""
     if any((folder / f"{name}{end}").exists() for name in WEIGHT_FILES for end in ("", ".index.json")):

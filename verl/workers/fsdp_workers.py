@@ -310,11 +310,13 @@ class CriticWorker(EngineWorker):
             external_lib=section.external_lib,
             trust_remote_code=section.trust_remote_code,
             enable_gradient_checkpointing=section.enable_gradient_checkpointing,
+            enable_activation_offload=section.enable_activation_offload,
             use_remove_padding=section.use_remove_padding,
             lora_rank=section.lora_rank,
             lora_alpha=section.lora_alpha,
             target_modules=section.target_modules,
             exclude_modules=section.exclude_modules,
+            lora_adapter_path=section.lora_adapter_path,
             lora=section.lora,
         )
         self.engine = self.make_engine(

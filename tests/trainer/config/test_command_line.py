@@ -115,14 +115,14 @@ def test_cfg_job_prints_the_composed_configuration():
 
 def test_cfg_job_says_what_is_refused_and_what_has_no_effect(run: Run):
     keys = {
-        "actor_rollout_ref": {"model": {"enable_activation_offload": True, "use_shm": True}},
+        "actor_rollout_ref": {"hybrid_engine": False, "model": {"use_liger": True}},
         "distillation": {"enabled": True},
     }
     said = remarks(OmegaConf.to_yaml(OmegaConf.create(keys)), PPOConfig)
-    key = "actor_rollout_ref.model.enable_activation_offload=true"
-    assert f"# refused: {key}: activations stay on the device" in said
+    key = "actor_rollout_ref.hybrid_engine=false"
+    assert f"# refused: {key}: a rollout engine on ranks of its own" in said
     assert "# refused: distillation.enabled=true: distillation is not in this version.\n" in said
-    assert "# no effect: actor_rollout_ref.model.use_shm (" in said
+    assert "# no effect: actor_rollout_ref.model.use_liger (" in said
     assert remarks("# @package trainer\nsave_freq: 3\n", PPOConfig) == ""
 
 
@@ -142,11 +142,11 @@ def test_help_is_one_screen():
 
 
 def test_help_describes_the_keys_of_a_section(command_line: CommandLine, capsys: pytest.CaptureFixture[str]):
-    command_line("--help", "algorithm.kl_ctrl", "use_shm", "tensor_model_parallel_size")
+    command_line("--help", "algorithm.kl_ctrl", "use_liger", "tensor_model_parallel_size")
     said = capsys.readouterr().out
     assert "algorithm.kl_ctrl.horizon = 10000\n" in said
     assert "(a number > 0)" in said
-    assert "data.use_shm: no effect: " in said
+    assert "actor_rollout_ref.model.use_liger: no effect: " in said
     lines = said.splitlines()
     first = lines.index("actor_rollout_ref.rollout.tensor_model_parallel_size = 2") + 1
     assert all(line.startswith("    ") for line in lines[first : first + 2])  # a sentence of two lines

@@ -80,6 +80,9 @@ def test_experts_must_be_there_and_their_ranks_divide_all(run: Run, tmp_path):
 
 
 def test_what_is_refused(run: Run):
+    for key, more in (("actor_rollout_ref.model", {}), ("critic.model", {"algorithm.adv_estimator": "gae"})):
+        message = run.refusal(TWO | {f"{key}.enable_activation_offload": True} | more)
+        assert f"{key}.enable_activation_offload=true: activations stay on the device under megatron" in message
     assert "from which reading runs code" in run.refusal({f"{ACTOR}.megatron.use_dist_checkpointing": True})
     message = run.refusal({f"{ACTOR}.megatron.virtual_pipeline_model_parallel_size": 2})
     assert "there is no pipeline to interleave with pipeline_model_parallel_size=1" in message

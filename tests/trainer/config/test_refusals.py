@@ -55,8 +55,6 @@ def test_every_refused_value_says_why_and_what_to_do(run: Run, path: str, value:
     "path",
     [
         "actor_rollout_ref.model.mtp.enable",
-        "actor_rollout_ref.model.tiled_mlp.enabled",
-        "actor_rollout_ref.model.enable_activation_offload",
         "actor_rollout_ref.ref.router_replay.mode",
         "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.rollout.quantization",
@@ -72,8 +70,7 @@ def test_what_is_not_built_is_refused(path: str):
 @pytest.mark.parametrize(
     "key, value",
     [
-        ("actor_rollout_ref.model.use_shm", True),
-        ("data.use_shm", True),
+        ("actor_rollout_ref.model.tiled_mlp.enabled", True),
         ("actor_rollout_ref.model.use_liger", True),
         ("actor_rollout_ref.rollout.over_sample_rate", 0.1),
         ("actor_rollout_ref.actor.rollout_n", 7),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,31 @@ def test_model_folders_exist(run: Run):
     assert "the folder holds no tokenizer" in message
     (run.folder / "model" / "model.safetensors").unlink()
     assert "the folder holds no weights" in only(run.refusal({}))
+
+
+@pytest.mark.parametrize(
+    "key, more",
+    [
+        ("actor_rollout_ref.model.path", {}),
+        ("critic.model.path", {"algorithm.adv_estimator": "gae"}),
+        ("reward_model.model.path", {"reward_model.enable": True}),
+    ],
+)
+def test_quantized_models_are_refused(run: Run, key: str, more: dict):
+    folder = shutil.copytree(run.folder / "model", run.folder / "quantized")
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "gptq", "bits": 4}}')
+    message = run.refusal({key: str(folder)} | more)
+    assert f"{key}={folder}: its weights are quantized (gptq)" in message
+    assert "model.dequantize()" in message
+
+
+@pytest.mark.parametrize(
+    "section, more", [("actor_rollout_ref.model", {}), ("critic.model", {"algorithm.adv_estimator": "gae"})]
+)
+def test_folders_of_adapters_exist(run: Run, section: str, more: dict):
+    (run.folder / "adapters").mkdir()
+    message = run.refusal({f"{section}.lora_adapter_path": str(run.folder / "adapters")} | more)
+    assert f"{section}.lora_adapter_path={run.folder / 'adapters'}: the folder has no adapter_config.json" in message
 
 
 def test_names_on_the_hub_pass(run: Run):

@@ -258,6 +258,8 @@ def test_a_scalar_head_is_trained_and_saved_with_the_adapters(path, tmp_path, ki
     name = "values" if kind == "value_model" else "scores"
     expected = engine.infer_batch(batch, {name}, WHOLE)[name]
     assert_close(again.infer_batch(batch, {name}, WHOLE)[name], expected, atol=1e-5, rtol=0)
+    on = make_engine(path, kind, lora_adapter_path=str(tmp_path / ADAPTER_FOLDER))
+    assert_close(on.infer_batch(batch, {name}, WHOLE)[name], expected, atol=1e-5, rtol=0)
     ids = batch.batch["input_ids"][1:2][:, batch.batch["attention_mask"][1].bool()]
     with torch.no_grad():
         assert_close(oracle(ids).logits, exported(ids).logits, atol=1e-5, rtol=0)

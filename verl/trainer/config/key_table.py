@@ -92,19 +92,13 @@ AGENT_LOOPS = (
 )
 _ALWAYS_FUSED = "log-probs and entropy always come from hidden states in slices, never from all logits at once"
 _UNCOMPILED = "this version runs its small kernels uncompiled; results are the same"
-_NO_SHM = "models and data are read from where they are, without a copy in shared memory"
-_NO_OFFLOAD = (
-    "activations stay on the device; enable_gradient_checkpointing=true keeps one tensor per layer, and smaller passes "
-    "(micro-batches, token budgets) give the same numbers with less memory"
-)
 _NO_TILED_MLP = (
-    "the feed-forward layers compute all tokens of a pass at once; use gradient checkpointing and smaller token "
-    "budgets, which give the same numbers"
+    "the same numbers: a pass has at most the tokens of its budget (ppo_max_token_len_per_gpu), which bounds what its "
+    "feed-forward layers hold, and ranks can share a longer sequence (ulysses_sequence_parallel_size)"
 )
 _NO_LIGER = (
     "the model's own layers give the same results, and what Liger saves most, all logits at once, is never made here"
 )
-_PART_OF_TILED_MLP = "part of the tiled MLP, which is not in this version"
 _ONE_PROFILER = (
     "all roles are profiled by one tool into one folder; set global_profiler.tool and global_profiler.save_path"
 )
@@ -198,12 +192,9 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
         ),
     ),
     HFModelConfig: (
-        no_effect(_NO_SHM, {"use_shm": False}),
-        not_yet(_NO_OFFLOAD, {"enable_activation_offload": False}),
         no_effect(_NO_LIGER, {"use_liger": False}),
         no_effect(_ALWAYS_FUSED, {"use_fused_kernels": False, "fused_kernel_options.impl_backend": "torch"}),
-        not_yet(_NO_TILED_MLP, {"tiled_mlp.enabled": False}),
-        no_effect(_PART_OF_TILED_MLP, {"tiled_mlp.num_shards": 4}),
+        no_effect(_NO_TILED_MLP, {"tiled_mlp.enabled": False, "tiled_mlp.num_shards": 4}),
         not_yet("multi-token prediction is not in this version; set mtp.enable=false", {"mtp.enable": False}),
         no_effect(
             "part of multi-token prediction, which is not in this version",
@@ -315,7 +306,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     ),
     DataConfig: (
         older_name("tokenizer", "actor_rollout_ref.model.tokenizer_path"),
-        no_effect(_NO_SHM, {"use_shm": False}),
         no_effect(
             "the model's image processor has the size of a patch, and the data set always makes the inputs of images",
             {"image_patch_size": 14, "return_multi_modal_inputs": True},
@@ -330,18 +320,10 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
             is_spelling=True,
         ),
     ),
-    SFTDataConfig: (
-        older_form("micro_batch_size"),
-        no_effect(_NO_SHM, {"use_shm": False}),
-    ),
+    SFTDataConfig: (older_form("micro_batch_size"),),
     CriticConfig: (older_form("ppo_micro_batch_size"),),
     FSDPCriticConfig: (older_form("forward_micro_batch_size", "${oc.select:.ppo_micro_batch_size,null}"),),
-    FSDPCriticModelCfg: (
-        no_effect(_NO_SHM, {"use_shm": False}),
-        not_yet(_NO_OFFLOAD, {"enable_activation_offload": False}),
-        not_yet(_NO_TILED_MLP, {"tiled_mlp.enabled": False}),
-        no_effect(_PART_OF_TILED_MLP, {"tiled_mlp.num_shards": 4}),
-    ),
+    FSDPCriticModelCfg: (no_effect(_NO_TILED_MLP, {"tiled_mlp.enabled": False, "tiled_mlp.num_shards": 4}),),
     RewardModelConfig: (
         older_form("micro_batch_size"),
         no_effect("reward managers are called by the driver in this version", {"use_reward_loop": True}),
@@ -357,7 +339,6 @@ INACTIVE: dict[type[BaseConfig], tuple[Inactive, ...]] = {
     ),
     ModuleConfig: (no_effect("reward_manager.name names the class", {"name": "custom_reward_manager"}),),
     RewardModelModelConfig: (
-        no_effect(_NO_SHM, {"use_shm": False}),
         no_effect(_ALWAYS_FUSED, {"use_fused_kernels": "${actor_rollout_ref.model.use_fused_kernels}"}),
     ),
     TrainerConfig: (

@@ -68,8 +68,10 @@ def models(config: PPOConfig | SupervisedConfig | GenerationConfig) -> Problems:
     model, prefix = (config.actor_rollout_ref.model, "actor_rollout_ref.model") if ppo else (config.model, "model")
     paths = {f"{prefix}.path": model.path}
     folders = {f"{prefix}.tokenizer_path": model.tokenizer_path, f"{prefix}.hf_config_path": model.hf_config_path}
+    adapters = {f"{prefix}.lora_adapter_path": model.lora_adapter_path}
     if ppo and needs_critic(config):
         paths["critic.model.path"] = config.critic.model.path
+        adapters["critic.model.lora_adapter_path"] = config.critic.model.lora_adapter_path
     if ppo and config.reward_model.enable:
         paths["reward_model.model.path"] = config.reward_model.model.path
     for key, path in paths.items():
@@ -77,6 +79,9 @@ def models(config: PPOConfig | SupervisedConfig | GenerationConfig) -> Problems:
     for key, path in folders.items():
         if path is not None and path not in paths.values():
             yield from _model(key, path, None)
+    for key, path in adapters.items():
+        if path is not None:
+            yield from _model(key, path, "adapter_config.json")
     yield from _tokenizer(prefix, model)
 
 
@@ -172,6 +177,8 @@ def _model(key: str, path: str, must_have: str | None, has_weights: bool = False
         yield Problem(key, path, "there is no such folder", remedy=remedy)
     elif must_have and not (folder / must_have).is_file():
         yield Problem(key, path, f"the folder has no {must_have}", remedy="name a folder in the Hugging Face format")
+    elif has_weights and (wrong := model_files.quantization_problem(folder)):
+        yield Problem(key, path, wrong, remedy=model_files.DEQUANTIZE)
     elif has_weights and (wrong := model_files.weights_problem(folder)):
         yield Problem(key, path, wrong, remedy="name the folder of a whole model")
     elif wrong := model_files.file_problem(folder):

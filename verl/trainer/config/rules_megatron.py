@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from verl.config import McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
@@ -48,8 +48,9 @@ def layouts(config: PPOConfig) -> Problems:
             yield Problem(f"{first}.megatron.expert_model_parallel_size", size, wrong, "1")
     adapters = {
         "actor_rollout_ref.actor": config.actor_rollout_ref.model.has_adapters,
-        "critic": config.critic.model.lora_rank,
+        "critic": config.critic.model.has_adapters,
     }
+    yield from _offloaded_activations(config, found)
     for name, has_some in adapters.items():
         if has_some and name in found:
             wrong, remedy = "strategy=megatron has no LoRA", "set lora_rank=0 (and no lora_adapter_path), or use fsdp2"
@@ -58,6 +59,16 @@ def layouts(config: PPOConfig) -> Problems:
         if name in found and section.ulysses_sequence_parallel_size > 1:
             key = f"{name}.ulysses_sequence_parallel_size"
             yield Problem(key, section.ulysses_sequence_parallel_size, "this is a setting of FSDP", "1 with megatron")
+
+
+def _offloaded_activations(config: PPOConfig, found: Collection[str]) -> Iterator[Problem]:
+    """Activations stay on the device under Megatron."""
+    models = {"actor_rollout_ref.actor": config.actor_rollout_ref.model, "critic": config.critic.model}
+    for name, model in models.items():
+        if name in found and model.enable_activation_offload:
+            key = f"{name.removesuffix('.actor')}.model.enable_activation_offload"
+            remedy = "enable_gradient_checkpointing=true keeps each layer's input alone"
+            yield Problem(key, True, "activations stay on the device under megatron", "false", remedy)
 
 
 def _sections(config: PPOConfig) -> dict[str, tuple]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from verl.protocol import DataProto
 from verl.utils.model import longrope_threshold
 from verl.utils.sharded_tensor import local_rows
 from verl.workers.engine.base import EngineRegistry
+from verl.workers.engine.fsdp.activations import activations_on_cpu
 from verl.workers.engine.fsdp.experts import ExpertLoad, balance_loss, load_metrics
 from verl.workers.engine.fsdp.inputs import ModelInputs, check_one_rotation, check_token_ids, prepare_inputs
 from verl.workers.engine.fsdp.optimizer import clip_gradients
@@ -216,7 +217,8 @@ class FSDPEngine(ShardedModel):
     ) -> tuple[dict[str, Tensor], Tensor, LossMetrics]:
         data, inputs = part.data, self._inputs(part)
         with self.routers.replayed(inputs.routed_experts):
-            with self.routers.watched(inputs.attention_mask) as choices:
+            kept = activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
+            with kept, self.routers.watched(inputs.attention_mask) as choices:
                 flat = self.model(inputs, loss_fn.outputs, temperature)
             if not part.is_filler and self.sequence_group is None:
                 load.add(choices)
