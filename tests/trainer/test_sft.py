@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from verl.errors import DataError
+from verl.model_merger import merge
 from verl.testing.models import tiny_model_dir
 from verl.testing.tiny_run import write_jsonl
 from verl.trainer.config.command_line import compose
@@ -79,6 +82,30 @@ def test_a_resumed_run_continues_where_it_stopped(train):
         for step, metrics in rest.items():
             for key in ("train/loss", "train/grad_norm", "train/lr", "train/global_tokens"):
                 assert metrics[key] == straight[step][key], (stop, step, key)
+
+
+def test_adapters_go_on_bit_by_bit_and_are_merged(train, tmp_path):
+    adapters = {"model.lora_rank": 4, "model.lora_alpha": 8, "optim.lr": 3e-2}
+    straight = train("straight", 4, **adapters)
+    train("stopped", 2, **adapters)
+    rest = train("stopped", 4, **adapters)
+    assert rest[4]["train/loss"] < 0.9 * straight[1]["train/loss"]
+    for step in (3, 4):
+        for key in ("train/loss", "train/grad_norm"):
+            assert rest[step][key] == straight[step][key], (step, key)
+    steps = [tmp_path / name / "global_step_4" for name in ("straight", "stopped")]
+    one, other = (load_file(step / "lora_adapter" / "adapter_model.safetensors") for step in steps)
+    assert one.keys() == other.keys()
+    assert all(torch.equal(other[name], values) for name, values in one.items())
+    merge(steps[1], tmp_path / "merged")
+    merged, exported, start = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (tmp_path / "merged", steps[1] / "huggingface", tmp_path / "model")
+    )
+    layer = "model.layers.1.mlp.up_proj.weight"
+    assert (merged[layer] - start[layer]).abs().max() > 1e-3
+    for name, weight in exported.items():
+        torch.testing.assert_close(merged[name], weight, atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow

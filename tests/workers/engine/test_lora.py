@@ -28,7 +28,7 @@ from tests.workers.support import (
 )
 from verl.backends.cpu.whole_weights import WholeWeights
 from verl.errors import CheckpointError, ConfigError
-from verl.testing.models import tiny_model_dir, tiny_tokenizer
+from verl.testing.models import MIXTURES, tiny_model_dir, tiny_tokenizer
 from verl.utils.sharded_tensor import full_tensor
 from verl.workers.config import CriticConfig
 from verl.workers.engine.fsdp.adapters import ADAPTER_FOLDER
@@ -145,6 +145,24 @@ def test_updates_are_those_of_peft_on_one_rank_and_two(path, folder, tmp_path, c
         shared = load_file(folder / "shared sequences" / ADAPTER_FOLDER / "adapter_model.safetensors")
         for name, values in adapters_of(engine, tmp_path).items():
             assert_close(shared[name], values, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma", *MIXTURES])
+def test_gradients_of_other_models_are_those_of_peft(family, tmp_path):
+    batch, engine = ragged_batch(), make_engine(tiny_model_dir(tmp_path / "model", family), **RANK)
+    move_adapters(engine, batch)
+    adapters_of(engine, tmp_path / "saved")
+    oracle = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model"), tmp_path / "saved" / ADAPTER_FOLDER, is_trainable=True
+    )
+    nll(oracle, batch).backward()
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(batch, sft_loss, LAYOUTS["three"])
+    expected = {name: p.grad for name, p in oracle.named_parameters() if p.requires_grad}
+    found = {f"base_model.model.{name}": grad for name, grad in gradients_of(engine).items()}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, atol=1e-5, rtol=0, msg=name)
 
 
 @pytest.mark.parametrize("case", ON_TWO_RANKS)
