@@ -93,6 +93,19 @@ def test_children_in_sessions_of_their_own_are_ended_and_strangers_are_not(start
     kill_marked(other)
 
 
+def test_what_a_marked_process_marks_is_ended_with_it_and_not_the_other_way_round(started, monkeypatch):
+    outer = new_mark()
+    with monkeypatch.context() as patch:
+        patch.setenv(MARK_VARIABLE, outer)
+        one, other = new_mark(), new_mark()
+    for mark in (outer, one, other):
+        started(mark, "import time; time.sleep(600)")
+    kill_marked(one)
+    assert [len(bearers(mark)) for mark in (outer, one, other)] == [1, 0, 1]
+    kill_marked(outer)
+    assert [len(bearers(mark)) for mark in (outer, other)] == [0, 0]
+
+
 def test_what_does_not_end_for_seconds_is_waited_for(started, caplog):
     """As a process that gets no core: it is killed and still has all that it had, for 2 s."""
     mark = new_mark()

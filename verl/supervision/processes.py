@@ -155,22 +155,26 @@ def children_in_own_group() -> Iterator[None]:
 
 
 def new_mark() -> str:
-    """Return a new value of :data:`MARK_VARIABLE`, for a process and its descendants."""
-    return secrets.token_hex(16)
+    """Return a new value of :data:`MARK_VARIABLE`, for a process and its descendants.
+
+    It begins with the mark of this process, if it has one: whoever ends that one ends what is below the new one too.
+    """
+    outer, own = os.environ.get(MARK_VARIABLE), secrets.token_hex(16)
+    return f"{outer}/{own}" if outer else own
 
 
 def kill_marked(mark: str) -> None:
-    """Kill all processes with the mark in their environment and wait until they have ended; on Linux only.
+    """Kill all processes with the mark, or one below it, in their environment and wait until they have ended.
 
-    Every descendant inherits the environment, even if it leaves the process group and session or its parent has
-    ended. Logs the processes that still exist after ``KILL_S``.
+    On Linux only. Every descendant inherits the environment, even if it leaves the process group and session or its
+    parent has ended. Logs the processes that still exist after ``KILL_S``.
     """
     deadline = time.monotonic() + KILL_S
     word = f"{MARK_VARIABLE}={mark}".encode()
     empty_rounds = 0
     # Two rounds, because a process has no readable environment for a moment during fork and exec.
     while empty_rounds < 2:
-        left = [pid for pid in psutil.pids() if word in _environment_of(pid) and kill(pid)]
+        left = [pid for pid in psutil.pids() if _has_mark(pid, word) and kill(pid)]
         empty_rounds = 0 if left else empty_rounds + 1
         if left and time.monotonic() > deadline:
             logger.warning(
@@ -183,12 +187,13 @@ def kill_marked(mark: str) -> None:
         time.sleep(_PAUSE_S)
 
 
-def _environment_of(pid: int) -> list[bytes]:
+def _has_mark(pid: int, word: bytes) -> bool:
     # Not with psutil, which takes three times as long: this reads the environment of all processes repeatedly.
     try:
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:  # it has ended or belongs to another user
-        return []
+        return False
+    return any(entry == word or entry.startswith(word + b"/") for entry in environment.split(b"\0"))
 
 
 # ---- this process ---------------------------------------------------------------------------------
