@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -20,7 +21,10 @@ from transformers import (
 )
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{% set a = call['function']['arguments'] %}"
+    '<tool_call>{"name": "{{ call[\'function\'][\'name\'] }}", "arguments": {{ a if a is string else a | tojson }}}'
+    "</tool_call>{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -44,7 +48,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 def main() -> None:
     """Write ``policy/`` and ``reward_model/`` under the output folder."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="A tokenizer, a random policy and a random reward model.")
     parser.add_argument("--train_file", required=True, help="parquet made by examples/data_preprocess/gsm8k.py")
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--vocab_size", type=int, default=4096)
@@ -53,7 +57,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     prompts = pd.read_parquet(args.train_file)["prompt"]
     tokenizer = train_tokenizer([turn["content"] for prompt in prompts for turn in prompt], args.vocab_size)
-    shape = {
+    shape: dict[str, Any] = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -68,7 +72,7 @@ def main() -> None:
     }
     for name, model in {
         "policy": Qwen3ForCausalLM(Qwen3Config(**shape)),
-        "reward_model": Qwen3ForSequenceClassification(Qwen3Config(**shape, num_labels=1)),
+        "reward_model": Qwen3ForSequenceClassification(Qwen3Config(**(shape | {"num_labels": 1}))),
     }.items():
         model.save_pretrained(args.output_dir / name)
         tokenizer.save_pretrained(args.output_dir / name)
