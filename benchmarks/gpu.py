@@ -11,6 +11,8 @@ sft         the same for the supervised loss on 8,192 tokens
 rollout     64 responses of 512 tokens in bf16: our engine and Transformers ``generate``, in turn
 equality    log-probs, loss and gradients of one update in fp32, on the device and on this machine's CPU: says whether
             they agree, and the command fails if they do not
+megatron    the same update by strategy=megatron on one rank of the device: log-probs, loss and gradient norm against
+            FSDP's on the CPU; skipped without megatron-core
 agreement   log-probs of the training engine against a plain Transformers forward, and of our rollout engine against
             the training engine, in fp32 and in bf16
 
@@ -23,6 +25,7 @@ comparison. Useful FLOP/s are counted by :class:`verl.utils.flops_counter.FlopsC
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import subprocess
@@ -368,6 +371,12 @@ LIMITS = {"log_probs": 1e-3, "loss": 1e-4, "grad_norm": 1e-3, "gradients": 1e-3}
 """Largest differences that rounding in fp32 explains: of log-probs absolute, else relative; of gradients the norm."""
 
 
+def two_sequences(setting: Setting) -> Any:
+    """The mini-batch of the update that is compared."""
+    longest = min(256, setting.sft_tokens)
+    return training_batch(setting, [longest, longest // 3])
+
+
 def one_update(setting: Setting) -> dict[str, Any]:
     """Compute log-probs, loss and gradients of a mini-batch of two sequences in fp32; tensors on the CPU."""
     from verl.utils.sharded_tensor import full_tensor
@@ -375,9 +384,8 @@ def one_update(setting: Setting) -> dict[str, Any]:
     from verl.workers.engine import MicroBatchConfig
     from verl.workers.losses import PolicyLoss
 
-    longest = min(256, setting.sft_tokens)
     engine = training_engine(setting, "float32")
-    batch, micro = training_batch(setting, [longest, longest // 3]), MicroBatchConfig(micro_batch_size_per_gpu=2)
+    batch, micro = two_sequences(setting), MicroBatchConfig(micro_batch_size_per_gpu=2)
     with engine.eval_mode():
         log_probs = engine.infer_batch(batch, {"log_probs"}, micro)["log_probs"]
     with engine.train_mode():
@@ -397,8 +405,8 @@ def _save_update(setting: Setting, path: str) -> None:
     torch.save(one_update(setting), path)
 
 
-def equality(setting: Setting) -> dict[str, Any]:
-    """Compare one update on the device with the same update on the CPU, in a process of its own."""
+def beside_the_cpu(setting: Setting, update: Callable[[Setting], dict[str, Any]]) -> tuple[Any, Any]:
+    """Return the results of ``update`` here, and of :func:`one_update` on the CPU in a process of its own."""
     import multiprocessing
 
     import torch
@@ -408,27 +416,72 @@ def equality(setting: Setting) -> dict[str, Any]:
         target=_save_update, args=(replace(setting, device="cpu"), path)
     )
     on_cpu.start()
-    own = one_update(setting)
+    own = update(setting)
     on_cpu.join()
     if on_cpu.exitcode:
         raise SystemExit(f"the update on the CPU ended with exit status {on_cpu.exitcode}")
-    reference = torch.load(path, weights_only=True)
+    return own, torch.load(path, weights_only=True)
+
+
+def compared(own: dict[str, Any], reference: dict[str, Any]) -> dict[str, float]:
+    """Return the differences of log-probs, loss and gradient norm."""
+    found = {"log_probs": difference(own["log_probs"], reference["log_probs"])["max"]}
+    return found | {
+        name: abs(own[name] - reference[name]) / max(abs(reference[name]), 1e-12) for name in ("loss", "grad_norm")
+    }
+
+
+def equality(setting: Setting) -> dict[str, Any]:
+    """Compare one update on the device with the same update on the CPU."""
+    own, reference = beside_the_cpu(setting, one_update)
     gaps = {
         name: float((own["gradients"][name] - gradient).norm() / gradient.norm().clamp(min=1e-12))
         for name, gradient in reference["gradients"].items()
     }
-    differences = {"log_probs": difference(own["log_probs"], reference["log_probs"])["max"]}
-    differences |= {
-        name: abs(own[name] - reference[name]) / max(abs(reference[name]), 1e-12) for name in ("loss", "grad_norm")
-    }
+    differences = compared(own, reference)
     worst = max(gaps, key=gaps.__getitem__)
     differences["gradients"] = gaps[worst]
     agrees = all(differences[name] <= limit for name, limit in LIMITS.items())
     return {"differences": differences, "limits": LIMITS, "worst_gradient": worst, "agrees": agrees, "rows": []}
 
 
+def one_megatron_update(setting: Setting) -> dict[str, Any]:
+    """Compute log-probs, loss and gradient norm of the mini-batch of :func:`one_update`, and update the weights."""
+    from verl.config import McoreEngineConfig
+    from verl.workers.config import FSDPActorConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry, MicroBatchConfig
+    from verl.workers.losses import PolicyLoss
+
+    engine = EngineRegistry.new(
+        "language_model",
+        "megatron",
+        model_config=HFModelConfig(path=setting.folder, use_remove_padding=True),
+        engine_config=McoreEngineConfig(dtype="float32"),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-6),
+        device_name=setting.device,
+    )
+    engine.initialize()
+    batch, micro = two_sequences(setting), MicroBatchConfig(micro_batch_size_per_gpu=2)
+    with engine.eval_mode():
+        log_probs = engine.infer_batch(batch, {"log_probs"}, micro)["log_probs"]
+    with engine.train_mode():
+        loss = PolicyLoss(FSDPActorConfig(use_kl_loss=True, use_dynamic_bsz=True))
+        metrics = engine.train_batch(batch, loss, micro)
+    return {"log_probs": log_probs, "loss": metrics["actor/loss"], "grad_norm": metrics["grad_norm"]}
+
+
+def megatron(setting: Setting) -> dict[str, Any]:
+    """Compare one update by Megatron on the device with FSDP's on the CPU."""
+    if importlib.util.find_spec("megatron") is None:
+        return {"skipped": "megatron-core is not installed: pip install 'verl[megatron]'", "rows": []}
+    differences = compared(*beside_the_cpu(setting, one_megatron_update))
+    agrees = all(gap <= LIMITS[name] for name, gap in differences.items())
+    return {"differences": differences, "limits": LIMITS, "agrees": agrees, "rows": []}
+
+
 PARTS: dict[str, Callable[[Setting], dict[str, Any]]] = {
     "equality": equality,
+    "megatron": megatron,
     "rl": rl,
     "sft": sft,
     "rollout": rollout,
