@@ -17,6 +17,7 @@ from tests.workers.engine.test_experts import (
 from tests.workers.support import (
     LAYOUTS,
     WHOLE,
+    make_engine,
     naive_outputs,
     naive_update,
     ragged_batch,
@@ -28,7 +29,8 @@ from tests.workers.support import (
 from verl.errors import ConfigError
 from verl.testing.models import tiny_tokenizer
 from verl.testing.tiny_run import same
-from verl.workers.losses import PolicyLoss, sft_loss
+from verl.workers.config import CriticConfig
+from verl.workers.losses import PolicyLoss, ValueLoss, sft_loss
 
 pytest.importorskip("verl.workers.engine.megatron.library")
 
@@ -136,6 +138,24 @@ def on_two_ranks(rank, world_size, folder, path):
     torch.save((found, balanced), folder / f"rank_{rank}.pt")
 
 
+def two_updates(actor, critic, batch):
+    """Two updates of both in turn, as in PPO, with the rows of this rank; gradient norms, values and weights."""
+    mine = share(batch, actor.get_data_parallel_rank(), actor.get_data_parallel_size())
+    norms = []
+    for engine, loss in 2 * ((critic, ValueLoss(CriticConfig(cliprange_value=10.0))), (actor, PolicyLoss(CONFIG))):
+        with engine.train_mode():
+            norms.append(engine.train_batch(mine, loss, LAYOUTS["three"])["grad_norm"])
+    with critic.eval_mode():
+        values = critic.infer_batch(mine, {"values"}, LAYOUTS["whole"])["values"]
+    return torch.tensor(norms), values, weights_of(actor), weights_of(critic)
+
+
+def with_a_critic(rank, world_size, folder, path):
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    found = two_updates(megatron_engine(path, **EP), another_engine(path, "value_model", **EP), batch)
+    torch.save(found, folder / f"rank_{rank}.pt")
+
+
 def reshard(rank, world_size, folder, path, writer):
     """A layout saves after a step and makes another one; so does every layout from what it saved."""
     batch = torch.load(folder / "batch.pt", weights_only=False)
@@ -187,6 +207,21 @@ def test_two_ranks_are_plain_pytorch(paths, folder, case):
     assert weights.keys() == expected_weights.keys()
     for name, weight in weights.items():
         assert_close(weight, expected_weights[name], atol=1e-5, rtol=0, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.slow
+def test_actor_and_critic_share_their_experts_over_two_ranks(paths, tmp_path):
+    path = paths["qwen3"]
+    batch = batch_of(path)
+    torch.save(batch, tmp_path / "batch.pt")
+    run_ranks(with_a_critic, 2, tmp_path, path)
+    norms, values, *weights = two_updates(make_engine(path), make_engine(path, "value_model"), batch)
+    assert values.abs().max() > 1e-3
+    for rank in range(2):
+        found_norms, found_values, *found = torch.load(tmp_path / f"rank_{rank}.pt", weights_only=False)
+        assert_close(found_norms, norms, rtol=1e-5, atol=0)
+        assert_close(found_values, values[rank::2], rtol=0, atol=1e-5)
+        assert_close(found, weights, rtol=0, atol=1e-5)
 
 
 def test_stages_of_a_pipeline_balance_together(paths, folder):
