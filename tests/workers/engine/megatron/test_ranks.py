@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
+from benchmarks.plan_accuracy import allocated_rise
 from tests.workers.engine.megatron.support import CONFIG, TP, another_engine, batch_that_drew_padding, megatron_engine
 from tests.workers.support import (
     LAYOUTS,
@@ -52,6 +53,8 @@ def on_two_ranks(rank, world_size, folder, path):
         with engine.train_mode():
             metrics = engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
             engine.train_batch(mine, PolicyLoss(CONFIG), LAYOUTS[layout])
+        if case in ("tensor", "pipeline"):
+            gathering(engine, folder / f"{case}_{rank}.json")
         place = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
         found[case] = metrics, weights_of(engine), outputs if engine.is_mp_src_rank_with_outputs() else None, place
     torch.save(found, folder / f"rank_{rank}.pt")
@@ -59,6 +62,15 @@ def on_two_ranks(rank, world_size, folder, path):
     with pytest.raises(ConfigError, match="another model of this process has tensor_model_parallel_size=1"):
         another_engine(path, **TP)
     vocabulary(rank)
+
+
+def gathering(engine, trace):
+    """Whole weights come one at a time: those of this and of the last moment, and the part that another rank sends."""
+    cpu = torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
+        sizes = [weight.nbytes for _, weight in engine.get_per_tensor_param()]
+    profile.export_chrome_trace(str(trace))
+    assert max(sizes) <= allocated_rise(trace) <= 3 * max(sizes) < sum(sizes) / 3
 
 
 def reshard(folder, path, batch):
