@@ -78,7 +78,7 @@ class AgentLoopOutput(BaseModel):
     ``seconds``. Without it the dumps show the tokens as text."""
     extra_fields: dict[str, Any] = {}
     """Further values, which become columns of the batch: ``turn_scores`` (a score for each turn of the policy, in the
-    place of ``reward_score``), ``tool_rewards``, and your own."""
+    place of ``reward_score``), ``turn_rewards`` (added to the score of either), ``tool_rewards``, and your own."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:

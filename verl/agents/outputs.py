@@ -16,6 +16,7 @@ def conversation_outputs(
     metrics: AgentLoopMetrics,
     told: list[dict[str, Any]],
     turn_scores: list[float] | None,
+    turn_rewards: list[float] | None = None,
     columns: dict[str, Any],
 ) -> AgentLoopOutput | list[AgentLoopOutput]:
     """Make an output of each sequence of a conversation: one, unless the template rewrote history.
@@ -26,6 +27,7 @@ def conversation_outputs(
         metrics: of the whole trajectory.
         told: what was said, for the dumps.
         turn_scores: a score for each turn of the policy; each sequence gets those of its own turns.
+        turn_rewards: what is added to the score, of each turn of the policy.
         columns: further values of the whole trajectory. These, the metrics and ``told`` are the last sequence's.
 
     Returns:
@@ -38,6 +40,10 @@ def conversation_outputs(
         if not drawn and outputs:
             continue  # history was rewritten, and then there was no room for a turn
         scores = None if turn_scores is None else turn_scores[done : done + drawn]
+        added = None if turn_rewards is None else turn_rewards[done : done + drawn]
+        if turn_rewards is not None and turn_scores is None and len(conversation.sequences) > 1:
+            # All sequences share the score, so they share what is added to it.
+            added = [*[0.0] * (drawn - 1), sum(turn_rewards)][:drawn]
         done += drawn
         outputs.append(
             AgentLoopOutput(
@@ -46,7 +52,7 @@ def conversation_outputs(
                 response_mask=written.response_mask,
                 response_logprobs=written.response_logprobs,
                 num_turns=len(conversation.messages),
-                extra_fields={"turn_scores": scores},
+                extra_fields={"turn_scores": scores, "turn_rewards": added},
             )
         )
     last = outputs[-1]

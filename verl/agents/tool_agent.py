@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,7 @@ from verl.agents.loop import (
     require_judge,
 )
 from verl.agents.outputs import conversation_outputs
-from verl.agents.parsers import ParsedTurn, ToolParser, get_tool_parser
+from verl.agents.parsers import FunctionCall, ParsedTurn, ToolParser, get_tool_parser
 from verl.agents.simulated_user import SimulatedUser
 from verl.agents.slots import MachineSlots
 from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner, ToolSession, descriptions
@@ -75,6 +75,7 @@ class ToolAgentParts:
             max_parallel_calls=turns.max_parallel_calls,
             max_response_tokens=turns.max_tool_response_length,
             truncate_side=turns.tool_response_truncate_side,
+            malformed_penalty=turns.malformed_call_penalty,
         )
         path = turns.interaction_config_path
         interactions = initialize_interactions_from_config(path) if path else {}
@@ -118,7 +119,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     A call that fails, or that cannot be read, is answered with the reason. Rewards of calls are ``tool_rewards``, one
     for each call, among the columns of the batch; scores of the user are ``turn_scores``, one for each turn of the
-    policy, 0 for turns that the user did not answer.
+    policy, 0 for turns that the user did not answer. ``malformed_call_penalty`` is in ``turn_rewards``.
     """
 
     shared: ToolAgentParts
@@ -163,6 +164,7 @@ class ToolAgentLoop(AgentLoopBase):
             metrics=AgentLoopMetrics(generate_sequences=self.server_manager.seconds, tool_calls=calls.seconds),
             told=self._told(conversation, others),
             turn_scores=others.turn_scores(),
+            turn_rewards=others.penalties if any(others.penalties) else None,
             columns={
                 **calls.columns(),
                 "tool_extra_fields": {
@@ -236,6 +238,8 @@ class _Counterparts:
     user: SimulatedUser | None
     scores: list[float | None] = field(default_factory=list)
     """Of each turn of the policy, the user's score."""
+    penalties: list[float] = field(default_factory=list)
+    """Of each turn of the policy, what its unreadable calls take from the score, at most 0."""
     times: list[tuple[float, float]] = field(default_factory=list)
     """Of each answer of the user: when it was asked for (since 1970), and how long it took."""
 
@@ -250,10 +254,14 @@ class _Counterparts:
             limit: the limit that lets no other turn follow. The user scores this one nevertheless.
         """
         has_calls = bool(turn.calls or turn.malformed)
+        # A call that the limit of tokens cut off is not the policy's fault.
+        refused = [] if limit == "context_full" else [self.tools.refuse(bad) for bad in turn.malformed]
+        self.penalties.append(sum(result.reward or 0.0 for result in refused))
         if has_calls and limit is None:
             self.scores.append(None)
-            results = await self.calls.make(turn, self.tools)
+            results = await self.calls.make(turn.calls, self.tools, refused)
             return [{"role": "tool", "content": _content(result.response)} for result in results]
+        self.calls.results += refused
         if self.user is None:
             return limit if limit == "context_full" or (limit and has_calls) else "done"
         asked_at, began = time.time(), time.monotonic()
@@ -287,10 +295,12 @@ class _Calls:
             "tool_failures": dict(Counter(failure.value for failure in failures if failure is not None)),
         }
 
-    async def make(self, turn: ParsedTurn, session: ToolSession) -> list[ToolCallResult]:
-        """Make the calls of a turn; those that could not be read are refused."""
+    async def make(
+        self, calls: Sequence[FunctionCall], session: ToolSession, refused: list[ToolCallResult]
+    ) -> list[ToolCallResult]:
+        """Make the calls of a turn, beside which it had some that were ``refused``."""
         began = time.monotonic()
-        results = [*await session.call_all(turn.calls), *(session.refuse(bad) for bad in turn.malformed)]
+        results = [*await session.call_all(calls), *refused]
         self.seconds += time.monotonic() - began
         self.results += results
         return results

@@ -80,6 +80,8 @@ class ToolLimits:
     """Tokens of the text of one response."""
     truncate_side: Side = "middle"
     """What is kept of a longer text: its beginning (``left``), its end (``right``), or both (``middle``)."""
+    malformed_penalty: float = 0.0
+    """What a call that cannot be read takes from the score; its reward is the negative, or None for 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,7 +276,8 @@ class ToolSession:
     def refuse(self, malformed: MalformedCall) -> ToolCallResult:
         """The result of what a parser could not read."""
         call = FunctionCall(name="", arguments=malformed.text)
-        return self._failed(call, CallFailure.MALFORMED, f"this is no tool call: {malformed.reason}")
+        failed = self._failed(call, CallFailure.MALFORMED, f"this is no tool call: {malformed.reason}")
+        return replace(failed, reward=-self.runner.limits.malformed_penalty or None)
 
     async def call(self, call: FunctionCall, **kwargs: Any) -> ToolCallResult:
         """Make one call; see :meth:`call_all`."""

@@ -53,6 +53,8 @@ class MultiTurnConfig(BaseConfig):
     """Longest result of one tool call, in tokens; longer ones are cut."""
     tool_response_truncate_side: Literal["left", "middle", "right"] = setting("middle")
     """What is kept of a longer result: `left` its beginning, `right` its end, `middle` both."""
+    malformed_call_penalty: float = setting(0.0, ge=0)
+    """What each tool call that cannot be read takes from the score, on the turn that wrote it."""
     tool_config_path: ClassEntries = setting(None, path=True)
     """YAML file with the tools, or their list: `class_name`, `config` and `tool_schema` of each."""
     function_tool_path: str | None = setting(None, path=True)

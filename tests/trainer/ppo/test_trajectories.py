@@ -48,6 +48,34 @@ def test_scores_of_loops_are_placed_on_the_turns_of_the_policy(caplog: pytest.Lo
         assert problem in caplog.text
 
 
+def test_rewards_of_turns_are_added_to_the_score_whoever_gave_it():
+    mask = torch.tensor([[1, 1, 0, 1]] * 6)
+    batch = DataProto.from_dict(
+        tensors={"response_mask": mask},
+        non_tensors={
+            "trajectory_status": column(["done"] * 4 + ["timeout", "done"]),
+            "reward_score": column([None, 2.0, None, None, None, 1.0]),
+            "turn_scores": column([None, None, [0.5, 1.0], None, None, None]),
+            "turn_rewards": column([[-0.25, -0.5], [-0.25, 0.0], [-0.25, 0.0], None, [-0.25, 0.0], [-0.25]]),
+        },
+    )
+    agent = AgentLoopConfig(on_failure={"timeout": "zero"})
+    rows = rows_to_score(batch, agent)
+    assert rows == [0, 3]
+    scored = torch.tensor([[0.0, 0, 0, 3.0]] * 2), {"score": [3.0] * 2, "reward_status": ["ok"] * 2}
+    scores, extra = with_own_scores(batch, scored, rows, agent)
+    assert scores.tolist() == [
+        [0, -0.25, 0, 2.5],
+        [0, -0.25, 0, 2.0],
+        [0, 0.25, 0, 1.0],
+        [0, 0, 0, 3.0],
+        [0, 0, 0, 0],  # what is scored 0 stays so
+        [0, 0, 0, 0],  # two turns, and a reward for one
+    ]
+    assert extra["score"] == [3.0, 2.0, 1.5, 3.0, 0.0, 0.0]  # what the score was given as
+    assert extra["reward_status"] == ["ok"] * 5 + ["error"]
+
+
 def test_a_trajectory_that_is_scored_0_has_0_for_all_numbers_of_the_reward_function():
     batch = DataProto.from_dict(
         tensors={"response_mask": torch.tensor([[1, 1], [1, 0]])},

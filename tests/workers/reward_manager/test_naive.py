@@ -79,11 +79,26 @@ def test_dict_results_become_columns():
 
 
 def test_extra_info_has_what_the_rollout_knows_and_the_batch_keeps_its_own():
-    data = batch_of(["a", "b"], __num_turns__=[2, 4], rm_scores=torch.full((2, LENGTH), 0.5))
+    failures = [{}, {"malformed_call": 1}]
+    data = batch_of(
+        ["a", "b"],
+        __num_turns__=[2, 4],
+        rm_scores=torch.full((2, LENGTH), 0.5),
+        tool_rewards=[[0.5], [None, -0.25]],
+        tool_call_counts=[1, 1],
+        tool_failures=failures,
+    )
     result = manager(lambda solution_str, extra_info: {"score": 0.0, "seen": extra_info})(data, return_dict=True)
     assert result["reward_extra_info"]["seen"] == [
-        {"row": 0, "num_turns": 2, "rm_score": 3.0},
-        {"row": 1, "num_turns": 4, "rm_score": 3.0},
+        {"row": 0, "num_turns": 2, "rm_score": 3.0, "tool_rewards": [0.5], "tool_call_counts": 1, "tool_failures": {}},
+        {
+            "row": 1,
+            "num_turns": 4,
+            "rm_score": 3.0,
+            "tool_rewards": [None, -0.25],
+            "tool_call_counts": 1,
+            "tool_failures": {"malformed_call": 1},
+        },
     ]
     assert data.non_tensor_batch["extra_info"].tolist() == [{"row": 0}, {"row": 1}]
 

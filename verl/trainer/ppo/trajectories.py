@@ -65,6 +65,7 @@ def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     """Complete the scores of some rows to those of the whole batch.
 
     Each sequence of a trajectory gets its score, on the last token; sequences with ``turn_scores`` get those instead.
+    ``turn_rewards`` are added on their turns, and are not part of the reported ``score``.
 
     Args:
         batch: the sequences of the trajectories.
@@ -92,7 +93,16 @@ def with_own_scores(batch: DataProto, scored: Scored, rows: list[int], agent: Ag
     all_scores = known.tokens
     if rows:
         all_scores[rows] = scores.to(all_scores)
-    failed = {number: score for number, score in zip(found.number, known.samples, strict=True) if score.error}
+    beside = batch.non_tensor_batch.get("turn_rewards", [None] * len(batch))
+    to_add = [
+        Score(0.0) if given is None or treatment != "train" else checked_score({"turn_scores": given})
+        for given, treatment in zip(beside, treatments, strict=True)
+    ]
+    added = placed(Scores(to_add), batch.batch["response_mask"])
+    assert added.tokens is not None
+    all_scores += added.tokens
+    both = zip(found.number * 2, [*known.samples, *added.samples], strict=True)
+    failed = {number: score for number, score in both if score.error}
     for message in dict.fromkeys(score.error for score in failed.values()):
         logger.warning("the score of an agent loop cannot be used: %s", message)
     all_scores[[row for row, number in enumerate(found.number) if number in failed]] = 0.0

@@ -230,6 +230,8 @@ class NaiveRewardManager(AbstractRewardManager):
             beside["rollout_reward_scores"] = columns["reward_scores"].tolist()
         if "rm_scores" in tensors.keys():
             beside["rm_score"] = tensors["rm_scores"].sum(-1).tolist()
+        of_calls = ("tool_rewards", "tool_call_counts", "tool_failures")
+        beside |= {name: columns[name].tolist() for name in of_calls if name in columns}
         for name, values in beside.items():
             for info, value in zip(extras, values, strict=True):
                 info[name] = value
