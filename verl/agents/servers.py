@@ -172,7 +172,7 @@ class AsyncLLMServerManager:
                 itself drew stands for no image.
             video_data: refused: those of the row are in ``image_data``, its ``multi_modal_inputs``.
             on_drawn: called now and then, in the event loop of the call, with all tokens drawn so far, by engines that
-                tell them before the response has ended (``native``).
+                tell them before the response has ended (``native``, ``vllm``).
 
         Raises:
             ContextFullError: there is no room for another token.

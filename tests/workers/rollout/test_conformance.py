@@ -12,7 +12,7 @@ from verl.testing.rollout_conformance import CHECKS, EngineUnderTest
 
 ENGINES: dict[str, dict[str, Any]] = {
     "hf": {"families": ("qwen3", "qwen2", "llama", "gemma", "mistral")},
-    "native": {"families": ("qwen3", "qwen2", "llama", "gemma", "gemma2", "mistral")},
+    "native": {"families": ("qwen3", "qwen2", "llama", "gemma", "gemma2", "mistral"), "streams": True},
 }
 
 

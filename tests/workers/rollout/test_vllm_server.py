@@ -39,6 +39,7 @@ NAMES = names_of(CHECKS)
 OVER_HTTP = {
     "a_cancelled_request_is_dropped_and_others_go_on",
     "a_stop_text_ends_at_the_token_that_completes_it",  # streams
+    "a_response_that_streams_is_told_while_it_is_drawn",
     "abort_answers_what_runs_and_serves_what_comes",
     "abort_gives_back_what_there_is",
     "an_end_token_ends_the_response_and_is_kept",

@@ -110,7 +110,7 @@ def under_test(folder: Path, mode: str, **kwargs: Any) -> PooledUnderTest:
         "engine_kwargs": {"vllm": KWARGS | kwargs},
     }
     families = ("qwen3", "qwen2", "llama") if mode == "sync" else ("qwen3",)
-    return PooledUnderTest("vllm", folder, families, settings=settings, keeps_memory=NO_SLEEP_ON_A_CPU)
+    return PooledUnderTest("vllm", folder, families, settings=settings, keeps_memory=NO_SLEEP_ON_A_CPU, streams=True)
 
 
 def names_of(checks: Iterable[Callable[[EngineUnderTest], None]]) -> dict[Callable[[EngineUnderTest], None], str]:

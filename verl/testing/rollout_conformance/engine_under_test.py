@@ -57,6 +57,7 @@ class EngineUnderTest:
         settings: rollout settings that the engine needs.
         held_bytes: memory that an engine holds; the default counts the tensors of this process.
         keeps_memory: why sleep does not give the memory back; empty: it does.
+        streams: whether it tells tokens of a response that streams before its end.
     """
 
     name: str
@@ -67,6 +68,7 @@ class EngineUnderTest:
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     held_bytes: Callable[[BaseRollout], int] = tensor_bytes
     keeps_memory: str = ""
+    streams: bool = False
 
     def engine_class(self) -> type[BaseRollout]:
         """What is tested."""

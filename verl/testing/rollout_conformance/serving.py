@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -20,6 +21,7 @@ from verl.testing.rollout_conformance.engine_under_test import (
 )
 from verl.testing.rollout_conformance.sampling import mixed_requests
 from verl.workers.rollout.base import BaseRollout, RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import DrawnPart
 from verl.workers.rollout.serving import Answer, RequestQueue
 
 # ---- requests that come one by one
@@ -31,10 +33,12 @@ class Serving:
     Attributes:
         queue: the requests.
         answers: by number, what came back so far.
+        parts: by number, what was told of a response before it came.
     """
 
     def __init__(self, engine: BaseRollout) -> None:
         self.answers: dict[int, Answer] = {}
+        self.parts: dict[int, list[DrawnPart]] = {}
         self.queue = RequestQueue(self._take)
         self._came = threading.Condition()
         self._failure: list[BaseException] = []
@@ -48,9 +52,12 @@ class Serving:
             with self._came:
                 self._came.notify_all()
 
-    def _take(self, number: int, answer: Answer) -> None:
+    def _take(self, number: int, answer: Answer | DrawnPart) -> None:
         with self._came:
             assert number not in self.answers, f"request {number} was answered twice"
+            if isinstance(answer, DrawnPart):
+                self.parts.setdefault(number, []).append(answer)
+                return
             self.answers[number] = answer
             self._came.notify_all()
 
@@ -159,6 +166,24 @@ def check_abort_answers_what_runs_and_serves_what_comes(engine: EngineUnderTest)
         assert part.finish_reason == ("length" if count == 600 else "abort")
         assert part.token_ids == all_.token_ids[:count]
         engine.assert_close([part.log_probs], [all_.log_probs[:count]])
+
+
+def check_a_response_that_streams_is_told_while_it_is_drawn(engine: EngineUnderTest) -> None:
+    """Its parts are its beginning, in order, without a gap; nothing is told of a response that does not stream."""
+    running = engine.ready(response_length=600)
+    asked = [request(PROMPTS[i], seed=i, ignore_eos=True, max_tokens=600) for i in range(3)]
+    expected = running.generate(asked)
+    with Serving(running) as serving:
+        numbers = serving.put([replace(asked[0], streams=True), asked[1], replace(asked[2], streams=True)])
+        engine.assert_same(serving.answered(numbers), expected)
+    for number, parts in serving.parts.items():
+        drawn: list[int] = []
+        for part in parts:
+            assert (part.start, bool(part.token_ids)) == (len(drawn), True)
+            drawn += part.token_ids
+        assert len(parts[0].token_ids) < 600
+        assert drawn == expected[number].token_ids[: len(drawn)]
+    assert set(serving.parts) == ({0, 2} if engine.streams else set())
 
 
 def check_a_conversation_goes_on_with_the_newest_weights(engine: EngineUnderTest) -> None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,9 +25,9 @@ from verl.errors import EngineLostError, RolloutError
 from verl.workers.rollout import engine_side
 from verl.workers.rollout.engine_kwargs import Launch
 from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
-from verl.workers.rollout.request import FinishReason, RolloutOutput, RolloutRequest
+from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
 from verl.workers.rollout.server import EngineServer, new_token
-from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.serving import TELL_EVERY_S, RequestQueue
 
 MEMORY = ("kv_cache", "weights")
 """The parts of an engine's memory that can be released and allocated separately."""
@@ -52,6 +54,9 @@ class PartialResponse:
     finish_reason: FinishReason = "abort"
     is_done: bool = False
     """The response has ended, or the engine aborted it."""
+    told: int = 0
+    """How many of the tokens were told, of a request that streams."""
+    told_at: float = -math.inf
 
     def take(self, token_ids: Sequence[int], log_probs: Sequence[float], finish_reason: str | None) -> bool:
         """Append tokens from the engine; return whether the response is done. Tokens after an end are dropped."""
@@ -125,6 +130,13 @@ class ServedRequests:
             self._unanswered.pop(number, None)
         self._again = [number for number in self._again if number not in cancelled]
         return cancelled
+
+    def tell(self, number: int, response: PartialResponse) -> None:
+        """Tell the tokens that have come since this was last done, if the request streams."""
+        now, new = time.monotonic(), response.token_ids[response.told :]
+        if response.request.streams and new and now - response.told_at >= TELL_EVERY_S:
+            self._queue.tell(number, DrawnPart(response.told, new))
+            response.told, response.told_at = len(response.token_ids), now
 
     def answer(self, number: int, response: PartialResponse) -> None:
         """Answer a request with its response."""

@@ -23,6 +23,8 @@ from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutReques
 Answer = RolloutOutput | RolloutError
 """What became of a request: a response, or why this request cannot be served."""
 
+TELL_EVERY_S = 0.05
+"""Tokens of a response that streams are told together after this time."""
 _SIGNALS_S = 1.0  # how long a handler of a signal may be held up by the main thread's wait
 
 

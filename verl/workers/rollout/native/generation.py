@@ -21,7 +21,7 @@ from verl.workers.rollout.placed_images import ImageSpan, PlacedImages
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.routing import RoutingTable
 from verl.workers.rollout.sampling import StopRules, TokenSampler, enlarged
-from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.serving import TELL_EVERY_S, RequestQueue
 from verl.workers.routers import unknown
 
 # Share of rows that must be free before requests are admitted: several prompts cost about the same pass as one.
@@ -29,8 +29,6 @@ _REFILL_AT = 0.125
 # For the same reason a few requests wait for others while many rows run, for at most so many tokens.
 _ENOUGH_FOR_A_PASS = 0.125
 _LONGEST_WAIT = 4
-# Tokens of streamed responses are told together after this time: each telling waits for the device.
-_TELL_EVERY_S = 0.05
 
 
 @dataclass
@@ -315,7 +313,7 @@ class Generation:
     def _tell(self) -> None:
         """Tell the newest tokens of the requests that stream."""
         now = time.monotonic()
-        if now - self._told_at < _TELL_EVERY_S:
+        if now - self._told_at < TELL_EVERY_S:  # each telling waits for the device
             return
         self._told_at = now
         for row, (number, _) in self._running.items():

@@ -90,6 +90,8 @@ class VLLMInProcess(EngineClient):
                     if response.is_done:
                         del names[number]
                         requests.answer(number, response)
+                    else:
+                        requests.tell(number, response)
             for number, name in names.items():
                 requests.answer(number, running[name])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import shutil
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -93,10 +92,16 @@ class VLLMServer(ServerClient):
 
         def work(http: HttpClient) -> Coroutine[Any, Any, None]:
             async def ask(number: int, response: PartialResponse) -> None:
-                streams = response.is_end is not None
+                def take(answer: Any) -> bool:
+                    is_done = self.take(response, answer)
+                    if not is_done:
+                        requests.tell(number, response)
+                    return is_done
+
+                streams = response.is_end is not None or response.request.streams
                 with refusals(), self._body(response, streams) as body:
                     if streams:
-                        await http.stream(_GENERATE, body, functools.partial(self.take, response), aborted)
+                        await http.stream(_GENERATE, body, take, aborted)
                     else:
                         self.take(response, await http.request("POST", _GENERATE, body))
 
