@@ -202,6 +202,7 @@ def test_tools_answer_in_tokens_that_are_not_trained_on(train, tmp_path, monkeyp
         assert ends[f"timing_s/agent_loop/{name}/max"] == pytest.approx(max(dumped_seconds))
         assert ends[f"timing_s/agent_loop/{name}/mean"] == pytest.approx(sum(dumped_seconds) / len(dumped))
     slowest = max(dumped, key=lambda row: sum(row["trajectory"]["seconds"][name] for name in CLOCKED))["trajectory"]
+    assert ends["timing_s/agent_loop/num_preempted/max"] == 0  # told by the engine
     assert ends["timing_s/agent_loop/slowest/tool_calls"] == slowest["seconds"]["tool_calls"]
     assert ends["timing_s/agent_loop/slowest/response_length"] == len(slowest["response_ids"])
 

@@ -50,7 +50,7 @@ class TokenOutput(BaseModel):
     weight_version: int = -1
     """Version of the weights that the response was drawn with."""
     num_preempted: int | None = None
-    """Not counted in this version."""
+    """How often the engine interrupted it for want of memory; None where the engine does not tell."""
     extra_fields: dict[str, Any] = {}
 
 
@@ -219,13 +219,24 @@ class AsyncLLMServerManager:
                 self._connection.end(conversation)
             seconds = time.monotonic() - began
             self.seconds += seconds
-        drawn = DrawnTurn(ids, output.token_ids, output.log_probs, output.weight_version, seconds, asked_at, images)
-        self.turns.append(drawn)
+        self.turns.append(
+            DrawnTurn(
+                ids,
+                output.token_ids,
+                output.log_probs,
+                output.weight_version,
+                seconds,
+                asked_at,
+                images,
+                output.num_preempted,
+            )
+        )
         return TokenOutput(
             token_ids=output.token_ids,
             log_probs=output.log_probs,
             stop_reason=output.finish_reason,
             weight_version=output.weight_version,
+            num_preempted=output.num_preempted,
         )
 
     async def _with_images(self, ids: list[int], images: Any) -> tuple[SharedTensors | None, tuple[int, ...]]:

@@ -22,6 +22,19 @@ class DrawnTurn:
     """When it was asked for, in seconds since 1970."""
     images: SharedTensors | None = None
     """``pixel_values`` and ``image_grid_thw`` of the images that it was asked with; None: none."""
+    num_preempted: int | None = None
+    """How often the engine interrupted it for want of memory; None where the engine does not tell."""
+
+
+def preemptions(turns: Sequence[DrawnTurn]) -> int:
+    """Return how often engines interrupted the turns of a trajectory; -1 where one does not tell, or without turns.
+
+    >>> turns = [DrawnTurn([1], [2], [-0.5], 0, num_preempted=number) for number in (2, 1, None)]
+    >>> preemptions(turns[:2]), preemptions(turns), preemptions([])
+    (3, -1, -1)
+    """
+    known = [turn.num_preempted for turn in turns if turn.num_preempted is not None]
+    return sum(known) if known and len(known) == len(turns) else -1
 
 
 def drawn_log_probs(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[float | None]:

@@ -38,7 +38,7 @@ from verl.agents.program_agent import ProgramAgentLoop
 from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
-from verl.agents.turns import DrawnTurn, drawn_log_probs
+from verl.agents.turns import DrawnTurn, drawn_log_probs, preemptions
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
 from verl.config import PPOConfig, RolloutConfig
@@ -342,7 +342,11 @@ class AgentLoopWorker:
         _check_scores(outputs)
         checked = [self._checked_output(output, turns, row) for output in outputs]
         # A sequence without a token of the policy teaches nothing, and has no place for a score.
-        return tuple([output for output in checked if any(output.response_mask)] or checked[-1:])
+        kept = [output for output in checked if any(output.response_mask)] or checked[-1:]
+        metrics = kept[-1].metrics
+        if metrics.num_preempted < 0:
+            metrics = metrics.model_copy(update={"num_preempted": preemptions(turns)})
+        return (*kept[:-1], kept[-1].model_copy(update={"metrics": metrics}))
 
     def _checked_output(
         self, output: AgentLoopOutput, turns: Sequence[DrawnTurn], row: Mapping[str, Any]
@@ -451,7 +455,9 @@ def failed(
         response_mask=[int(value is not None) for value in values],
         response_logprobs=[value or 0.0 for value in values],
         num_turns=1 + len(turns),
-        metrics=AgentLoopMetrics(generate_sequences=sum(turn.seconds for turn in drawn)),
+        metrics=AgentLoopMetrics(
+            generate_sequences=sum(turn.seconds for turn in drawn), num_preempted=preemptions(drawn)
+        ),
         status=status,
         multi_modal_data=None if images is None or images is trajectory.row.get(INPUTS) else {INPUTS: images},
     )

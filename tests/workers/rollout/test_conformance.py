@@ -11,8 +11,12 @@ import pytest
 from verl.testing.rollout_conformance import CHECKS, EngineUnderTest
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "hf": {"families": ("qwen3", "qwen2", "llama", "gemma", "mistral")},
-    "native": {"families": ("qwen3", "qwen2", "llama", "gemma", "gemma2", "mistral"), "streams": True},
+    "hf": {"families": ("qwen3", "qwen2", "llama", "gemma", "mistral"), "counts_preemptions": True},
+    "native": {
+        "families": ("qwen3", "qwen2", "llama", "gemma", "gemma2", "mistral"),
+        "streams": True,
+        "counts_preemptions": True,
+    },
 }
 
 

@@ -14,7 +14,8 @@ import pytest
 from benchmarks.agreement import tiny_mixture_dir
 from tests.workers.rollout.vllm_engines import names_of, needs_vllm, pool, under_test
 from verl.errors import ConfigError
-from verl.testing.rollout_conformance import CHECKS, EngineUnderTest
+from verl.testing.rollout_conformance import CHECKS, PROMPTS, EngineUnderTest, Serving, greedy, oracle_greedy
+from verl.testing.rollout_conformance.engine_under_test import tokens_of
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.vllm_rollout import VLLMRollout
@@ -22,6 +23,7 @@ from verl.workers.rollout.vllm_rollout.inprocess import worker_of
 
 pytestmark = needs_vllm
 NAMES = names_of(CHECKS)
+SMALL_MEMORY = 2**20
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,17 @@ def test_an_argument_that_vllm_does_not_have_is_named(folder: Path) -> None:
 def test_what_another_setting_decides_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine_kwargs.vllm sets max_num_seqs"):
         under_test(folder, "sync", max_num_seqs=3).build()
+
+
+def test_interrupted_responses_are_counted(folder: Path) -> None:
+    """Four responses of 600 tokens, and memory for little more than one: others are computed again."""
+    engine = under_test(folder, "sync", kv_cache_memory_bytes=SMALL_MEMORY)
+    running = engine.ready(response_length=600, disable_log_stats=False)
+    asked = [greedy(prompt, max_tokens=600) for prompt in PROMPTS[1:5]]
+    with Serving(running) as serving:
+        outputs = serving.answered(serving.put(asked))
+    assert max(output.num_preempted for output in outputs if output.num_preempted is not None) > 0
+    assert tokens_of(outputs) == [oracle_greedy(prompt, 600) for prompt in PROMPTS[1:5]]
 
 
 def test_one_rank_cannot_share_an_engine(folder: Path) -> None:

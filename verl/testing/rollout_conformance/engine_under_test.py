@@ -58,6 +58,7 @@ class EngineUnderTest:
         held_bytes: memory that an engine holds; the default counts the tensors of this process.
         keeps_memory: why sleep does not give the memory back; empty: it does.
         streams: whether it tells tokens of a response that streams before its end.
+        counts_preemptions: whether it tells how often it interrupted a response for want of memory.
     """
 
     name: str
@@ -69,6 +70,7 @@ class EngineUnderTest:
     held_bytes: Callable[[BaseRollout], int] = tensor_bytes
     keeps_memory: str = ""
     streams: bool = False
+    counts_preemptions: bool = False
 
     def engine_class(self) -> type[BaseRollout]:
         """What is tested."""

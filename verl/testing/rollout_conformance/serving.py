@@ -184,6 +184,8 @@ def check_a_response_that_streams_is_told_while_it_is_drawn(engine: EngineUnderT
         assert len(parts[0].token_ids) < 600
         assert drawn == expected[number].token_ids[: len(drawn)]
     assert set(serving.parts) == ({0, 2} if engine.streams else set())
+    interrupted = {output.num_preempted for output in [*expected, *serving.answered(numbers)]}
+    assert interrupted == ({0} if engine.counts_preemptions else {None})
 
 
 def check_a_conversation_goes_on_with_the_newest_weights(engine: EngineUnderTest) -> None:

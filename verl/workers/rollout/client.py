@@ -54,6 +54,8 @@ class PartialResponse:
     finish_reason: FinishReason = "abort"
     is_done: bool = False
     """The response has ended, or the engine aborted it."""
+    num_preempted: int | None = None
+    """How often the engine interrupted it for want of memory; None where the engine does not tell."""
     told: int = 0
     """How many of the tokens were told, of a request that streams."""
     told_at: float = -math.inf

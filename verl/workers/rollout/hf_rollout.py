@@ -106,7 +106,7 @@ class HFRollout(BaseRollout):
         self.check_requests(requests)
         # Sorted, so that a batch has prompts of similar length and little padding, and equal prompts are neighbours.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
-        outputs = [RolloutOutput([], [], "abort", self.weight_version)] * len(requests)
+        outputs = [RolloutOutput([], [], "abort", self.weight_version, num_preempted=0)] * len(requests)
         with self.until_aborted() as aborted:
             for start in range(0, len(order), self.config.max_num_seqs):
                 if aborted.is_set():
@@ -160,6 +160,7 @@ class HFRollout(BaseRollout):
         reasons: list[FinishReason],
     ) -> list[RolloutOutput]:
         rows = zip(tokens.tolist(), log_probs.tolist(), lengths, reasons, strict=True)
-        outputs = [RolloutOutput(t[:n], p[:n], reason, self.weight_version) for t, p, n, reason in rows]
+        version = self.weight_version
+        outputs = [RolloutOutput(t[:n], p[:n], reason, version, num_preempted=0) for t, p, n, reason in rows]
         self.check_finite(outputs)
         return outputs

@@ -215,7 +215,7 @@ class NativeRollout(BaseRollout):
         memory.keep(torch.zeros(0, dtype=torch.long, device=self.device))
 
     def _output(self, token_ids: list[int], log_probs: list[float], finish_reason: FinishReason) -> RolloutOutput:
-        output = RolloutOutput(token_ids, log_probs, finish_reason, self.weight_version)
+        output = RolloutOutput(token_ids, log_probs, finish_reason, self.weight_version, num_preempted=0)
         self.check_finite([output])
         return output
 

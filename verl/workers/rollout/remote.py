@@ -299,7 +299,9 @@ class RemoteRollout(BaseRollout):
 
     def _outputs(self, responses: Mapping[int, PartialResponse]) -> dict[int, RolloutOutput]:
         outputs = {
-            number: RolloutOutput(one.token_ids, one.log_probs, one.finish_reason, self.weight_version)
+            number: RolloutOutput(
+                one.token_ids, one.log_probs, one.finish_reason, self.weight_version, num_preempted=one.num_preempted
+            )
             for number, one in responses.items()
         }
         self.check_finite(outputs.values())

@@ -139,6 +139,8 @@ class RolloutOutput:
     routed_experts: Tensor | None = None
     """(tokens of prompt and response, layers, experts per token), if the request asks for it; the last token, which
     has not gone into the model, has unknown ones. See :mod:`verl.workers.routers`."""
+    num_preempted: int | None = None
+    """How often the engine interrupted the response for want of memory; None where it does not tell."""
 
 
 def sample_seed(global_seed: int, step: int, uid: object, sample_index: int) -> int:

@@ -103,6 +103,7 @@ def take(responses: Sequence[PartialResponse], answers: Sequence[Mapping[str, An
         if len(found) != len(tokens):
             raise RolloutError(f"SGLang gave {len(found)} log-probs for {len(tokens)} tokens.")
         log_probs = [math.nan if value is None else value for value in found]
+        response.num_preempted = meta.get("num_retractions")
         response.take(tokens, log_probs, meta["finish_reason"]["type"])
 
 

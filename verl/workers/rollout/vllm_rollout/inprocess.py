@@ -120,6 +120,8 @@ class VLLMInProcess(EngineClient):
         for output in self._engine.step():
             response, part = running[output.request_id], output.outputs[0]
             found = part.logprobs or []
+            if output.metrics is not None:  # with rollout.disable_log_stats=false
+                response.num_preempted = output.metrics.num_preemptions
             log_probs = [entry[token].logprob for token, entry in zip(part.token_ids, found, strict=True)]
             if response.take(part.token_ids, log_probs, part.finish_reason):
                 del running[output.request_id]
