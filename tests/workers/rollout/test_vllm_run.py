@@ -6,11 +6,13 @@ import importlib.util
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from verl.testing.models import tiny_model_dir
-from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.testing.tiny_run import make_tiny_run, overrides, same
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
@@ -63,3 +65,71 @@ def test_grpo_on_two_ranks(
     gaps = gaps_of_a_run(tmp_path, monkeypatch, **changes, **engine)
     assert len(gaps) == 2
     assert max(gaps) < 1e-5
+
+
+LOOPS = """
+import asyncio, os, pathlib, signal, psutil
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+
+FOLDER = pathlib.Path(__file__).parent
+
+class Twice(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        prompt = row["raw_prompt_ids"]
+        few = {**sampling_params, "max_tokens": 4}
+        first = (await self.server_manager.generate("a", prompt_ids=prompt, sampling_params=few)).token_ids
+        many = {**sampling_params, "max_tokens": 200}
+        call = asyncio.create_task(
+            self.server_manager.generate("a", prompt_ids=prompt + first, sampling_params=many))
+        await asyncio.sleep(0.3)
+        strike()
+        ids = first + (await call).token_ids
+        return AgentLoopOutput(prompt_ids=prompt, response_ids=ids, response_mask=[1] * len(ids))
+
+def strike():
+    try:
+        os.rename(FOLDER / "order", FOLDER / "done")  # one of the trajectories alone
+    except FileNotFoundError:
+        return
+    mine = psutil.Process().children(recursive=True)
+    [core] = [one for one in mine if "EngineCore" in " ".join([one.name(), *one.cmdline()])]
+    core.send_signal(signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # two starts of a server and a third in place of the killed one
+def test_a_server_that_dies_in_a_turn_of_agent_loops_leaves_no_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process that computes is killed while it draws second turns: the same weights after two steps."""
+
+    def weights_after(name: str, is_struck: bool) -> dict[str, Any]:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "loops.py").write_text(LOOPS)
+        (folder / "loops.yaml").write_text(f"- {{name: twice, _target_: Twice, path: {folder}/loops.py}}\n")
+        if is_struck:
+            (folder / "order").touch()
+        changes = {
+            "actor_rollout_ref__rollout__mode": "async",
+            "actor_rollout_ref__rollout__ignore_eos": "true",
+            "data__max_response_length": 204,
+            "actor_rollout_ref__rollout__agent__agent_loop_config_path": folder / "loops.yaml",
+            "actor_rollout_ref__rollout__agent__default_agent_loop": "twice",
+            "trainer__save_freq": 2,
+        }
+        gaps = gaps_of_a_run(folder, monkeypatch, **changes)
+        assert len(gaps) == 2
+        assert max(gaps) < 1e-5
+        assert (folder / "done").exists() == is_struck
+        saved = folder / "checkpoints" / "global_step_2" / "actor"
+        return {path.name: torch.load(path, weights_only=True) for path in saved.glob("*.pt")}
+
+    undisturbed = weights_after("undisturbed", False)
+    assert "engine lost" not in caplog.text
+    struck = weights_after("struck", True)
+    assert "engine lost; restart 1 of 3" in caplog.text
+    assert any(name.startswith("model") for name in undisturbed)
+    assert undisturbed.keys() == struck.keys()
+    assert [name for name in sorted(undisturbed) if not same(struck[name], undisturbed[name])] == []
