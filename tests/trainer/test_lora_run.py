@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from verl.base.fs import in_shared_memory
 from verl.testing.models import tiny_model_dir
 from verl.testing.preferences import numbers_of, preference_run
 from verl.testing.tiny_run import make_tiny_run, overrides
@@ -51,7 +53,10 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         run_ppo(compose(overrides(paths, tmp_path / name, **settings)))
         return {record["step"]: record["data"] for record in map(json.loads, log.read_text().splitlines())}
 
-    return run
+    yield run
+    copy = Path(in_shared_memory(str(tmp_path / "model")))  # of use_shm, which would stay until the machine restarts
+    if copy != tmp_path / "model":
+        shutil.rmtree(copy.parent)
 
 
 def test_the_keys_of_a_script_on_one_rank_and_on_two(train, tmp_path, ray_cluster):
