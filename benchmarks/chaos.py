@@ -3,8 +3,9 @@
 The work is that of the quickstart (Countdown, its tiny model with random weights) as PPO with a critic and a
 reference, on Ray with two ranks, so that every stage exists. Each round starts it anew and breaks one thing, at a
 stage and a moment that the seed draws; a run that ended by SIGTERM is started again as a scheduler would. In rounds
-that break processes of agent loops, these answer the prompts, in two turns, on the native engine. Survived
-means: all steps done, and weights, optimizer, metrics and sampled responses the same to the last bit. ::
+of agents (``chaos_agents.py``), conversations with tools and agent programs answer the prompts, many of which go wrong
+by themselves, and a process ends or hangs beside that. Survived means: all steps done; weights, optimizer, metrics and
+(without agents) sampled responses the same to the last bit; and no process left. ::
 
     python -m benchmarks.chaos [--rounds 6] [--seed 1] [--write]    the campaign (into docs/internals/lost_processes.md)
     python -m benchmarks.chaos --overhead [--repeats 3]            what the protection costs when nothing breaks
@@ -13,6 +14,7 @@ means: all steps done, and weights, optimizer, metrics and sampled responses the
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -26,8 +28,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+from benchmarks import chaos_agents
+from benchmarks.chaos_run import PLAN
 from examples.quickstart.settings import Settings, rl_settings
 from verl.supervision.termination import EXIT_CODE
 
@@ -38,8 +43,21 @@ HANG_S = 20
 LIMIT_S = 400
 STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "testing")
 SAVING = "save_checkpoint"
+AGENT_FAULTS = (
+    "agent process killed",
+    "agent process frozen",
+    "agent router killed",
+    "agent router frozen",
+    "rank of agents killed",
+    "rank of agents frozen",
+    "tool ends its process",
+    "tool stops its process",
+    "MCP server killed",
+)
+"""What breaks while agents answer."""
 FAULTS = {
     "rank killed": (*STAGES, SAVING),
+    "agent process killed": ("gen",),
     "reward process killed": ("gen", "reward"),
     "driver killed": (*STAGES, SAVING),
     "rank frozen": ("gen", "update_actor"),
@@ -49,18 +67,16 @@ FAULTS = {
     "Ray's state server killed": ("gen", "update_actor"),
     "raylet frozen": ("gen", "update_actor"),
     "Ray's state server frozen": ("gen", "update_actor"),
-    "agent process killed": ("gen",),
-    "agent process frozen": ("gen",),
-    "agent router killed": ("gen",),
-    "agent router frozen": ("gen",),
-    "rank of agents killed": ("gen",),
+    **dict.fromkeys(AGENT_FAULTS[1:], ("gen",)),
 }
-"""What breaks, and in which stages it makes a difference."""
+"""What breaks, and in which stages it makes a difference. The first two are the rounds of CI."""
 ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in name or "server" in name}
 """What the driver does not outlive: the next one redoes the steps since the newest whole checkpoint."""
 NOT_COMPARED = ("timing", "perf", "recovery")
-NOT_COMPARED_OF_AGENTS = ("training/rollout_", "rollout_corr/", "agent/")
-"""Rounding errors of the engine and waiting times, which depend on the order in which requests come."""
+NOT_COMPARED_OF_AGENTS = ("training/rollout_", "rollout_corr/")
+"""Rounding errors of the engine, which depend on what is computed together."""
+END_S = 60
+"""How long the processes of a run may take to end after it."""
 
 
 @dataclass(frozen=True)
@@ -105,23 +121,9 @@ def settings(task: Path, output: Path, changes: Settings) -> Settings:
     } | changes  # fmt: skip
 
 
-def has_agents(fault: str) -> bool:
-    """Whether a fault is one of a run with agent loops."""
-    return "agent" in fault
-
-
 def agent_settings(folder: Path) -> Settings:
-    """What makes the work one of agent loops."""
-    loops = folder / "loops.yaml"
-    loops.write_text("- {name: two_turns, _target_: benchmarks.chaos_agents.TwoTurns}\n")
-    rollout = "actor_rollout_ref.rollout"
-    return {
-        f"{rollout}.name": "native",
-        f"{rollout}.agent.agent_loop_config_path": loops,
-        f"{rollout}.agent.default_agent_loop": "two_turns",
-        f"{rollout}.agent.num_workers": 2,
-        f"{rollout}.agent.hang_timeout_s": HANG_S,
-    }
+    """What makes the work one of agents."""
+    return chaos_agents.settings(folder, STEPS) | {"actor_rollout_ref.rollout.agent.hang_timeout_s": HANG_S}
 
 
 def make_task(folder: Path) -> Path:
@@ -136,8 +138,9 @@ def start(task: Path, output: Path, plan: dict[str, Any] | None, changes: Settin
     output.mkdir(parents=True)
     (output / "plan.json").write_text(json.dumps(plan))
     overrides = [f"{key}={value}" for key, value in settings(task, output, changes or {}).items()]
-    command = [sys.executable, "-m", "benchmarks.chaos_run", str(output / "plan.json"), *overrides]
+    command = [sys.executable, "-m", "benchmarks.chaos_run", *overrides]
     env = os.environ | {
+        PLAN: str(output / "plan.json"),
         "VERL_FILE_LOGGER_PATH": str(output / "metrics.jsonl"),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
@@ -150,6 +153,20 @@ def start(task: Path, output: Path, plan: dict[str, Any] | None, changes: Settin
     if code:
         raise RuntimeError(f"the run ended with code {code}; its log: {output / 'log.txt'}")
     return starts, time.monotonic() - began
+
+
+def processes_left(plan: Path) -> list[str]:
+    """Command lines of a run's processes that do not end; it has ended."""
+    deadline = time.monotonic() + END_S
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is another user's
+                if process.environ().get(PLAN) == str(plan) and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline())[:100])
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
 
 
 def metrics_of(output: Path) -> dict[int, dict[str, Any]]:
@@ -209,9 +226,11 @@ def draw_plans(seed: int, rounds: int, kinds: Sequence[str]) -> list[dict[str, A
         steps = [2, 4] if stage in ("testing", SAVING) else range(1, STEPS + 1)
         if "damaged" in fault:
             steps = [STEPS]  # two steps have been saved
-        if has_agents(fault):
-            steps = range(2, STEPS + 1)  # their processes start in the first
-        after = draw.choice([0.0, 0.02, 0.1, 0.3])
+        moments = [0.0, 0.02, 0.1, 0.3]
+        if fault in AGENT_FAULTS:
+            steps = range(2, STEPS)  # their processes start in the first, and tools obey in the last at the latest
+            moments = [0.1, 0.3, 1.0, 3.0]  # of conversations that take some seconds
+        after = draw.choice(moments)
         plans.append({"fault": fault, "step": draw.choice(list(steps)), "stage": stage, "after_s": after})
         plans[-1]["which"] = draw.randrange(2)
     return plans
@@ -220,15 +239,17 @@ def draw_plans(seed: int, rounds: int, kinds: Sequence[str]) -> list[dict[str, A
 def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usual_s: float) -> Round:
     """One round."""
     starts, seconds, problems = 0, float("nan"), ()
-    agents = has_agents(plan["fault"])
+    agents = plan["fault"] in AGENT_FAULTS
     try:
         starts, seconds = start(task, output, plan, agent_settings(task) if agents else None)
         problems = tuple(differences(output, undisturbed, agents))
+        if agents and (left := processes_left(output / "plan.json")):
+            problems = (*problems, f"processes are left: {left}")
     except (RuntimeError, subprocess.TimeoutExpired, AssertionError, OSError) as error:
         problems = (str(error),)
     noted = output / "fault.json"
     note = json.loads(noted.read_text()) if noted.exists() else {}
-    if not note:
+    if not note or (output / chaos_agents.ORDER).exists():
         problems = (*problems, "the fault never happened")
     restored = metrics_of(output) if not problems else {}
     redone = int(max((step.get("recovery/redone_steps", 0) for step in restored.values()), default=0))
@@ -245,7 +266,7 @@ def campaign(folder: Path, rounds: int, seed: int, kinds: Sequence[str]) -> list
     task = make_task(folder / "task")
     played, usual_s = [], {}
     for number, plan in enumerate(draw_plans(seed, rounds, kinds), 1):
-        agents = has_agents(plan["fault"])
+        agents = plan["fault"] in AGENT_FAULTS
         undisturbed = folder / ("undisturbed_agents" if agents else "undisturbed")
         if undisturbed not in usual_s:
             _, usual_s[undisturbed] = start(task, undisturbed, None, agent_settings(task) if agents else None)

@@ -1,9 +1,10 @@
 """One run of ``main_ppo`` in which something breaks at a given stage; started by chaos.py. ::
 
-    python -m benchmarks.chaos_run PLAN.json <overrides of verl.trainer.main_ppo>
+    CHAOS_PLAN=PLAN.json python -m benchmarks.chaos_run <overrides of verl.trainer.main_ppo>
 
-The plan says what breaks, in which step and stage, and how many seconds into it; null breaks nothing. It happens
-once, whatever is started again: a file beside the plan says that it did, and where the run was at that moment.
+All processes of the run have that variable. The plan says what breaks, in which step and stage, and how many seconds
+into it; null breaks nothing. It happens once, whatever is started again: a file beside the plan says that it did, and
+where the run was at that moment.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,12 +21,13 @@ from typing import Any, ClassVar
 
 import psutil
 
+from benchmarks.chaos_agents import ORDER
 from verl.trainer.config import PPOConfig
 from verl.trainer.config.command_line import command
 from verl.trainer.main_ppo import TaskRunner, run_ppo
 from verl.trainer.ppo.ray_trainer import PPOStepContext, RayPPOTrainer
 
-Kill = Callable[[], str]
+PLAN = "CHAOS_PLAN"
 
 
 def ranks() -> list[psutil.Process]:
@@ -48,6 +49,11 @@ def reward_processes() -> list[psutil.Process]:
 def processes_of_ray(name: str) -> list[psutil.Process]:
     """The raylet, or the server of Ray's global state."""
     return [p for p in psutil.Process().children(recursive=True) if p.name() == name]
+
+
+def mcp_servers() -> list[psutil.Process]:
+    """The servers of tools that processes of agent loops have started."""
+    return [p for p in psutil.Process().children(recursive=True) if p.cmdline()[-1:] and "server.py" in p.cmdline()[-1]]
 
 
 def send(number: signal.Signals, found: list[psutil.Process], which: int = 0) -> str:
@@ -100,6 +106,13 @@ class Fault:
         said = self.faults()[kind](which)
         self.done.write_text(json.dumps(note | {"did": said}))
 
+    def order(self, number: signal.Signals) -> str:
+        """Let the next call of a tool signal its own process."""
+        new = self.done.with_name("order.new")
+        new.write_text(str(int(number)))
+        new.rename(self.done.with_name(ORDER))
+        return f"{number.name} ordered"
+
     def faults(self) -> dict[str, Callable[[int], str]]:
         """What can be broken, by name; each takes the number of the process."""
         driver = psutil.Process()
@@ -111,6 +124,10 @@ class Fault:
             "agent router killed": lambda _: send(signal.SIGKILL, agent_processes("RouterActor")),
             "agent router frozen": lambda _: send(signal.SIGSTOP, agent_processes("RouterActor")),
             "rank of agents killed": lambda which: send(signal.SIGKILL, ranks(), which),
+            "rank of agents frozen": lambda which: send(signal.SIGSTOP, ranks(), which),
+            "tool ends its process": lambda _: self.order(signal.SIGKILL),
+            "tool stops its process": lambda _: self.order(signal.SIGSTOP),
+            "MCP server killed": lambda which: send(signal.SIGKILL, mcp_servers(), which),
             "reward process killed": lambda which: send(signal.SIGKILL, reward_processes(), which),
             "raylet killed": lambda _: send(signal.SIGKILL, processes_of_ray("raylet")),
             "Ray's state server killed": lambda _: send(signal.SIGKILL, processes_of_ray("gcs_server")),
@@ -153,18 +170,15 @@ class ChaosRunner(TaskRunner):
 
 def run(config: PPOConfig) -> Any:
     """The run, with the fault of the plan."""
-    WatchedContext.fault = Fault(Path(os.environ["CHAOS_PLAN"]), Path(config.trainer.default_local_dir))
+    WatchedContext.fault = Fault(Path(os.environ[PLAN]), Path(config.trainer.default_local_dir))
     run_ppo(config, ChaosRunner)
 
 
 def main() -> None:
-    """The command line; what follows the plan is for Hydra."""
+    """The command line, which is for Hydra."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("plan", help="JSON file that chaos.py has written")
     parser.add_argument("overrides", nargs=argparse.REMAINDER, help="settings of verl.trainer.main_ppo")
-    arguments = parser.parse_args()
-    os.environ["CHAOS_PLAN"] = os.path.abspath(arguments.plan)
-    sys.argv[1:] = arguments.overrides
+    parser.parse_args()
     command(run, config_name="ppo_trainer", root=PPOConfig, restarts=True)()
 
 
