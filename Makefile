@@ -27,7 +27,7 @@ KITS := $(KITS_VENV)/.ready
 # Two files of tests at a time: many tests wait for processes more than they compute.
 PARALLEL := --numprocesses 2 --dist loadfile
 
-.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-megatron quickstart-ppo quickstart-study test test-failed test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers proofs lint docs docs-serve config clean
+.PHONY: help algorithm-study bench bench-agents bench-gpu chaos quickstart quickstart-agent quickstart-agent-study quickstart-megatron quickstart-ppo quickstart-study test test-failed test-slow test-agent-kits test-vllm test-vllm-slow test-sglang test-sglang-slow test-verifiers test-wheel proofs lint docs docs-serve config clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 20
@@ -94,6 +94,9 @@ test-failed: $(DEV) ## those that failed in the last run, one after the other
 
 test-slow: $(DEV) ## the long proofs
 	$(BIN)/python -m pytest -m slow
+
+test-wheel: $(DEV) ## the wheel and the sdist, built, and installed into an environment that has nothing else of ours
+	$(BIN)/python -m pytest -m slow tests/test_packaging.py
 
 test-sglang: $(SGLANG) ## the SGLang engine against the rollout contract, on a CPU, in an environment of its own
 	$(SGLANG_VENV)/bin/python -c 'import sglang.srt.entrypoints.engine'

@@ -22,7 +22,9 @@ import click
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from packaging.requirements import Requirement
 
+from verl.base.requirements import install_command
 from verl.cli.commands import MODULES
 from verl.cli.main import cli, words_for_module
 from verl.errors import ConfigError
@@ -47,7 +49,7 @@ NOT_OURS = {
     "docker": "needs Docker",
     "prometheus": "is Prometheus' own command",
     "vllm": "is vLLM's own command and needs a GPU",
-    "ray": "starts or asks a cluster; tests/examples submits a job to one",
+    "ray": "starts or asks a cluster",
 }
 """Programs whose command lines are not read here, and why. What they name below examples/ and docker/ must exist."""
 
@@ -67,8 +69,8 @@ RUN = {
 """Commands that the slow test runs to the end, with the options that make them shorter."""
 
 NOT_RUN = {
-    "make": "quickstarts and studies: tests/examples runs their programs, shorter",
-    "pip": "installs; CI builds and tries the wheel",
+    "make": "takes minutes; .ci/run runs tests, lint, docs and chaos, `make test-wheel` the quickstart in few steps",
+    "pip": "installs; `make test-wheel` installs as docs/install.md says",
     "examples": "downloads data sets; tests/examples runs them on small files",
     "verl.trainer": "needs the models and data that the reader has; tests/trainer trains tiny ones with such settings",
     "verl.model_merger": "needs a checkpoint; tests/model_merger makes one",
@@ -258,12 +260,31 @@ def read_by_click(words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def check_pip(words: list[str]) -> None:
     assert words[0] == "install"
+    assert "verl" not in words, "on the package index this is another project's name; install the clone: ."
     for before, word in pairwise(words):
         if before == "--constraint":
             assert (ROOT / word).is_file()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    for named in re.findall(r"(?:verl|\.)\[([\w,]+)\]", " ".join(words)):
+    for named in re.findall(r"\.\[([\w,]+)\]", " ".join(words)):
         assert set(named.split(",")) <= extras.keys()
+
+
+def test_nothing_tells_to_install_the_other_project_of_this_name():
+    files = [path for suffix in ("py", "md", "ipynb", "cuda") for path in ROOT.rglob(f"*.{suffix}")]
+    wrong = re.compile(r"pip install[^\n]* '?verl\b(?!/)|\bverl\[\w+\]'?[`)]")
+    ours = [path for path in files if path.relative_to(ROOT).parts[0] in ("verl", "docs", "docker", "examples")]
+    told = {
+        str(path.relative_to(ROOT)): wrong.findall(path.read_text()) for path in [*ours, *PAGES, ROOT / "CHANGELOG.md"]
+    }
+    assert {path: found for path, found in told.items() if found} == {}
+
+
+@pytest.mark.parametrize("extra", ["agents", "s3", "megatron"])
+def test_an_extra_is_installed_by_its_packages(extra):
+    words = shlex.split(install_command(extra))
+    assert words[:2] == ["pip", "install"]
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"][extra]
+    assert [Requirement(word) for word in words[2:]] == [Requirement(text) for text in stated]
 
 
 @pytest.mark.parametrize("command", ALL, ids=str)

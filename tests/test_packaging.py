@@ -1,48 +1,25 @@
-"""What a wheel must hold beside modules that are imported: files that are run by their path, compiled or read."""
+"""The wheel and the sdist, built as for a release, and the commands of an environment that has nothing else of ours."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
 
+import verl
+
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def test_a_wheel_has_every_file_of_the_package(tmp_path: Path) -> None:
-    pytest.importorskip("setuptools", minversion="77", reason="builds with the setuptools that is installed")
-    source = tmp_path / "source"
-    for package in ("verl", "verl-stubs"):
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(ROOT / "examples", source / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source / name)
-    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=source, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        packed = set(archive.namelist())
-    files = [*(ROOT / "verl").rglob("*"), *(ROOT / "verl-stubs").rglob("*")]
-    present = {str(path.relative_to(ROOT)) for path in files if path.suffix in SUFFIXES}
-    assert {f"verl/{path}" for path in RUN_BY_PATH} <= present
-    assert present <= packed, f"not in the wheel: {sorted(present - packed)}"
-    shutil.rmtree(source)  # only the wheel is left
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "installed")
-    program = tmp_path / "installed/verl/cli/bundled/examples/quickstart/quickstart.py"
-    task = [sys.executable, str(program.with_name("make_task.py")), "--output_dir", str(tmp_path / "task")]
-    sizes = ["--sft_size=8", "--train_size=8", "--test_size=8"]
-    environment = os.environ | {"PYTHONPATH": str(tmp_path / "installed")}
-    for command in ([sys.executable, str(program), "--help"], [*task, *sizes]):
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, env=environment)
-    assert (tmp_path / "task/rl_train.parquet").is_file()
-
-
+SOURCES = ("verl", "verl-stubs", "examples")
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE")
+BUILD = "import sys, setuptools.build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
 SUFFIXES = (".py", ".pyi", ".c", ".h", ".yaml", ".typed", ".html", ".js", ".css", ".svg", ".LICENSE")
 RUN_BY_PATH = (
     "backends/cpu/kernels/decoding.c",
@@ -54,3 +31,124 @@ RUN_BY_PATH = (
     "workers/rollout/engine_side/verl_sglang_server.py",
     "workers/rollout/engine_side/verl_vllm.py",
 )
+SETTINGS_OF_A_RUN = """
+import json, sys
+from pathlib import Path
+from verl.testing.tiny_run import make_tiny_run, overrides
+folder = Path(sys.argv[1])
+changes = {"trainer.controller": "ray", "trainer.total_training_steps": 1, "trainer.logger": "[console,file]"}
+print(json.dumps(overrides(make_tiny_run(folder), folder, **changes)))
+"""
+
+
+def build(kind: str, source: Path, into: Path) -> Path:
+    into.mkdir()
+    subprocess.run([sys.executable, "-c", BUILD, f"build_{kind}", into], cwd=source, check=True, capture_output=True)
+    (made,) = into.iterdir()
+    return made
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    """Checksum of each file of a wheel; RECORD repeats them."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {one.filename: one.CRC for one in archive.infolist() if not one.filename.endswith("/RECORD")}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A wheel of a clone, and one of its sdist; both sources are gone."""
+    pytest.importorskip("setuptools", minversion="77", reason="builds with the setuptools that is installed")
+    folder = tmp_path_factory.mktemp("build")
+    clone = folder / "clone"
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in FILES:
+        shutil.copy(ROOT / name, clone / name)
+    sdist = build("sdist", clone, folder / "sdist")
+    built = {"clone": build("wheel", clone, folder / "of_clone")}
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (unpacked,) = (folder / "unpacked").iterdir()
+    built["sdist"] = build("wheel", unpacked, folder / "of_sdist")
+    for source in (clone, unpacked):
+        shutil.rmtree(source)
+    return built
+
+
+def test_a_wheel_has_every_file_of_the_package(wheels: dict[str, Path]) -> None:
+    files = [*(ROOT / "verl").rglob("*"), *(ROOT / "verl-stubs").rglob("*")]
+    present = {str(path.relative_to(ROOT)) for path in files if path.suffix in SUFFIXES}
+    assert {f"verl/{path}" for path in RUN_BY_PATH} <= present
+    packed = contents(wheels["clone"])
+    assert present <= packed.keys(), f"not in the wheel: {sorted(present - packed.keys())}"
+    assert "verl/cli/bundled/examples/quickstart/quickstart.py" in packed
+
+
+def test_an_sdist_makes_the_same_wheel(wheels: dict[str, Path]) -> None:
+    assert contents(wheels["sdist"]) == contents(wheels["clone"])
+
+
+class Installed:
+    """An environment with the wheel, and a folder to type commands in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "work"
+        self.bin = folder / "venv/bin"
+        self.folder.mkdir()
+        venv.create(folder / "venv", with_pip=True)
+
+    def run(self, *command: str | Path, folder: Path | None = None) -> str:
+        """Run a program of the environment to its end; returns what it printed."""
+        ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+        variables = {key: value for key, value in os.environ.items() if key not in ours and "VERL_" not in key}
+        variables["PATH"] = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
+        words = [self.bin / command[0], *command[1:]]
+        done = subprocess.run(words, cwd=folder or self.folder, env=variables, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done.stdout
+
+    def pip(self, *words: str | Path) -> None:
+        options = ("--disable-pip-version-check", "--quiet", "--no-compile", "--constraint", ROOT / "constraints.txt")
+        self.run("python", "-m", "pip", "install", *options, *words)
+
+
+@pytest.fixture(scope="module")
+def installed(wheels: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """The wheel of the sdist, installed as docs/install.md says."""
+    environment = Installed(tmp_path_factory.mktemp("installed"))
+    environment.pip("torch")
+    environment.pip(wheels["sdist"])
+    environment.run("python", "-m", "pip", "check")
+    return environment
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_an_installed_wheel_answers(installed: Installed) -> None:
+    where = installed.run("python", "-c", "import verl; print(verl.__file__)").strip()
+    assert Path(where).is_relative_to(installed.bin.parent)
+    assert installed.run("verl", "--version").strip() == f"verl, version {verl.__version__}"
+    page = installed.run("verl", "explain", "actor_rollout_ref.actor.clip_ratio")
+    assert "read at" in page
+    assert "verl/workers/losses.py" in page
+    assert "rollout:" in installed.run("verl", "train", "--cfg", "job")
+    findings = {one["name"]: one["verdict"] for one in json.loads(installed.run("verl", "doctor", "--json"))}
+    assert findings["ray"] == findings["torch"] == findings["transformers"] == "ok"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_an_installed_wheel_trains_on_ray(installed: Installed) -> None:
+    folder = installed.folder / "run"
+    folder.mkdir()
+    settings = json.loads(installed.run("python", "-c", SETTINGS_OF_A_RUN, folder).splitlines()[-1])
+    assert "step 1/1" in installed.run("verl", "train", *settings, folder=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_an_installed_wheel_has_the_quickstart_with_its_report(installed: Installed) -> None:
+    told = installed.run("verl", "quickstart", "--warm_up_steps", "3", "--steps", "1", "--output_dir", "small")
+    assert "Held-out accuracy on 500 prompts" in told
+    report = (installed.folder / "small/report.html").read_text()
+    assert "critic/score/mean" in report

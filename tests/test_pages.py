@@ -59,7 +59,7 @@ def test_every_extra_is_explained_and_no_other():
 
 
 def test_settings_of_trl_exist():
-    trl = pytest.importorskip("trl", reason="`pip install verl[peers]`")
+    trl = pytest.importorskip("trl", reason="the extra `peers`")
     known = {*trl.GRPOConfig.__dataclass_fields__, *trl.SFTConfig.__dataclass_fields__}
     known |= {*trl.DPOConfig.__dataclass_fields__, "tools", "environment_factory", "peft_config", "reward_funcs"}
     cells = re.findall(r"^\| (.*?) \|", (DOCS / "from_trl.md").read_text(), re.MULTILINE)

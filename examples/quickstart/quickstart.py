@@ -2,6 +2,7 @@
 
     python examples/quickstart/quickstart.py --algorithm grpo --seed 1 --output_dir outputs/quickstart
     python examples/quickstart/quickstart.py --strategy megatron --ranks 2    # needs the extra "megatron"
+    python examples/quickstart/quickstart.py --warm_up_steps 5 --steps 2      # all stages in a minute; learns nothing
 
 Every stage is a command of its own, and is shown before it runs.
 """
@@ -23,7 +24,15 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[2])  # the clone's root
 
-from examples.quickstart.settings import Settings, command, megatron_settings, rl_settings, sft_settings
+from examples.quickstart.settings import (
+    RL_STEPS,
+    SFT_STEPS,
+    Settings,
+    command,
+    megatron_settings,
+    rl_settings,
+    sft_settings,
+)
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -184,18 +193,28 @@ def report_files(output: Path, outcome: Outcome) -> None:
     print(f"time        {outcome.seconds:.0f} s in all")
 
 
-def run_quickstart(algorithm: str, seed: int, output: Path, changes: Settings | None = None) -> Outcome:
+def run_quickstart(
+    algorithm: str,
+    seed: int,
+    output: Path,
+    changes: Settings | None = None,
+    warm_up_steps: int = SFT_STEPS,
+    steps: int = RL_STEPS,
+) -> Outcome:
     """All stages, and their outcome, which is also in ``outcome.json``; ``changes`` are settings of ``main_ppo``."""
 
+    def warm_up(task: Path, sft: Path, seed: int) -> Settings:
+        return sft_settings(task, sft, seed, warm_up_steps)
+
     def settings(task: Path, model: Path, rl: Path, seed: int) -> Settings:
-        return rl_settings(algorithm, task, model, rl, seed) | (changes or {})
+        return rl_settings(algorithm, task, model, rl, seed, steps) | (changes or {})
 
     outcome, pairs = run_stages(
         algorithm,
         seed,
         output,
         HERE / "make_task.py",
-        sft_settings,
+        warm_up,
         settings,
         (f"Countdown, {algorithm.upper()}", ACCURACY),
     )
@@ -257,6 +276,14 @@ def fresh_folder(path: Path) -> Path:
     return candidate.resolve()
 
 
+def positive(text: str) -> int:
+    """A number of steps."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} steps; at least one is needed")
+    return number
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -267,11 +294,13 @@ def main() -> None:
         "--strategy", choices=["fsdp2", "megatron"], default="fsdp2", help="back end of actor and critic"
     )
     parser.add_argument("--ranks", type=int, default=1, help="with megatron: processes that share each weight matrix")
+    parser.add_argument("--warm_up_steps", type=positive, default=SFT_STEPS, help="of supervised training")
+    parser.add_argument("--steps", type=positive, default=RL_STEPS, help="of reinforcement learning")
     args = parser.parse_args()
     if args.ranks > 1 and args.strategy != "megatron":
         parser.error(f"--ranks {args.ranks} needs --strategy megatron; under fsdp2 the quickstart is one process")
     changes = megatron_settings(args.ranks) if args.strategy == "megatron" else {}
-    run_quickstart(args.algorithm, args.seed, fresh_folder(args.output_dir), changes)
+    run_quickstart(args.algorithm, args.seed, fresh_folder(args.output_dir), changes, args.warm_up_steps, args.steps)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,13 @@ from pathlib import Path
 Settings = dict[str, object]
 
 SFT_STEPS = 150
-RL_STEPS = {"grpo": 45, "ppo": 45}
+RL_STEPS = 45
 PROMPT_LENGTH, RESPONSE_LENGTH = 12, 12
 
 
-def sft_settings(task: Path, output: Path, seed: int) -> Settings:
+def sft_settings(task: Path, output: Path, seed: int, steps: int = SFT_STEPS) -> Settings:
     """The supervised warm-up: short on purpose, so that RL has something left to teach."""
-    return warm_up_settings(task, output, seed, 128, PROMPT_LENGTH + RESPONSE_LENGTH, SFT_STEPS)
+    return warm_up_settings(task, output, seed, 128, PROMPT_LENGTH + RESPONSE_LENGTH, steps)
 
 
 def warm_up_settings(task: Path, output: Path, seed: int, batch_size: int, max_length: int, steps: int) -> Settings:
@@ -41,9 +41,8 @@ def warm_up_settings(task: Path, output: Path, seed: int, batch_size: int, max_l
     }
 
 
-def rl_settings(algorithm: str, task: Path, model: Path, output: Path, seed: int) -> Settings:
+def rl_settings(algorithm: str, task: Path, model: Path, output: Path, seed: int, steps: int = RL_STEPS) -> Settings:
     """GRPO (group baseline) or PPO (a critic and GAE) from the model of the warm-up."""
-    steps = RL_STEPS[algorithm]
     estimator = {"grpo": _grpo_settings, "ppo": _ppo_settings}[algorithm]
     return {
         **policy_settings(task, model, output, seed, steps),

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from verl.cli import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +27,7 @@ def test_findings_as_json():
 
 def test_a_package_that_is_too_old_or_absent_is_told_with_its_remedy(monkeypatch):
     wanted = ["numpy>=999", "no-such-package>=1", "pytest>=1"]
-    monkeypatch.setattr(doctor, "_requirements", lambda: [doctor.Requirement(text) for text in wanted])
+    monkeypatch.setattr(doctor, "requirements", lambda: [Requirement(text) for text in wanted])
     found = {finding.name: finding for finding in doctor._packages()}
     assert (found["numpy"].verdict, found["numpy"].remedy) == ("warn", "pip install 'numpy>=999'")
     assert (found["no-such-package"].verdict, found["pytest"].verdict) == ("fail", "ok")

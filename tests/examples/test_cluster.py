@@ -34,7 +34,7 @@ def settings(tmp_path: Path) -> list[str]:
 )
 def test_linters_have_nothing_to_say(command):
     tool = shutil.which(command[0], path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    assert tool is not None, f"`pip install verl[dev]` brings {command[0]}"
+    assert tool is not None, f"the extra `dev` brings {command[0]}"
     found = subprocess.run([tool, *command[1:]], capture_output=True, text=True, check=False)
     assert (found.returncode, found.stdout) == (0, "")
 

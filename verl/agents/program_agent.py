@@ -19,6 +19,7 @@ from verl.agents.parsers import get_tool_parser
 from verl.agents.programs import LONGEST_ANSWER, CommandProgram, FunctionProgram, Program, ProgramTask, load_program
 from verl.base.import_utils import user_code
 from verl.base.redact import redacted
+from verl.base.requirements import install_command
 from verl.config import PPOConfig
 from verl.errors import ConfigError, VerlError
 from verl.utils.dataset.chat import Message, as_messages
@@ -188,7 +189,7 @@ def _server() -> type[TrajectoryEndpoint]:
     try:
         from verl.agents.endpoint.server import TrajectoryEndpoint
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{NAME} needs the package {error.name}: pip install 'verl[agents]'.") from error
+        raise ConfigError(f"{NAME} needs the package {error.name}: {install_command('agents')}.") from error
     return TrajectoryEndpoint
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl.base.requirements import install_command
 from verl.errors import DataError, VerlError
 
 REMOTE = "://"
@@ -44,7 +45,7 @@ def driver_problem(url: str) -> str | None:
     except ValueError:
         return f"there is no file system {protocol}://"
     except ImportError as error:
-        remedy = f"pip install 'verl[{EXTRAS[protocol]}]'" if protocol in EXTRAS else str(error)
+        remedy = install_command(EXTRAS[protocol]) if protocol in EXTRAS else str(error)
         return f"its driver is not installed: {remedy}"
     return None
 

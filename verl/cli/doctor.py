@@ -8,18 +8,17 @@ import resource
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from packaging.requirements import Requirement
 from packaging.version import Version
 from rich.table import Table
 from rich.text import Text
 
+from verl.base.requirements import install_command, requirements
 from verl.utils.available_memory import available_memory
 
 Verdict = Literal["ok", "absent", "warn", "fail"]
@@ -69,8 +68,8 @@ def examine() -> list[Finding]:
 
 
 _ENGINES = (
-    ("vLLM", "vllm", "pip install 'verl[vllm]', for rollout.name=vllm"),
-    ("SGLang", "sglang", "pip install 'verl[sglang]', for rollout.name=sglang"),
+    ("vLLM", "vllm", f"{install_command('vllm')}, for rollout.name=vllm"),
+    ("SGLang", "sglang", f"{install_command('sglang')}, for rollout.name=sglang"),
     ("flash-attn", "flash-attn", "pip install flash-attn, for attn_implementation=flash_attention_2"),
 )
 
@@ -93,7 +92,7 @@ def _python() -> Finding:
 
 def _packages() -> Iterator[Finding]:
     """Compare the packages that verl requires with those that are installed."""
-    for requirement in _requirements():
+    for requirement in requirements():
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
@@ -102,17 +101,6 @@ def _packages() -> Iterator[Finding]:
         is_right = requirement.specifier.contains(Version(version), prereleases=True)
         remedy = "" if is_right else f"pip install '{requirement.name}{requirement.specifier}'"
         yield Finding(requirement.name, "ok" if is_right else "warn", version, remedy)
-
-
-def _requirements() -> list[Requirement]:
-    """Return what verl requires here: of the installed package, or of a clone that is not installed."""
-    try:
-        texts = importlib.metadata.requires("verl") or []
-    except importlib.metadata.PackageNotFoundError:
-        project = Path(__file__).parents[2] / "pyproject.toml"
-        texts = tomllib.loads(project.read_text())["project"]["dependencies"] if project.is_file() else []
-    found = [Requirement(text) for text in texts]
-    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
 
 
 def _devices() -> Iterator[Finding]:

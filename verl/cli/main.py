@@ -112,9 +112,14 @@ def explain(words: tuple[str, ...]) -> None:
 @click.option("--algorithm", type=click.Choice(["grpo", "ppo"]), default="grpo")
 @click.option("--seed", default=1, help="of data, weights and sampling")
 @click.option("--output_dir", default="outputs/quickstart", type=click.Path(path_type=Path))
-def quickstart(algorithm: str, seed: int, output_dir: Path) -> None:
+@click.option("--warm_up_steps", type=click.IntRange(min=1), help="of supervised training; fewer: faster, learns less")
+@click.option("--steps", type=click.IntRange(min=1), help="of reinforcement learning")
+def quickstart(algorithm: str, seed: int, output_dir: Path, warm_up_steps: int | None, steps: int | None) -> None:
     """Train a tiny model on this machine: data, supervised warm-up, reinforcement learning, a report. No GPU needed."""
-    given = [f"--algorithm={algorithm}", f"--seed={seed}", f"--output_dir={output_dir}"]
+    options = {
+        "algorithm": algorithm, "seed": seed, "output_dir": output_dir, "warm_up_steps": warm_up_steps, "steps": steps
+    }  # fmt: skip
+    given = [f"--{name}={value}" for name, value in options.items() if value is not None]
     with interruptible():
         sys.exit(subprocess.run([sys.executable, quickstart_file(), *given], check=False).returncode)
 

@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
+from verl.base.requirements import install_command
 from verl.config.base import BaseConfig, section, setting
 from verl.config.problems import Problem
 
@@ -30,7 +31,7 @@ class PrometheusConfig(BaseConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """The client library is installed."""
         if self.enable and importlib.util.find_spec("prometheus_client") is None:
-            remedy = f"pip install 'verl[prometheus]', or set {path}.enable=false"
+            remedy = f"{install_command('prometheus')}, or set {path}.enable=false"
             yield Problem(f"{path}.enable", True, "the package prometheus_client is not installed", remedy=remedy)
 
 
@@ -61,7 +62,7 @@ class TraceConfig(BaseConfig):
     def problems(self, path: str) -> Iterator[Problem]:
         """The SDK is installed, and the other settings have a backend."""
         if self.backend == "otel" and not all(map(_is_installed, _OF_OTEL)):
-            remedy = f"pip install 'verl[otel]', or set {path}.backend=null"
+            remedy = f"{install_command('otel')}, or set {path}.backend=null"
             wrong = "OpenTelemetry's SDK and its exporter over HTTP are not installed"
             yield Problem(f"{path}.backend", "otel", wrong, remedy=remedy)
         for name in ("token2text", "max_samples_per_step_per_worker"):

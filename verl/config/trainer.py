@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from verl.base.fs import name_problem
 from verl.base.registry import suggest
 from verl.base.remote import driver_problem, is_remote
+from verl.base.requirements import install_command
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.problems import Problem
 
@@ -146,7 +147,7 @@ class BaseTrainerConfig(PlacementConfig):
                 yield Problem(key, list(self.logger), wrong, ", ".join(TRACKERS))
             elif (module := TRACKERS[name]) is not None and importlib.util.find_spec(module) is None:
                 rest = [other for other in self.logger if other != name] or ["console"]
-                remedy = f"pip install 'verl[{name}]', or set {key}=[{','.join(rest)}]"
+                remedy = f"{install_command(name)}, or set {key}=[{','.join(rest)}]"
                 yield Problem(key, list(self.logger), f"{name} is not installed", remedy=remedy)
 
     def _resume_problems(self, key: str) -> Iterator[Problem]:

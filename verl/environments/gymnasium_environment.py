@@ -7,10 +7,10 @@ from typing import Any
 
 from PIL import Image
 
+from verl.base.requirements import install_command
 from verl.environments.base import Environment, ImageObservation, last_word
 from verl.errors import ConfigError
 
-INSTALL = "pip install 'verl[gymnasium]'"
 KEYS = ("env_id", "kwargs", "actions", "invalid_reward")
 
 
@@ -88,7 +88,7 @@ def _made(config: Mapping[str, Any]) -> Any:
     try:
         import gymnasium
     except ImportError as error:
-        raise ConfigError(f"gymnasium is not installed: {INSTALL}.") from error
+        raise ConfigError(f"gymnasium is not installed: {install_command('gymnasium')}.") from error
     if not isinstance(config.get("env_id"), str):
         raise ConfigError(f"env_id={config.get('env_id')!r} must be the id of an environment, such as FrozenLake-v1.")
     return gymnasium.make(config["env_id"], **(config.get("kwargs") or {}))

@@ -13,10 +13,10 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from verl.base.requirements import install_command
 from verl.environments.base import Environment
 from verl.errors import ConfigError
 
-INSTALL = "pip install 'verl[verifiers]', in an environment without the extra 'agents', whose mcp is a later one"
 KEYS = ("env_id", "env_args", "per_episode")
 
 
@@ -147,7 +147,10 @@ def _loaded(env_id: str, arguments: str) -> Any:
     try:
         import verifiers
     except ImportError as error:
-        raise ConfigError(f"verifiers is not installed: {INSTALL}.") from error
+        raise ConfigError(
+            f"verifiers is not installed: {install_command('verifiers')}, in an environment without the extra agents, "
+            "whose mcp is a later one."
+        ) from error
     if not hasattr(verifiers, "load_environment"):
         raise ConfigError("this version of verifiers has no load_environment; the adapter is for 0.3.")
     return verifiers.load_environment(env_id, **json.loads(arguments))

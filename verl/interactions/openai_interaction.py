@@ -24,6 +24,7 @@ from typing import Any
 
 from verl.base import env
 from verl.base.registry import suggest
+from verl.base.requirements import install_command
 from verl.errors import ConfigError, RolloutError
 from verl.interactions.base import BaseInteraction
 from verl.tools.threads import in_thread
@@ -97,7 +98,7 @@ class OpenAIInteraction(BaseInteraction):
         try:
             import openai
         except ModuleNotFoundError as error:
-            raise ConfigError("a user behind an endpoint needs openai: pip install 'verl[agents]'.") from error
+            raise ConfigError(f"a user behind an endpoint needs openai: {install_command('agents')}.") from error
         end = self.endpoint
         return openai.OpenAI(
             base_url=end.base_url, api_key=self._key or "none", timeout=end.timeout_s, max_retries=end.max_retries

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
+from verl.base.requirements import install_command
 from verl.errors import ConfigError
 from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -107,8 +108,7 @@ def tools_of_servers(
         if error.name and error.name.split(".")[0] not in ("mcp", "mcp_types"):
             raise
         raise ConfigError(
-            f"{where}: tools of MCP servers need the package mcp, 2.3 or newer: pip install 'verl[agents]' or "
-            "pip install 'mcp>=2.3'."
+            f"{where}: tools of MCP servers need the package mcp, 2.3 or newer: {install_command('agents')}."
         ) from error
     if not issubclass(tool_class, MCPBaseTool):
         raise ConfigError(f"{where}: {tool_class.__name__} is no subclass of verl.tools.mcp_base_tool.MCPBaseTool.")

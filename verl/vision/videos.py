@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from verl.base.requirements import install_command
 from verl.errors import ConfigError, DataError
 from verl.vision.data_urls import MOST_PIXELS
 from verl.vision.images import MERGE, process_image, smart_resize
@@ -248,8 +249,8 @@ def _library(place: str) -> Any:
         import av
     except ImportError as error:
         raise ConfigError(
-            f"{place}: reading video files needs the package av, which is not installed ({error}). Install it (pip "
-            "install 'verl[video]'), or give each video as a list of pictures."
+            f"{place}: reading video files needs the package av, which is not installed ({error}). Install "
+            f"it ({install_command('video')}), or give each video as a list of pictures."
         ) from error
     return av
 

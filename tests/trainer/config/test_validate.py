@@ -432,7 +432,7 @@ def test_trackers(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("verl.config.trainer.TRACKERS", {"console": None, "wandb": "a_module_that_is_not"})
     message = only(run.refusal({"trainer.logger": ["console", "wandb"]}))
     assert "trainer.logger=[console, wandb]: wandb is not installed" in message
-    assert "pip install 'verl[wandb]', or set trainer.logger=[console]" in message
+    assert "pip install 'wandb', or set trainer.logger=[console]" in message
 
 
 def test_the_local_controller_runs_one_rank(run: Run):

@@ -15,6 +15,7 @@ from typing import Any
 from verl import algorithms
 from verl.algorithms import rollout_correction as correction
 from verl.base.registry import suggest
+from verl.base.requirements import install_command
 from verl.config import (
     ActorConfig,
     BaseConfig,
@@ -352,7 +353,7 @@ def judge(config: PPOConfig) -> Problems:
     yield from served.rollout.problems("reward_model.rollout")
     if lacking := [name for name in ("openai", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         wrong = f"the endpoint of a judge needs {', '.join(lacking)}, which is not installed"
-        yield Problem("reward_model.rollout.name", served.rollout.name, wrong, remedy="pip install 'verl[judge]'")
+        yield Problem("reward_model.rollout.name", served.rollout.name, wrong, remedy=install_command("judge"))
     if model.launch_reward_fn_async and not model.enable_resource_pool:
         wrong = "the judge and the policy, which computes log-probs meanwhile, share their ranks"
         remedy = "set it to false, or reward_model.enable_resource_pool=true"

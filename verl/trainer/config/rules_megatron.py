@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from verl.base.requirements import install_command
 from verl.config import McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
 from verl.config.megatron import MEGATRON_FAMILIES, MIXTURES, SIZES, ranks_per_copy
 from verl.trainer.config.rules_sizes import needs_critic
@@ -20,7 +21,7 @@ def models(config: PPOConfig) -> Problems:
     found = _sections(config)
     if found and importlib.util.find_spec("megatron") is None:
         wrong = "megatron-core is not installed"
-        remedy = "pip install 'verl[megatron]' on every node, or use strategy=fsdp2"
+        remedy = f"{install_command('megatron')} on every node, or use strategy=fsdp2"
         yield Problem(f"{next(iter(found))}.strategy", "megatron", wrong, "fsdp2", remedy)
     yield from layouts(config)
 

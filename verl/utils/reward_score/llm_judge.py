@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from verl.base import env
+from verl.base.requirements import install_command
 from verl.errors import ConfigError, RewardError
 from verl.utils.reward_score.registry import register_scorer
 
@@ -402,7 +403,7 @@ def _library() -> Any:
     try:
         import openai
     except ModuleNotFoundError as error:
-        raise ConfigError("llm_judge needs the package openai. Install it: pip install 'verl[judge]'") from error
+        raise ConfigError(f"llm_judge needs the package openai. Install it: {install_command('judge')}.") from error
     return openai
 
 

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl.base.registry import Registry
+from verl.base.requirements import install_command
 from verl.checkpoint.ranks import RankState, save_together
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -292,5 +293,5 @@ def _load_backend(backend: str, module: str) -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"strategy={backend} needs the package {error.name}, which is not installed. Install what it needs by "
-            f"pip install 'verl[{backend}]', or use strategy=fsdp2."
+            f"{install_command(backend)}, or use strategy=fsdp2."
         ) from error

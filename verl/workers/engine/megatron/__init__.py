@@ -1,6 +1,6 @@
 """The Megatron training engine: tensor, pipeline and data parallel models by megatron-core.
 
-Importing this package needs megatron-core (``pip install 'verl[megatron]'``); the registry imports it when
+Importing this package needs megatron-core (the extra ``megatron``); the registry imports it when
 ``strategy=megatron`` asks for it.
 """
 

@@ -1,0 +1,38 @@
+"""What this installation of verl requires, and the command that installs the packages of an extra."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+
+def requirements(extra: str = "") -> list[Requirement]:
+    """Return what verl requires on this machine, or what an extra of it adds, without markers.
+
+    In a clone pyproject.toml says it, because the metadata of an editable installation may be older; elsewhere the
+    metadata of the installed package.
+    """
+    if (project := Path(__file__).parents[2] / "pyproject.toml").is_file():
+        stated = tomllib.loads(project.read_text())["project"]
+        texts = stated["optional-dependencies"].get(extra, []) if extra else stated["dependencies"]
+        found = [Requirement(text) for text in texts]
+    else:
+        stated = [Requirement(text) for text in importlib.metadata.requires("verl") or []]
+        found = [one for one in stated if ("extra" in str(one.marker)) == bool(extra)]
+    found = [one for one in found if one.marker is None or one.marker.evaluate({"extra": extra})]
+    for one in found:
+        one.marker = None
+    return found
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs the packages of an extra, in a clone and from a wheel alike.
+
+    It names the packages themselves: of ``verl[extra]`` a package index would take another project's ``verl``.
+    """
+    packages = requirements(extra)
+    assert packages, f"verl has no extra '{extra}'"
+    return " ".join(["pip install", *(f"'{one}'" for one in packages)])
