@@ -33,6 +33,7 @@ def rules(name: str, values: list[float]) -> list[tuple[int, str]]:
         ("actor/ppo_kl", [0.001] * 21 + [0.05], []),
         ("actor/grad_norm", [1.0] * 21 + [11.0], [(22, "grad_spike")]),
         ("actor/grad_norm", [1.0] * 21 + [9.0], []),
+        ("critic/grad_norm", [1.0] * 21 + [11.0], [(22, "grad_spike")]),
         ("reward/error_rate", [0.0, 0.06], [(2, "reward_errors")]),
     ],
 )
@@ -41,7 +42,7 @@ def test_rules(metric, values, expected):
 
 
 def test_a_value_that_is_not_finite_is_told_at_once():
-    assert rules(FINITE[0], [1.0, float("nan")]) == [(2, "not_finite")]
+    assert [rules(name, [1.0, float("nan")]) for name in FINITE] == [[(2, "not_finite")]] * len(FINITE)
 
 
 def test_trouble_that_goes_on_is_told_once_and_again_after_a_pause():
@@ -56,4 +57,4 @@ def test_the_reason_has_the_numbers():
         watch.look(step, {"actor/grad_norm": 2.0})
     (alert,) = watch.look(22, {"actor/grad_norm": 50.0})
     assert alert.reason == "the gradient's norm is 50, 2 in the 20 steps before."
-    assert (alert.metric, alert.samples) == ("actor/grad_norm", "longest")
+    assert (alert.metric, alert.samples) == ("actor/grad_norm", "advantage")

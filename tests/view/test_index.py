@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -13,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from verl.testing.made_up_run import make_up_run, write_samples
+from verl.testing.made_up_run import make_up_run, write_numbers, write_samples
 from verl.utils.run_log import clock
 from verl.view.curves import CHUNK, extremes, thinned
 from verl.view.discovery import find_runs
@@ -110,6 +111,38 @@ def test_files_of_samples_that_grow_or_change_are_read_anew(tmp_path):
     line = file.read_text().splitlines()[0]
     oldest = find_samples(made.index, SampleFilter(run, step_from=2, step_to=2, descending=False))["rows"][0]
     assert one_sample(made.index, oldest["id"])["record"] == json.loads(line), "the place in the file is right"
+
+
+def test_numbers_come_when_the_step_has_ended_and_sort_its_samples(tmp_path):
+    write_lines(tmp_path / "metrics.jsonl", range(1, 3), "w")
+    rollouts = tmp_path / "rollouts"
+    for step in (1, 2):
+        write_samples(rollouts, step, 2, 2, random.Random(step))
+    write_numbers(rollouts, 1, 2, 2)
+    made = library(tmp_path)
+    (run,) = made.runs
+
+    def order(sort: str, descending: bool = True, **more: int) -> list[tuple]:
+        rows = find_samples(made.index, SampleFilter(run, sort=sort, descending=descending, **more))["rows"]
+        return [(row["step"], row["input"].split()[1], row["sibling"], row.get(sort)) for row in rows]
+
+    # Places 0 to 3 are prompts 16, 16, 17, 17 and siblings 0, 1, 0, 1.
+    largest = [(1, "17", 1, 0.04), (1, "17", 0, 0.03), (1, "16", 1, 0.02), (1, "16", 0, 0.01)]
+    assert order("gap") == largest
+    assert order("kl") == [(1, "16", 0, 0.5), (1, "16", 1, 0.25), (1, "17", 0, 0.5 / 3), (1, "17", 1, 0.125)]
+    assert order("advantage", False)[0] == (1, "17", 0, 0.0)
+    assert len(order("step")) == 8, "without numbers too"
+    columns = json.loads((rollouts / "1.numbers.json").read_text())
+    del columns["kl"]
+    columns["gap"] = [0.0, math.inf, math.nan, 0.5]
+    columns["uid"] = [uid.replace("1-", "2-") for uid in columns["uid"]]
+    (rollouts / "2.numbers.json").write_text(json.dumps(columns))
+    assert made.refresh_samples() == [run]
+    assert order("gap", step_from=2) == [(2, "16", 1, None), (2, "17", 1, 0.5), (2, "16", 0, 0.0)]
+    assert order("kl", step_from=2) == []
+    (rollouts / "2.numbers.json").write_text('{"uid": ["2-0')
+    made.refresh_samples()
+    assert order("gap") == largest
 
 
 def test_pages_of_samples_follow_each_other_in_order(tmp_path):

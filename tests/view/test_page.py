@@ -198,6 +198,12 @@ def test_times_alerts_and_keys(server, open_view):
     alert = page.locator(".alert", has_text="Gradient spike, step 40")
     alert.get_by_text("Samples of this step").click()
     page.locator("p.count").get_by_text("16 samples, of 16").wait_for()
+    assert page.locator(".samples th").all_inner_texts()[3] == "advantage"
+    # Places 0 to 15 of the step have |place - 8| / 2.
+    assert page.locator(".samples td.number").all_inner_texts()[:3] == ["4", "3.5", "3.5"]
+    page.get_by_label("Sort by").select_option("gap of rollout")
+    page.locator(".samples th", has_text="gap of rollout").wait_for()
+    page.locator("td.number").get_by_text("0.16", exact=True).wait_for()
     page.keyboard.press("?")
     page.get_by_role("dialog").get_by_text("dark or light").wait_for()
 

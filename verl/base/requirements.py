@@ -31,7 +31,7 @@ def requirements(extra: str = "") -> list[Requirement]:
 def install_command(extra: str) -> str:
     """Return the command that installs the packages of an extra, in a clone and from a wheel alike.
 
-    It names the packages themselves: of ``verl[extra]`` a package index would take another project's ``verl``.
+    It names the packages themselves, because on the package index ``verl`` is another project's name.
     """
     packages = requirements(extra)
     assert packages, f"verl has no extra '{extra}'"

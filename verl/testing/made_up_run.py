@@ -31,6 +31,7 @@ def make_up_run(
     write_ranks(folder, steps, random.Random(seed))
     for step in range(1, steps + 1):
         write_samples(folder / "rollouts", step, prompts, siblings, draw)
+        write_numbers(folder / "rollouts", step, prompts, siblings)
         if tokens_every and step % tokens_every == 0:
             write_tokens(folder / "rollouts", step, prompts, siblings, draw)
         if validation_every and step % validation_every == 0:
@@ -124,6 +125,19 @@ def write_samples(
                 }
             )
     (folder / f"{step}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def write_numbers(folder: Path, step: int, prompts: int, siblings: int) -> None:
+    """Write what the update saw of samples; each number orders the samples of a step otherwise, all by their place."""
+    places = [(prompt, sibling) for prompt in range(prompts) for sibling in range(siblings)]
+    columns = {
+        "uid": [f"{step}-{prompt}" for prompt, _ in places],
+        "sample_index": [sibling for _, sibling in places],
+        "gap": [0.01 * (place + 1) for place in range(len(places))],
+        "kl": [0.5 / (place + 1) for place in range(len(places))],
+        "advantage": [abs(place - len(places) // 2) / 2 for place in range(len(places))],
+    }
+    (folder / f"{step}.numbers.json").write_text(json.dumps(columns))
 
 
 def write_tokens(folder: Path, step: int, prompts: int, siblings: int, draw: random.Random) -> None:

@@ -17,6 +17,10 @@ QUIET_STEPS = 20
 """Steps after an alert in which its rule says nothing."""
 
 
+Samples = Literal["", "lowest", "highest", "longest", "failed", "gap", "kl", "advantage", "no advantage"]
+"""Samples by their score, length or status, or by a number of :func:`verl.trainer.ppo.records.sample_numbers`."""
+
+
 @dataclass(frozen=True)
 class Alert:
     """A sign of trouble at a step."""
@@ -26,7 +30,7 @@ class Alert:
     metric: str
     reason: str
     """What was seen, with numbers, and what it may mean."""
-    samples: Literal["", "lowest", "highest", "longest", "failed"] = ""
+    samples: Samples = ""
     """Which samples of the step show it."""
 
 
@@ -78,7 +82,7 @@ class Rule:
     name: str
     metric: str
     broken: Callable[[History], str]
-    samples: Literal["", "lowest", "highest", "longest", "failed"] = ""
+    samples: Samples = ""
 
 
 class HealthWatch:
@@ -97,8 +101,8 @@ class HealthWatch:
     def look(self, step: int, metrics: Mapping[str, float]) -> list[Alert]:
         """Take the metrics of a step and return its new alerts; a rule is silent for a while after one."""
         found = [
-            Alert(step, "not_finite", name, f"{name} is {metrics[name]}: the update of this step is not to be trusted.")
-            for name in FINITE
+            Alert(step, "not_finite", name, f"{name} is {metrics[name]}: {_NOT_TRUSTED}", samples)
+            for name, samples in FINITE.items()
             if name in metrics and not math.isfinite(metrics[name])
         ]
         for name, history in self._history.items():
@@ -117,8 +121,17 @@ class HealthWatch:
         return alert.step - before >= QUIET_STEPS
 
 
-FINITE = ("actor/loss", "actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "train/loss", "train/grad_norm")
-"""Metrics that must be finite."""
+FINITE: dict[str, Samples] = {
+    "actor/loss": "advantage",
+    "actor/pg_loss": "advantage",
+    "actor/grad_norm": "advantage",
+    "critic/vf_loss": "advantage",
+    "critic/grad_norm": "advantage",
+    "train/loss": "",
+    "train/grad_norm": "",
+}
+"""Metrics that must be finite, and the samples that may say why: a number that is not finite counts as the largest."""
+_NOT_TRUSTED = "the update of this step is not to be trusted."
 
 
 def _stuck(history: History) -> str:
@@ -185,13 +198,14 @@ def _errors(history: History) -> str:
 
 RULES = (
     Rule("reward_stuck", "critic/score/mean", _stuck, "highest"),
-    Rule("equal_groups", "reward/equal_group_rate", _equal_groups, "highest"),
+    Rule("equal_groups", "reward/equal_group_rate", _equal_groups, "no advantage"),
     Rule("entropy_collapse", "actor/entropy", _entropy, "highest"),
-    Rule("gap_growing", "training/rollout_probs_diff_mean", _gap, "longest"),
+    Rule("gap_growing", "training/rollout_probs_diff_mean", _gap, "gap"),
     Rule("truncation", "response_length/clip_ratio", _truncated, "longest"),
-    Rule("kl_runaway", "actor/ppo_kl", _kl, "lowest"),
-    Rule("kl_runaway", "actor/kl_loss", _kl, "lowest"),
-    Rule("grad_spike", "actor/grad_norm", _spike, "longest"),
+    Rule("kl_runaway", "actor/ppo_kl", _kl, "advantage"),
+    Rule("kl_runaway", "actor/kl_loss", _kl, "kl"),
+    Rule("grad_spike", "actor/grad_norm", _spike, "advantage"),
+    Rule("grad_spike", "critic/grad_norm", _spike, "advantage"),
     Rule("grad_spike", "train/grad_norm", _spike),
     Rule("reward_errors", "reward/error_rate", _errors, "failed"),
 )

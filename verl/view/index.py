@@ -10,14 +10,17 @@ import hashlib
 import json
 import os
 import sqlite3
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from verl.utils.run_log import SAMPLE_NUMBERS
+
 LONGEST_NAME = 200
 """Characters of a status, data source or group in the index."""
-VERSION = 1
+VERSION = 2
 """Of the tables; an index of another version is made anew."""
 
 _TABLES = """
@@ -30,11 +33,15 @@ CREATE TABLE dump (
 CREATE INDEX dump_by_step ON dump (run, kind, step);
 CREATE TABLE sample (
     id INTEGER PRIMARY KEY, run TEXT, kind TEXT, step INTEGER, dump INTEGER, position INTEGER, offset INTEGER,
-    size INTEGER, score REAL, length INTEGER, status TEXT, source TEXT, prompt INTEGER, uid TEXT, sibling INTEGER
+    size INTEGER, score REAL, length INTEGER, status TEXT, source TEXT, prompt INTEGER, uid TEXT, sibling INTEGER,
+    gap REAL, kl REAL, advantage REAL
 );
 CREATE INDEX sample_by_step ON sample (run, kind, step, position, score, length, status, source);
 CREATE INDEX sample_by_score ON sample (run, kind, score, step, position);
 CREATE INDEX sample_by_length ON sample (run, kind, length, step, position);
+CREATE INDEX sample_by_gap ON sample (run, kind, gap, step, position) WHERE gap IS NOT NULL;
+CREATE INDEX sample_by_kl ON sample (run, kind, kl, step, position) WHERE kl IS NOT NULL;
+CREATE INDEX sample_by_advantage ON sample (run, kind, advantage, step, position) WHERE advantage IS NOT NULL;
 CREATE INDEX sample_by_prompt ON sample (run, kind, prompt, step);
 CREATE INDEX sample_by_dump ON sample (dump);
 """
@@ -134,9 +141,37 @@ def _whole(value: Any, default: int) -> int:
     return value if isinstance(value, int) and abs(value) < 2**62 else default
 
 
+def path_of_numbers(samples: Path) -> Path:
+    """Return the file of the numbers of samples that are known when their step has ended."""
+    return samples.with_suffix(".numbers.json")
+
+
+def numbers_of_samples(samples: Path) -> dict[tuple[str, int], deque[tuple[float | None, ...]]]:
+    """Return the numbers of the samples of a file, by ``uid`` and ``sample_index``; sequences of both come in order.
+
+    A broken file counts as none, as a broken line of samples does.
+    """
+    found: dict[tuple[str, int], deque[tuple[float | None, ...]]] = defaultdict(deque)
+    try:
+        columns = json.loads(path_of_numbers(samples).read_text())
+        names, rows = columns["uid"], len(columns["uid"])
+        siblings = columns.get("sample_index", range(rows))
+        numbers = [map(_number, columns[name]) if name in columns else [None] * rows for name in SAMPLE_NUMBERS]
+        for uid, sibling, *own in zip(names, siblings, *numbers, strict=True):
+            found[_text(uid), _whole(sibling, -1)].append(tuple(own))
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+    return found
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and value == value else None
+
+
 def sample_rows(path: Path) -> Iterator[tuple[Any, ...]]:
-    """Yield the columns ``position`` to ``sibling`` of each line of a file of samples; a broken line is left out."""
+    """Yield the columns ``position`` to ``advantage`` of each line of a file of samples; a broken line is left out."""
     offset = 0
+    numbers = numbers_of_samples(path)
     with path.open("rb") as file:
         for position, line in enumerate(file):
             try:
@@ -150,5 +185,7 @@ def sample_rows(path: Path) -> Iterator[tuple[Any, ...]]:
             uid = record.get("uid", f"{record.get('step')}-{prompt:x}")
             status, source, uid = map(_text, (status_of(record), record.get("data_source", ""), uid))
             sibling = _whole(record.get("sample_index"), position)
-            yield position, offset, len(line), score, length, status, source, prompt, uid, sibling
+            same = numbers.get((uid, sibling))
+            own = same.popleft() if same else (None,) * len(SAMPLE_NUMBERS)
+            yield position, offset, len(line), score, length, status, source, prompt, uid, sibling, *own
             offset += len(line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sqlite3
 import time
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import DataError
+from verl.utils.run_log import SAMPLE_NUMBERS
 from verl.view.discovery import DumpFolder, RunFiles
-from verl.view.index import Index, sample_rows
+from verl.view.index import Index, path_of_numbers, sample_rows
 
 FILES_PER_WRITE = 50
 """Files of samples that are added to the index together."""
@@ -27,7 +29,7 @@ SEARCH_S = 2.0
 """Seconds that one search for a text takes; a page can go on where it ended."""
 SEEN_VALUES = 20_000
 """Newest samples whose statuses and data sources a page offers."""
-SORTS = ("step", "score", "length")
+SORTS = ("step", "score", "length", *SAMPLE_NUMBERS)
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,9 @@ class SampleFilter:
             wanted += [(f"{column} <= ?", high)] if high is not None else []
         wanted += [("status = ?", self.status)] if self.status else []
         wanted += [("source = ?", self.source)] if self.source else []
-        return " AND ".join(clause for clause, _ in wanted), [value for _, value in wanted]
+        clauses = [clause for clause, _ in wanted]
+        clauses += [f"{self.sort} IS NOT NULL"] if self.sort in SAMPLE_NUMBERS else []
+        return " AND ".join(clauses), [value for _, value in wanted]
 
 
 def refresh_samples(index: Index, run: RunFiles) -> bool:
@@ -81,13 +85,18 @@ def _new_files(index: Index, run: RunFiles, folder: DumpFolder) -> list[tuple[st
         query = "SELECT path, size, mtime FROM dump WHERE run = ? AND kind = ?"
         known = {path: (size, mtime) for path, size, mtime in database.execute(query, (run.id, folder.kind))}
     found = []
-    with os.scandir(folder.path) as entries:
+    with os.scandir(folder.path) as listed:
+        entries = list(listed)
+        names = {entry.name for entry in entries}
         for entry in entries:
             step, ending = os.path.splitext(entry.name)
             if ending == ".jsonl" and step.isdecimal():
-                stat = entry.stat()
-                if known.get(entry.path) != (stat.st_size, stat.st_mtime_ns):
-                    found.append((folder.kind, Path(entry.path), int(step), stat.st_size, stat.st_mtime_ns))
+                path, stat = Path(entry.path), entry.stat()
+                size, modified = stat.st_size, stat.st_mtime_ns
+                if (numbers := path_of_numbers(path)).name in names:  # comes when its step has ended
+                    size, modified = size + numbers.stat().st_size, max(modified, numbers.stat().st_mtime_ns)
+                if known.get(entry.path) != (size, modified):
+                    found.append((folder.kind, path, int(step), size, modified))
     return found
 
 
@@ -102,7 +111,7 @@ def _add_file(
     dump = database.execute(f"INSERT INTO dump {columns}", (run, kind, step, str(path), size, modified)).lastrowid
     database.executemany(
         "INSERT INTO sample (run, kind, step, dump, position, offset, size, score, length, status, source, prompt, "
-        "uid, sibling) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        "uid, sibling, gap, kl, advantage) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         ((run, kind, step, dump, *row) for row in sample_rows(path)),
     )
 
@@ -219,7 +228,12 @@ def _read(path: str, row: sqlite3.Row) -> dict[str, Any]:
 
 def _row(row: sqlite3.Row, record: Mapping[str, Any]) -> dict[str, Any]:
     texts = {name: _cut(record.get(name, ""), PREVIEW) for name in ("input", "output", "gts")}
-    return {name: row[name] for name in ("id", "step", "score", "length", "status", "source", "sibling")} | texts
+    # JSON has no infinity.
+    numbers = {
+        name: value if math.isfinite(value) else None for name in SAMPLE_NUMBERS if (value := row[name]) is not None
+    }
+    whole = ("id", "step", "score", "length", "status", "source", "sibling")
+    return {name: row[name] for name in whole} | numbers | texts
 
 
 def _cut(value: Any, most: int) -> Any:

@@ -478,7 +478,7 @@ def test_generation(run: Run):
 
 def test_evaluation(run: Run):
     config = load_config({"data": {"path": str(run.folder / "val.jsonl")}}, EvalConfig)
-    assert Path(config.data.path).name == "val.jsonl"
+    assert Path(str(config.data.path)).name == "val.jsonl"
     with pytest.raises(ConfigError, match=r"data\.path=null: it must be set"):
         load_config({}, EvalConfig)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import torch
 
 from verl.protocol import DataProto
 from verl.testing.models import tiny_tokenizer
-from verl.trainer.ppo.records import LONGEST_TEXT, RecordFolder, generation_records
+from verl.trainer.ppo.records import LONGEST_TEXT, RecordFolder, generation_records, sample_numbers
 
 
 @contextmanager
@@ -114,3 +115,29 @@ def test_a_trajectory_is_recorded_by_its_turns_and_long_texts_are_cut():
     roles = [(part["role"], part["content"].replace(" ", "")) for part in failed["conversation"]]
     assert roles == [("assistant", "ab"), ("others", "42"), ("assistant", "c")]
     assert (failed["status"], failed["message"]) == ("timeout", "too long")
+
+
+def test_numbers_of_samples_are_the_largest_over_the_tokens_that_are_trained_on(tmp_path):
+    half, quarter = math.log(0.5), math.log(0.25)
+    columns = {
+        # the third token of the first sample is a tool's, the second sample has none that is trained on
+        "response_mask": torch.tensor([[1, 1, 0], [0, 0, 0], [1, 1, 1]]),
+        "old_log_probs": torch.tensor([[half, half, 0.0], [0.0, 0.0, 0.0], [half, math.nan, half]]),
+        "rollout_log_probs": torch.tensor([[quarter, half, -9.0], [-9.0, -9.0, -9.0], [half, half, half]]),
+        "ref_log_prob": torch.tensor([[half, quarter, -9.0], [-9.0, -9.0, -9.0], [half, half, half]]),
+        "advantages": torch.tensor([[1.0, -2.0, 7.0], [7.0, 7.0, 7.0], [0.5, -0.25, 0.0]]),
+    }
+    names = {"uid": np.array(["a", "a", "b"], dtype=object), "sample_index": np.array([0, 1, 0])}
+    batch = DataProto.from_dict(columns, non_tensors=names)
+    found = sample_numbers(batch)
+    assert (found["uid"], found["sample_index"]) == (["a", "a", "b"], [0, 1, 0])
+    assert found["gap"] == pytest.approx([0.25, 0, math.inf])  # |0.5 - 0.25|; NaN counts as the largest
+    # d = ln(0.25 / 0.5) = -ln 2: exp(d) - d - 1 = 0.5 + ln 2 - 1
+    assert found["kl"] == pytest.approx([math.log(2) - 0.5, 0, math.inf])
+    assert found["advantage"] == pytest.approx([2, 0, 0.5])
+    RecordFolder(str(tmp_path)).write_numbers(3, batch)
+    assert json.loads((tmp_path / "3.numbers.json").read_text()) == found
+    assert [path.name for path in tmp_path.iterdir()] == ["3.numbers.json"]
+    assert sample_numbers(batch.select(batch_keys=["response_mask", "advantages"])).keys() == {
+        "uid", "sample_index", "advantage",
+    }  # fmt: skip

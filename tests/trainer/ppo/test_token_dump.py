@@ -78,7 +78,9 @@ def test_a_run_writes_its_tokens_and_those_of_validation(tmp_path, monkeypatch):
     )
     run_ppo(compose(arguments))
 
-    assert sorted(path.name for path in (tmp_path / "train").iterdir()) == ["1.jsonl", "2.arrow", "2.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "train").iterdir()) == [
+        "1.jsonl", "1.numbers.json", "2.arrow", "2.jsonl", "2.numbers.json",
+    ]  # fmt: skip
     assert sorted(path.name for path in (tmp_path / "val").iterdir()) == ["2.arrow", "2.jsonl"]
     records = [json.loads(line) for line in (tmp_path / "train/2.jsonl").read_text().splitlines()]
     rows = feather.read_table(tmp_path / "train/2.arrow").to_pylist()
@@ -100,12 +102,20 @@ def test_a_run_writes_its_tokens_and_those_of_validation(tmp_path, monkeypatch):
     clipped = {value for row in rows for value in row["update_clipped"]}
     assert clipped <= {0.0, 1.0}
     assert not {"old_log_probs", "update_log_probs"} & set(feather.read_table(tmp_path / "val/2.arrow").column_names)
+    update = json.loads((tmp_path / "train/2.numbers.json").read_text())
+    assert list(zip(update["uid"], update["sample_index"], strict=True)) == [
+        (row["uid"], row["sample_index"]) for row in rows
+    ]
+    for row, gap, advantage in zip(rows, update["gap"], update["advantage"], strict=True):
+        pairs = zip(row["rollout_log_probs"], row["old_log_probs"], strict=True)
+        assert gap == pytest.approx(max(abs(math.exp(a) - math.exp(b)) for a, b in pairs), abs=1e-6)
+        assert advantage == pytest.approx(max(map(abs, row["advantages"])))
     events = [json.loads(line) for line in (tmp_path / "log.run.jsonl").read_text().splitlines()]
     assert [event["event"] for event in events] == ["start", "step", "step", "end"]
     assert events[0]["config"]["trainer"]["rollout_token_dump_freq"] == 2
     spans = {name: (begin, end) for name, begin, end in events[2]["spans"]}
     step = spans["step"]
-    order = [spans[name] for name in ("gen", "reward", "ref", "update_actor", "dump_tokens", "testing")]
+    order = [spans[name] for name in ("gen", "reward", "ref", "update_actor", "dump_numbers", "testing")]
     assert order == sorted(order)
     assert all(step[0] <= begin <= end <= step[1] for begin, end in order)
     assert events[3]["status"] == "done"

@@ -340,7 +340,7 @@ class RayPPOTrainer(FitParts):
         if own_forward:
             self.policy_metrics(batch, context)
         self._notify_dataset(batch, context)
-        self.dump_tokens(batch, context)
+        self.dump_numbers(batch, context)
         self.observers.trace(context.rewards.batches, context)
         return batch
 
@@ -609,10 +609,11 @@ class RayPPOTrainer(FitParts):
         self.bad_steps.record(context.number, name, metrics, batch, problems)
         return dealt.restore(updated.select(meta_info_keys=[]))
 
-    def dump_tokens(self, batch: DataProto, context: PPOStepContext) -> None:
-        """Write the tokens of the step with their numbers, every ``trainer.rollout_token_dump_freq`` steps."""
-        if self.token_dump.is_due(context.number):
-            with context.stage("dump_tokens"):
+    def dump_numbers(self, batch: DataProto, context: PPOStepContext) -> None:
+        """Write numbers of the samples of the step, and every ``trainer.rollout_token_dump_freq`` steps its tokens."""
+        if self.dump.folder is not None:
+            with context.stage("dump_numbers"):
+                self.dump.write_numbers(context.number, batch)
                 self.token_dump.write(context.number, batch)
 
     def _notify_dataset(self, batch: DataProto, context: PPOStepContext) -> None:

@@ -10,6 +10,9 @@ sequences has a record for each, with one ``id``::
         "seconds": {"generate_sequences": 0.7, "tool_calls": 0.1, "compute_score": 0.0},
         "turn_scores": [0.0, 1.0],
         "prompt_ids": [...], "response_ids": [...], "response_mask": [[1, 12], [0, 30], [1, 5]]}}
+
+What is known of them only when their step has ended is a file ``{step}.numbers.json`` of columns beside it; see
+:func:`sample_numbers`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +61,25 @@ class RecordFolder:
 
         If the write fails, all of these records are left out, so that no line is cut; the first failure logs a warning.
         """
-        if self.folder is None:
-            return
-        path = self.folder / f"{step}.jsonl"
-        lines = "".join(self._line(record) for record in records)
+        if self.folder is not None:
+            lines = "".join(self._line(record) for record in records)
+            self._try(self.folder / f"{step}.jsonl", lambda path: _write(path, lines.encode(), append))
+
+    def write_numbers(self, step: int, batch: DataProto) -> None:
+        """Write :func:`sample_numbers` of the samples that a step was trained on."""
+
+        def write(path: Path) -> None:
+            unfinished = path.with_name(f".{path.name}.unfinished")
+            unfinished.write_text(json.dumps(sample_numbers(batch)))
+            os.replace(unfinished, path)  # a reader never meets half a file
+
+        if self.folder is not None:
+            self._try(self.folder / f"{step}.numbers.json", write)
+
+    def _try(self, path: Path, write: Callable[[Path], None]) -> None:
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            _write(path, lines.encode(), append)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write(path)
         except OSError as error:
             self.failed += 1
             if self.failed == 1:
@@ -113,6 +128,42 @@ def generation_records(
         for row, record in enumerate(records):
             record["trajectory"] = _trajectory(tokenizer, batch, scores, row)
     return records
+
+
+def sample_numbers(batch: DataProto) -> dict[str, list]:
+    """Return what the update of a step saw of each of its samples, in columns, to find those behind an alert.
+
+    ``uid`` and ``sample_index`` name the sample; each number is the largest over the tokens t that are trained on::
+
+        gap         |exp(old_log_probs_t) - exp(rollout_log_probs_t)|
+        kl          exp(d_t) - d_t - 1,   d_t = ref_log_prob_t - old_log_probs_t   (k3 of the KL to the reference)
+        advantage   |advantages_t|
+
+    Infinity where one of them is not finite, 0 of a sample without such tokens. A number is left out if the batch
+    lacks its columns.
+    """
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()  # (bsz, T)
+    names = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "advantages")
+    known = {name: columns[name].double() for name in names if name in columns.keys()}
+
+    def largest(values: torch.Tensor) -> list[float]:
+        values = torch.where(values.isfinite(), values, torch.inf).masked_fill(~mask, 0.0)
+        return values.amax(-1).tolist()  # (bsz,)
+
+    found: dict[str, list] = {
+        name: batch.non_tensor_batch[name].tolist()
+        for name in ("uid", "sample_index")
+        if name in batch.non_tensor_batch
+    }
+    old = known.get("old_log_probs")
+    if old is not None and "rollout_log_probs" in known:
+        found["gap"] = largest((old.exp() - known["rollout_log_probs"].exp()).abs())
+    if old is not None and "ref_log_prob" in known:
+        d = known["ref_log_prob"] - old
+        found["kl"] = largest(d.exp() - d - 1)
+    if "advantages" in known:
+        found["advantage"] = largest(known["advantages"].abs())
+    return found
 
 
 def _texts_with_images(tokenizer: Any, batch: DataProto, row: int) -> tuple[str, str]:

@@ -7,6 +7,8 @@ import { address } from "./place.js";
 const SORTS = {
   lowest: { sort: "score", descending: "0" }, highest: { sort: "score", descending: "1" },
   longest: { sort: "length", descending: "1" }, failed: { sort: "score", descending: "0" },
+  gap: { sort: "gap", descending: "1" }, kl: { sort: "kl", descending: "1" },
+  advantage: { sort: "advantage", descending: "1" }, "no advantage": { sort: "advantage", descending: "0" },
 };
 const NAMES = {
   not_finite: "Not finite", reward_stuck: "Reward stuck", equal_groups: "All groups equal", entropy_collapse: "Entropy collapsing",

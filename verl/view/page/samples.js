@@ -6,7 +6,8 @@ import { showOne } from "./sample.js";
 import { keepInAddress } from "./place.js";
 
 const FILTERS = ["kind", "step_from", "step_to", "score_from", "score_to", "length_from", "length_to", "status", "source", "text", "sort", "descending"];
-const SORTS = [["step", "step"], ["score", "score"], ["length", "length"]];
+const NUMBERS = { gap: "gap of rollout", kl: "KL to reference", advantage: "advantage" };
+const SORTS = [["step", "step"], ["score", "score"], ["length", "length"], ...Object.entries(NUMBERS)];
 
 /** Show samples; returns {news, key}. */
 export async function showSamples(main, parameters, list) {
@@ -40,10 +41,9 @@ class Samples {
     this.more = h("button", { type: "button", hidden: true, onclick: () => this.load(this.next) }, "More");
     this.fresh = h("button", { type: "button", hidden: true, onclick: () => this.load(0) }, "Show new samples");
     this.one = h("section", { class: "one", "aria-label": "Sample" });
-    const heads = ["step", "score", "length", "end", "source", "prompt", "response"];
+    this.heads = h("thead");
     fill(this.main, this.form(values), this.count, this.fresh,
-      h("div", { class: "scroll samples" }, h("table", {},
-        h("thead", {}, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head)))), this.body)),
+      h("div", { class: "scroll samples" }, h("table", {}, this.heads, this.body)),
       this.more, this.one);
     await this.load(0);
     if (this.sample) await this.open(this.sample);
@@ -89,6 +89,9 @@ class Samples {
   async load(skip) {
     const found = await ask("samples", { run: this.run.id, ...this.filter, skip });
     if (skip === 0) {
+      const number = NUMBERS[this.filter.sort];
+      const heads = ["step", "score", "length", ...(number ? [number] : []), "end", "source", "prompt", "response"];
+      fill(this.heads, h("tr", {}, heads.map((head) => h("th", { scope: "col" }, head))));
       fill(this.body);
       this.fresh.hidden = true;
     }
@@ -98,7 +101,9 @@ class Samples {
     const shown = this.body.children.length;
     const total = found.total === null ? (found.next === null ? "all that have this text" : "more may follow")
       : `of ${short(found.total)}${found.total >= 100000 ? " or more" : ""}`;
-    fill(this.count, shown ? `${short(shown)} samples, ${total}` : "No sample is like that.");
+    const none = NUMBERS[this.filter.sort] ? "No sample like that has this number; it is written when its step has ended."
+      : "No sample is like that.";
+    fill(this.count, shown ? `${short(shown)} samples, ${total}` : none);
   }
 
   row(sample) {
@@ -106,6 +111,7 @@ class Samples {
     return h("tr", { "data-sample": sample.id, onclick: open },
       h("td", {}, h("button", { type: "button", class: "link", "aria-label": `open sample of step ${sample.step}` }, short(sample.step))),
       h("td", { class: "score" }, short(sample.score)), h("td", {}, short(sample.length)),
+      NUMBERS[this.filter.sort] ? h("td", { class: "number" }, sample[this.filter.sort] === null ? "∞" : short(sample[this.filter.sort])) : null,
       h("td", {}, sample.status), h("td", {}, sample.source),
       h("td", { class: "preview" }, h("bdi", {}, sample.input)),
       h("td", { class: "preview" }, h("bdi", {}, sample.output)));
