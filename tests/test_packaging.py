@@ -99,7 +99,7 @@ class Installed:
 
     def run(self, *command: str | Path, folder: Path | None = None) -> str:
         """Run a program of the environment to its end; returns what it printed."""
-        ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+        ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONDONTWRITEBYTECODE"}
         variables = {key: value for key, value in os.environ.items() if key not in ours and "VERL_" not in key}
         variables["PATH"] = f"{self.bin}{os.pathsep}{os.environ['PATH']}"
         words = [self.bin / command[0], *command[1:]]

@@ -11,20 +11,30 @@ import os
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.utils.tracking import TRACKERS, Tracker, Tracking
 
 ROOT = Path(__file__).parents[2]
 
 # The secret comes by the environment: ClearML stores the text of a script.
 RUN = """
 import os, sys
+from pathlib import Path
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": os.environ["OUR_TOKEN"]}) as tracking:
     for step in (1, 2):
         tracking.log({"critic/score/mean": 0.25 * step, "val-core/s/acc/mean@4": float("nan")}, step=step)
+    folder = Path("checkpoints/global_step_2")
+    (folder / "actor").mkdir(parents=True)
+    (folder / "actor/weights").write_text("these are the weights")
+    tracking.log_checkpoint(2, folder)
     tracking.log_alert(2, "entropy_collapse", "the entropy fell from 3 to 0.01")
     sample = {"input": "what is 2+2", "output": "it is four", "gts": "4", "score": 1.0}
     ValidationGenerationsLogger("proj", "exp").log([sys.argv[1]], [sample], step=2)
@@ -90,6 +100,10 @@ def test_wandb(run):
     for piece in (b"critic/score/mean", b"val-core/s/acc/mean@4", b"NaN", b"it is four", b"optim", b"entropy_collapse"):
         assert piece in written
     assert b"hf_hidden" not in written
+    assert b"step_2" in written  # alias of the checkpoint
+    assert b"actor/weights" in written
+    copies = [path for path in folder.rglob("*") if path.is_file() and path.read_bytes() == b"these are the weights"]
+    assert len(copies) == 2, "the checkpoint itself, and what wandb will upload"
 
 
 def test_mlflow(run):
@@ -103,7 +117,54 @@ def test_mlflow(run):
     assert "it is four" in table.read_text()
     (alert,) = folder.rglob("tags/alert.entropy_collapse")
     assert alert.read_text() == "step 2: the entropy fell from 3 to 0.01"
+    (weights,) = folder.rglob("artifacts/checkpoints/global_step_2/actor/weights")
+    assert weights.read_text() == "these are the weights"
     assert b"hf_hidden" not in everything(folder / "mlruns")
+
+
+def test_a_run_gives_its_checkpoints_to_mlflow(tmp_path: Path):
+    pytest.importorskip("mlflow")
+    changes = {
+        "trainer.logger": "[mlflow]", "trainer.log_checkpoints": True, "trainer.total_training_steps": 2,
+        "trainer.save_freq": 1,
+    }  # fmt: skip
+    settings = overrides(make_tiny_run(tmp_path), tmp_path, **changes)
+    own = {"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *settings]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | own, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (kept,) = tmp_path.glob("mlruns/*/*/artifacts/checkpoints")
+
+    def files(folder: Path) -> dict[str, int]:
+        return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+
+    for step in ("global_step_1", "global_step_2"):
+        assert files(kept / step) == files(tmp_path / "checkpoints" / step) != {}
+
+
+def test_checkpoints_go_to_the_trackers_that_keep_files_and_their_failures_stop_nothing(caplog, tmp_path, monkeypatch):
+    got: list[tuple[int, Path]] = []
+
+    @TRACKERS.register("keeper")
+    class Keeper(Tracker):
+        def __init__(self, project_name: str, experiment_name: str, config: Mapping[str, Any]) -> None:
+            pass
+
+        def log(self, metrics: Mapping[str, float], step: int) -> None:
+            pass
+
+        def log_checkpoint(self, step: int, folder: Path) -> None:
+            got.append((step, folder))
+            if step == 2:
+                raise OSError("no room")
+
+    monkeypatch.chdir(tmp_path)
+    with Tracking("p", "e", ["console", "keeper"], {}) as tracking:
+        for step in (1, 2, 3):
+            tracking.log_checkpoint(step, tmp_path)
+    assert got == [(1, tmp_path), (2, tmp_path), (3, tmp_path)]
+    assert "no room" in caplog.text
+    assert "tracker 'keeper' failed in 1 of 4 calls" in caplog.text  # three checkpoints and the end
 
 
 def test_swanlab(run):

@@ -27,6 +27,8 @@ TRACKERS: dict[str, str | None] = {
     "trackio": "trackio",
 }
 """Tracker → the package that it needs, if any."""
+KEEPS_FILES = {"wandb", "mlflow"}
+"""Trackers that take checkpoints."""
 
 
 @section
@@ -110,6 +112,9 @@ class BaseTrainerConfig(PlacementConfig):
         path=True,
     )
     """Folder of the checkpoints."""
+    log_checkpoints: bool = setting(False)
+    """Give each saved checkpoint to the trackers that keep files, wandb and mlflow, as an artifact of the run; the step
+    waits until they have copied it."""
     default_hdfs_dir: str | None = setting(None, path=True)
     """Remote folder (`s3://`, `gs://`, `hdfs://` ...) that gets a copy of each checkpoint; a run on a machine without
     them resumes from there."""
@@ -141,6 +146,10 @@ class BaseTrainerConfig(PlacementConfig):
         yield from self._resume_problems(f"{path}.resume_from_path")
 
     def _tracker_problems(self, key: str) -> Iterator[Problem]:
+        if self.log_checkpoints and not {*self.logger} & KEEPS_FILES:
+            wrong = f"no tracker of {key}=[{', '.join(self.logger)}] keeps files"
+            remedy = f"add {' or '.join(sorted(KEEPS_FILES))} to {key}, or leave it out"
+            yield Problem(key.replace("logger", "log_checkpoints"), True, wrong, "false", remedy)
         for name in self.logger:
             if name not in TRACKERS:
                 wrong = f"there is no tracker '{name}'.{suggest(name, list(TRACKERS))}"

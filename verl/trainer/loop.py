@@ -17,7 +17,7 @@ from verl.base.redact import without_secrets
 from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState, rng_state, set_rng_state
-from verl.checkpoint.steps import saved_steps
+from verl.checkpoint.steps import saved_steps, step_folder
 from verl.protocol import DataProto
 from verl.supervision.lock import FolderLock
 from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination, unwrapped
@@ -361,6 +361,8 @@ class TrainingLoop:
         if step is not None and step != self._shown_save:
             status(f"saved step {step} to {self.checkpoint.root}")
             tracking.log_event("checkpoint", step=step, folder=str(self.checkpoint.root))
+            if self.typed_config.trainer.log_checkpoints:
+                tracking.log_checkpoint(step, step_folder(self.checkpoint.root, step))
         self._shown_save = step
 
     def _show_end(self, first: int) -> None:

@@ -433,6 +433,8 @@ def test_trackers(run: Run, monkeypatch: pytest.MonkeyPatch):
     message = only(run.refusal({"trainer.logger": ["console", "wandb"]}))
     assert "trainer.logger=[console, wandb]: wandb is not installed" in message
     assert "pip install 'wandb', or set trainer.logger=[console]" in message
+    message = only(run.refusal({"trainer.logger": ["console"], "trainer.log_checkpoints": True}))
+    assert "trainer.log_checkpoints=true: no tracker of trainer.logger=[console] keeps files" in message
 
 
 def test_the_local_controller_runs_one_rank(run: Run):

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar
 
@@ -140,6 +141,12 @@ class Tracking:
         """Record a table in the trackers that support tables; ``step`` and ``backend`` as in :meth:`log`."""
         for chosen in self._chosen(backend):
             self._call(chosen, lambda tracker: tracker.log_table(name, columns, rows, step))
+
+    def log_checkpoint(self, step: int, folder: Path) -> None:
+        """Give a checkpoint to the trackers that keep files; returns when they have it, or a copy of it."""
+        for name in self._health:
+            if TRACKERS.get(name).log_checkpoint is not Tracker.log_checkpoint:
+                self._call(name, lambda tracker: tracker.log_checkpoint(step, folder))
 
     @property
     def keeps_events(self) -> bool:

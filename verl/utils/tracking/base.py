@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -39,6 +40,9 @@ class Tracker(ABC):
 
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:  # noqa: B027
         """Record a table of texts and numbers; does nothing by default."""
+
+    def log_checkpoint(self, step: int, folder: Path) -> None:  # noqa: B027
+        """Keep a copy of the checkpoint of a step, ``folder``; does nothing by default."""
 
     def log_event(self, event: str, details: Mapping[str, Any]) -> None:  # noqa: B027
         """Record what happened to the run: ``checkpoint`` (step, folder), ``end`` (status); does nothing by default."""

@@ -4,7 +4,8 @@
 tracker      without a server                          with one
 ============ ========================================= ==================================================
 wandb        WANDB_MODE=offline                        WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL
-mlflow       MLFLOW_TRACKING_URI=sqlite:///mlflow.db   MLFLOW_TRACKING_URI; MLFLOW_RUN_ID continues a run
+mlflow       MLFLOW_TRACKING_URI=file:mlruns,          MLFLOW_TRACKING_URI; MLFLOW_RUN_ID continues a run
+             MLFLOW_ALLOW_FILE_STORE=true
 swanlab      SWANLAB_MODE=offline                      SWANLAB_API_KEY
 clearml      CLEARML_OFFLINE_MODE=1                    clearml.conf, or CLEARML_API_ACCESS_KEY and the like
 trackio      always; files under TRACKIO_DIR           TRACKIO_SPACE_ID
@@ -16,6 +17,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
@@ -50,6 +52,12 @@ class WandbTracker(Tracker):
         data = [[cell if isinstance(cell, int | float) else str(cell) for cell in row] for row in rows]
         table = self._wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
         self._run.log({name: table}, step=step)
+
+    def log_checkpoint(self, step: int, folder: Path) -> None:
+        """Log an artifact of type ``model``, whose files wandb copies now and uploads beside the run."""
+        artifact = self._wandb.Artifact(f"{self._run.id}-checkpoint", type="model", metadata={"step": step})
+        artifact.add_dir(str(folder))
+        self._run.log_artifact(artifact, aliases=[f"step_{step}"])
 
     def log_alert(self, step: int, rule: str, reason: str) -> None:
         """Send an alert, which the service passes on to people as their settings say."""
@@ -93,6 +101,10 @@ class MlflowTracker(Tracker):
         """Log an artifact with one JSON file per step."""
         data = {column: [str(row[number]) for row in rows] for number, column in enumerate(columns)}
         self._mlflow.log_table(data, artifact_file=f"{name}/step_{step}.json")
+
+    def log_checkpoint(self, step: int, folder: Path) -> None:
+        """Upload the folder as ``checkpoints/global_step_N`` among the artifacts of the run."""
+        self._mlflow.log_artifacts(str(folder), artifact_path=f"checkpoints/{folder.name}")
 
     def log_alert(self, step: int, rule: str, reason: str) -> None:
         """Set a tag of the run, ``alert.{rule}``, to the newest alert of the rule."""
