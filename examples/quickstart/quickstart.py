@@ -286,7 +286,7 @@ def positive(text: str) -> int:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--algorithm", choices=["grpo", "ppo"], default="grpo")
     parser.add_argument("--seed", type=int, default=1, help="of data, weights and sampling")
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/quickstart"))

@@ -117,7 +117,7 @@ class Server:
 @pytest.fixture
 def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     """A server of S3 with a bucket, and an environment that leads to it."""
-    pytest.importorskip("s3fs", reason="the extra `s3`")
+    pytest.importorskip("s3fs", reason="pip install 'verl[s3]'")
     server = Server()
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")

@@ -122,8 +122,10 @@ def test_numbers_come_when_the_step_has_ended_and_sort_its_samples(tmp_path):
     made = library(tmp_path)
     (run,) = made.runs
 
-    def order(sort: str, descending: bool = True, **more: int) -> list[tuple]:
-        rows = find_samples(made.index, SampleFilter(run, sort=sort, descending=descending, **more))["rows"]
+    def order(sort: str, descending: bool = True, step_from: int | None = None) -> list[tuple]:
+        rows = find_samples(made.index, SampleFilter(run, sort=sort, descending=descending, step_from=step_from))[
+            "rows"
+        ]
         return [(row["step"], row["input"].split()[1], row["sibling"], row.get(sort)) for row in rows]
 
     # Places 0 to 3 are prompts 16, 16, 17, 17 and siblings 0, 1, 0, 1.
