@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-import time
-from contextlib import AsyncExitStack
-from pathlib import Path
 
-from verl.agents.slots import MachineSlots, ProcessSlots
+import pytest
+import ray
+
+from verl.agents.ray import RaySlots, RouterActor
+from verl.agents.slots import ProcessSlots, SlotTable
+from verl.single_controller.ray.watched_actor import light_actor
 
 
 def test_a_cancelled_wait_gives_its_slot_on():
@@ -36,45 +36,63 @@ def test_a_cancelled_wait_gives_its_slot_on():
     asyncio.run(check())
 
 
-HOLDER = """
-import asyncio, sys, time
-from pathlib import Path
-from verl.agents.slots import MachineSlots
+def test_a_table_gives_slots_in_order_of_arrival_and_takes_back_those_of_lost_processes():
+    async def check() -> None:
+        table = SlotTable()
+        got: list[str] = []
 
-async def hold():
-    async with MachineSlots(2, Path(sys.argv[1]), "a tool/1")():
-        print("held", flush=True)
-        await asyncio.sleep(100)
+        async def take(call: str, process: str, tool: str = "t") -> None:
+            await table.take(tool, 2, call, process)
+            got.append(call)
 
-asyncio.run(hold())
-"""
+        tasks = []
+        for call, process in [("a", "p"), ("b", "q"), ("c", "p"), ("d", "q"), ("e", "r"), ("f", "r")]:
+            tasks.append(asyncio.create_task(take(call, process)))
+            await asyncio.sleep(0)
+        await take("other", "p", "another tool")
+        assert got == ["a", "b", "other"]
+        table.give("t", "a")
+        await asyncio.sleep(0)
+        assert got == ["a", "b", "other", "c"]
+        table.give("t", "e")  # a wait that was called off is over, without a slot
+        await asyncio.sleep(0)
+        assert got.pop() == "e"
+        table.lose("q")  # holds one, and waits for one
+        await asyncio.sleep(0)
+        assert sorted(got) == ["a", "b", "c", "d", "f", "other"]
+        assert table._held == {"t": {"c": "p", "f": "r"}, "another tool": {"other": "p"}}
+        assert not table._waiting["t"]
+        await take("late", "q")  # asked for before the process was lost: nobody waits for it
+        table.give("t", "g")  # arrives before what it gives back
+        await take("g", "p")
+        assert table._held["t"] == {"c": "p", "f": "r"}
+        assert not table._given_up
+        await asyncio.gather(*tasks)
+
+    asyncio.run(check())
 
 
-def test_slots_of_several_processes(tmp_path: Path):
-    folder, said = tmp_path / "slots", tmp_path / "said"
-    slots, other = MachineSlots(2, folder, "a tool/1"), MachineSlots(1, folder, "another")
+def test_processes_of_a_run_share_slots_and_lost_ones_give_theirs_back(ray_cluster: None):
+    router = light_actor(RouterActor).remote(8)
+    first, second, third = (RaySlots(router, process, "t", 1) for process in ("a", "b", "a"))
 
-    async def can_take(number: int, within_s: float) -> bool:
-        try:
-            async with asyncio.timeout(within_s), AsyncExitStack() as held:
-                await held.enter_async_context(other())
-                for _ in range(number):
-                    await held.enter_async_context(slots())
-                return True
-        except TimeoutError:
-            return False
+    async def check() -> None:
+        held = first()
+        await held.__aenter__()
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3), second():
+                pass
+        following = second()
+        waiting = asyncio.create_task(following.__aenter__())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(waiting), 0.3)
+        await router.lose_process.remote("a")
+        await asyncio.wait_for(waiting, 60)
+        async with asyncio.timeout(60), third():  # what a lost process asks is not counted
+            pass
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3), RaySlots(router, "c", "t", 1)():
+                pass
 
-    with said.open("wb") as output:
-        command = [sys.executable, "-c", HOLDER, str(folder)]
-        holders = [subprocess.Popen(command, stdout=output) for _ in range(3)]
-    try:
-        deadline = time.monotonic() + 60
-        while said.read_text() != "held\n" * 2 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not asyncio.run(can_take(1, 0.3))  # two processes hold both, and the third waits with us
-        assert said.read_text() == "held\n" * 2
-    finally:
-        for holder in holders:
-            holder.kill()
-            holder.wait()
-    assert asyncio.run(can_take(2, 10))
+    asyncio.run(check())
+    ray.kill(router)

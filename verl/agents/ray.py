@@ -22,9 +22,10 @@ import sys
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from ray.exceptions import RayActorError, RayError
 
 from verl.agents.router import RolloutEndedError, Router
 from verl.agents.sent_images import ImageReceiver, ImageSender
+from verl.agents.slots import SlotTable, count_by
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult, failed
 from verl.base.import_utils import prepare_process
 from verl.config import PPOConfig, RolloutConfig
@@ -101,6 +103,7 @@ class RouterActor:
         self._router: Router | None = None
         self._streams: dict[str, asyncio.Queue[DrawnPart | None]] = {}
         """Parts of responses that stream, which :meth:`parts` gives; None after the last."""
+        self._slots = SlotTable()
 
     async def open(self, engines: int) -> int:
         """Begin a rollout with so many engines; return its number."""
@@ -137,6 +140,18 @@ class RouterActor:
         while not told.empty() and (part := told.get_nowait()) is not None:
             found.append(part)
         return found
+
+    async def take_slot(self, tool: str, number: int, call: str, process: str) -> None:
+        """See :meth:`SlotTable.take`."""
+        await self._slots.take(tool, number, call, process)
+
+    async def give_slot(self, tool: str, call: str) -> None:
+        """See :meth:`SlotTable.give`."""
+        self._slots.give(tool, call)
+
+    async def lose_process(self, process: str) -> None:
+        """See :meth:`SlotTable.lose`."""
+        self._slots.lose(process)
 
     async def silent_s(self) -> float:
         """See :meth:`Router.silent_s`."""
@@ -279,15 +294,36 @@ class RayConnection:
         self.images.end(conversation)
 
 
+class RaySlots:
+    """At most ``number`` calls of a tool at once in all processes of a run, on all machines.
+
+    The router counts them, by a message before a call and one after it.
+    """
+
+    def __init__(self, router: Any, process: str, tool: str, number: int) -> None:
+        self._router, self._process, self._tool, self._number = router, process, tool, number
+
+    @asynccontextmanager
+    async def __call__(self) -> AsyncIterator[None]:
+        """Hold one slot."""
+        call = uuid.uuid4().hex
+        asked = self._router.take_slot.remote(self._tool, self._number, call, self._process)
+        try:
+            await asyncio.wrap_future(asked.future())
+            yield
+        finally:
+            self._router.give_slot.remote(self._tool, call)
+
+
 def shared_of(trajectory: Trajectory) -> list[SharedTensors]:
     """Return what the row of a trajectory shares with others: its images."""
     return [value for value in trajectory.row.values() if isinstance(value, SharedTensors) and value.nbytes]
 
 
 class WorkerActor:
-    """An :class:`AgentLoopWorker` in a process of its own."""
+    """An :class:`AgentLoopWorker` in a process of its own, which ``process`` names."""
 
-    def __init__(self, config: PPOConfig, router: Any, import_path: Sequence[str]) -> None:
+    def __init__(self, config: PPOConfig, router: Any, process: str, import_path: Sequence[str]) -> None:
         # Agent loops live where the driver finds them.
         sys.path.extend(path for path in import_path if path not in sys.path)
         prepare_process()
@@ -295,6 +331,7 @@ class WorkerActor:
         path, trusts = model.tokenizer_path or model.path, model.trust_remote_code
         tokenizer = hf_tokenizer(path, trust_remote_code=trusts, chat_template=model.custom_chat_template)
         processor = hf_processor(path, trust_remote_code=trusts)
+        count_by(partial(RaySlots, router, process))
         self._worker = AgentLoopWorker(config, tokenizer, processor, RayConnection(router))
 
     async def run(self, trajectory: Trajectory) -> TrajectoryResult:
@@ -319,6 +356,8 @@ class RayAgents:
         self._config = config
         self._workers: list[WatchedActor] = []
         self._router: WatchedActor | None = None
+        self._processes: dict[WatchedActor, str] = {}
+        """The name of each worker's process."""
 
     def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
         """Run all trajectories to their end, in the order of the results.
@@ -350,7 +389,7 @@ class RayAgents:
         self, trajectories: Sequence[Trajectory], group: Any, serving: Any, router: WatchedActor
     ) -> list[TrajectoryResult]:
         settings = self._config.actor_rollout_ref.rollout
-        running = _Rollout(settings, trajectories, self._workers, self._new_worker)
+        running = _Rollout(settings, trajectories, self._workers, self._replacement)
         while not running.look():
             if group.any_returned(serving):
                 group.wait_for(serving)  # raises why the ranks ended before their time
@@ -375,8 +414,18 @@ class RayAgents:
     def _new_worker(self) -> WatchedActor:
         assert self._router is not None
         limit_s = self._config.actor_rollout_ref.rollout.agent.hang_timeout_s
-        arguments = self._config, self._router.actor, sys.path
-        return WatchedActor("a process of agent loops", WorkerActor, "abandoned", limit_s, *arguments)
+        process = uuid.uuid4().hex
+        arguments = self._config, self._router.actor, process, sys.path
+        worker = WatchedActor("a process of agent loops", WorkerActor, "abandoned", limit_s, *arguments)
+        self._processes[worker] = process
+        return worker
+
+    def _replacement(self, worker: WatchedActor) -> WatchedActor:
+        """End a worker, give back the slots of tools that it holds, and start another one."""
+        assert self._router is not None
+        worker.end()
+        self._router.actor.lose_process.remote(self._processes.pop(worker))
+        return self._new_worker()
 
     def _replace_stuck_workers(self) -> None:
         asked = [worker.actor.abandoned.remote() for worker in self._workers]
@@ -389,12 +438,12 @@ class RayAgents:
                 if not count:
                     continue
                 logger.warning("%d agent loop(s) do not end; their process is replaced", count)
-            worker.end()
-            self._workers[slot] = self._new_worker()
+            self._workers[slot] = self._replacement(worker)
 
     def shutdown(self) -> None:
         """End all processes. A later :meth:`run` starts new ones."""
         workers, router, self._workers, self._router = self._workers, self._router, [], None
+        self._processes.clear()
         if ray.is_initialized():
             for actor in [*workers, *([router] if router else [])]:
                 actor.end()
@@ -407,7 +456,7 @@ class _Rollout:
         rollout: ``actor_rollout_ref.rollout``.
         trajectories: what to run.
         workers: the actors; one that died or hangs is replaced in this list.
-        new_worker: starts an actor.
+        replacement: ends an actor, and starts the one that takes its place.
     """
 
     def __init__(
@@ -415,10 +464,10 @@ class _Rollout:
         rollout: RolloutConfig,
         trajectories: Sequence[Trajectory],
         workers: list[WatchedActor],
-        new_worker: Callable[[], WatchedActor],
+        replacement: Callable[[WatchedActor], WatchedActor],
     ) -> None:
         self._rollout, self._trajectories = rollout, trajectories
-        self._workers, self._new_worker = workers, new_worker
+        self._workers, self._replacement = workers, replacement
         self._begun: Counter[int] = Counter()
         self._running: dict[Any, tuple[int, int, WatchedActor]] = {}
         """Trajectory, slot and worker of each reference to a result."""
@@ -483,8 +532,7 @@ class _Rollout:
         if isinstance(error, RayActorError) and error.actor_init_failed:
             raise WorkerError(f"a process of agent loops cannot start: {error}") from error
         logger.warning("a process of agent loops is lost, and is replaced: %s", brief(str(error)))
-        worker.end()
-        self._workers[slot] = self._new_worker()
+        self._workers[slot] = self._replacement(worker)
 
     def _begin_again(self, number: int) -> None:
         if self._begun[number] >= ATTEMPTS:

@@ -1,23 +1,16 @@
-"""How many calls of a tool run at once: in a process, or in all processes of a machine."""
+"""How many calls of a tool run at once: in a process, or in all processes of a run."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
-from urllib.parse import quote
-
-from filelock import FileLock, Timeout
 
 Slots = Callable[[], AbstractAsyncContextManager[None]]
 """Makes a context in which one call of a tool runs; entering it waits for a free slot."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 0.1
-"""Pauses between two looks at slots that other processes hold."""
 
 
 class ProcessSlots:
@@ -67,41 +60,71 @@ async def no_limit() -> AsyncIterator[None]:
     yield
 
 
-class MachineSlots:
-    """At most ``number`` calls at once in all processes of this machine that name the same folder.
+class SlotTable:
+    """The slots of all tools of a run, and which calls of which processes hold them; for one event loop.
 
-    A slot is a locked file, so the slots of a process that dies are free at once.
-
-    Args:
-        number: calls at once.
-        folder: folder of the files; it is made.
-        name: name of the tool.
+    A call asks by :meth:`take` and gives back by :meth:`give`, also if it no longer waits. The two may arrive in any
+    order.
     """
 
-    def __init__(self, number: int, folder: Path, name: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._files = [folder / f"{quote(name, safe='')}.{place}.lock" for place in range(number)]
-        self._here = ProcessSlots(number)
+    def __init__(self) -> None:
+        self._held: dict[str, dict[str, str]] = {}
+        """Of each tool, the calls that hold a slot, and their processes."""
+        self._waiting: dict[str, dict[str, tuple[str, asyncio.Future[None]]]] = {}
+        self._given_up: set[str] = set()
+        """Calls that were given up before they asked."""
+        self._lost: set[str] = set()
 
-    @asynccontextmanager
-    async def __call__(self) -> AsyncIterator[None]:
-        """Hold one slot."""
-        async with self._here():
-            lock = await self._lock()
-            try:
-                yield
-            finally:
-                lock.release()
+    async def take(self, tool: str, number: int, call: str, process: str) -> None:
+        """Hold a slot for a call as soon as fewer than ``number`` calls do, in order of arrival."""
+        if process in self._lost or call in self._given_up:
+            self._given_up.discard(call)
+            return
+        held, waiting = self._held.setdefault(tool, {}), self._waiting.setdefault(tool, {})
+        if len(held) < number:
+            held[call] = process
+            return
+        turn = asyncio.get_running_loop().create_future()
+        waiting[call] = process, turn
+        await turn
 
-    async def _lock(self) -> FileLock:
-        pause_s = FIRST_PAUSE_S
-        while True:
-            for file in random.sample(self._files, len(self._files)):
-                lock = FileLock(file, thread_local=False)
-                try:
-                    lock.acquire(blocking=False)
-                except Timeout:
-                    continue
-                return lock
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    def give(self, tool: str, call: str) -> None:
+        """Give the slot of a call back, or end its wait."""
+        held, waiting = self._held.get(tool, {}), self._waiting.get(tool, {})
+        if call in waiting:
+            waiting.pop(call)[1].set_result(None)
+        elif call not in held:
+            self._given_up.add(call)
+        else:
+            del held[call]
+            if waiting:
+                following = next(iter(waiting))
+                process, turn = waiting.pop(following)
+                held[following] = process
+                turn.set_result(None)
+
+    def lose(self, process: str) -> None:
+        """Give back what a process that is no more holds or waits for."""
+        self._lost.add(process)
+        for tool, waiting in self._waiting.items():
+            for call in [call for call, (holder, _) in waiting.items() if holder == process]:
+                self.give(tool, call)
+        for tool, held in self._held.items():
+            for call in [call for call, holder in held.items() if holder == process]:
+                self.give(tool, call)
+
+
+MakeSlots = Callable[[str, int], Slots]
+"""Makes the slots of a tool by its name and their number."""
+_make: MakeSlots = lambda tool, number: ProcessSlots(number)  # noqa: E731
+
+
+def slots_of_run(tool: str, number: int) -> Slots:
+    """Slots that all processes of a run share: at most ``number`` calls of the tool at once."""
+    return _make(tool, number)
+
+
+def count_by(make: MakeSlots) -> None:
+    """Count the calls of this process together with those of the other processes of its run."""
+    global _make
+    _make = make

@@ -9,16 +9,11 @@ interaction, that answers as the user, and the conversation goes on until it end
 
 from __future__ import annotations
 
-import hashlib
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any, Self
 
 from verl.agents.chat_template import ChatTemplate
@@ -35,13 +30,11 @@ from verl.agents.loop import (
 from verl.agents.outputs import conversation_outputs
 from verl.agents.parsers import FunctionCall, ParsedTurn, ToolParser, get_tool_parser
 from verl.agents.simulated_user import SimulatedUser
-from verl.agents.slots import MachineSlots
 from verl.agents.tool_calls import CallFailure, ToolCallResult, ToolLimits, ToolRunner, ToolSession, descriptions
 from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
-from verl.tools.base_tool import BaseTool
 from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools
 from verl.utils.dataset.chat import as_messages
@@ -83,19 +76,12 @@ class ToolAgentParts:
             if interaction.asks_judge:
                 require_judge(config, f"the interaction '{name}' of {path}")
         tools = initialize_tools(turns.tool_config_path, turns.function_tool_path)
-        run = hashlib.sha256(os.path.abspath(config.trainer.default_local_dir).encode()).hexdigest()[:16]
-        slots = partial(_slots, Path(tempfile.gettempdir()) / f"verl-tools-{os.getuid()}" / run)
         return cls(
             template,
-            ToolRunner(tools, template.control.shorten, limits, slots),
+            ToolRunner(tools, template.control.shorten, limits),
             get_tool_parser(turns.format, tokenizer),
             interactions,
         )
-
-
-def _slots(folder: Path, tool: BaseTool, number: int) -> MachineSlots:
-    """Slots that all workers of a run on this machine share."""
-    return MachineSlots(number, folder, tool.name)
 
 
 def described_tools(rollout: RolloutConfig) -> list[dict[str, Any]]:

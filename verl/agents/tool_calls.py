@@ -28,7 +28,7 @@ from verl.agents.images import as_inputs
 from verl.agents.loop import TrajectoryError
 from verl.agents.parsers import FunctionCall, MalformedCall
 from verl.agents.parsers.base import properties_of
-from verl.agents.slots import ProcessSlots, Slots, no_limit
+from verl.agents.slots import Slots, no_limit, slots_of_run
 from verl.base.redact import redacted
 from verl.base.registry import suggest
 from verl.errors import ConfigError, DataError
@@ -120,8 +120,6 @@ class ToolRunner:
         tools: the tools.
         shorten: cuts a text to a number of tokens: ``shorten(text, max_tokens, side)``. It must cope with any length.
         limits: limits of all calls.
-        slots: makes the slots of a tool that may have ``max_concurrent`` calls at once, where something else than
-            this process is to count them.
     """
 
     def __init__(
@@ -129,7 +127,6 @@ class ToolRunner:
         tools: Sequence[BaseTool],
         shorten: Callable[[str, int, Side], str],
         limits: ToolLimits | None = None,
-        slots: Callable[[BaseTool, int], Slots] = lambda tool, number: ProcessSlots(number),
     ) -> None:
         self.tools = {tool.name: tool for tool in tools}
         self.limits = limits or ToolLimits()
@@ -142,7 +139,8 @@ class ToolRunner:
         }
         self._properties = properties_of(self.schemas)
         self._slots: dict[str, Slots] = {
-            tool.name: slots(tool, number) if (number := _most_concurrent(tool)) else no_limit for tool in tools
+            tool.name: slots_of_run(tool.name, number) if (number := _most_concurrent(tool)) else no_limit
+            for tool in tools
         }
         self.threads = LoopThreads()
         """Lend the threads of trajectories."""
