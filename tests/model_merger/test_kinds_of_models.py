@@ -1,8 +1,10 @@
 """Merging models with images and mixtures of experts, whole or with adapters: what is compared sees every part."""
 
 import json
+import shutil
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from peft import PeftModel
@@ -10,6 +12,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tests.workers.support import make_engine
+from verl.base.fs import copy_to_local
 from verl.model_merger.__main__ import main
 from verl.model_merger.lora import PublicAdapted
 from verl.model_merger.probes import probes
@@ -64,6 +67,22 @@ def test_adapters_are_merged_as_peft_applies_them(family, tmp_path):
         expected = PeftModel.from_pretrained(base, str(actor / "lora_adapter"))(**picture).logits
     assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert (found - before).abs().max() > 0.1
+
+
+def test_adapters_of_a_remote_model_name_it_and_are_merged_into_it(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    store, url = fsspec.filesystem("memory"), "memory://models/of_adapters"
+    store.put(tiny_model_dir(tmp_path / "model"), url, recursive=True)
+    engine_with_adapters(copy_to_local(url)).save_checkpoint(str(tmp_path / "actor"))
+    shutil.rmtree(tmp_path / "cache")  # as on another machine
+    about = json.loads((tmp_path / "actor/lora_adapter/adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == url
+    assert run("merge", tmp_path / "actor", "--target_dir", tmp_path / "out") == 0
+    assert run("test", tmp_path / "actor", "--test_hf_dir", tmp_path / "out") == 0
+    store.rm(url, recursive=True)
+    shutil.rmtree(tmp_path / "cache")
+    assert run("merge", tmp_path / "actor", "--target_dir", tmp_path / "again") == 1
+    assert f"adapters of the model {url}, which cannot be read" in caplog.text
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl", "qwen3_moe"])

@@ -75,6 +75,8 @@ def test_the_keys_of_a_script_on_one_rank_and_on_two(train, tmp_path, ray_cluste
     assert trained == sum(
         tensor.numel() for tensor in load_file(folder / "lora_adapter/adapter_model.safetensors").values()
     )
+    about = json.loads((folder / "lora_adapter/adapter_config.json").read_text())
+    assert about["base_model_name_or_path"] == str(tmp_path / "model")  # not the copy of use_shm, which was trained
     shards = sum(path.stat().st_size for path in folder.glob("model_*.pt"))
     assert shards < 4 * trained + 60_000  # the adapters in fp32, and what a file says about each
 

@@ -78,6 +78,7 @@ def test_a_model_is_copied_into_shared_memory_once(tmp_path, monkeypatch, caplog
     assert Path(place).is_relative_to(shared)
     assert (Path(place) / "config.json").read_text() == "{}"
     assert fs.in_shared_memory(str(model), shared=shared) == place
+    assert fs.source_of(place) == str(model) == fs.source_of(str(model))
     (model / "config.json").write_text('{"changed": 1}')
     assert (Path(fs.in_shared_memory(str(model), shared=shared)) / "config.json").read_text() == '{"changed": 1}'
     assert copy_to_local("Qwen/Qwen3-0.6B", use_shm=True) == "Qwen/Qwen3-0.6B"  # a name on the hub
@@ -128,6 +129,8 @@ def test_remote_files_are_copied_once(tmp_path):
     assert folder.endswith("/model")
     with open(f"{folder}/config.json") as file:
         assert file.read() == "{}"
+    (tmp_path / "shm").mkdir()
+    assert fs.source_of(fs.in_shared_memory(folder, shared=tmp_path / "shm")) == "memory://store/model"
     copy = copy_to_local("memory://store/train.jsonl", str(tmp_path))
     Path(copy).write_text("mark")
     assert Path(copy_to_local("memory://store/train.jsonl", str(tmp_path))).read_text() == "mark"

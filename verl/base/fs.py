@@ -16,6 +16,7 @@ from verl.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 LONGEST_NAME = 240  # bytes; file systems allow 255, and suffixes are added
+_COPY_OF = ".verl-copy-of"  # file beside a copy with the path or URL of what was copied
 
 
 def below(folder: Path, *names: str) -> Path:
@@ -86,6 +87,7 @@ def copy_to_local(
             if partial.exists():  # of a process that was ended
                 _remove(partial)
             fetch(src, target)
+        _write_source(target, src)
     return in_shared_memory(str(target), filelock) if use_shm else str(target)
 
 
@@ -125,7 +127,25 @@ def in_shared_memory(path: str, filelock: str = ".file.lock", shared: Path = Pat
                 _remove(partial)
             (shutil.copytree if source.is_dir() else shutil.copy)(source, partial)
             partial.replace(target)
+        _write_source(target, path)
     return str(target)
+
+
+def source_of(path: str) -> str:
+    """Return the path or URL of which ``path`` is a copy made here; ``path`` itself if it is none.
+
+    Files that leave the machine or outlive the copy must name this, not the copy.
+    """
+    record = Path(path).parent / _COPY_OF
+    return source_of(record.read_text()) if record.is_file() else path  # in shared memory may lie a copy of a copy
+
+
+def _write_source(copy: Path, source: str) -> None:
+    record = copy.parent / _COPY_OF
+    if not record.is_file() or record.read_text() != source:
+        new = record.with_name(f"{_COPY_OF}.new")  # other processes read without the lock
+        new.write_text(source)
+        new.replace(record)
 
 
 def _locked(path: Path) -> AbstractContextManager[Any]:

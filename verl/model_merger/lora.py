@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from verl.base.fs import copy_to_local
 from verl.config import HFModelConfig
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import CheckpointError, ConfigError, DataError
 from verl.model_merger.probes import probes
 from verl.utils.model import load_hf_config, torch_dtype
 from verl.workers.engine.fsdp.adapters import (
@@ -52,7 +53,7 @@ class Adapted:
         weights: the trained weights in its shards.
         folder: the checkpoint's ``actor`` or ``critic``.
         architecture: of the model, as its config names it.
-        base_model: folder of the model that the adapters were trained on; None is the one in their config.
+        base_model: folder, name or URL of the model that the adapters were trained on; None is the one in their config.
         trust_remote_code: run Python code that comes with that model.
 
     Raises:
@@ -67,24 +68,25 @@ class Adapted:
         base_model: str | None,
         trust_remote_code: bool,
     ) -> None:
-        path = base_model or _base_named_in(folder / ADAPTER_FOLDER / CONFIG_FILE)
+        named = base_model or _base_named_in(folder / ADAPTER_FOLDER / CONFIG_FILE)
         kind: ModelType = "language_model"
         for ending, of_ending in _TYPES.items():
             kind = of_ending if architecture.endswith(ending) else kind
-        config = HFModelConfig(
-            path=path,
-            hf_config_path=str(folder / "huggingface") if kind == "language_model" else None,
-            trust_remote_code=trust_remote_code,
-            lora_adapter_path=str(folder / ADAPTER_FOLDER),
-        )
         try:
+            path = copy_to_local(named)
+            config = HFModelConfig(
+                path=path,
+                hf_config_path=str(folder / "huggingface") if kind == "language_model" else None,
+                trust_remote_code=trust_remote_code,
+                lora_adapter_path=str(folder / ADAPTER_FOLDER),
+            )
             base = load_hf_config(path, trust_remote_code=trust_remote_code)
             self.dtype = torch_dtype(base.dtype or torch.float32)
             model = build_model(kind, config, self.dtype, with_weights=True)
-        except ConfigError as error:
+        except (ConfigError, DataError) as error:
             raise CheckpointError(
-                f"{folder} holds adapters of the model {path}, which cannot be read: {error} If it lies elsewhere now, "
-                "name its folder with --base_model."
+                f"{folder} holds adapters of the model {named}, which cannot be read: {error} If it lies elsewhere "
+                "now, name its folder with --base_model."
             ) from error
         trained = trained_parameters(model)
         if missing := sorted(trained.keys() ^ weights.keys()):

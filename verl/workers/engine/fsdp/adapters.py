@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from verl.base.fs import source_of
 from verl.config import HFModelConfig
 from verl.errors import CheckpointError, ConfigError
 from verl.vision.families import TOWER
@@ -119,7 +120,7 @@ def _new_config(config: HFModelConfig) -> LoraConfig:
         exclude_modules=names(config.exclude_modules),
         use_rslora=config.lora.use_rslora,
         use_dora=config.lora.use_dora,
-        base_model_name_or_path=config.path,
+        base_model_name_or_path=source_of(config.path),
     )
 
 
@@ -154,7 +155,7 @@ def _config_in(config: HFModelConfig) -> LoraConfig:
     if found.lora_dropout:
         logger.warning("lora_dropout=%s of %s is not used: log-probs must not be random", found.lora_dropout, folder)
     found.lora_dropout, found.inference_mode, found.modules_to_save = 0.0, False, None
-    found.base_model_name_or_path = config.path
+    found.base_model_name_or_path = source_of(config.path)
     return found
 
 
