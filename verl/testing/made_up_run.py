@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from verl.trainer.ppo.token_dump import NUMBERS
 from verl.utils.run_log import rank_columns
 
 STAGES = (("gen", 0.5), ("reward", 0.1), ("old_log_prob", 0.1), ("adv", 0.02), ("update_actor", 0.28))
@@ -18,22 +17,30 @@ BEGAN = 1_790_000_000.0
 
 def make_up_run(
     folder: Path, *, steps: int = 60, metrics: int = 12, prompts: int = 4, siblings: int = 4, tokens_every: int = 0,
-    seed: int = 0, ended: bool = True, validation_every: int = 0,
+    seed: int = 0, ended: bool = True, validation_every: int = 0, gap_from: int | None = None,
 ) -> Path:  # fmt: skip
-    """Write the files of a run below a folder; return the file of metrics."""
+    """Write the files of a run below a folder; return the file of metrics.
+
+    Args:
+        gap_from: step from which trainer and rollout differ on the tokens after a tool's result.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(seed)
     log = folder / "metrics.jsonl"
     with log.open("w") as file:
         for step in range(1, steps + 1):
-            file.write(json.dumps(metrics_line(step, metrics, draw)) + "\n")
+            line = metrics_line(step, metrics, draw)
+            if gap_from is not None and step >= gap_from:
+                line["data"]["training/rollout_probs_diff_mean"] += 0.03
+            file.write(json.dumps(line) + "\n")
     write_events(folder, steps, seed, ended)
     write_ranks(folder, steps, random.Random(seed))
     for step in range(1, steps + 1):
         write_samples(folder / "rollouts", step, prompts, siblings, draw)
         write_numbers(folder / "rollouts", step, prompts, siblings)
         if tokens_every and step % tokens_every == 0:
-            write_tokens(folder / "rollouts", step, prompts, siblings, draw)
+            differs = gap_from is not None and step >= gap_from
+            write_tokens(folder / "rollouts", step, prompts, siblings, draw, differs)
         if validation_every and step % validation_every == 0:
             write_samples(folder / "validation", step, prompts, 1, draw, same_prompts=True)
     return log
@@ -113,7 +120,7 @@ def write_samples(
             records.append(
                 {
                     "input": f"make {prompt + 16} from 7 12 3" + ("" if same_prompts else f" (step {step})"),
-                    "output": f"<answer>7 + 12 - 3</answer> try {draw.randrange(1000)}",
+                    "output": f"{''.join(RESPONSE)} try {draw.randrange(1000)}",
                     "gts": {"target": prompt + 16},
                     "score": float(is_right),
                     "step": step,
@@ -140,15 +147,36 @@ def write_numbers(folder: Path, step: int, prompts: int, siblings: int) -> None:
     (folder / f"{step}.numbers.json").write_text(json.dumps(columns))
 
 
-def write_tokens(folder: Path, step: int, prompts: int, siblings: int, draw: random.Random) -> None:
-    words = ["<answer>", "7", " +", " 12", " -", " 3", "</answer>", "\n", " so"]
+RESPONSE = (
+    "first", " the", " sum", ":", " ", "<call>", "7 + 12", "</call>", "<result>", "19", "</result>", "\n", "then",
+    " 19", " -", " 3", " is", " 16", ":", "\n", "<answer>", "7 + 12", " - 3", "</answer>",
+)  # fmt: skip
+"""Tokens of every response."""
+TOOL = range(8, 12)
+"""Places of the tool's tokens in it."""
+
+
+def write_tokens(
+    folder: Path, step: int, prompts: int, siblings: int, draw: random.Random, differs: bool = False
+) -> None:
+    """Write the tokens of a step; with ``differs`` the trainer's log-probs are lower after the tool's result."""
+    words = list(dict.fromkeys(RESPONSE))
+    ids = [words.index(token) for token in RESPONSE]
+    mask = [int(place not in TOOL) for place in range(len(ids))]
     rows = []
     for prompt in range(prompts):
         for sibling in range(siblings):
-            ids = [draw.randrange(len(words)) for _ in range(24)]
-            mask = [0 if 8 <= place < 12 else 1 for place in range(len(ids))]
-            names = [name for name in NUMBERS if not name.startswith("update_")][:7]
-            numbers = {name: [draw.gauss(-1, 0.5) for _ in ids] for name in names}
+            drawn = [-abs(draw.gauss(0, 0.7)) for _ in ids]
+            numbers = {
+                "rollout_log_probs": drawn,
+                "old_log_probs": [
+                    log_prob - abs(draw.gauss(0, 1.5 if differs and place >= TOOL.stop else 0.01))
+                    for place, log_prob in enumerate(drawn)
+                ],
+                "ref_log_prob": [log_prob - abs(draw.gauss(0, 0.2)) for log_prob in drawn],
+                "advantages": [draw.gauss(0, 1) for _ in ids],
+                "entropys": [abs(draw.gauss(0.5, 0.3)) for _ in ids],
+            }
             gaps = [
                 random.Random(f"{step} {prompt} {sibling} {place}").gauss(0, 0.15) if own else math.nan
                 for place, own in enumerate(mask)

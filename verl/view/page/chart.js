@@ -35,7 +35,7 @@ export function drawChart(element, name, curves, options) {
     height: HEIGHT,
     scales: { x: { time: options.axis === "wall" } },
     axes: [
-      { ...axis, ...(options.axis === "wall" ? {} : { values }) },
+      { ...axis, ...(options.axis === "wall" ? {} : { size: 32, values }) },  // wall time has two lines, and the usual 50
       { ...axis, size: 56, values: (_, splits) => splits.map(short) },
     ],
     series: [{ label: options.axis, ...(options.axis === "wall" ? {} : { value: (_, value) => short(value) }) }, ...series],
