@@ -5,7 +5,7 @@
 A run of two steps of ``main_ppo`` with a tiny model, in the driver's process and on two ranks of Ray, so that next to
 nothing but the start and the end is measured. The runs and the bare import take turns. ``silence`` is the longest time
 without a line of output. A ratio of 1 is not possible on Ray: the libraries are loaded in the driver and in the ranks,
-one after the other.
+one after the other. Commands that only answer are timed to their first line, and by what their processes computed.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ KINDS = {
     "local": {"trainer.controller": "local"},
     "ray, 2 ranks": {"trainer.controller": "ray", "trainer.n_gpus_per_node": 2},
 }
+
+COMMANDS = ("--help", "explain data.train_batch_size", "train --cfg job")
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,20 @@ def timed_run(command: list[str], folder: Path) -> Times:
     if run.returncode or not first_step:
         raise SystemExit(f"the run failed with code {run.returncode}:\n{output.decode(errors='replace')}")
     return Times(first_step, time.monotonic() - began, silence)
+
+
+def timed_command(words: str) -> tuple[float, float]:
+    """Run `verl` with some words; return the seconds to its first output and the processor seconds of all of it."""
+    before, began = os.times(), time.monotonic()
+    with subprocess.Popen([sys.executable, "-m", "verl", *words.split()], stdout=subprocess.PIPE, cwd=ROOT) as run:
+        assert run.stdout is not None
+        run.stdout.read(1)
+        first = time.monotonic() - began
+        run.stdout.read()
+    if run.returncode:
+        raise SystemExit(f"verl {words} failed with code {run.returncode}")
+    after = os.times()
+    return first, sum(after[2:4]) - sum(before[2:4])
 
 
 def timed_import() -> float:
@@ -88,6 +104,10 @@ def main() -> None:
         start, end = min(run.first_step for run in found), min(run.end - run.first_step for run in found)
         silence, unit = min(run.silence for run in found), min(imports)
         print(f"| {kind} | {start:.1f} s | {start / unit:.2f} | {end:.1f} s | {end / unit:.2f} | {silence:.1f} s |")
+    print("\n| command | to the first output | processor time |\n|---|---|---|")
+    for words in COMMANDS:
+        first, processor = map(min, zip(*(timed_command(words) for _ in range(rounds)), strict=True))
+        print(f"| verl {words} | {first:.2f} s | {processor:.2f} s |")
 
 
 if __name__ == "__main__":

@@ -90,6 +90,20 @@ def test_sentences_are_inherited():
     assert sentence_of(FSDPActorConfig, "ppo_epochs") == "Passes over the batch of a step."
 
 
+def test_sentences_of_classes_of_one_name_are_not_mixed_up():
+    @section
+    class Inner(BaseConfig):
+        lr: float = 0.1
+        """Another
+        step size."""
+        bare: int = 1
+
+    assert sentence_of(Inner, "lr") == "Another step size."
+    assert sentence_of(Inner, "bare") == ""
+    typed_in = type("TypedIn", (BaseConfig,), {"__module__": "builtins"})  # a module without source code
+    assert sentence_of(typed_in, "lr") == ""
+
+
 def test_a_plain_dataclass_of_a_user_is_a_mapping_too():
     @dataclasses.dataclass
     class Mine(BaseConfig):

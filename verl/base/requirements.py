@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from packaging.requirements import Requirement
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 def requirements(extra: str = "") -> list[Requirement]:
@@ -15,6 +17,8 @@ def requirements(extra: str = "") -> list[Requirement]:
     In a clone pyproject.toml says it, because the metadata of an editable installation may be older; elsewhere the
     metadata of the installed package.
     """
+    from packaging.requirements import Requirement  # every command imports this module, and few need it
+
     if (project := Path(__file__).parents[2] / "pyproject.toml").is_file():
         stated = tomllib.loads(project.read_text())["project"]
         texts = stated["optional-dependencies"].get(extra, []) if extra else stated["dependencies"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import difflib
 import fnmatch
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -134,6 +135,7 @@ def of_other_sections(setting: Setting, settings: list[Setting]) -> list[str]:
     return [path for path in alike if path != setting.path][:MOST_GUESSES]
 
 
+@functools.cache  # a key that commands define in two ways has two pages
 def read_at(path: str, alone: bool = True) -> list[str]:
     """Return lines of this package that read a key after its section, as ``actor.clip_ratio``.
 

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 import verl
+from verl.base.lazy import importing
 from verl.cli.commands import INSPECTIONS, MODULES, ModuleCommand
 from verl.errors import ConfigError, VerlError
 from verl.supervision.interruption import interruptible
@@ -28,7 +29,9 @@ def run_module(command: ModuleCommand, name: str, arguments: tuple[str, ...]) ->
     """Run the ``main`` of a module as if its own command line had been typed, and end with its exit status."""
     sys.argv = [f"verl {name}", *words_for_module(name, arguments)]
     with interruptible():
-        sys.exit(importlib.import_module(command.module).main())
+        with importing():
+            module = importlib.import_module(command.module)
+        sys.exit(module.main())
 
 
 def words_for_module(name: str, arguments: tuple[str, ...]) -> list[str]:
@@ -97,8 +100,9 @@ def explain(words: tuple[str, ...]) -> None:
 
     KEY is a whole key, the end of one, a part of one, or a word of its meaning.
     """
-    from verl.cli.explain import explanation
-    from verl.utils.console import console
+    with importing():
+        from verl.cli.explain import explanation
+        from verl.utils.console import console
 
     found = True
     for word in words:
