@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from verl.config import HFModelConfig, RolloutConfig
 from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig
 from verl.protocol import DataProto
-from verl.testing.models import tiny_model_dir
+from verl.testing.models import MIXTURES, tiny_model_dir
 from verl.testing.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
@@ -40,10 +40,11 @@ from verl.workers.rollout.base import get_rollout_class
 KINDS = {
     "dense (Qwen3)": "qwen3",
     "LoRA (Qwen3)": "qwen3",
-    "experts (Qwen3-MoE)": "qwen3_moe",
+    **{f"experts ({family})": family for family in MIXTURES},
     **{f"images ({family})": family for family in FAMILIES},
 }
 ENGINES = ("hf", "native", "vllm")
+REFUSED = {("deepseek_v3", "native")}  # latent attention
 PROMPTS, RESPONSES, PROMPT_LENGTH, RESPONSE_LENGTH = 6, 2, 40, 8
 
 
@@ -62,8 +63,9 @@ def main() -> None:
     print("|---|---|---|---|---|")
     for kind in args.kinds:
         family = KINDS[kind]
+        engines = [engine for engine in args.engines if (family, engine) not in REFUSED]
         with tempfile.TemporaryDirectory() as folder:
-            for engine, found in measure(family, kind.startswith("LoRA"), Path(folder), args.engines).items():
+            for engine, found in measure(family, kind.startswith("LoRA"), Path(folder), engines).items():
                 print(f"| {kind} | `{engine}` | {' | '.join(f'{value:.1e}' for value in found)} |")
 
 
@@ -75,8 +77,8 @@ def measure(
     if has_images:
         path = tiny_vision_model_dir(folder / "model", family, **(heads_of_32(family) if "vllm" in engines else {}))
     else:
-        make = tiny_mixture_dir if family == "qwen3_moe" else tiny_model_dir
-        path = make(folder / "model", family, head_dim=32 if "vllm" in engines else 16)
+        heads = {"head_dim": 32} if "vllm" in engines else {}
+        path = tiny_model_dir(folder / "model", family, **heads)
     adapters: Any = {"lora_rank": 4, "lora_alpha": 8} if has_adapters else {}
     trainer: Any = EngineRegistry.new(
         "language_model",
@@ -94,36 +96,9 @@ def measure(
                 parameter.normal_(std=0.1)
     weights = {name: tensor.detach().clone() for name, tensor in trainer.get_per_tensor_param()}
     plain: Any = (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(path)
-    plain.load_state_dict(weights)
+    plain.load_state_dict(plain.state_dict() | weights)  # buffers, such as biases of routers, are not trained
     prompts = read_prompts(path, folder, has_images)
     return {engine: compared(engine, path, prompts, weights, plain, trainer) for engine in engines}
-
-
-def tiny_mixture_dir(path: Path, family: str, head_dim: int) -> str:
-    """Save a mixture of 8 experts, 2 for each token, and its tokenizer."""
-    tiny_model_dir(path)
-    settings: dict[str, Any] = {
-        "vocab_size": 104,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "moe_intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": head_dim,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 4096,
-        "initializer_range": 0.2,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": None,
-    }
-    config = Qwen3MoeConfig(**settings)
-    assert config.model_type == family
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(config).float().save_pretrained(path)
-    return str(path)
 
 
 def read_prompts(path: str, folder: Path, has_images: bool) -> DataProto:

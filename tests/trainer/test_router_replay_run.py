@@ -1,47 +1,45 @@
-"""Whole runs with router replay: the choice of experts reaches the update, through the driver and its ranks."""
+"""Whole runs of mixtures of experts: the choice of experts reaches the update, through the driver and its ranks."""
 
 import json
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from verl.testing.models import tiny_tokenizer
+from verl.testing.models import MIXTURES, tiny_model_dir
 from verl.testing.tiny_run import make_tiny_run, overrides
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 
-SHAPE = {"vocab_size": 104, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-SHAPE |= {"num_key_value_heads": 2, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-SHAPE |= {"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
+DIGITS = "def compute_score(solution_str, **_):\n    return sum(c.isdigit() for c in solution_str) / 8\n"
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_a_run_replays(mode, tmp_path, monkeypatch):
-    paths = make_tiny_run(tmp_path)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(Qwen3MoeConfig(**SHAPE)).save_pretrained(tmp_path / "experts")
-    tiny_tokenizer().save_pretrained(tmp_path / "experts")
-    (tmp_path / "reward.py").write_text(
-        "def compute_score(solution_str, **_):\n    return sum(c.isdigit() for c in solution_str) / 8\n"
-    )
-    log = tmp_path / "metrics.jsonl"
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
-    settings = {
-        "actor_rollout_ref__model__path": tmp_path / "experts",
-        "actor_rollout_ref__actor__router_replay__mode": mode,
-        "actor_rollout_ref__rollout__enable_rollout_routing_replay": mode == "R3",
-        "actor_rollout_ref__rollout__name": "native",
-        "custom_reward_function__path": tmp_path / "reward.py",
-        "trainer__total_training_steps": 2,
-        "trainer__test_freq": 1,
-        "trainer__save_freq": -1,
-    }
-    run_ppo(compose(overrides(paths, tmp_path / "run", **settings)))
-    for step in map(json.loads, log.read_text().splitlines()):
-        metrics = step["data"]
-        if "actor/grad_norm" not in metrics:  # validation before the run
-            continue
-        assert metrics["actor/grad_norm"] > 0
-        assert metrics["moe/load_max"] >= 1
-        assert metrics["training/rollout_probs_diff_max"] < 1e-4
+@pytest.mark.parametrize("family", MIXTURES)
+def test_the_second_mini_batch_has_the_experts_of_the_first_passes(family, tmp_path, monkeypatch):
+    """In fp32 the rollout and the pass for old log-probs choose alike, so R2 and R3 must make the same step.
+
+    Without replay the experts of the second mini-batch are those of weights that the first has changed.
+    """
+    paths = make_tiny_run(tmp_path) | {"model": tiny_model_dir(tmp_path / family, family)}
+    (tmp_path / "reward.py").write_text(DIGITS)
+    found = {}
+    for mode in ("disabled", "R2", "R3"):
+        log = tmp_path / f"{mode}.jsonl"
+        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(log))
+        settings = {
+            "actor_rollout_ref__actor__router_replay__mode": mode,
+            "actor_rollout_ref__rollout__enable_rollout_routing_replay": mode == "R3",
+            "actor_rollout_ref__rollout__name": "hf" if family == "deepseek_v3" else "native",
+            "custom_reward_function__path": tmp_path / "reward.py",
+            "trainer__total_training_steps": 1,
+            "trainer__test_freq": 1,
+        }
+        run_ppo(compose(overrides(paths, tmp_path / mode, **settings)))
+        (line,) = log.read_text().splitlines()
+        found[mode] = metrics = json.loads(line)["data"]
+        assert metrics["training/rollout_probs_diff_max"] < 1e-5
+        assert 1 < metrics["moe/load_max"] <= 4  # 8 experts / 2 per token, if one gets every token
+        assert metrics["critic/score/mean"] == found["disabled"]["critic/score/mean"] > 0
+        assert any(name.startswith("val-core/") for name in metrics)
+    for name in ("actor/ppo_kl", "actor/pg_loss", "actor/grad_norm"):
+        assert found["R2"][name] == pytest.approx(found["R3"][name], rel=1e-4, abs=1e-5)
+    for name in ("actor/ppo_kl", "actor/pg_loss"):
+        assert abs(found["disabled"][name] - found["R2"][name]) > 2e-3

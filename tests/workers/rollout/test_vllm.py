@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.agreement import tiny_mixture_dir
 from tests.workers.rollout.vllm_engines import names_of, needs_vllm, pool, under_test
 from verl.errors import ConfigError
+from verl.testing.models import tiny_model_dir
 from verl.testing.rollout_conformance import CHECKS, PROMPTS, EngineUnderTest, Serving, greedy, oracle_greedy
 from verl.testing.rollout_conformance.engine_under_test import tokens_of
 from verl.utils import hf_tokenizer
@@ -77,7 +77,7 @@ def test_the_private_parts_are_where_they_were(folder: Path) -> None:
 
 def test_mixtures_of_experts_are_refused_on_a_cpu(tmp_path: Path) -> None:
     """vLLM 0.32 computes wrong log-probs of them there, once they get weights a second time."""
-    path = tiny_mixture_dir(tmp_path / "model", "qwen3_moe", head_dim=32)
+    path = tiny_model_dir(tmp_path / "model", "qwen3_moe", head_dim=32)
     config = RolloutConfig(name="vllm", mode="sync", tensor_model_parallel_size=1)
     with pytest.raises(ConfigError, match="wrong log-probs of Qwen3MoeConfig, a mixture of experts"):
         VLLMRollout(config, HFModelConfig(path=path), hf_tokenizer(path), "cpu")
