@@ -52,6 +52,26 @@ def test_every_module_and_target_of_every_page_exists():
     assert lacking == []
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings where Markdown is shown beside the code; mkdocs checks those of the site."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.+?)\s*$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_every_link_outside_the_site_leads_somewhere(name):
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / name).read_text())
+    assert links
+    broken = []
+    for link in links:
+        file, _, anchor = link.partition("#")
+        target = ROOT / (file or name)
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            broken.append(link)
+    assert broken == []
+
+
 def test_every_extra_is_explained_and_no_other():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     table = re.findall(r"^\| (`.*?`) \|", (DOCS / "install.md").read_text(), re.MULTILINE)
