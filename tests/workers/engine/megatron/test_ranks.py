@@ -65,12 +65,12 @@ def on_two_ranks(rank, world_size, folder, path):
 
 
 def gathering(engine, trace):
-    """Whole weights come one at a time: those of this and of the last moment, and the part that another rank sends."""
+    """Whole weights come one at a time: this one and the last one, the part of another rank, and small messages."""
     cpu = torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[cpu], profile_memory=True) as profile:
         sizes = [weight.nbytes for _, weight in engine.get_per_tensor_param()]
     profile.export_chrome_trace(str(trace))
-    assert max(sizes) <= allocated_rise(trace) <= 3 * max(sizes) < sum(sizes) / 3
+    assert max(sizes) <= allocated_rise(trace) <= 5 * max(sizes) < sum(sizes) / 3
 
 
 def reshard(folder, path, batch):
