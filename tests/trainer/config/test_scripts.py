@@ -155,6 +155,106 @@ PPO = r"""
     ray_init.num_cpus=64
 """
 
+GEO3K = r"""
+    algorithm.adv_estimator=grpo \
+    data.train_files=$RUN/train.jsonl \
+    data.val_files=$RUN/val.jsonl \
+    data.train_batch_size=512 \
+    data.max_prompt_length=1024 \
+    data.max_response_length=2048 \
+    data.filter_overlong_prompts=True \
+    data.truncation='error' \
+    data.image_key=images \
+    data.return_multi_modal_inputs=True \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B-Instruct \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.optim.lr=1e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=128 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=10 \
+    actor_rollout_ref.actor.freeze_vision_tower=True \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.01 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.actor.entropy_coeff=0 \
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=20 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.name=ENGINE \
+    +actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.enable_chunked_prefill=False \
+    actor_rollout_ref.rollout.enforce_eager=False \
+    actor_rollout_ref.rollout.free_cache_engine=True \
+    actor_rollout_ref.rollout.n=5 \
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=20 \
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    algorithm.use_kl_in_reward=False \
+    trainer.critic_warmup=0 \
+    trainer.logger='["console"]' \
+    trainer.project_name='verl_grpo_example_geo3k' \
+    trainer.experiment_name='qwen2_5_vl_7b_function_rm' \
+    trainer.n_gpus_per_node=8 \
+    trainer.nnodes=1 \
+    trainer.save_freq=20 \
+    trainer.test_freq=5 \
+    trainer.total_epochs=15
+"""
+
+LORA = r"""
+    algorithm.adv_estimator=grpo \
+    data.train_files=$RUN/train.jsonl \
+    data.val_files=$RUN/val.jsonl \
+    data.train_batch_size=16 \
+    data.max_prompt_length=512 \
+    data.max_response_length=1024 \
+    data.filter_overlong_prompts=True \
+    data.truncation='error' \
+    data.shuffle=False \
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-3B-Instruct \
+    actor_rollout_ref.model.use_shm=True \
+    actor_rollout_ref.model.lora_rank=64 \
+    actor_rollout_ref.model.lora_alpha=32 \
+    actor_rollout_ref.model.target_modules=all-linear \
+    actor_rollout_ref.model.exclude_modules='.*visual.*' \
+    actor_rollout_ref.model.use_remove_padding=True \
+    actor_rollout_ref.model.enable_gradient_checkpointing=True \
+    actor_rollout_ref.actor.optim.lr=3e-6 \
+    actor_rollout_ref.actor.ppo_mini_batch_size=16 \
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.actor.use_kl_loss=True \
+    actor_rollout_ref.actor.kl_loss_coef=0.001 \
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl \
+    actor_rollout_ref.actor.entropy_coeff=0 \
+    actor_rollout_ref.actor.fsdp_config.param_offload=False \
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload=False \
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 \
+    actor_rollout_ref.rollout.name=ENGINE \
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 \
+    actor_rollout_ref.rollout.n=5 \
+    actor_rollout_ref.rollout.max_num_seqs=512 \
+    actor_rollout_ref.rollout.max_model_len=1536 \
+    actor_rollout_ref.rollout.max_num_batched_tokens=1536 \
+    actor_rollout_ref.rollout.enable_chunked_prefill=False \
+    actor_rollout_ref.rollout.load_format=safetensors \
+    actor_rollout_ref.rollout.layered_summon=True \
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40 \
+    actor_rollout_ref.ref.fsdp_config.param_offload=True \
+    algorithm.kl_ctrl.kl_coef=0.001 \
+    algorithm.use_kl_in_reward=False \
+    trainer.critic_warmup=0 \
+    trainer.logger='["console"]' \
+    trainer.project_name='verl_grpo_example_gsm8k' \
+    trainer.experiment_name='qwen2.5_3b_grpo_lora' \
+    trainer.n_gpus_per_node=2 \
+    trainer.nnodes=1 \
+    trainer.save_freq=20 \
+    trainer.test_freq=5 \
+    trainer.total_epochs=15
+"""
+
 SFT = r"""
     data.train_files=$RUN/train.jsonl \
     data.val_files=$RUN/val.jsonl \
@@ -201,7 +301,7 @@ SFT = r"""
 """
 
 
-@pytest.mark.parametrize("script", [GRPO, PPO, SFT])
+@pytest.mark.parametrize("script", [GRPO, PPO, GEO3K, LORA, SFT])
 def test_the_scripts_are_long(script: str):
     assert script.count("=") >= 40
 
@@ -238,6 +338,23 @@ def test_ppo(run: Run):
     assert config.ray_kwargs.ray_init["num_cpus"] == 64
 
 
+def test_images(run: Run):
+    config = run.script(with_our_engine(GEO3K))
+    assert (config.data.image_key, config.data.max_prompt_length) == ("images", 1024)
+    assert config.actor_rollout_ref.actor.freeze_vision_tower is True
+    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2.5-VL-7B-Instruct"
+    assert (config.actor_rollout_ref.actor.kl_loss_coef, config.actor_rollout_ref.rollout.n) == (0.01, 5)
+
+
+def test_lora(run: Run):
+    config = run.script(with_our_engine(LORA))
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    assert (model.lora_rank, model.lora_alpha, model.target_modules) == (64, 32, "all-linear")
+    assert model.exclude_modules == ".*visual.*"
+    assert model.use_shm is True
+    assert (rollout.max_model_len, rollout.max_num_batched_tokens) == (1536, 1536)
+
+
 def test_sft(run: Run):
     config = run.script(SFT, SFTConfig, "sft_trainer")
     assert config.model.path == "Qwen/Qwen2.5-0.5B-Instruct"
@@ -247,7 +364,7 @@ def test_sft(run: Run):
     assert config.optim.lr_scheduler_type == "cosine"
 
 
-@pytest.mark.parametrize("script", [GRPO, PPO])
+@pytest.mark.parametrize("script", [GRPO, PPO, GEO3K, LORA])
 def test_only_an_engine_that_is_not_built_is_refused(run: Run, script: str):
     with pytest.raises(ConfigError) as caught:
         run.script(script.replace("ENGINE", "trtllm"))
@@ -255,7 +372,7 @@ def test_only_an_engine_that_is_not_built_is_refused(run: Run, script: str):
     assert "actor_rollout_ref.rollout.name=trtllm: this engine is not in this version" in str(caught.value)
 
 
-@pytest.mark.parametrize("script", [GRPO, PPO])
+@pytest.mark.parametrize("script", [GRPO, PPO, GEO3K, LORA])
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_an_engine_runs_from_another_environment(run: Run, script: str, engine: str):
     python = f" +actor_rollout_ref.rollout.engine_kwargs.{engine}.python={sys.executable}"
