@@ -132,14 +132,14 @@ $(VLLM): requirements/vllm.txt $(wildcard requirements/sglang_cpu/torchvision_sh
 VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5 -p no:cacheprovider
 VLLM_SERVED := $(addprefix tests/workers/rollout/test_vllm_,server.py run.py lora.py)
 VLLM_FILES := $(VLLM_SERVED) $(addprefix tests/workers/rollout/test_vllm,.py _images.py)
-VLLM_SLOW := $(VLLM_SERVED) tests/workers/rollout/test_vllm_images.py
+VLLM_SLOW := $(VLLM_SERVED) $(addprefix tests/workers/rollout/test_vllm_,images.py exports.py)
 VLLM_JOBS ?= 2
 BY_FILE = +$(MAKE) --no-print-directory --jobs $(VLLM_JOBS) --output-sync=target --keep-going
 
 test-vllm: $(VLLM) ## the vLLM engine, in an environment of its own with vLLM for a CPU
 	$(BY_FILE) $(VLLM_FILES:%=vllm/%)
 
-test-vllm-slow: $(VLLM) ## the checks of its server that test-vllm leaves out, and runs on several ranks
+test-vllm-slow: $(VLLM) ## the checks of its server that test-vllm leaves out, runs on several ranks, merged folders
 	$(BY_FILE) $(VLLM_SLOW:%=vllm-slow/%)
 
 .PHONY: $(VLLM_FILES:%=vllm/%) $(VLLM_SLOW:%=vllm-slow/%)
