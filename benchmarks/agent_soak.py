@@ -1,11 +1,13 @@
-"""Memory, files, threads and cached keys over many trajectories with tools, through a whole run. ::
+"""Memory, files, sockets, threads and cached keys over many trajectories of agents, through a whole run. ::
 
     python -m benchmarks.agent_soak [--trajectories 2000] [--controller local]
 
-A tiny random policy trains by GRPO. Each trajectory calls tools in two turns (a function, an MCP server); in one of
-twenty a call goes wrong (``verl.testing.scripted_agent.BAD_CALLS``): it raises, hangs, floods its output, ends its
-process, and so on. After each step every process of the run is measured; the table gives the medians of each quarter.
-At the end nothing of it may be left.
+A tiny random policy trains by GRPO. Three of four prompts call tools in two turns (a function, an MCP server); the
+fourth is answered by a program, which asks the endpoint over HTTP. One prompt of twenty has a bad call
+(``verl.testing.scripted_agent.BAD_CALLS``): it raises, hangs, floods its output, ends its process, and so on; and one
+has a bad program (``verl.testing.scripted_programs``): it never ends, asks too late, uses another's key. After each
+step every process of the run is measured; the table gives the medians of each quarter. At the end nothing of it may be
+left.
 
 The driver's memory rises less and less for the first hundreds of trajectories: oneDNN keeps what it compiled for each
 number of rows that a prefill had. With ``ONEDNN_PRIMITIVE_CACHE_CAPACITY=16`` in the environment it keeps 16 of them.
@@ -23,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,6 +35,7 @@ from verl.agents.router import Router
 from verl.protocol import DataProto
 from verl.testing import scripted_agent
 from verl.testing.scripted_agent import BAD_CALLS, good_script
+from verl.testing.scripted_programs import PROGRAMS
 from verl.testing.tiny_run import countdown_rows, make_tiny_run, overrides, write_jsonl
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import TaskRunner, run_ppo
@@ -41,8 +44,9 @@ from verl.workers.rollout.native.prefixes import PrefixCache
 
 PROMPTS, RESPONSES = 25, 4
 """Of a step."""
-BAD_SHARE = 20
-"""One of so many prompts has a bad call."""
+PROGRAM_SHARE, BAD_SHARE = 4, 20
+"""One of so many prompts is answered by a program; has a bad call, and has a bad program."""
+TRAJECTORY_TIMEOUT_S = 10
 TITLES = {"ray::WorkerHost": "rank", "ray::WorkerActor": "agent worker", "ray::RouterActor": "router"}
 Measures = dict[str, dict[str, float]]
 """By process, and by what was measured."""
@@ -61,7 +65,20 @@ def of_process(process: psutil.Process) -> dict[str, float]:
     """Measure a process from outside."""
     with process.oneshot():
         memory = process.memory_info().rss / 2**20
-        return {"MiB": memory, "files": float(process.num_fds()), "threads": float(process.num_threads())}
+        return {
+            "MiB": memory,
+            "files": float(process.num_fds()),
+            "sockets": float(len(process.net_connections("tcp"))),
+            "threads": float(process.num_threads()),
+        }
+
+
+def kind_of(command: list[str]) -> str:
+    """Name what a process runs: the title that Ray gave it, its Python file, or its program."""
+    if command and command[0].startswith("ray::"):
+        return command[0].split(".")[0]
+    files = [Path(part).name for part in command if part.endswith(".py")]
+    return files[0] if files else Path(command[0]).name if command else "ended"
 
 
 class SoakTrainer(RayPPOTrainer):
@@ -79,14 +96,16 @@ class SoakTrainer(RayPPOTrainer):
 
     def _measured(self) -> Measures:
         found: Measures = {"driver": of_process(psutil.Process()) | entries()}
-        counts: dict[str, int] = defaultdict(int)
+        kinds: Counter[str] = Counter()
         for child in psutil.Process().children(recursive=True):
-            title = " ".join(child.cmdline())[:200]
-            name = next((said for start, said in TITLES.items() if title.startswith(start)), "")
-            if name:
-                found[f"{name} {counts[name]}"] = of_process(child)
-                counts[name] += 1
-        found["all children"] = {"number": float(len(psutil.Process().children(recursive=True)))}
+            try:
+                kind = kind_of(child.cmdline())
+            except psutil.NoSuchProcess:  # it ended in between
+                continue
+            if kind in TITLES:
+                found[f"{TITLES[kind]} {kinds[kind]}"] = of_process(child)
+            kinds[kind] += 1
+        found["children"] = {"all": float(kinds.total())} | {kind: float(number) for kind, number in kinds.items()}
         if self.typed_config.trainer.controller == "ray":
             import ray
 
@@ -105,12 +124,16 @@ class SoakRunner(TaskRunner):
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Prompts with scripts; one of ``BAD_SHARE`` meets a bad call, every kind by turns."""
-    made, bad = countdown_rows(count), itertools.cycle(BAD_CALLS.values())
+    """Prompts with scripts, of tools and of programs; bad calls and bad programs of every kind by turns."""
+    made, bad_calls = countdown_rows(count), itertools.cycle(BAD_CALLS.values())
+    bad_programs = itertools.cycle(name for name in PROGRAMS if name not in ("good", "blocks"))
     for number, row in enumerate(made):
-        script = good_script(number)
-        if number % BAD_SHARE == BAD_SHARE - 1:
-            script[1] = [next(bad)]
+        place, script, row["agent_name"] = number % BAD_SHARE, good_script(number), "scripted"
+        if number % PROGRAM_SHARE == 1:
+            deed = next(bad_programs) if place == PROGRAM_SHARE + 1 else "good"
+            script, row["agent_name"] = [deed, TRAJECTORY_TIMEOUT_S], "program"
+        elif place == BAD_SHARE - 1:
+            script[1] = [next(bad_calls)]
         row["script"] = json.dumps(script)
     return made
 
@@ -127,6 +150,7 @@ def soak(folder: Path, trajectories: int, controller: str) -> list[Measures]:
         "actor_rollout_ref__actor__ppo_mini_batch_size": PROMPTS - PROMPTS % 2 if controller == "ray" else PROMPTS,
         "actor_rollout_ref__rollout__n": RESPONSES,
         "actor_rollout_ref__rollout__agent__num_workers": 2,
+        "actor_rollout_ref__rollout__agent__trajectory_timeout_s": TRAJECTORY_TIMEOUT_S,
         "ray_kwargs__ray_init__num_cpus": 2,
     }
     run_ppo(compose(overrides(paths, folder, **changes)), SoakRunner)
@@ -138,9 +162,9 @@ def table(found: list[Measures]) -> str:
     lines = ["| process | measure | 1st quarter | 2nd | 3rd | 4th |", "|---|---|---|---|---|---|"]
     quarter = len(found) / 4
     parts = [found[round(part * quarter) : round((part + 1) * quarter)] for part in range(4)]
-    for process, measures in found[-1].items():
-        for name in measures:
-            medians = [[one[process][name] for one in part if name in one.get(process, {})] for part in parts]
+    for process in found[-1]:
+        for name in dict.fromkeys(name for one in found for name in one.get(process, {})):
+            medians = [[one[process].get(name, 0.0) for one in part if process in one] for part in parts]
             shown = [f"{statistics.median(values):.0f}" if values else "" for values in medians]
             lines.append(f"| {process} | {name} | {' | '.join(shown)} |")
     return "\n".join(lines)
