@@ -194,7 +194,7 @@ def test_what_cannot_be_read(tmp_path, monkeypatch):
     with pytest.raises(DataError, match="here: frame 1 of a video has 24 x 16 pixels, and the first has 16 x 16"):
         list(chosen([picture("red"), picture("red", size=(24, 16))]).frames())
     monkeypatch.setitem(sys.modules, "av", None)
-    with pytest.raises(ConfigError, match=r"needs the package av, .*verl\[video\]"):
+    with pytest.raises(ConfigError, match=r"needs the package av, .*pip install 'av"):
         chosen(data)
     assert chosen(film(COLORS)).steps() == 2
 

@@ -132,7 +132,7 @@ def fill(model: HeadedModel, source: HeadedModel | None, device: torch.device) -
     conversions = [None if source is None else conversions_of(source.hf)]
     dist.broadcast_object_list(conversions, src=0, device=device)
     set_conversions(model.hf, conversions[0])
-    if source is not None:
+    if source is not None and source.hf.can_generate():
         model.hf.generation_config = source.hf.generation_config
 
 
