@@ -60,10 +60,10 @@ class Runs:
             f"{ACTOR}use_kl_loss": True,
             f"{ACTOR}entropy_coeff": 0.01,
             # Adam's steps are as large as the rate also where a gradient is only rounding.
-            f"{ACTOR}optim__lr": 2e-4,
+            f"{ACTOR}optim__lr": 1e-4,
             f"{ACTOR}checkpoint__save_contents": "[model,optimizer,extra,hf_model]",
             "critic__checkpoint__save_contents": "[model,optimizer,extra,hf_model]",
-            "critic__optim__lr": 2e-4,
+            "critic__optim__lr": 1e-4,
             f"{ROLLOUT}name": "native",
             "custom_reward_function__path": self.folder / "reward.py",
             "trainer__total_training_steps": STEPS,
