@@ -57,7 +57,6 @@ AGENT_FAULTS = (
 """What breaks while agents answer."""
 FAULTS = {
     "rank killed": (*STAGES, SAVING),
-    "agent process killed": ("gen",),
     "reward process killed": ("gen", "reward"),
     "driver killed": (*STAGES, SAVING),
     "rank frozen": ("gen", "update_actor"),
@@ -67,10 +66,10 @@ FAULTS = {
     "Ray's state server killed": ("gen", "update_actor"),
     "raylet frozen": ("gen", "update_actor"),
     "Ray's state server frozen": ("gen", "update_actor"),
-    **dict.fromkeys(AGENT_FAULTS[1:], ("gen",)),
+    **dict.fromkeys(AGENT_FAULTS, ("gen",)),
 }
 """What breaks, and in which stages it makes a difference. The first two are the rounds of CI."""
-ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in name or "server" in name}
+ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in name or "state server" in name}
 """What the driver does not outlive: the next one redoes the steps since the newest whole checkpoint."""
 NOT_COMPARED = ("timing", "perf", "recovery")
 NOT_COMPARED_OF_AGENTS = ("training/rollout_", "rollout_corr/")
