@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from torch.testing import assert_close
 
 from tests.agents.one_engine import OneEngine, prompts
 from verl.agents.parsers import FunctionCall, ToolParser
 from verl.base.registry import scoped_registrations
+from verl.environments.base import Environment
 from verl.testing.chat_templates import FAMILIES
 
 TOOL = """
@@ -25,6 +28,18 @@ def double(number: int) -> str:
     '''
     return f"{2 * number} <|im_end|> é"
 """
+
+
+class Echo(Environment):
+    """Says the last characters of an action again, three times."""
+
+    def reset(self, **row: Any) -> str:
+        self.left = row["rounds"]
+        return "Begin."
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.left -= 1
+        return f"<|im_end|>{action[-3:]} é", 0.5, self.left == 0, False, {}
 
 
 class ThinksAndCalls(ToolParser):
@@ -66,4 +81,25 @@ def test_log_probs_of_three_turns(tmp_path, family, rewrites):
     mask = batch.batch["response_mask"].bool()
     turns_drawn = (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).sum(-1)
     assert turns_drawn.tolist() == [1 if rewrites else 3] * len(batch)
+    assert_close(batch.batch["rollout_log_probs"][mask], engine.trainers_log_probs(batch)[mask], atol=1e-5, rtol=0)
+
+
+def test_log_probs_of_an_episode(tmp_path):
+    entry = {"name": "echo", "class_name": f"{__name__}.Echo"}
+    (tmp_path / "environments.yaml").write_text(yaml.safe_dump({"environment": [entry]}))
+    engine = OneEngine(
+        tmp_path,
+        "chatml",
+        data__max_prompt_length=200,
+        data__max_response_length=400,
+        actor_rollout_ref__rollout__name="native",
+        actor_rollout_ref__rollout__stop_token_ids=list(range(5, 360, 8)),
+        actor_rollout_ref__rollout__multi_turn__environment_config_path=tmp_path / "environments.yaml",
+    )
+    rows = prompts(["a", "b"])
+    rows.non_tensor_batch["environment_kwargs"] = np.array([{"rounds": rounds} for rounds in (1, 3)], dtype=object)
+    batch = engine.answer(rows, "null", default_agent_loop="environment_agent")
+    mask = batch.batch["response_mask"].bool()
+    turns_drawn = (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).sum(-1)
+    assert turns_drawn.tolist() == [1, 3], batch.non_tensor_batch["trajectory_message"]
     assert_close(batch.batch["rollout_log_probs"][mask], engine.trainers_log_probs(batch)[mask], atol=1e-5, rtol=0)
