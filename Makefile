@@ -132,7 +132,7 @@ $(VLLM): requirements/vllm.txt $(wildcard requirements/sglang_cpu/torchvision_sh
 VLLM_TESTS = OMP_NUM_THREADS=1 VERL_TEST_VLLM=1 $(VLLM_VENV)/bin/python -m pytest --durations 5 -p no:cacheprovider
 VLLM_SERVED := $(addprefix tests/workers/rollout/test_vllm_,server.py run.py lora.py)
 VLLM_FILES := $(VLLM_SERVED) $(addprefix tests/workers/rollout/test_vllm,.py _images.py)
-VLLM_SLOW := $(VLLM_SERVED) $(addprefix tests/workers/rollout/test_vllm_,images.py exports.py)
+VLLM_SLOW := $(VLLM_FILES) tests/workers/rollout/test_vllm_exports.py
 VLLM_JOBS ?= 2
 BY_FILE = +$(MAKE) --no-print-directory --jobs $(VLLM_JOBS) --output-sync=target --keep-going
 

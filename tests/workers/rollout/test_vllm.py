@@ -48,6 +48,7 @@ def test_what_another_setting_decides_is_refused(folder: Path) -> None:
         under_test(folder, "sync", max_num_seqs=3).build()
 
 
+@pytest.mark.slow
 def test_interrupted_responses_are_counted(folder: Path) -> None:
     """Four responses of 600 tokens, and memory for little more than one: others are computed again."""
     engine = under_test(folder, "sync", kv_cache_memory_bytes=SMALL_MEMORY)

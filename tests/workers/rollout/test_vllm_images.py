@@ -46,7 +46,7 @@ pytestmark = [
 ]
 R = 6
 SERVED = [
-    ("qwen2_5_vl", "async", "pictures"),
+    pytest.param("qwen2_5_vl", "async", "pictures", marks=pytest.mark.slow),
     pytest.param("qwen2_5_vl", "async", "films", marks=pytest.mark.slow),
     pytest.param("qwen2_vl", "async", "pictures", marks=pytest.mark.slow),
     pytest.param("qwen3_vl", "async", "pictures", marks=pytest.mark.slow),
@@ -230,6 +230,7 @@ def served(vllm: BaseRollout, requests: list[RolloutRequest]) -> dict[int, Any]:
     return answers
 
 
+@pytest.mark.slow
 def test_agent_loops_show_the_server_pictures_in_later_turns(tmp_path: Path) -> None:
     """Rows with and without images; the second turn has a picture more. Log-probs are the trainer's."""
     (tmp_path / "loops.py").write_text(LOOPS)

@@ -80,7 +80,7 @@ def compared(rollout: VLLMRollout, trainer: Any) -> None:
     assert set(batch.non_tensor_batch["weight_version"]) == {trainer.weight_version}
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", ["sync", pytest.param("async", marks=pytest.mark.slow)])
 def test_each_update_sends_the_adapters_alone(mode: str, tmp_path: Path) -> None:
     """Counted by hand: layers q, o 64x(4*32), k, v 64x(2*32), gate, up, down 64x128, two of each, in fp32."""
     path = tiny_model_dir(tmp_path / "model", "qwen3", head_dim=32)

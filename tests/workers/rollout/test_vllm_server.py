@@ -61,10 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield tmp_path_factory.mktemp("vllm")
 
 
-@pytest.mark.parametrize(
-    ("number", "patience"),
-    [(signal.SIGKILL, {}), pytest.param(signal.SIGSTOP, {"hang_timeout_s": 10}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "patience"), [(signal.SIGKILL, {}), (signal.SIGSTOP, {"hang_timeout_s": 10})])
 def test_a_core_that_dies_or_hangs_is_replaced(number: int, patience: dict[str, Any], folder: Path) -> None:
     """The process that computes, below the server: the same responses, by another server that was given the weights.
 
@@ -127,6 +125,7 @@ def test_an_argument_that_vllm_does_not_have_is_named(folder: Path) -> None:
         under_test(folder, "async", max_num_sequences=3).build()
 
 
+@pytest.mark.slow
 def test_two_tensor_parallel_workers_compute_what_one_does(folder: Path) -> None:
     """Both get all weights, by checksum; the greedy tokens and their log-probs are the oracle's."""
     rollout = under_test(folder, "async").build()
