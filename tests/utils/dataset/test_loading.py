@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 
 import psutil
@@ -208,6 +209,7 @@ def test_what_a_data_set_prints_in_its_readers_is_bounded(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ):
+    before = threading.enumerate()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(loading, "_printed_to", functools.cache(loading._printed_to.__wrapped__))
     data = Numbers(printed=500_000)  # 20 MB in all
@@ -225,3 +227,7 @@ def test_what_a_data_set_prints_in_its_readers_is_bounded(
     assert caplog.messages == [
         f"the processes that read rows print more than 2000 bytes: the rest is in {file}, up to 8 MB."
     ]
+    [reader] = [thread for thread in set(threading.enumerate()) - set(before) if thread.name == "printed by readers"]
+    del rows
+    monkeypatch.undo()
+    eventually(lambda: not reader.is_alive(), "the end of the thread, as nothing prints any more")

@@ -45,9 +45,11 @@ def _printed_to(driver: int) -> Connection:
     output = PrintedOutput("the processes that read rows")
 
     def read() -> None:
-        while True:
+        more = True
+        while more:  # until all that could print to it has ended
             select.select([output.reader], [], [])
-            output.read()
+            more = output.read()
+        os.close(output.reader)
 
     threading.Thread(target=read, name="printed by readers", daemon=True).start()
     return Connection(output.writer, readable=False)  # which processes can be given, however they are started
