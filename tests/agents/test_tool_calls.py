@@ -136,15 +136,15 @@ def test_the_state_of_a_trajectory():
         (doing("tell a key"), CallFailure.RAISED, "OSError: no answer of https://***@host/x?api_key=***"),
         (doing("cancel"), CallFailure.RAISED, "the tool count failed: CancelledError"),
         (doing("own timeout"), CallFailure.RAISED, "TimeoutError: the service is slow"),
-        (doing("hang"), CallFailure.TIMEOUT, "the tool count took longer than 0.2 s."),
-        (doing("block"), CallFailure.TIMEOUT, "the tool count took longer than 0.2 s."),
+        (doing("hang"), CallFailure.TIMEOUT, "the tool count took longer than 1.0 s."),
+        (doing("block"), CallFailure.TIMEOUT, "the tool count took longer than 1.0 s."),
         (doing("bytes"), CallFailure.WRONG_RESULT, "gave no answer that can be read"),
         (doing("nan"), CallFailure.WRONG_RESULT, "the reward nan, which is no number"),
         (doing("nothing"), CallFailure.WRONG_RESULT, "gave no answer that can be read (NoneType"),
     ],
 )
 def test_a_bad_call_is_an_error_for_the_model_and_the_next_one_works(bad: FunctionCall, failure: str, message: str):
-    tool = Counting({"timeout_s": 0.2})
+    tool = Counting({"timeout_s": 1.0})
     runner = ToolRunner([tool], shorten, ToolLimits(max_response_tokens=300, timeout_s=100))
     found, rewards = run(runner, [bad], [call()])
     assert (found[0].failure, found[0].reward) == (failure, None)

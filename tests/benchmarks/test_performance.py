@@ -252,6 +252,7 @@ def test_what_a_rollout_takes_longer_with_new_weights_counts():
     assert weight_update.row_of(found, "hf").ratio == 1.5  # 3 / 2
 
 
+@pytest.mark.slow
 def test_gpu_command_on_a_cpu(tmp_path, monkeypatch):
     """As on a GPU but for the size; its other parts are run below, without a process for each."""
     arguments = ("--tiny", "--device", "cpu", "--parts", "rollout", "--repeats", "1")
@@ -429,6 +430,7 @@ def test_only_a_whole_run_is_written(monkeypatch, capsys, less):
     assert "of several runs" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_collector_writes_the_page_of_a_part_elsewhere(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     below = tmp_path / "internals/page.md"

@@ -206,7 +206,7 @@ def every_crash(
 
 
 CRASHES = [
-    pytest.param(False, 7, id="killed"),
+    pytest.param(False, 7, id="killed", marks=pytest.mark.slow),
     pytest.param(True, 7, id="power lost"),
     pytest.param(False, 1, id="killed in any write", marks=pytest.mark.slow),
     pytest.param(True, 1, id="power lost in any write", marks=pytest.mark.slow),

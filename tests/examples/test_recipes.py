@@ -112,12 +112,14 @@ def test_dapo(task: Path, tmp_path: Path) -> None:
     assert "val-core/vowels/reward/mean@1" in steps[STEPS]
 
 
+@pytest.mark.slow
 def test_sppo(task: Path, tmp_path: Path) -> None:
     runs = Runs("sppo", task, tmp_path)
     own_step = runs.by_own_step(VERL_USE_EXTERNAL_MODULES="examples.recipes.sppo.sppo_algos")
     assert_same(runs.straight(), own_step)
 
 
+@pytest.mark.slow
 def test_prime(task: Path, tmp_path: Path) -> None:
     """verl's own step has no reward model that learns."""
     runs = Runs("prime", task, tmp_path)

@@ -17,7 +17,7 @@ from tests.security.fuzzing import TARGETS, Watch, check, hostile, mutated
 from verl.supervision.killable_pool import Budget, KillablePool
 
 LARGE = [HealthCheck.too_slow, HealthCheck.data_too_large]
-QUICK = settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=LARGE)
+QUICK = settings(max_examples=20, deadline=None, derandomize=True, database=None, suppress_health_check=LARGE)
 LONG = settings(max_examples=3000, deadline=None, database=None, suppress_health_check=LARGE)
 WATCH = Watch()
 for known in TARGETS:
@@ -95,7 +95,7 @@ def hang_for_no_text(count: int, seed: int) -> None:
 
 
 def test_no_parser_hangs():
-    hang_for_no_text(count=12, seed=1)
+    hang_for_no_text(count=6, seed=1)
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def algebra(examples: int, derandomize: bool) -> None:
 
 
 def test_answers_that_are_compared_by_value():
-    algebra(examples=80, derandomize=True)
+    algebra(examples=40, derandomize=True)
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def damaged_files(kind: str, count: int, first: int) -> None:
 
 @pytest.mark.parametrize("kind", fuzzing.FILES)
 def test_a_damaged_file_is_read_or_refused(kind: str):
-    damaged_files(kind, count=100, first=0)
+    damaged_files(kind, count=50, first=0)
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ def test_a_run_leaves_no_secret_behind(tmp_path: Path):
     assert leaks(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_says_no_secret(tmp_path: Path):
     done = start(tmp_path, f"+trainer.hf_token={MARK}-unknown-06", "trainer.total_epochs=no")
     assert done.returncode == 2

@@ -158,8 +158,8 @@ def test_what_arrived_outlives_who_sent_it(places):
     ("rank", "what", "why"),
     [
         (1, "stop", "its process is stopped, by a signal or a debugger"),
-        (0, "spin", "not in the collective of rank 1"),
-        (1, "sleep", "not in the collective of rank 0"),
+        pytest.param(0, "spin", "not in the collective of rank 1", marks=pytest.mark.slow),
+        pytest.param(1, "sleep", "not in the collective of rank 0", marks=pytest.mark.slow),
         (1, "answer", "has answered, and never came to the collective of rank 0"),
     ],
 )

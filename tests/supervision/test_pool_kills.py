@@ -158,6 +158,7 @@ def test_killed_while_scoring(function, which, tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
 def test_killed_in_every_attempt(tmp_path, caplog):
     """The number of attempts is 1 + kill_retries, and the reason names the signal; five warnings are enough."""
     pool = KillablePool(scored, num_workers=2, budget=Budget(timeout_s=20.0, kill_retries=6))
@@ -202,6 +203,7 @@ def test_none_lives_long_enough_to_start(tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [scored, scored_async])
 def test_all_at_once_again_and_again(function, tmp_path):
     """Five massacres at random moments; what is asked for is answered in the end, in order, and nothing is left."""
@@ -222,6 +224,7 @@ def test_all_at_once_again_and_again(function, tmp_path):
     pool.close()
 
 
+@pytest.mark.slow
 def test_killed_while_it_returns_its_result(tmp_path):
     """The result has nine megabytes; the kill comes while it is made or sent."""
     pool = KillablePool(large, budget=BUDGET)
@@ -249,7 +252,7 @@ def test_a_limit_of_its_own_is_not_tried_again(tmp_path):
     pool.close()
 
 
-@pytest.mark.parametrize("function", [scored, scored_async])
+@pytest.mark.parametrize("function", [scored, pytest.param(scored_async, marks=pytest.mark.slow)])
 def test_a_frozen_process_counts_as_lost(function, tmp_path):
     budget = Budget(timeout_s=2.0, kill_retries=1)
     pools = [KillablePool(function, budget=budget, max_concurrent=2) for _ in range(2)]

@@ -228,7 +228,7 @@ def test_a_closed_connection_leaves_no_process(tmp_path: Path):
 
 
 def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delitem(sys.modules, "verl.tools.utils.mcp_clients")
+    monkeypatch.delitem(sys.modules, "verl.tools.utils.mcp_clients", raising=False)
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ConfigError, match=r"tools\[0\]: .* pip install 'mcp"):
         made(tmp_path, {"tests": STDIO})

@@ -118,6 +118,7 @@ def test_rejected_tokens_are_not_learned_from_but_keep_their_reward(train):
     assert steps[1]["critic/rewards/mean"] == pytest.approx(plain[1]["critic/rewards/mean"])
 
 
+@pytest.mark.slow
 def test_the_entropy_coefficient_is_part_of_a_checkpoint(train, tmp_path):
     changes = {f"{ACTOR}__entropy_target": 10.0, f"{ACTOR}__entropy_target_step": 0.01}
     straight = train(trainer__total_training_steps=3, trainer__default_local_dir=tmp_path / "a", **changes)

@@ -197,7 +197,7 @@ def each_step(fast: dict[str, int]) -> list[Any]:
 
 
 # `make chaos` kills PPO runs on two ranks.
-@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 0, "lora": 3, "sft": 4}))
+@pytest.mark.parametrize("algorithm, step", each_step({"grpo": 2, "ppo": 0, "lora": 0, "sft": 4}))
 def test_a_killed_run_ends_as_the_undisturbed_one(runs, algorithm, step):
     made, straight = runs(algorithm)
     made.kill_after(f"killed_{step}", step, delay_s=0.004 * step)

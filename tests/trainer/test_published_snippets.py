@@ -237,6 +237,7 @@ def test_a_data_set_as_main_ppo_creates_it(home: Run):
     assert len(DataProto.from_single_dict(batch_dict)) == 3
 
 
+@pytest.mark.slow
 def test_a_run_with_ones_own_reward_function_from_yaml_and_from_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

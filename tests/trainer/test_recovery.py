@@ -130,6 +130,7 @@ def test_ranks_that_die_leave_no_trace_in_the_run(run: Run, undisturbed: Outcome
     assert disturbed[0][3]["recovery/lost_s"] > 0
 
 
+@pytest.mark.slow
 def test_without_states_in_memory_the_run_goes_back_to_its_newest_checkpoint_or_the_beginning(
     run: Run, undisturbed: Outcome
 ) -> None:

@@ -26,13 +26,14 @@ ASYNC = PLAIN.replace("import time", "import asyncio").replace("def ", "async de
     ("reward", "changes"),
     [
         (PLAIN, {"reward_model__launch_reward_fn_async": "true"}),
-        (
+        pytest.param(
             ASYNC,
             {
                 "algorithm__filter_groups__enable": "true",
                 "algorithm__filter_groups__metric": "seq_reward",
                 "data__gen_batch_size": 2,
             },
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["beside the log-probs", "dynamic sampling"],

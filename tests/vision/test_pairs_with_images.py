@@ -258,7 +258,10 @@ def agree(name: str, family: str, folder: Any, **changes: Any) -> None:
         assert all(torch.equal(weights[key], weight) for key, weight in merged.named_parameters())
 
 
-CASES = [*((family, "packed, by tokens") for family in FAMILIES), ("qwen3_vl", "padded")]
+CASES = [
+    *((family, "packed, by tokens") for family in FAMILIES),
+    pytest.param("qwen3_vl", "padded", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("name", TRAINERS)
@@ -274,6 +277,7 @@ def test_steps_on_two_ranks(name, family, tmp_path, ray_cluster):
     agree(name, family, tmp_path, **LAYOUTS["packed, by tokens"], **TWO_RANKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_resumed_run_continues_where_it_stopped(name, path, tmp_path):
     file = write_parquet(tmp_path / "pairs.parquet", pairs())

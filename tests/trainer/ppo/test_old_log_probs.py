@@ -87,7 +87,7 @@ LOSSES: dict[str, dict[str, object]] = {
 }
 
 
-IN_SHORT = ("vanilla", "kl loss and entropy", "gpg")
+IN_SHORT = ("vanilla",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_SHORT else [pytest.mark.slow]) for n in LOSSES])
@@ -111,6 +111,7 @@ def test_weights_and_metrics_are_the_same_to_the_last_bit(train, name):
         assert metrics["reward/left_out_rate"] < 1
 
 
+@pytest.mark.slow
 def test_with_a_critic_that_warms_up(train):
     """The step that does not update the policy has a pass of its own, for the metrics."""
     changes = {
@@ -127,6 +128,7 @@ def test_with_a_critic_that_warms_up(train):
     assert all("actor/entropy" in found[0][step] for step in (1, 2, 3))
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_and_micro_batches_by_tokens(train):
     changes = {
         "algorithm__filter_groups__enable": "true",

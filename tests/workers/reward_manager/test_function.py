@@ -306,41 +306,44 @@ def test_texts_form_of_another_length(result, says):
     assert all(says in s.error and s.status == "error" for s in scores)
 
 
-def test_batch_form_sees_texts_truths_and_columns():
-    data = batch_of(["ab", "c"], ["ab", "x"])
-
+def test_batch_form_sees_texts_truths_and_columns_and_may_score_tokens():
     def compute_reward(data, **kwargs):
+        if data.meta_info["tokens"]:
+            return torch.ones(2, 6) / 4
         assert len(data.batch) == len(data) == 2
         assert data.non_tensor_batch["uid"].tolist() == ["u0", "u1"]
         assert data.batch["responses"].shape == (2, 6)
         return torch.tensor([float(r == t) for r, t in zip(data.responses, data.ground_truth_answers, strict=True)])
 
-    scores = batch_scores(compute_reward, data, [RewardSample("s", "ab", "ab", {}), RewardSample("s", "c", "x", {})])
+    function = RewardFunction(compute_reward, {})
+    data = batch_of(["ab", "c"], ["ab", "x"]) | DataProto(meta_info={"tokens": False})
+    samples = [RewardSample("s", "ab", "ab", {}), RewardSample("s", "c", "x", {})]
+    scores = function.submit_batch(data, samples).result()
     assert [s.value for s in scores.samples] == [1.0, 0.0]
     assert scores.tokens is None
     assert isinstance(data.responses, torch.Tensor)  # the batch itself is as it was
-
-
-def test_batch_form_with_token_scores():
-    data = batch_of(["ab", ""], ["", ""])  # the first has a, b, <eos>
-    scores = batch_scores(lambda data: torch.ones(2, 6) / 4, data, SAMPLES)
+    data = batch_of(["ab", ""], ["", ""]) | DataProto(meta_info={"tokens": True})  # the first has a, b, <eos>
+    scores = function.submit_batch(data, SAMPLES).result()
     assert scores.tokens.tolist() == [[0.25, 0.25, 0.25, 0, 0, 0], [0.0] * 6]
     assert [s.value for s in scores.samples] == [0.75, 0.0]
 
 
-def test_batch_form_of_another_shape_fails_every_sample():
+def test_batch_form_that_raises_or_gives_another_shape_fails_every_sample():
     def compute_reward(data):
         results = [torch.ones(3), torch.ones(2, 5), torch.ones(2, 1), 1.0, torch.tensor([1.0, float("nan")])]
+        if data.meta_info["case"] == "raises":
+            raise RuntimeError("no")
         return results[data.meta_info["case"]]
 
-    says = [
-        "shape (3,); expected (2,), one score per sample, or (2, 6), one per token",
-        "shape (2, 5)",
-        "shape (2, 1)",
-        "returned float, not a torch.Tensor",
-    ]
+    says = {
+        "raises": "RuntimeError: no",
+        0: "shape (3,); expected (2,), one score per sample, or (2, 6), one per token",
+        1: "shape (2, 5)",
+        2: "shape (2, 1)",
+        3: "returned float, not a torch.Tensor",
+    }
     function = RewardFunction(compute_reward, {})
-    for case, message in enumerate(says):
+    for case, message in says.items():
         data = batch_of(["a", "b"], ["", ""]) | DataProto(meta_info={"case": case})
         scores = function.submit_batch(data, SAMPLES).result().samples
         assert all(message in s.error and s.status == "error" for s in scores)

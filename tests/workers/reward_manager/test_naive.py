@@ -140,23 +140,6 @@ def test_a_score_that_is_no_finite_number_is_a_failure(value):
     assert result["reward_tensor"].sum() == 0
 
 
-def test_a_batch_function_that_raises_fails_the_batch():
-    def compute_reward(data):
-        raise RuntimeError("no")
-
-    with pytest.raises(RewardError, match="RuntimeError: no"):
-        manager(compute_reward)(batch_of(["a", "b"]))
-
-
-def test_batch_form_end_to_end():
-    def compute_reward(data, **kwargs):
-        return torch.tensor([float(r == t) for r, t in zip(data.responses, data.ground_truth_answers, strict=True)])
-
-    result = manager(compute_reward)(batch_of(["ab", "c"], ["ab", "x"]), return_dict=True)
-    assert result["reward_tensor"].tolist() == [[0, 0, 1.0, 0, 0, 0], [0.0] * 6]
-    assert result["reward_extra_info"] == {"score": [1.0, 0.0], "reward_status": ["ok", "ok"]}
-
-
 # ---- reward models -------------------------------------------------------------------------------
 
 
