@@ -1,0 +1,51 @@
+"""OmegaConf reads YAML by libyaml as it does by its own parser."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from verl.trainer.config.omegaconf_private import plain_loader, read_yaml_by_libyaml, yaml_loader
+
+FILES = sorted((Path(__file__).parents[3] / "verl/trainer/config").rglob("*.yaml"))
+TEXTS = [
+    "a: 1e-6\nb: 012\nc: 1:30\nd: 2020-01-01\ne: 1_000\nf: .5\ng: '1e-6'\nh: -.inf\ni: 0x1F\nj: on\nk: ~\nl: ???",
+    "a: [k: v, http://x:1]\nb: ${c}\nc: 'it''s # no comment' # one\nd: |\n  two\n  lines\n",
+    "base: &b {x: 1}\nmore: {<<: *b, y: 2}\né: 🎉",
+    "a: !!python/object/apply:pathlib.PosixPath [b]",
+    "",
+]
+
+
+def test_the_same_values_are_read():
+    read_yaml_by_libyaml()
+    assert "CParser" in [base.__name__ for base in yaml_loader().__mro__]  # PyYAML's wheels have libyaml
+    for text in [*TEXTS, *(file.read_text() for file in FILES)]:
+        plain = yaml.load(text, Loader=plain_loader())
+        assert repr(yaml.load(text, Loader=yaml_loader())) == repr(plain)
+        assert not plain or OmegaConf.create(text) == OmegaConf.create(plain)
+    assert OmegaConf.create("a: 1e-6") == {"a": 0.000001}  # a text in YAML 1.1, a number for OmegaConf
+
+
+def test_it_is_the_parser_that_omegaconf_takes(monkeypatch, tmp_path):
+    read_yaml_by_libyaml()
+    monkeypatch.delattr(yaml.parser.Parser, "parse_stream_start")  # of the parser in Python
+    file = tmp_path / "a.yaml"
+    file.write_text("a: [1, 2]")
+    assert OmegaConf.load(file) == OmegaConf.create("a: [1, 2]") == {"a": [1, 2]}
+
+
+@pytest.mark.parametrize("text", ["a: 1\na: 2", "a:\n\t- 1", "a: b: c", "a: !!python/object/apply:os.system [ls]"])
+def test_what_cannot_be_read_is_told_in_the_words_of_the_plain_parser(tmp_path, text):
+    read_yaml_by_libyaml()
+    file = tmp_path / "a.yaml"
+    file.write_text(text)
+    with file.open() as stream, pytest.raises(yaml.YAMLError) as plain:
+        yaml.load(stream, Loader=plain_loader())
+    with pytest.raises(yaml.YAMLError) as told:
+        OmegaConf.load(file)
+    assert str(told.value) == str(plain.value)
+    assert f'"{file}", line 2' in str(plain.value) or "line 1, column" in str(plain.value)

@@ -1,0 +1,48 @@
+"""All uses of private interfaces of OmegaConf.
+
+``tests/trainer/config/test_omegaconf_private.py`` fails on a version of OmegaConf that changed one of them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import yaml
+from omegaconf import _utils
+
+plain_loader = _utils.get_yaml_loader
+
+
+@cache
+def yaml_loader() -> Any:
+    """Return OmegaConf's class that reads YAML, with libyaml's parser: same rules of numbers and of double keys.
+
+    A PyYAML that was built without libyaml has only the parser in Python, which takes ten times as long. It also reads
+    what libyaml refuses, because its errors quote the line.
+    """
+    plain = plain_loader()
+    if not yaml.__with_libyaml__:
+        return plain
+
+    class Loader(yaml.cyaml.CParser, plain):
+        def __init__(self, stream: Any) -> None:
+            self.text = stream
+            yaml.cyaml.CParser.__init__(self, stream)
+            yaml.constructor.SafeConstructor.__init__(self)
+            yaml.resolver.Resolver.__init__(self)
+
+        def get_single_data(self) -> Any:
+            try:
+                return super().get_single_data()
+            except yaml.YAMLError:
+                if hasattr(self.text, "seek"):
+                    self.text.seek(0)
+                return plain(self.text).get_single_data()
+
+    return Loader
+
+
+def read_yaml_by_libyaml() -> None:
+    """Let OmegaConf, and with it Hydra, read YAML by :func:`yaml_loader` from now on."""
+    _utils.get_yaml_loader = yaml_loader
