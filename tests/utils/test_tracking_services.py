@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -38,6 +39,8 @@ with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": os
     tracking.log_alert(2, "entropy_collapse", "the entropy fell from 3 to 0.01")
     sample = {"input": "what is 2+2", "output": "it is four", "gts": "4", "score": 1.0}
     ValidationGenerationsLogger("proj", "exp").log([sys.argv[1]], [sample], step=2)
+    if tracking.takes_pages:
+        tracking.log_page("val/tokens", "<!doctype html><p>the tokens</p>", step=2)
 """
 
 
@@ -102,6 +105,9 @@ def test_wandb(run):
     assert b"hf_hidden" not in written
     assert b"step_2" in written  # alias of the checkpoint
     assert b"actor/weights" in written
+    assert b"html-file" in written
+    pages = [path.read_text() for path in folder.glob("wandb/*/files/media/html/**/*.html")]
+    assert pages == ["<!doctype html><p>the tokens</p>"]
     copies = [path for path in folder.rglob("*") if path.is_file() and path.read_bytes() == b"these are the weights"]
     assert len(copies) == 2, "the checkpoint itself, and what wandb will upload"
 
@@ -115,6 +121,8 @@ def test_mlflow(run):
     assert parameter.read_text() == "1e-06"
     (table,) = folder.rglob("artifacts/val/generations/step_2.json")
     assert "it is four" in table.read_text()
+    (page,) = folder.rglob("artifacts/val/tokens/step_2.html")
+    assert page.read_text() == "<!doctype html><p>the tokens</p>"
     (alert,) = folder.rglob("tags/alert.entropy_collapse")
     assert alert.read_text() == "step 2: the entropy fell from 3 to 0.01"
     (weights,) = folder.rglob("artifacts/checkpoints/global_step_2/actor/weights")
@@ -122,11 +130,11 @@ def test_mlflow(run):
     assert b"hf_hidden" not in everything(folder / "mlruns")
 
 
-def test_a_run_gives_its_checkpoints_to_mlflow(tmp_path: Path):
+def test_a_run_gives_its_checkpoints_and_tokens_to_mlflow(tmp_path: Path):
     pytest.importorskip("mlflow")
     changes = {
         "trainer.logger": "[mlflow]", "trainer.log_checkpoints": True, "trainer.total_training_steps": 2,
-        "trainer.save_freq": 1,
+        "trainer.save_freq": 1, "trainer.test_freq": 1, "trainer.log_val_generations": 3,
     }  # fmt: skip
     settings = overrides(make_tiny_run(tmp_path), tmp_path, **changes)
     own = {"MLFLOW_TRACKING_URI": "file:mlruns", "MLFLOW_ALLOW_FILE_STORE": "true", "PYTHONPATH": str(ROOT)}
@@ -140,6 +148,14 @@ def test_a_run_gives_its_checkpoints_to_mlflow(tmp_path: Path):
 
     for step in ("global_step_1", "global_step_2"):
         assert files(kept / step) == files(tmp_path / "checkpoints" / step) != {}
+    pages = {path.stem: path.read_text() for path in tmp_path.glob("mlruns/*/*/artifacts/val/tokens/*.html")}
+    assert sorted(pages) == ["step_1", "step_2"]
+    for page in pages.values():
+        assert page.count("<p>Tokens by rollout_log_probs</p>") == 3
+        titles = re.findall(
+            r"<span style=\"background:rgb\(230 110 20 / ([0-9.]+)\)\" title=\"rollout_log_probs (-[0-9.]+)\">", page
+        )
+        assert len(titles) > 3
 
 
 def test_checkpoints_go_to_the_trackers_that_keep_files_and_their_failures_stop_nothing(caplog, tmp_path, monkeypatch):

@@ -9,9 +9,10 @@ import pytest
 
 from verl.errors import ConfigError, DataError
 from verl.testing.made_up_run import make_up_run
+from verl.utils.token_page import escaped
 from verl.view.command import view
 from verl.view.index import Index
-from verl.view.report import text, write_report
+from verl.view.report import write_report
 
 
 def test_a_report_has_curves_alerts_samples_tokens_and_settings(tmp_path):
@@ -39,7 +40,7 @@ def test_what_a_run_says_stays_text(tmp_path):
     assert "&lt;script&gt;x&lt;/script&gt;" in page
     assert "<script" not in page
     assert "<img" not in page
-    assert text("\u202ea<") == "[U+202E]a&lt;"
+    assert escaped("\u202ea<") == "[U+202E]a&lt;"
 
 
 def test_no_run_or_several_are_told(tmp_path):

@@ -1,8 +1,6 @@
-"""Curves and colours for a page without scripts."""
+"""Curves for a page without scripts."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,16 +37,3 @@ def curve(steps: np.ndarray, values: np.ndarray) -> str:
         f'<text x="{WIDTH - 2}" y="{HEIGHT - 4}" text-anchor="end">{last:g}</text>'
         f'<polyline points="{points}"/>{dot}</svg>'
     )
-
-
-def heat(values: Sequence[float | None]) -> list[str]:
-    """Return a colour for each number: orange below 0, blue above, stronger the further from it."""
-    known = [abs(value) for value in values if value is not None]
-    most = max(known, default=0.0) or 1.0
-
-    def colour(value: float | None) -> str:
-        if value is None:
-            return "transparent"
-        return f"rgb({'230 110 20' if value < 0 else '30 120 220'} / {0.6 * min(1.0, abs(value) / most):.2f})"
-
-    return [colour(value) for value in values]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +10,9 @@ from typing import Any
 
 from verl.config.problems import shown
 from verl.errors import DataError
+from verl.utils.token_page import STYLE, escaped, token_spans, whole_page
 from verl.view.discovery import Kind, metrics_problem
-from verl.view.drawing import curve, heat
+from verl.view.drawing import curve
 from verl.view.index import Index
 from verl.view.runs import Library, Run
 from verl.view.samples import SampleFilter, find_samples, one_sample, place_of_sample
@@ -21,7 +21,6 @@ from verl.view.tokens import tokens_of
 SAMPLES = 3
 """Best samples, and worst, of the last step."""
 SAMPLES_WITH_TOKENS = 2
-MOST_CHARACTERS = 20_000
 FIRST = (
     "critic/score/mean",
     "val-core/",
@@ -35,21 +34,16 @@ FIRST = (
 )
 """Beginnings of the metrics that a report shows first; the others are folded."""
 
-STYLE = """
-:root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+REPORT_STYLE = """
 h1 { font-size: 1.5rem; } h2 { margin-top: 2rem; font-size: 1.15rem; }
 .curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 320px), 1fr)); gap: 1rem; }
 figure { margin: 0; border: 1px solid #8886; border-radius: 8px; padding: .6rem; min-width: 0; }
 figcaption { font-weight: 600; font-size: .85rem; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; display: block; } svg text { fill: currentColor; font: 10px system-ui; }
 svg line { stroke: #8885; } svg polyline { fill: none; stroke: #2f7fbf; stroke-width: 1.6; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; border-radius: 8px; padding: .7rem; }
-pre { margin: .3rem 0; unicode-bidi: isolate; }
 table { border-collapse: collapse; font-size: .88rem; }
 th, td { text-align: start; padding: .2rem .7rem .2rem 0; vertical-align: top; }
 td { overflow-wrap: anywhere; }
-.tokens span { border-radius: 3px; } .other { text-decoration: underline dotted; opacity: .7; }
 article { border-inline-start: 4px solid #8886; padding-inline-start: .8rem; margin: 1rem 0; }
 .alert { border-color: #c80; }
 """
@@ -95,7 +89,7 @@ def page_of(run: Run, index: Index) -> str:
     title = f"{about['name']}: {about['state']}, {step}"
     facts = {"command": about["command"], "machine": about["host"], **about["environment"]}
     parts = [
-        f"<h1>{text(title)}</h1>",
+        f"<h1>{escaped(title)}</h1>",
         table({name: value for name, value in facts.items() if value}),
         ending(about),
         alerts(run.alerts(index)),
@@ -103,13 +97,7 @@ def page_of(run: Run, index: Index) -> str:
         *(samples(run, index, folder_kind) for folder_kind in about["kinds"]),
         f"<h2>Settings</h2><details><summary>{len(about['config'])}</summary>{table(about['config'])}</details>",
     ]
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    return (
-        "<!doctype html><html lang=en><meta charset=utf-8>"
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{text(title)}</title><style>{STYLE}</style>{''.join(parts)}</html>\n"
-    )
+    return whole_page(title, STYLE + REPORT_STYLE, "".join(parts))
 
 
 def ending(about: Mapping[str, Any]) -> str:
@@ -120,14 +108,14 @@ def ending(about: Mapping[str, Any]) -> str:
     if state not in ("failed", "stopped"):
         return ""
     why = about["ends"][-1].get("why") or "No reason was recorded."
-    return f"<h2>End</h2><article class=alert><strong>{text(state)}</strong><br>{text(why)}</article>"
+    return f"<h2>End</h2><article class=alert><strong>{escaped(state)}</strong><br>{escaped(why)}</article>"
 
 
 def alerts(found: Sequence[Mapping[str, Any]]) -> str:
     """What looked wrong."""
     items = [
-        f"<article class=alert><strong>Step {alert['step']}, {text(alert['rule'])}</strong><br>{text(alert['reason'])}"
-        "</article>"
+        f"<article class=alert><strong>Step {alert['step']}, {escaped(alert['rule'])}</strong><br>"
+        f"{escaped(alert['reason'])}</article>"
         for alert in found
     ]
     return f"<h2>Health</h2>{''.join(items) or '<p>No rule is broken.</p>'}"
@@ -144,7 +132,7 @@ def curves(run: Run, index: Index) -> str:
 
     def figures(chosen: Iterable[str]) -> str:
         drawn = [
-            f"<figure><figcaption>{text(name)}</figcaption>{curve(found[name][0], found[name][2])}</figure>"
+            f"<figure><figcaption>{escaped(name)}</figcaption>{curve(found[name][0], found[name][2])}</figure>"
             for name in chosen
         ]
         return f"<div class=curves>{''.join(drawn)}</div>"
@@ -181,16 +169,16 @@ def sample(index: Index, number: int, with_tokens: bool) -> str:
     found = one_sample(index, number)
     record = found["record"]
     trajectory = record.get("trajectory")
-    answer = f"<pre>{text(record.get('output', ''))}</pre>"
+    answer = f"<pre>{escaped(record.get('output', ''))}</pre>"
     if isinstance(trajectory, Mapping):
         answer = "".join(
-            f"<p><strong>{text(message.get('role', ''))}</strong></p><pre>{text(content_of(message))}</pre>"
+            f"<p><strong>{escaped(message.get('role', ''))}</strong></p><pre>{escaped(content_of(message))}</pre>"
             for message in trajectory.get("conversation") or []
         )
     tokens = token_line(index, number) if with_tokens else ""
     return (
         f"<article><strong>Score {found['score']:g}</strong>, {found['length']} tokens, truth "
-        f"{text(found['gts'])}<pre>{text(record.get('input', ''))}</pre>{answer}{tokens}</article>"
+        f"{escaped(found['gts'])}<pre>{escaped(record.get('input', ''))}</pre>{answer}{tokens}</article>"
     )
 
 
@@ -208,31 +196,13 @@ def token_line(index: Index, number: int) -> str:
     found = tokens_of(*place_of_sample(index, number))
     if found is None:
         return ""
-    name = next((one for one in ("advantages", "rollout_log_probs") if one in found["numbers"]), None)
-    values = found["numbers"][name] if name else [None] * len(found["response"])
-    colours = heat([value if own else None for value, own in zip(values, found["mask"], strict=True)])
-    # An image is one word, at its first token.
-    words = {start: word for start, _, word in found["images"]}
-    within = {place for start, end, _ in found["images"] for place in range(start + 1, end + 1)}
-    tokens = zip(found["response"], found["mask"], values, colours, strict=True)
-    spans = [
-        f'<span style="background:{colour}"{"" if own else " class=other"} title="{text(name or "")} {value}">'
-        f"{text(words.get(place, token['text']))}</span>"
-        for place, (token, own, value, colour) in enumerate(tokens)
-        if place not in within
-    ]
-    title = f"Tokens by {text(name or 'mask')}"
-    return f"<details><summary>{title}</summary><pre class=tokens>{''.join(spans)}</pre></details>"
+    spans, name = token_spans(found)
+    return f"<details><summary>Tokens by {name}</summary><pre class=tokens>{spans}</pre></details>"
 
 
 def table(rows: Mapping[str, Any]) -> str:
     """Two columns."""
-    cells = [f"<tr><th scope=row>{text(name)}</th><td>{text(shown(value))}</td></tr>" for name, value in rows.items()]
+    cells = [
+        f"<tr><th scope=row>{escaped(name)}</th><td>{escaped(shown(value))}</td></tr>" for name, value in rows.items()
+    ]
     return f"<table>{''.join(cells)}</table>"
-
-
-def text(value: Any) -> str:
-    """Escape a text for HTML; characters that cannot be seen, or turn the direction of text, become their codes."""
-    characters = str(value)[:MOST_CHARACTERS]
-    kept = "".join(one if one.isprintable() or one in "\n\t" else f"[U+{ord(one):04X}]" for one in characters)
-    return html.escape(kept)

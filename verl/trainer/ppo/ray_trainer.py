@@ -672,6 +672,9 @@ class RayPPOTrainer(FitParts):
         set_rng_state(before)
         inputs, outputs, scores = ([s[name] for s in self.validator.samples] for name in ("input", "output", "score"))
         self._maybe_log_val_generations(inputs, outputs, scores)
+        tracking = self.validation_generations_logger and self.validation_generations_logger.tracking
+        if self.validator.shown_tokens and tracking and tracking.takes_pages:
+            tracking.log_page("val/tokens", self.validator.tokens_page(self.global_steps), self.global_steps)
         return metrics
 
     def _score(self, batch: DataProto, reward_fn: Any) -> tuple[torch.Tensor, dict[str, list]]:

@@ -25,6 +25,7 @@ import pyarrow as pa
 import torch
 
 from verl.protocol import DataProto, compute_response_mask
+from verl.utils.token_page import described, tokens_page
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ NUMBERS = (
 """Columns of the batch that are written as float32, where there are any."""
 ROWS_PER_BLOCK = 64
 """Rows that are compressed together: a reader of one sample decompresses so many."""
+DRAWN_TOKENS = 2_000
+"""Tokens of a response on a page for trackers, which keep one for each validation."""
 
 
 class TokenDump:
@@ -85,6 +88,11 @@ class TokenDump:
             self.failed += 1
             if self.failed == 1:
                 logger.warning("tokens cannot be written to %s (%s); training goes on without them.", path, error)
+
+    def page(self, title: str, table: pa.Table) -> str:
+        """Draw the sequences of a :func:`token_table` as an HTML page."""
+        texts = {str(one): text for one, text in self._texts_of(table).items()}
+        return tokens_page(title, [described(row, texts) for row in table.to_pylist()], DRAWN_TOKENS)
 
     def _texts_of(self, table: pa.Table) -> dict[int, str]:
         """Text of each id in a table; bytes that are no whole character become U+FFFD."""

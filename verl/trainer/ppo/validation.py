@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
 
 from verl.base.redact import secrets_in
@@ -16,7 +17,7 @@ from verl.trainer.ppo import stages
 from verl.trainer.ppo.metric_utils import process_validation_metrics
 from verl.trainer.ppo.records import RecordFolder, generation_records
 from verl.trainer.ppo.sequences import Trajectories, trajectory_scores, with_prompts
-from verl.trainer.ppo.token_dump import TokenDump
+from verl.trainer.ppo.token_dump import TokenDump, token_table
 from verl.trainer.ppo.trajectories import how_trajectories_ended, validation_trajectory_metrics
 from verl.utils.dataset.loading import batches
 
@@ -50,6 +51,8 @@ class Validator:
         self.token_dump = TokenDump(config.trainer.validation_data_dir, tokenizer, frequency=1)
         self.samples: list[dict[str, Any]] = []
         """Samples of the last validation: input, output, gts, score."""
+        self.shown_tokens: list[pa.Table] = []
+        """Tokens of its first ``trainer.log_val_generations`` sequences, in tables of :func:`token_table`."""
 
     def run(self, step: int) -> dict[str, float]:
         """Validate the current policy, write the samples, and return the metrics of :func:`validation_metrics`."""
@@ -57,6 +60,7 @@ class Validator:
         samples: list[dict[str, Any]] = []
         ends: list[DataProto] = []
         dumped: list[DataProto] = []
+        self.shown_tokens, left = [], self.config.trainer.log_val_generations
         for number, rows in enumerate(batches(self.dataloader)):
             batch, scores, extra = self._generate_and_score(DataProto.from_single_dict(rows), step, number)
             before, scored = len(columns["uid"]), Trajectories.of(batch).scored_rows
@@ -74,11 +78,19 @@ class Validator:
             ends.append(how_trajectories_ended(batch))
             if self.token_dump.is_due(step):
                 dumped.append(batch)
+            if left > 0:
+                self.shown_tokens.append(token_table(batch[:left]))
+                left -= len(self.shown_tokens[-1])
         self.samples = samples
         self.dump.write(step, samples)
         self.token_dump.write(step, *dumped)
         sources, uids = columns.pop("data_source"), columns.pop("uid")
         return validation_metrics(sources, uids, columns) | validation_trajectory_metrics(ends)
+
+    def tokens_page(self, step: int) -> str:
+        """Draw ``shown_tokens`` as an HTML page, coloured by log-prob."""
+        table = pa.concat_tables(self.shown_tokens, promote_options="default")
+        return self.token_dump.page(f"Validation at step {step}", table)
 
     def _generate_and_score(
         self, prompts: DataProto, step: int, number: int

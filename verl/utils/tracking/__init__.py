@@ -142,6 +142,17 @@ class Tracking:
         for chosen in self._chosen(backend):
             self._call(chosen, lambda tracker: tracker.log_table(name, columns, rows, step))
 
+    @property
+    def takes_pages(self) -> bool:
+        """Whether some tracker keeps what :meth:`log_page` is told, so that it is worth to be drawn."""
+        return any(TRACKERS.get(name).log_page is not Tracker.log_page for name in self._health)
+
+    def log_page(self, name: str, page: str, step: int) -> None:
+        """Record an HTML page of a step in the trackers that take pages."""
+        for chosen in self._health:
+            if TRACKERS.get(chosen).log_page is not Tracker.log_page:
+                self._call(chosen, lambda tracker: tracker.log_page(name, page, step))
+
     def log_checkpoint(self, step: int, folder: Path) -> None:
         """Give a checkpoint to the trackers that keep files; returns when they have it, or a copy of it."""
         for name in self._health:

@@ -41,6 +41,9 @@ class Tracker(ABC):
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:  # noqa: B027
         """Record a table of texts and numbers; does nothing by default."""
 
+    def log_page(self, name: str, page: str, step: int) -> None:  # noqa: B027
+        """Keep an HTML page that loads nothing from elsewhere; does nothing by default."""
+
     def log_checkpoint(self, step: int, folder: Path) -> None:  # noqa: B027
         """Keep a copy of the checkpoint of a step, ``folder``; does nothing by default."""
 

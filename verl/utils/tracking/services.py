@@ -14,6 +14,7 @@ trackio      always; files under TRACKIO_DIR           TRACKIO_SPACE_ID
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -52,6 +53,10 @@ class WandbTracker(Tracker):
         data = [[cell if isinstance(cell, int | float) else str(cell) for cell in row] for row in rows]
         table = self._wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
         self._run.log({name: table}, step=step)
+
+    def log_page(self, name: str, page: str, step: int) -> None:
+        """Log a ``wandb.Html``."""
+        self._run.log({name: self._wandb.Html(page, inject=False)}, step=step)
 
     def log_checkpoint(self, step: int, folder: Path) -> None:
         """Log an artifact of type ``model``, whose files wandb copies now and uploads beside the run."""
@@ -101,6 +106,10 @@ class MlflowTracker(Tracker):
         """Log an artifact with one JSON file per step."""
         data = {column: [str(row[number]) for row in rows] for number, column in enumerate(columns)}
         self._mlflow.log_table(data, artifact_file=f"{name}/step_{step}.json")
+
+    def log_page(self, name: str, page: str, step: int) -> None:
+        """Log an artifact with one HTML file per step, which MLflow's page shows."""
+        self._mlflow.log_text(page, artifact_file=f"{name}/step_{step}.html")
 
     def log_checkpoint(self, step: int, folder: Path) -> None:
         """Upload the folder as ``checkpoints/global_step_N`` among the artifacts of the run."""
@@ -177,6 +186,12 @@ class ClearmlTracker(Tracker):
         title, _, series = name.partition("/")
         table = [list(columns), *([str(cell) for cell in row] for row in rows)]
         self._logger.report_table(title, series or title, iteration=step, table_plot=table)
+
+    def log_page(self, name: str, page: str, step: int) -> None:
+        """Report an HTML file among the debug samples."""
+        title, _, series = name.partition("/")
+        stream = io.StringIO(page)
+        self._logger.report_media(title, series or title, iteration=step, stream=stream, file_extension=".html")
 
     def log_alert(self, step: int, rule: str, reason: str) -> None:
         """Write a line to the text log of the task."""

@@ -1,0 +1,60 @@
+"""Tokens of a sequence as HTML, with their numbers and colours."""
+
+from __future__ import annotations
+
+import re
+
+from verl.utils.token_page import described, heat, token_spans, tokens_page
+
+ROW = {
+    "prompt_ids": [1, 2],
+    "response_ids": [3, 4, 9, 9, 5],
+    "response_mask": [1, 1, 0, 0, 1],
+    "rollout_log_probs": [-0.5, -1.0, 0.0, 0.0, -4.0],
+    "old_log_probs": [-0.25, -1.0, 0.0, 0.0, -2.0],
+    "weight_version": 7,
+}
+TEXTS = {"1": "What", "2": " is <it>?", "3": "It", "4": " is", "9": "<|image_pad|>", "5": "\u202e&"}
+
+
+def spans(page: str) -> list[tuple[str, str, str]]:
+    found = re.findall(r'<span style="background:([^"]*)"( class=other)? title="([^"]*)">([^<]*)</span>', page)
+    return [(colour + other, title, text) for colour, other, title, text in found]
+
+
+def test_the_gap_of_log_probs_and_images_are_described():
+    found = described(ROW, TEXTS)
+    assert found["numbers"]["log_prob_gap"] == [0.25, 0.0, 0.0, 0.0, 2.0]  # before the update less rollout
+    assert found["images"] == [(2, 3, "<image: 2 tokens>")]
+    assert [token["text"] for token in found["prompt"]] == ["What", " is <it>?"]
+    assert (found["weight_version"], found["left_out"]) == (7, 0)
+
+
+def test_tokens_are_coloured_by_log_prob_and_an_image_is_one_word():
+    page, name = token_spans(described(ROW, TEXTS))
+    assert name == "rollout_log_probs"
+    # The largest is 4: 0.6 · 0.5 / 4 = 0.075 (a float below it, so 0.07), 0.6 · 1 / 4 = 0.15, and 0.6 for itself.
+    assert spans(page) == [
+        ("rgb(230 110 20 / 0.07)", "rollout_log_probs -0.5", "It"),
+        ("rgb(230 110 20 / 0.15)", "rollout_log_probs -1.0", " is"),
+        ("transparent class=other", "rollout_log_probs 0.0", "&lt;image: 2 tokens&gt;"),
+        ("rgb(230 110 20 / 0.60)", "rollout_log_probs -4.0", "[U+202E]&amp;"),
+    ]
+
+
+def test_advantages_come_first_and_their_sign_is_the_colour():
+    row = ROW | {"advantages": [0.5, -1.0, 0.0, 0.0, float("nan")]}
+    page, name = token_spans(described(row, TEXTS), most=2)
+    assert name == "advantages"
+    assert [colour for colour, _, _ in spans(page)] == ["rgb(30 120 220 / 0.30)", "rgb(230 110 20 / 0.60)"]
+    assert page.endswith(" … and 3 more tokens")
+    assert heat([None, 0.0]) == ["transparent", "rgb(30 120 220 / 0.00)"]
+
+
+def test_a_page_runs_nothing_and_loads_nothing():
+    page = tokens_page("Step <1>", [described(ROW, TEXTS)] * 2, most=2_000)
+    assert page.count("<p>Tokens by rollout_log_probs</p>") == 2
+    assert "<title>Step &lt;1&gt;</title>" in page
+    assert "What is &lt;it&gt;?" in page
+    assert """content="default-src 'none'; style-src 'unsafe-inline'\"""" in page
+    assert not re.search(r"<script|<img|<link|src=|https?://|@import|url\(", page)

@@ -1,0 +1,131 @@
+"""Tokens as HTML, coloured by one of their numbers: what a file of tokens holds, for pages, reports and trackers."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.vision.families import IMAGE_TOKEN
+from verl.vision.texts import image_word, runs
+
+MOST_TOKENS = 40_000
+"""Tokens of a response that a page is sent."""
+MOST_CHARACTERS = 20_000
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Content security policy of a page that runs nothing and loads nothing."""
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2rem auto; padding: 0 1rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #8881; border-radius: 8px; padding: .7rem; }
+pre { margin: .3rem 0; unicode-bidi: isolate; }
+.tokens span { border-radius: 3px; } .other { text-decoration: underline dotted; opacity: .7; }
+"""
+
+
+def described(row: Mapping[str, Any], texts: Mapping[str, str]) -> dict[str, Any]:
+    """Describe a sequence by the row of a file of tokens and the texts of its metadata.
+
+    Returns:
+        ``prompt`` and ``response`` as lists of {id, text}, ``mask``, ``numbers`` by column, ``weight_version``; and
+        ``images``, first and last place of each image in the response and the word that stands for it.
+    """
+    count = min(len(row["response_ids"]), MOST_TOKENS)
+    lists = {name: values for name, values in row.items() if isinstance(values, list)}
+    others = ("prompt_ids", "response_ids", "response_mask")
+    numbers = {name: _finite(values[:count]) for name, values in lists.items() if name not in others}
+    if {"old_log_probs", "rollout_log_probs"} <= lists.keys():
+        pairs = zip(lists["old_log_probs"][:count], lists["rollout_log_probs"][:count], strict=True)
+        numbers["log_prob_gap"] = [old - rollout for old, rollout in pairs]
+    # Of the update, and so only on tokens that it trained on: elsewhere they are NaN in the file.
+    if {"old_log_probs", "update_log_probs"} <= lists.keys():
+        pairs = zip(lists["old_log_probs"][:count], lists["update_log_probs"][:count], strict=True)
+        numbers["ratio"] = _finite([_exp(new - old) for old, new in pairs])
+    response = _tokens(row["response_ids"][:count], texts)
+    mask = row["response_mask"][:count]
+    of_images = [token["text"] == IMAGE_TOKEN and not own for token, own in zip(response, mask, strict=True)]
+    return {
+        "prompt": _tokens(row["prompt_ids"][-MOST_TOKENS:], texts),
+        "response": response,
+        "mask": mask,
+        "images": [(start, end - 1, image_word(end - start)) for is_image, start, end in runs(of_images) if is_image],
+        "numbers": numbers,
+        "weight_version": row.get("weight_version"),
+        "left_out": len(row["response_ids"]) - count,
+    }
+
+
+def token_spans(found: Mapping[str, Any], most: int = MOST_TOKENS) -> tuple[str, str]:
+    """Return the response of a described sequence as HTML, and the name of the numbers that colour its tokens.
+
+    These are its advantages, else its log-probs under the rollout engine; without either the name is ``mask``.
+    """
+    name = next((one for one in ("advantages", "rollout_log_probs") if one in found["numbers"]), "")
+    values = found["numbers"][name] if name else [None] * len(found["response"])
+    colours = heat([value if own else None for value, own in zip(values, found["mask"], strict=True)])
+    # An image is one word, at its first token.
+    words = {start: word for start, _, word in found["images"]}
+    within = {place for start, end, _ in found["images"] for place in range(start + 1, end + 1)}
+    tokens = list(zip(found["response"], found["mask"], values, colours, strict=True))
+    spans = [
+        f'<span style="background:{colour}"{"" if own else " class=other"} title="{name} {value}">'
+        f"{escaped(words.get(place, token['text']))}</span>"
+        for place, (token, own, value, colour) in enumerate(tokens[:most])
+        if place not in within
+    ]
+    rest = len(tokens) - most
+    return "".join(spans) + (f" … and {rest} more tokens" if rest > 0 else ""), name or "mask"
+
+
+def tokens_page(title: str, sequences: Sequence[Mapping[str, Any]], most: int) -> str:
+    """Return an HTML page of described sequences, with the first ``most`` tokens of each, that needs nothing else."""
+    parts = [f"<h1>{escaped(title)}</h1>"]
+    for found in sequences:
+        spans, name = token_spans(found, most)
+        prompt = "".join(token["text"] for token in found["prompt"])
+        parts.append(f"<pre>{escaped(prompt)}</pre><p>Tokens by {name}</p><pre class=tokens>{spans}</pre>")
+    return whole_page(title, STYLE, "".join(parts))
+
+
+def whole_page(title: str, style: str, body: str) -> str:
+    """Return an HTML document that runs no script and loads nothing."""
+    return (
+        "<!doctype html><html lang=en><meta charset=utf-8>"
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name=viewport content="width=device-width, initial-scale=1">'
+        f"<title>{escaped(title)}</title><style>{style}</style>{body}</html>\n"
+    )
+
+
+def heat(values: Sequence[float | None]) -> list[str]:
+    """Return a colour for each number: orange below 0, blue above, stronger the further from it."""
+    known = [abs(value) for value in values if value is not None]
+    most = max(known, default=0.0) or 1.0
+
+    def colour(value: float | None) -> str:
+        if value is None:
+            return "transparent"
+        return f"rgb({'230 110 20' if value < 0 else '30 120 220'} / {0.6 * min(1.0, abs(value) / most):.2f})"
+
+    return [colour(value) for value in values]
+
+
+def escaped(value: Any) -> str:
+    """Escape a text for HTML; characters that cannot be seen, or turn the direction of text, become their codes."""
+    characters = str(value)[:MOST_CHARACTERS]
+    kept = "".join(one if one.isprintable() or one in "\n\t" else f"[U+{ord(one):04X}]" for one in characters)
+    return html.escape(kept)
+
+
+def _tokens(ids: Sequence[int], texts: Mapping[str, str]) -> list[dict[str, Any]]:
+    return [{"id": one, "text": texts.get(str(one), f"<{one}>")} for one in ids]
+
+
+def _exp(log_ratio: float) -> float:
+    return math.exp(log_ratio) if log_ratio < 700 else math.inf  # above it a float overflows
+
+
+def _finite(values: Sequence[float]) -> list[float | None]:
+    return [value if value == value and abs(value) != float("inf") else None for value in values]
