@@ -106,7 +106,7 @@ def test_wandb(run):
     assert b"step_2" in written  # alias of the checkpoint
     assert b"actor/weights" in written
     assert b"html-file" in written
-    pages = [path.read_text() for path in folder.glob("wandb/*/files/media/html/**/*.html")]
+    pages = [path.read_text() for path in folder.glob("wandb/offline-run-*/files/media/html/**/*.html")]
     assert pages == ["<!doctype html><p>the tokens</p>"]
     copies = [path for path in folder.rglob("*") if path.is_file() and path.read_bytes() == b"these are the weights"]
     assert len(copies) == 2, "the checkpoint itself, and what wandb will upload"
@@ -215,3 +215,4 @@ def test_clearml(run):
     assert b"val-core/s/acc/mean@4 is nan" in written
     assert b"it is four" in written
     assert b"hf_hidden" not in written
+    assert [path.read_text() for path in folder.rglob("*.html")] == ["<!doctype html><p>the tokens</p>"]
