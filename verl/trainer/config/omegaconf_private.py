@@ -25,10 +25,12 @@ def yaml_loader() -> Any:
     if not yaml.__with_libyaml__:
         return plain
 
-    class Loader(yaml.cyaml.CParser, plain):
+    parser: Any = yaml.cyaml.CParser  # pyright: ignore[reportAttributeAccessIssue]
+
+    class Loader(parser, plain):
         def __init__(self, stream: Any) -> None:
             self.text = stream
-            yaml.cyaml.CParser.__init__(self, stream)
+            parser.__init__(self, stream)
             yaml.constructor.SafeConstructor.__init__(self)
             yaml.resolver.Resolver.__init__(self)
 
