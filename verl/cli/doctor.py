@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
+import os
+import re
 import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +30,8 @@ Verdict = Literal["ok", "absent", "warn", "fail"]
 OLDEST_PYTHON = (3, 11)
 FILES = 65_536
 """Open files that Ray and its workers take on a machine with many cores."""
+PROCESSES = 8_192
+"""Processes and threads of one user: Ray, PyTorch and OpenMP start hundreds of threads in each process."""
 SHARED_BYTES = 8 * 2**30
 """Shared memory below which Ray's object store spills to disk."""
 DISK_BYTES = 20 * 2**30
@@ -39,7 +45,20 @@ _ASK_TORCH = """
 import json, torch
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None
-print(json.dumps({"cuda": torch.version.cuda or torch.version.hip, "gpus": gpus, "nccl": nccl}))
+capability = torch.cuda.get_device_capability() if gpus else None
+about = {"cuda": torch.version.cuda or torch.version.hip, "gpus": gpus, "nccl": nccl, "capability": capability}
+print(json.dumps(about))
+"""
+_COMPILE_FOR_GPU = """
+import torch
+f = torch.compile(lambda x: (2 * x).relu().sum())
+assert f(torch.arange(-3.0, 4.0, device="cuda")).item() == 12.0
+"""
+# Finds them in their cache, if they were compiled before.
+_COMPILE_FOR_CPU = """
+import sys
+from verl.backends.cpu.kernels import cpu_kernels
+sys.exit(cpu_kernels() is None)
 """
 
 
@@ -61,7 +80,6 @@ def examine() -> list[Finding]:
         *_packages(),
         *_devices(),
         *(_optional(name, distribution, remedy) for name, distribution, remedy in _ENGINES),
-        _program("C compiler", ("cc", "gcc", "clang"), "compiled kernels on CPUs", "apt-get install gcc"),
         _program("bubblewrap", ("bwrap",), "rewards that run generated programs", "apt-get install bubblewrap"),
         *_limits(),
     ]
@@ -70,7 +88,6 @@ def examine() -> list[Finding]:
 _ENGINES = (
     ("vLLM", "vllm", f"{install_command('vllm')}, for rollout.name=vllm"),
     ("SGLang", "sglang", f"{install_command('sglang')}, for rollout.name=sglang"),
-    ("flash-attn", "flash-attn", "pip install flash-attn, for attn_implementation=flash_attention_2"),
 )
 
 
@@ -117,16 +134,51 @@ def _devices() -> Iterator[Finding]:
         yield Finding("GPUs", "warn", f"the driver sees {driver.splitlines()[0]}, PyTorch sees none", remedy)
     else:
         yield Finding("GPUs", "absent", "none: runs use the CPU")
+        yield _ran("CPU kernels", _COMPILE_FOR_CPU, "compiled", "apt-get install gcc: without them a CPU is slower")
     if driver:
         yield Finding("GPU driver", "ok", driver.splitlines()[0].rpartition(",")[2].strip())
     if gpus:
         remedy = "" if known["nccl"] else "install a build of PyTorch with NCCL for more than one GPU"
         yield Finding("NCCL", "ok" if known["nccl"] else "warn", known["nccl"] or "not in this PyTorch", remedy)
+        yield _ran("GPU compiler", _COMPILE_FOR_GPU, "a function compiled and ran", "apt-get install g++ python3-dev")
+    yield _flash_attention(known["capability"])
 
 
 def _torch() -> dict[str, Any] | None:
     output = _output([sys.executable, "-c", _ASK_TORCH])
     return json.loads(output.splitlines()[-1]) if output else None
+
+
+def _flash_attention(capability: list[int] | None) -> Finding:
+    """Import flash-attn, whose binaries fit one build of PyTorch, and compare the GPU with what it supports."""
+    name, use = "flash-attn", "for attn_implementation=flash_attention_2"
+    found = _optional(name, name, f"pip install flash-attn, {use}")
+    if found.verdict != "ok":
+        return found
+    if capability is None:
+        return Finding(name, "absent", f"{found.found}; of no use without a GPU")
+    if capability < [8, 0]:
+        remedy = f"a GPU of compute capability 8.0 (Ampere) or newer, {use}"
+        return Finding(name, "warn", f"{found.found}; this GPU has {'.'.join(map(str, capability))}", remedy)
+    return _ran(name, "import flash_attn", found.found, "build it again for this PyTorch: pip install --no-cache-dir")
+
+
+def _ran(name: str, program: str, found: str, remedy: str) -> Finding:
+    """Run a Python program in a process of its own; if it fails, its error or first line is the finding."""
+    with tempfile.TemporaryDirectory() as cache:  # so that torch.compile does compile
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": cache}
+        command = [sys.executable, "-c", program]
+        try:
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=SECONDS, check=False, env=environment
+            )
+        except subprocess.TimeoutExpired:
+            return Finding(name, "warn", f"no end after {SECONDS} s", remedy)
+    if done.returncode == 0:
+        return Finding(name, "ok", found)
+    said = done.stderr.strip().splitlines()
+    errors = [line for line in said if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return Finding(name, "warn", [f"ended with code {done.returncode}", *said[:1], *errors][-1], remedy)
 
 
 def _optional(name: str, distribution: str, remedy: str) -> Finding:
@@ -147,11 +199,21 @@ def _limits() -> Iterator[Finding]:
     if Path("/dev/shm").is_dir():
         remedy = "mount /dev/shm larger (docker run --shm-size=16g)"
         yield _enough("shared memory", psutil.disk_usage("/dev/shm").total, SHARED_BYTES, remedy)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    enough = soft == resource.RLIM_INFINITY or soft >= FILES
-    can_raise = hard == resource.RLIM_INFINITY or hard >= FILES
-    remedy = f"ulimit -n {FILES}" if can_raise else f"raise the hard limit of {hard:,} (limits.conf, docker --ulimit)"
-    yield Finding("open files", "ok" if enough else "warn", f"{soft:,}", "" if enough else remedy)
+    yield _limit("open files", resource.RLIMIT_NOFILE, FILES, f"ulimit -n {FILES}")
+    yield _limit("processes", resource.RLIMIT_NPROC, PROCESSES, f"ulimit -u {PROCESSES}")
+    if Path("/dev/infiniband").is_dir():
+        yield _limit("locked memory", resource.RLIMIT_MEMLOCK, resource.RLIM_INFINITY, "ulimit -l unlimited")
+
+
+def _limit(name: str, kind: int, wanted: int, command: str) -> Finding:
+    """Compare a limit of this process with what is wanted; it can raise it itself up to the hard limit."""
+    soft, hard = (math.inf if one == resource.RLIM_INFINITY else one for one in resource.getrlimit(kind))
+    least = math.inf if wanted == resource.RLIM_INFINITY else wanted
+    found = "no limit" if soft == math.inf else f"{soft:,}"
+    if soft >= least:
+        return Finding(name, "ok", found)
+    remedy = command if hard >= least else f"raise the hard limit of {hard:,} (limits.conf, docker --ulimit)"
+    return Finding(name, "warn", found, remedy)
 
 
 def _enough(name: str, there: int, wanted: int, remedy: str) -> Finding:
