@@ -8,15 +8,16 @@ import torch
 from torch.testing import assert_close
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.vision.batches import P, naive_log_probs, naive_steps, picture_batch
+from tests.vision.batches import P, arguments_of, naive_log_probs, naive_steps, picture_batch
 from tests.workers.support import make_engine, run_ranks, share, weights_of, with_log_probs
 from verl.errors import ConfigError, SchemaError
+from verl.model_merger import merge
 from verl.protocol.shared import SharedTensors
 from verl.testing.vision_models import tiny_vision_model_dir
+from verl.utils.image_reward_models import token_classifier
 from verl.vision.families import FAMILIES, TEXT_PLACES
 from verl.workers.config import ActorConfig
 from verl.workers.engine import MicroBatchConfig
-from verl.workers.engine.fsdp.model import check_sequence_sharing
 from verl.workers.losses import PolicyLoss
 
 LAYOUTS = {
@@ -127,9 +128,25 @@ def test_values_with_images(path, tmp_path):
     assert float(values.abs().max()) > 0.1
 
 
-def test_shared_sequences_are_refused(path):
-    with pytest.raises(ConfigError, match=r"ulysses_sequence_parallel_size=2: .* images"):
-        check_sequence_sharing(AutoConfig.from_pretrained(path), 2)
+def test_a_critic_is_exported_and_merged(family_path, tmp_path):
+    family = AutoConfig.from_pretrained(family_path).model_type
+    batch = picture_batch(family_path, tmp_path)
+    engine = make_engine(family_path, "value_model")
+    torch.nn.init.normal_(engine.model.head.weight, std=0.5)
+    torch.nn.init.ones_(engine.model.head.bias)
+    values = engine.infer_batch(batch, {"values"}, LAYOUTS["whole"])["values"]
+    engine.save_checkpoint(str(tmp_path / "saved"), 1, ("model", "hf_model"))
+    merge(tmp_path / "saved", tmp_path / "merged", is_value_model=True)
+    for folder in (tmp_path / "saved" / "huggingface", tmp_path / "merged"):
+        model = token_classifier(family).from_pretrained(folder).eval()
+        for row in (1, 2):  # one with an image, and one of text
+            given = arguments_of(batch, row)
+            length = int(batch.batch["response_mask"][row].sum())
+            with torch.no_grad():
+                found = model(**given).logits[0, -length - 1 : -1, 0]  # before each response token
+            assert_close(found, values[row, :length], atol=1e-5, rtol=0)
+        again = make_engine(str(folder), "value_model", trained=False)
+        assert_close(again.infer_batch(batch, {"values"}, LAYOUTS["whole"])["values"], values, atol=1e-6, rtol=0)
 
 
 def on_each_rank(rank, world_size, folder, path):
@@ -167,6 +184,41 @@ def test_two_ranks_make_the_steps_of_one_also_if_one_has_only_texts(path, tmp_pa
             assert own_norm == pytest.approx(norm, rel=1e-4), case
             for name, weight in expected.items():
                 assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=lambda t, n=name, c=case: f"{c} {n}: {t}")
+
+
+def on_ranks_that_share_sequences(rank, world_size, folder):
+    for family in FAMILIES:
+        path, batch = str(folder / family / "model"), torch.load(folder / family / "batch.pt", weights_only=False)
+        result = {}
+        # Alone in a pass, a row of text has no image, and one of both ranks has no token of one.
+        for packed, layout in ((True, "one by one"), (False, "whole")):
+            engine = make_engine(path, use_remove_padding=packed, ulysses_sequence_parallel_size=2)
+            assert engine.is_packed == packed
+            found = engine.infer_batch(batch, {"log_probs"}, LAYOUTS[layout])["log_probs"]
+            with engine.train_mode():
+                norm = engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS[layout])["grad_norm"]
+                engine.train_batch(batch, PolicyLoss(CONFIG), LAYOUTS[layout])
+            result[f"{layout}, packed={packed}"] = found, norm, weights_of(engine)
+        torch.save(result, folder / family / f"rank_{rank}.pt")
+
+
+def test_ranks_that_share_sequences_make_the_steps_of_plain_pytorch(tmp_path):
+    expected = {}
+    for family in FAMILIES:
+        path = tiny_vision_model_dir(tmp_path / family / "model", family)
+        batch = ppo_batch(path, tmp_path / family)
+        torch.save(batch, tmp_path / family / "batch.pt")
+        with torch.no_grad():
+            log_probs, _ = naive_log_probs(AutoModelForImageTextToText.from_pretrained(path), batch)
+        expected[family] = log_probs, *naive_steps(path, batch, CONFIG)
+    run_ranks(on_ranks_that_share_sequences, 2, tmp_path)
+    for family, (log_probs, weights, norm) in expected.items():
+        for rank in range(2):
+            for case, (found, own_norm, own) in torch.load(tmp_path / family / f"rank_{rank}.pt").items():
+                assert_close(found, log_probs, atol=1e-5, rtol=0)
+                assert own_norm == pytest.approx(norm, rel=1e-4), (family, case)
+                for name, weight in weights.items():
+                    assert_close(own[name], weight, atol=1e-5, rtol=0, msg=lambda t, n=name, c=case: f"{c} {n}: {t}")
 
 
 def test_a_frozen_tower_stays_and_the_language_model_learns(path, tmp_path):

@@ -1,4 +1,4 @@
-"""Preference pairs whose prompts have images: rows, and steps of DPO and of reward models, against Transformers."""
+"""Preference pairs whose prompts have images and videos: rows, and steps of DPO and of reward models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch.nn.functional import logsigmoid
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.vision.test_videos import IMAGE, VIDEO, arguments_of
 from verl.errors import DataError
 from verl.model_merger import merge
 from verl.testing.preferences import numbers_of
-from verl.testing.vision_models import picture, png, tiny_vision_model_dir, write_parquet
+from verl.testing.vision_models import film, picture, png, tiny_vision_model_dir, write_parquet
 from verl.trainer.config import PreferenceDataConfig
 from verl.trainer.config.command_line import compose
 from verl.trainer.dpo_trainer import run_dpo
@@ -26,7 +27,6 @@ from verl.utils.dataset.rm_dataset import pair_collate_fn
 from verl.utils.image_reward_models import sequence_classifier
 from verl.vision.families import FAMILIES
 
-IMAGE = 106
 STEPS, LR, EPS, BETA = 2, 1e-2, 1e-2, 0.5
 
 
@@ -34,15 +34,16 @@ def image(color: str, size: tuple[int, int] = (16, 16)) -> dict[str, Any]:
     return {"bytes": png(picture(color, size=size)), "path": None}
 
 
-def pair(prompt: Any, chosen: Any, rejected: Any, *images: Any) -> dict[str, Any]:
-    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "images": list(images)}
+def pair(prompt: Any, chosen: Any, rejected: Any, *images: Any, videos: Any = ()) -> dict[str, Any]:
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected, "images": list(images), "videos": list(videos)}
 
 
 def pairs() -> list[dict[str, Any]]:
-    """One picture; two pictures; a long response that speaks of <image>; texts alone."""
+    """One picture; a film and a picture; a long response that speaks of <image>; texts alone."""
+    frames = [{"bytes": png(frame)} for frame in film(["red", "green"], (24, 16))]
     return [
         pair("<image>?", "red", "b", image("red")),
-        pair("<image>or<image>", "w", "green", image("white"), image("red", (24, 16))),
+        pair("<video>or<image>", "w", "green", image("white"), videos=[{"video": frames, "fps": 4.0}]),
         pair("see <image>", "no <image> here", "yes", image("green", (16, 32))),
         pair("a <image>?", "yes", "no"),
     ]
@@ -63,15 +64,16 @@ def test_the_columns_of_a_pair(path, tmp_path):
     tokenizer = hf_tokenizer(path)
     model: Any = AutoModelForImageTextToText.from_pretrained(path)
     texts = [("red", "b"), ("w", "green"), ("no <image> here", "yes"), ("yes", "no")]
-    for number, tokens in enumerate([4, 4 + 6, 8, 0]):
+    for number, (of_images, of_videos) in enumerate([(4, 0), (4, 6), (8, 0), (0, 0)]):
         item = data[number]
-        grid = dict(item["multi_modal_inputs"]).get("image_grid_thw")
         for side in range(2):
             length = int(item["attention_mask"][side].sum())
             ids, mask = item["input_ids"][side, :length], item["loss_mask"][side, :length].bool()
-            assert int((ids == IMAGE).sum()) == tokens
+            assert [int((ids == one).sum()) for one in (IMAGE, VIDEO)] == [of_images, of_videos]
             assert tokenizer.decode(ids[mask]) == f"{texts[number][side]}<eos>"
-            expected, _ = model.model.get_rope_index(ids[None], (ids == IMAGE).int()[None], image_grid_thw=grid)
+            given = arguments_of(ids, item["multi_modal_inputs"])
+            grids = {name: given[name] for name in given if name.endswith(("thw", "ts"))}
+            expected, _ = model.model.get_rope_index(given["input_ids"], given["mm_token_type_ids"], **grids)
             assert item["position_ids"][side, 0, :length].tolist() == [*range(length)]
             assert item["position_ids"][side, 1:, :length].equal(expected[:, 0])
     batch = pair_collate_fn(tokenizer, data.config)([data[0], data[1]])
@@ -108,16 +110,20 @@ def test_what_is_refused_or_left_out(path, tmp_path, caplog):
         r"row 0, the prompt: the messages have 0 <image> placeholder\(s\), and the row has 1": [
             pair("?", "<image>", "b", red)
         ],
-        "a message of the assistant has an image": [
+        "a message of the assistant has an image or a video": [
             pair([asked, {"role": "assistant", "content": "<image>"}, asked], "a", "b", red)
         ],
         "1 of 1 pairs are longer than max_length=64 and pairs with images are never cut: the first is": [
             pair("<image>" + "a" * 60, "b", "c", red)
         ],
-        "row 0, rejected: it has an image that the prompt has not": [
+        "row 0, rejected: it has an image or a video that the prompt has not": [
             pair("?", "a", [{"role": "assistant", "content": [{"type": "image", "image": red}]}])
         ],
-        "videos and sounds are not read": [pair("<image>", "a", "b", red) | {"videos": ["a.mp4"]}],
+        "row 0, chosen: it has an image or a video that the prompt has not": [
+            pair("?", [{"role": "assistant", "content": [{"type": "video", "video": [red, red]}]}], "b")
+        ],
+        r"the messages have 0 <video> placeholder\(s\), and the row has 1": [pair("?", "a", "b", videos=[[red, red]])],
+        "sounds are not read": [pair("<image>", "a", "b", red) | {"audios": ["a.mp3"]}],
     }
     for number, (message, rows) in enumerate(cases.items()):
         with pytest.raises(DataError, match=message):
@@ -137,7 +143,8 @@ def side(data: RMDataset, number: int, which: int) -> tuple[Tensor, Tensor, dict
     item = data[number]
     length = int(item["attention_mask"][which].sum())
     ids, mask = item["input_ids"][which, :length], item["loss_mask"][which, :length].bool()
-    return ids, mask, {"mm_token_type_ids": (ids == IMAGE).int()[None], **item["multi_modal_inputs"]}
+    given = arguments_of(ids, item["multi_modal_inputs"])
+    return ids, mask, {name: value for name, value in given.items() if name != "input_ids"}
 
 
 class PlainPolicy:

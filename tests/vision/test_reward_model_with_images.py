@@ -236,7 +236,6 @@ def test_what_is_refused_by_the_configuration(paths, path, tmp_path):
     cases = [
         ({"reward_model__model__path": text}, "it holds a qwen3, and the policy with images is a qwen2_5_vl"),
         ({"reward_model__max_length": 47}, "sequences have up to 48 tokens, and those with images are not cut"),
-        ({"reward_model__ulysses_sequence_parallel_size": 2}, "ranks cannot share the sequences"),
     ]
     for changes, said in cases:
         with pytest.raises(ConfigError, match=said):

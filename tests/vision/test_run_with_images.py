@@ -89,7 +89,6 @@ def test_ppo_with_a_critic_and_a_kl_term(paths, tmp_path, monkeypatch):
             {"actor_rollout_ref__rollout__name": "vllm", **SPLIT},
             "vllm splits the 2 attention heads of the vision tower",
         ),
-        ({"actor_rollout_ref__actor__ulysses_sequence_parallel_size": 2}, "ranks cannot share the sequences"),
     ],
 )
 def test_what_is_refused_before_a_model_loads(paths, tmp_path, changes, said):

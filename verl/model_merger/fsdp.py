@@ -18,7 +18,7 @@ from verl.checkpoint.shards import assemble, read_shards, saved_world_size
 from verl.errors import CheckpointError, ConfigError
 from verl.model_merger.lora import PUBLIC_PREFIX, Adapted, PublicAdapted, has_adapters
 from verl.model_merger.probes import probes
-from verl.utils.image_reward_models import sequence_classifier
+from verl.utils.image_reward_models import sequence_classifier, token_classifier
 from verl.utils.model import load_hf_config
 from verl.utils.model_code import LOADING_ERRORS, warn_if_code_runs, why_unreadable
 from verl.utils.tokenizer import hf_tokenizer
@@ -131,7 +131,8 @@ def whole_weights(folder: Path) -> dict[str, Tensor]:
 def _auto_class(config: PretrainedConfig) -> Any:
     architecture = str((config.architectures or [""])[0])
     if config.model_type in FAMILIES:
-        sequence_classifier(config.model_type)  # which Transformers' Auto class finds from here on
+        for classifier in (sequence_classifier, token_classifier):
+            classifier(config.model_type)  # which Transformers' Auto class finds from here on
     for ending, auto in _AUTO.items():
         if architecture.endswith(ending):
             return auto

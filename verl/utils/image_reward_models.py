@@ -1,4 +1,4 @@
-"""Reward models of the families with images, for which Transformers has no classes.
+"""Reward and value models of the families with images, for which Transformers has no classes.
 
 ::
 
@@ -9,11 +9,12 @@
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import transformers
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
 
-from verl.utils.transformers_private import GenericForSequenceClassification
+from verl.utils.transformers_private import GenericForSequenceClassification, GenericForTokenClassification
 from verl.vision.families import FAMILIES
 
 
@@ -27,10 +28,24 @@ def sequence_classifier(model_type: str) -> type[PreTrainedModel]:
     Args:
         model_type: of the config; a key of :data:`verl.vision.families.FAMILIES`.
     """
+    return _made(model_type, GenericForSequenceClassification, AutoModelForSequenceClassification)
+
+
+@cache
+def token_classifier(model_type: str) -> type[PreTrainedModel]:
+    """Return the ``...ForTokenClassification`` of a family, and make Transformers' Auto class find it.
+
+    Its linear head ``score`` has a bias and is read at each token; a critic is one with one label. Arguments as of
+    :func:`sequence_classifier`.
+    """
+    return _made(model_type, GenericForTokenClassification, AutoModelForTokenClassification)
+
+
+def _made(model_type: str, generic: type, auto: Any) -> type[PreTrainedModel]:
     family = FAMILIES[model_type].removesuffix("Processor")
     base = getattr(transformers, f"{family}PreTrainedModel")
-    name, bases = f"{family}ForSequenceClassification", (GenericForSequenceClassification, base)
-    found = type(name, bases, {"__module__": __name__})
+    name = f"{family}{generic.__name__.removeprefix('Generic')}"
+    found = type(name, (generic, base), {"__module__": __name__})
     # Without exist_ok a class for a config of Transformers' own is not registered.
-    AutoModelForSequenceClassification.register(base.config_class, found, exist_ok=True)
+    auto.register(base.config_class, found, exist_ok=True)
     return found

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import TRANSFORMERS_DYNAMIC_MODULE_NAME, custom_object_save
 from transformers.initialization import no_init_weights
-from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
@@ -44,6 +44,7 @@ __all__ = [
     "ALL_ATTENTION_FUNCTIONS",
     "DynamicLayer",
     "GenericForSequenceClassification",
+    "GenericForTokenClassification",
     "get_json_schema",
     "get_tokenizer_config",
     "no_init_weights",
@@ -86,6 +87,11 @@ def use_attention(module: PreTrainedModel, name: str | None) -> None:
     text = module.config.get_text_config()
     own = next((part for part in module.config.sub_configs if getattr(module.config, part) is text), None)
     module.set_attn_implementation(name if own is None else {own: name})  # pyright: ignore[reportArgumentType]
+
+
+def experts_of(config: PretrainedConfig) -> str | None:
+    """Return what computes the experts of a model that was made from a config, such as ``grouped_mm``."""
+    return config.get_text_config()._experts_implementation
 
 
 def set_attention(config: PretrainedConfig, name: str) -> None:

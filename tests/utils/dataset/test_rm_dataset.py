@@ -211,6 +211,6 @@ def test_max_samples_chooses_by_the_seed(tmp_path):
     assert len(set(chosen[0])) == 4
 
 
-def test_rows_with_images_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"row 0: column 'videos' holds 1 item\(s\).*videos and sounds are not read"):
+def test_rows_with_videos_are_refused_without_a_processor(tmp_path):
+    with pytest.raises(DataError, match=r"row 0: column 'videos' holds 1 item\(s\).*No image processor was given"):
         open_pairs(tmp_path, {"prompt": "a", "chosen": "01", "rejected": "2", "videos": ["a.mp4"]})

@@ -18,7 +18,7 @@ ENGINES = ("native", "hf", "vllm")
 
 
 def models_with_images(config: PPOConfig) -> Problems:
-    """A policy with images has engines that take them, whole sequences, and a critic that sees them too."""
+    """A policy with images has engines that take them, and a critic that sees them too."""
     roles = config.actor_rollout_ref
     kind = model_files.model_type(Path(roles.model.path).expanduser())
     if kind not in FAMILIES:
@@ -41,10 +41,6 @@ def models_with_images(config: PPOConfig) -> Problems:
         key = "actor_rollout_ref.rollout.tensor_model_parallel_size"
         wrong = f"{rollout.name} does not split a model with images ({kind}) over ranks; vllm does"
         yield Problem(key, rollout.tensor_model_parallel_size, wrong, "1")
-    if roles.actor.ulysses_sequence_parallel_size > 1:
-        key = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-        wrong = "ranks cannot share the sequences of a model with images in this version"
-        yield Problem(key, roles.actor.ulysses_sequence_parallel_size, wrong, "1")
     if roles.actor.strategy == "megatron":
         wrong = f"it has no models with images ({kind})"
         yield Problem("actor_rollout_ref.actor.strategy", "megatron", wrong, "fsdp2")
@@ -58,7 +54,7 @@ def models_with_images(config: PPOConfig) -> Problems:
 
 
 def _of_reward_model(config: PPOConfig, kind: str | None) -> Problems:
-    """The reward model sees the images of the policy, and whole sequences."""
+    """The reward model sees the images of the policy."""
     section = config.reward_model
     own = model_files.model_type(Path(section.model.path).expanduser())
     if own is not None and own != kind:
@@ -67,9 +63,6 @@ def _of_reward_model(config: PPOConfig, kind: str | None) -> Problems:
         yield Problem("reward_model.model.path", section.model.path, wrong, "a reward model of the same kind", remedy)
     if section.strategy == "megatron":
         yield Problem("reward_model.strategy", "megatron", f"it has no models with images ({kind})", "fsdp2")
-    if section.ulysses_sequence_parallel_size > 1:
-        key, ranks = "reward_model.ulysses_sequence_parallel_size", section.ulysses_sequence_parallel_size
-        yield Problem(key, ranks, "ranks cannot share the sequences of a model with images in this version", "1")
     longest = config.data.max_prompt_length + config.data.max_response_length
     if section.max_length is not None and section.max_length < longest:
         wrong = f"sequences have up to {longest} tokens, and those with images are not cut"

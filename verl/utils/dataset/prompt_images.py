@@ -18,6 +18,9 @@ from verl.vision.videos import Clip, Video
 
 logger = logging.getLogger(__name__)
 
+Media = dict[str, list[Any]]
+"""Under ``image`` the images of a row, under ``video`` its videos."""
+
 SHOWN = 5
 _READ_AT_ONCE = 256
 
@@ -51,12 +54,11 @@ class PromptImages:
         processor: the model's, or None.
         image_key: column of images.
         video_key: column of videos.
-        takes_videos: whether rows may have videos.
     """
 
-    def __init__(self, processor: Any, image_key: str, video_key: str, takes_videos: bool = True) -> None:
+    def __init__(self, processor: Any, image_key: str, video_key: str) -> None:
         self.maker = ImagePrompts.of(processor)
-        self._kinds = {image_key: "image"} | ({video_key: "video"} if takes_videos else {})
+        self._kinds = {image_key: "image", video_key: "video"}
         self.image_key, self.video_key = image_key, video_key
         self.broken: list[str] = []
         """What is wrong with each row that was left out."""
@@ -77,8 +79,7 @@ class PromptImages:
 
     def _why_not(self, key: str) -> str:
         if key not in self._kinds:
-            taken = "texts, images and videos" if "video" in self._kinds.values() else "texts and images"
-            return f"Rows have {taken} here: {'sounds are' if 'videos' in taken else 'videos and sounds are'} not read."
+            return "Rows have texts, images and videos here: sounds are not read."
         if self._reader is None:
             return "No image processor was given: the model is one for text, or this command reads texts alone."
         reads = "Images and videos are for models of Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
@@ -93,9 +94,15 @@ class PromptImages:
         if self.maker is None:
             plain = as_messages(prompt, place)
             return ImagePrompt(plain, plain, [])
-        columns = {kind: row.get(key) for key, kind in self._kinds.items()}
-        prompt, media = with_placeholders(prompt, columns, place)
-        plain = as_messages(prompt, place)
+        prompt, media = self.with_placeholders(prompt, row, place)
+        return self.placed(as_messages(prompt, place), media, place)
+
+    def with_placeholders(self, prompt: Any, row: Mapping[str, Any], place: str) -> tuple[Any, Media]:
+        """Replace parts of messages by ``<image>`` and ``<video>``; return them and the row's images and videos."""
+        return with_placeholders(prompt, {kind: row.get(key) for key, kind in self._kinds.items()}, place)
+
+    def placed(self, plain: list[Message], media: Media, place: str) -> ImagePrompt:
+        """Place images and videos in checked messages in which ``<image>`` and ``<video>`` stand for them."""
         messages = with_image_parts(plain, {kind: len(found) for kind, found in media.items()}, place)
         found = [Video(value) if kind == "video" else value for kind, value in in_order(messages, media)]
         return ImagePrompt(plain, messages, found)

@@ -17,8 +17,7 @@ from verl.utils.dataset.content_checks import ContentChecks
 from verl.utils.dataset.files import DataFile, Row, choose_rows, open_files, require_columns
 from verl.utils.dataset.loss_mask import mask_assistant, require_learnable
 from verl.utils.dataset.multiturn_sft_dataset import DECODERS, VIDEO_COLUMN, Item, right_pad, right_padded
-from verl.utils.dataset.prompt_images import ImagePrompt, PromptImages, RowImages
-from verl.vision.messages import with_image_parts, with_placeholders
+from verl.utils.dataset.prompt_images import ImagePrompt, Media, PromptImages, RowImages
 
 if TYPE_CHECKING:
     from verl.config import PreferenceDataConfig
@@ -35,7 +34,7 @@ class Pair(NamedTuple):
     shared: int
     """Number of leading messages that are the prompt."""
     images: Sequence[Any] = ()
-    """Those of the prompt, as the row has them."""
+    """Images and videos of the prompt, in the order of its messages."""
 
 
 class RMDataset(Dataset):
@@ -50,10 +49,10 @@ class RMDataset(Dataset):
     ``data.prompt_key=null`` they are whole conversations whose common beginning is the prompt. The last message must be
     the assistant's.
 
-    For a model with images ``data.image_key`` is the column of those that stand in the prompt. Then ``position_ids``
-    are (2, 4, length), see :mod:`verl.vision.positions`, and ``multi_modal_inputs`` holds what the image processor
-    made, for both sides. Images are decoded on opening; a row with one that cannot be read is left out, and named in a
-    warning. A pair with images is never cut.
+    For a model with images ``data.image_key`` and ``videos`` are the columns of those that stand in the prompt. Then
+    ``position_ids`` are (2, 4, length), see :mod:`verl.vision.positions`, and ``multi_modal_inputs`` holds what the
+    image processor made, for both sides. Images and videos are decoded on opening; a row with one that cannot be read
+    is left out, and named in a warning. A pair with one is never cut.
 
     ``data.truncation`` handles a pair with a side longer than ``data.max_length`` so that the cut does not reveal which
     side is which:
@@ -94,7 +93,7 @@ class RMDataset(Dataset):
         if config.prompt_key is not None:
             columns[config.prompt_key] = "prompt_key"
         require_columns(self.files, columns)
-        self.images = PromptImages(processor, config.image_key, VIDEO_COLUMN, takes_videos=False)
+        self.images = PromptImages(processor, config.image_key, VIDEO_COLUMN)
         for file in self.files:
             self.images.refuse_media(file)
         self.rows = choose_rows(self.files, max_samples, config.shuffle, config.seed)
@@ -125,44 +124,47 @@ class RMDataset(Dataset):
     def pair(self, item: int) -> Pair:
         """The two conversations of an item, checked, as the chat template takes them."""
         place, row = self._locate(self.rows[item])
-        return self._placed(self._plain_pair(row, place), place)
+        return self._placed(*self._plain_pair(row, place), place)
 
     def _locate(self, row: tuple[int, int]) -> tuple[str, Row]:
         file, number = row
         return f"{self.files[file].path}, row {number}", self.files[file].row(number)
 
-    def _placed(self, pair: Pair, place: str) -> Pair:
-        """Replace ``<image>`` in the prompt by image parts."""
-        prompt = with_image_parts(pair.chosen[: pair.shared], {"image": len(pair.images)}, f"{place}, the prompt")
-        if any(message["role"] == "assistant" and isinstance(message["content"], list) for message in prompt):
+    def _placed(self, pair: Pair, media: Media, place: str) -> Pair:
+        """Replace ``<image>`` and ``<video>`` in the prompt by parts."""
+        prompt = self.images.placed(pair.chosen[: pair.shared], media, f"{place}, the prompt")
+        if any(message["role"] == "assistant" and isinstance(message["content"], list) for message in prompt.messages):
             raise DataError(
-                f"{place}, the prompt: a message of the assistant has an image. A model answers with text; put the "
-                "image into a message before it."
+                f"{place}, the prompt: a message of the assistant has an image or a video. A model answers with text; "
+                "put it into a message before it."
             )
-        chosen, rejected = ([*prompt, *side[pair.shared :]] for side in (pair.chosen, pair.rejected))
-        return pair._replace(chosen=chosen, rejected=rejected)
+        return _with_prompt(pair, prompt)
 
-    def _plain_pair(self, row: Row, place: str) -> Pair:
-        """The conversations with texts alone, in which ``<image>`` stands for images of the prompt."""
+    def _plain_pair(self, row: Row, place: str) -> tuple[Pair, Media]:
+        """The conversations with texts alone, and the images and videos for which ``<image>`` and ``<video>`` stand."""
         if self.images.maker is None:
-            return make_pair(row, self.config, place)
-        config, images = self.config, None
+            return make_pair(row, self.config, place), {}
+        config = self.config
+        of_prompt: Media | None = None
         # The first of them has the prompt.
         for key in filter(None, (config.prompt_key, config.chosen_key, config.rejected_key)):
-            column = {"image": row.get(config.image_key)}
-            row[key], media = with_placeholders(row.get(key), column, f"{place}, {key}")
-            found = media["image"]
-            images = found if images is None else images
-            if found and found != images:
+            row[key], media = self.images.with_placeholders(row.get(key), row, f"{place}, {key}")
+            of_prompt = media if of_prompt is None else of_prompt
+            if any(found and found != of_prompt[kind] for kind, found in media.items()):
                 raise DataError(
-                    f"{place}, {key}: it has an image that the prompt has not. Images stand in the prompt, which both "
-                    "sides share; a response is text."
+                    f"{place}, {key}: it has an image or a video that the prompt has not. They stand in the prompt, "
+                    "which both sides share; a response is text."
                 )
-        return make_pair(row, config, place)._replace(images=images or ())
+        return make_pair(row, config, place), of_prompt or {}
+
+    def _opened(self, item: int) -> Pair:
+        """The pair with the frames of its videos chosen."""
+        pair = self.pair(item)
+        return _with_prompt(pair, self.images.opened(_prompt_of(pair), self.place(item)))
 
     def texts(self, item: int) -> list[str]:
         """The chosen and the rejected side, rendered by the chat template."""
-        return self._rendered(self.pair(item), self.place(item))
+        return self._rendered(self._opened(item), self.place(item))
 
     def _rendered(self, pair: Pair, place: str) -> list[str]:
         sides = (pair.chosen, pair.rejected)
@@ -178,7 +180,7 @@ class RMDataset(Dataset):
 
     def _sequences(self, item: int) -> tuple[Side, Side, list[Any]]:
         """Both sides before truncation, and the decoded images."""
-        pair, place = self.pair(item), self.place(item)
+        pair, place = self._opened(item), self.place(item)
         images, counts = self.images.read(_prompt_of(pair), place)
         chosen, rejected = (
             self.images.expanded(
@@ -246,15 +248,19 @@ class RMDataset(Dataset):
 
     def _check_pairs(self) -> None:
         """Check messages and length of every pair, and that each truncation is possible; leave out broken images."""
-        rendered: dict[tuple[int, int], list[str]] = {}
+        pairs: dict[tuple[int, int], Pair] = {}
         texts: list[str] = []
         added: list[int] = []
         with_images: list[bool] = []
         kept: list[tuple[int, int]] = []
         checks = ContentChecks(self.tokenizer, "pairs")
-        measured = self.images.measured(self._prompts(checks, rendered), DECODERS, self.config.max_length)
+        measured = self.images.measured(self._prompts(checks, pairs), DECODERS, self.config.max_length)
         for row, prompt, image_tokens in measured:
-            texts += rendered[row]
+            place, _ = self._locate(row)
+            sides = self._rendered(_with_prompt(pairs.pop(row), prompt), place)
+            if sides[0] == sides[1]:
+                raise DataError(f"{place}: the chat template writes both sides alike. Take the row out.")
+            texts += sides
             added.append(image_tokens)
             with_images.append(bool(prompt.images))
             kept.append(row)
@@ -277,23 +283,26 @@ class RMDataset(Dataset):
             self._fit(item, *self.sequences(item), has_images=False)
 
     def _prompts(
-        self, checks: ContentChecks, rendered: dict[tuple[int, int], list[str]]
+        self, checks: ContentChecks, pairs: dict[tuple[int, int], Pair]
     ) -> Iterator[tuple[tuple[int, int], str, ImagePrompt]]:
-        """Yield file and row number, place, and prompt of each row, whose pair is checked and put into ``rendered``."""
+        """Yield file and row number, place, and prompt of each row, whose pair is checked and put into ``pairs``."""
         for row in self.rows:
             place, values = self._locate(row)
-            plain = self._plain_pair(values, place)
+            plain, media = self._plain_pair(values, place)
             checks.conversation(plain.chosen + plain.rejected[plain.shared :], place)
-            pair = self._placed(plain, place)
-            rendered[row] = sides = self._rendered(pair, place)
-            if sides[0] == sides[1]:
-                raise DataError(f"{place}: the chat template writes both sides alike. Take the row out.")
+            pairs[row] = pair = self._placed(plain, media, place)
             yield row, place, _prompt_of(pair)
 
 
 def _prompt_of(pair: Pair) -> ImagePrompt:
     prompt = pair.chosen[: pair.shared]
     return ImagePrompt(prompt, prompt, list(pair.images))
+
+
+def _with_prompt(pair: Pair, prompt: ImagePrompt) -> Pair:
+    """Replace the messages of the prompt, and its images and videos."""
+    chosen, rejected = ([*prompt.messages, *side[pair.shared :]] for side in (pair.chosen, pair.rejected))
+    return pair._replace(chosen=chosen, rejected=rejected, images=prompt.images)
 
 
 def make_pair(row: Row, config: PreferenceDataConfig, place: str) -> Pair:

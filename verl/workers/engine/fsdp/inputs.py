@@ -64,6 +64,8 @@ class ModelInputs:
     """(N,) column of each response token in the response."""
     shape: tuple[int, int]
     """(bsz, response_length)."""
+    real: Tensor | None = None
+    """Same shape as ``input_ids``, False on padding; None without padding."""
     padding: Padding | None = None
     """What is padding, if rows are padded and shared."""
     share: SequenceShare | None = None
@@ -163,6 +165,7 @@ def prepare_inputs(
         input_ids=input_ids,
         position_ids=position_ids,
         attention_mask=attention_mask,
+        real=attention_mask,
         packing=packing,
         take=take,
         targets=columns["responses"][rows, places],
@@ -225,32 +228,43 @@ def _of_tokens(positions: Tensor, mask: Tensor) -> Tensor:
 def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
     """Take this rank's part of every row: the r-th of equal contiguous parts, after padding at the end.
 
-    The padding of a packed row becomes one more sequence, which no other attends to.
+    The padding of a packed row becomes one more sequence, which no other attends to. The vision tower runs over all
+    images on every rank, and each takes the features of those image tokens that it has.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    bsz, length = inputs.input_ids.shape
+    length = inputs.input_ids.shape[1]
     extra = -length % ranks
     part = (length + extra) // ranks
     first = rank * part
     own = slice(first, first + part)
-    positions = torch.arange(extra, device=inputs.position_ids.device).expand(bsz, extra)
+    positions = torch.arange(extra, device=inputs.position_ids.device).expand(*inputs.position_ids.shape[:-1], extra)
     packing, padding = inputs.packing, None
     if packing is not None:
         longer = packing.followed_by(extra, inputs.input_ids.device) if extra else packing
         packing = replace(longer, group=group)
     elif inputs.attention_mask is not None:
         padding = Padding(functional.pad(inputs.attention_mask, (0, extra)), group)
+    real = torch.ones_like(inputs.input_ids, dtype=torch.bool) if inputs.real is None else inputs.real
+    images = inputs.images
+    if images is not None:
+        places = functional.pad(images.places, (0, extra))
+        is_own = torch.zeros_like(places)
+        is_own[:, own] = True
+        in_pass = None if images.is_filler else is_own[places]
+        images = replace(images, places=places[:, own], in_pass=in_pass)
     row, place = inputs.take // length, inputs.take % length
     mine = ((place >= first) & (place < first + part)).nonzero().flatten()
     return replace(
         inputs,
         input_ids=functional.pad(inputs.input_ids, (0, extra))[:, own],
-        position_ids=torch.cat([inputs.position_ids, positions], dim=1)[:, own],
+        position_ids=torch.cat([inputs.position_ids, positions], dim=-1)[..., own],
         attention_mask=None,
+        real=functional.pad(real, (0, extra))[:, own],
         packing=packing,
         padding=padding,
         take=row[mine] * part + place[mine] - first,
         targets=inputs.targets[mine],
+        images=images,
         share=SequenceShare(places=mine, count=len(inputs.take), group=group),
     )
 

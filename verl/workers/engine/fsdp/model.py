@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from transformers import (
 
 from verl.config import HFModelConfig
 from verl.errors import ConfigError
-from verl.utils.image_reward_models import sequence_classifier
+from verl.utils.image_reward_models import sequence_classifier, token_classifier
 from verl.utils.model import (
     empty_causal_lm,
     hf_config_of,
@@ -141,11 +141,6 @@ def check_sequence_sharing(config: PretrainedConfig, ranks: int) -> None:
             of a pass, of which each rank sees only a part.
     """
     text = config.get_text_config()
-    if VisionConfig.of(config) is not None:
-        raise ConfigError(
-            f"ulysses_sequence_parallel_size={ranks}: ranks cannot share the sequences of a model with images in this "
-            "version. Use 1."
-        )
     validate_ulysses_config(text.num_attention_heads, ranks)
     kinds = rope_types(config) & {"dynamic", "longrope"}
     if kinds:
@@ -245,10 +240,12 @@ def _scalar_model(
             "has no trained score. A reward model is a ...ForSequenceClassification or ...ForTokenClassification "
             "with one label; python -m verl.trainer.rm_trainer makes one of a language model."
         )
+    # A new head is zero, so that the first advantages have no noise and every rank has the same one.
+    if hf_config.model_type in FAMILIES:
+        return _new_classifier_with_images(token_classifier, config, hf_config, dtype, with_weights)
     hf = _causal_lm(config, hf_config, dtype, with_weights)
     _require_parts(hf, "lm_head", config.path)
     del hf.lm_head
-    # Zero, so that the first advantages have no noise and every rank has the same head.
     head = nn.Linear(hf_config.get_text_config().hidden_size, 1, dtype=dtype)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
@@ -262,7 +259,9 @@ def _new_reward_model(
 ) -> PreTrainedModel:
     """Build a reward model with a zero-initialised head on the backbone of a causal language model."""
     if hf_config.model_type in FAMILIES:
-        return _new_reward_model_with_images(config, hf_config, dtype, with_weights)
+        hf = _new_classifier_with_images(sequence_classifier, config, hf_config, dtype, with_weights)
+        _name_padding(hf.config.get_text_config(), config)
+        return hf
     if sequence_classifier_of(hf_config.model_type) is None:
         raise ConfigError(
             f"{config.path} holds a {architecture or hf_config.model_type}, for which Transformers has no "
@@ -278,19 +277,23 @@ def _new_reward_model(
     return hf
 
 
-def _new_reward_model_with_images(
-    config: HFModelConfig, hf_config: PretrainedConfig, dtype: torch.dtype, with_weights: bool
+def _new_classifier_with_images(
+    classifier: Callable[[str], type[PreTrainedModel]],
+    config: HFModelConfig,
+    hf_config: PretrainedConfig,
+    dtype: torch.dtype,
+    with_weights: bool,
 ) -> PreTrainedModel:
-    """Build a reward model with a zero-initialised head on the backbone of a vision-language model."""
+    """Build a classifier with one label and a zero-initialised head on the backbone of a vision-language model."""
     source = _causal_lm(config, hf_config, dtype, with_weights)
     source.config.num_labels = 1
     # The files have the names of the whole model, which Transformers knows for its own classes alone.
     with torch.device("meta"), no_init_weights():
-        hf = sequence_classifier(hf_config.model_type)(source.config)
+        hf: Any = classifier(hf_config.model_type)(source.config)
     hf.model = source.base_model
-    hf.score = nn.Linear(source.config.get_text_config().hidden_size, 1, bias=False, dtype=dtype)
-    nn.init.zeros_(hf.score.weight)
-    _name_padding(hf.config.get_text_config(), config)
+    hf.score = nn.Linear(hf.score.in_features, 1, bias=hf.score.bias is not None, dtype=dtype)
+    for parameter in hf.score.parameters():
+        nn.init.zeros_(parameter)
     return hf
 
 
@@ -327,7 +330,8 @@ def _classifier(
             "one (num_labels=1 in its config.json)."
         )
     if hf_config.model_type in FAMILIES:
-        sequence_classifier(hf_config.model_type)  # which Transformers' Auto class finds from here on
+        for classifier in (sequence_classifier, token_classifier):
+            classifier(hf_config.model_type)  # which Transformers' Auto class finds from here on
     if not with_weights:
         with no_init_weights():
             return auto.from_config(hf_config, dtype=dtype, trust_remote_code=config.trust_remote_code)
