@@ -29,15 +29,17 @@ class OneEngine:
     Args:
         folder: for the model.
         template: a family of ``verl.testing.chat_templates``, whose tokenizer and chat template the policy has.
+        family: of such a policy, as for ``tiny_model``.
         **changes: overrides of the run, by dotted key with ``__`` for dots.
     """
 
-    def __init__(self, folder: Path, template: str | None = None, **changes: Any) -> None:
+    def __init__(self, folder: Path, template: str | None = None, family: str = "qwen3", **changes: Any) -> None:
         self.folder, self.paths = folder, make_tiny_run(folder)
         if template is not None:
             self.paths["model"] = str(folder / template)
             tokenizer = chat_tokenizer(template)
-            tiny_model(vocab=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder / template)
+            model = tiny_model(family, vocab=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+            model.save_pretrained(folder / template)
             tokenizer.save_pretrained(folder / template)
         self.tokenizer = hf_tokenizer(self.paths["model"])
         self._changes = changes

@@ -9,9 +9,11 @@ import pytest
 import torch
 import yaml
 from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
 
 from tests.agents.one_engine import OneEngine, prompts
 from verl.agents.parsers import FunctionCall, ToolParser
+from verl.agents.turns import DrawnTurn, drawn_routing
 from verl.base.registry import scoped_registrations
 from verl.environments.base import Environment
 from verl.testing.chat_templates import FAMILIES
@@ -49,18 +51,15 @@ class ThinksAndCalls(ToolParser):
         return f"<think>{len(responses_ids)}</think>So", [FunctionCall(name="double", arguments='{"number": 21}')]
 
 
-@pytest.mark.parametrize(
-    "family, rewrites",
-    [*((family, False) for family in FAMILIES), ("chatml_thinking", True)],
-)
-def test_log_probs_of_three_turns(tmp_path, family, rewrites):
-    (tmp_path / "tools.py").write_text(TOOL)
+def three_turns(folder, template, rewrites, names=("a", "b"), **changes):
+    """An engine, and the batch of conversations of three turns that it answered."""
+    (folder / "tools.py").write_text(TOOL)
     turns = "actor_rollout_ref__rollout__multi_turn__"
     with scoped_registrations():
         ToolParser.register("thinks_and_calls")(ThinksAndCalls)
         engine = OneEngine(
-            tmp_path,
-            family,
+            folder,
+            template,
             data__max_prompt_length=400,
             data__max_response_length=600,
             actor_rollout_ref__rollout__name="native",
@@ -68,19 +67,30 @@ def test_log_probs_of_three_turns(tmp_path, family, rewrites):
             **{
                 f"{turns}enable": "true",
                 f"{turns}format": "thinks_and_calls",
-                f"{turns}function_tool_path": tmp_path / "tools.py",
+                f"{turns}function_tool_path": folder / "tools.py",
                 f"{turns}max_assistant_turns": 3,
                 f"{turns}use_inference_chat_template": str(rewrites).lower(),
             },
+            **changes,
         )
-        batch = engine.answer(prompts(["a", "b"]), "null", default_agent_loop="tool_agent")
+        batch = engine.answer(prompts(list(names)), "null", default_agent_loop="tool_agent")
     more = batch.non_tensor_batch
     assert set(more["trajectory_status"]) == {"turns_used_up"}, more["trajectory_message"]
     # A template that leaves thoughts out writes the beginning of each later turn anew, so each turn is a sequence.
-    assert len(batch) == (6 if rewrites else 2)
+    assert len(batch) == len(names) * (3 if rewrites else 1)
     mask = batch.batch["response_mask"].bool()
     turns_drawn = (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).sum(-1)
     assert turns_drawn.tolist() == [1 if rewrites else 3] * len(batch)
+    return engine, batch
+
+
+@pytest.mark.parametrize(
+    "family, rewrites",
+    [*((family, False) for family in FAMILIES), ("chatml_thinking", True)],
+)
+def test_log_probs_of_three_turns(tmp_path, family, rewrites):
+    engine, batch = three_turns(tmp_path, family, rewrites)
+    mask = batch.batch["response_mask"].bool()
     assert_close(batch.batch["rollout_log_probs"][mask], engine.trainers_log_probs(batch)[mask], atol=1e-5, rtol=0)
 
 
@@ -103,3 +113,42 @@ def test_log_probs_of_an_episode(tmp_path):
     turns_drawn = (mask & ~torch.nn.functional.pad(mask, (1, 0))[:, :-1]).sum(-1)
     assert turns_drawn.tolist() == [1, 3], batch.non_tensor_batch["trajectory_message"]
     assert_close(batch.batch["rollout_log_probs"][mask], engine.trainers_log_probs(batch)[mask], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_experts_of_three_turns_are_those_of_one_pass(tmp_path, rewrites):
+    """Each token of a sequence but the last has the experts that Transformers chooses for it, whichever turn tells."""
+    replay = {
+        "actor_rollout_ref__actor__router_replay__mode": "R3",
+        "actor_rollout_ref__rollout__enable_rollout_routing_replay": "true",
+    }
+    # One prompt alone: of a prompt that is known from another conversation the engine tells no experts.
+    engine, batch = three_turns(tmp_path, "chatml_thinking", rewrites, ["a"], family="qwen3_moe", **replay)
+    model = AutoModelForCausalLM.from_pretrained(engine.paths["model"])
+    columns = batch.batch
+    for ids, seen, found in zip(
+        columns["input_ids"], columns["attention_mask"].bool(), columns["routed_experts"], strict=True
+    ):
+        with torch.no_grad():
+            logits = model(ids[seen][None], output_router_logits=True).router_logits
+        expected = torch.stack([layer.topk(2).indices for layer in logits], dim=1)  # (tokens, layers, 2)
+        assert torch.equal(found[seen][:-1].sort(-1).values.long(), expected[:-1].sort(-1).values)
+        assert bool((found[seen][-1] == 255).all())
+        assert bool((found[~seen] == 255).all())
+
+
+def test_experts_come_from_turns_that_begin_like_the_sequence():
+    unknown = 255
+
+    def routing(*experts):
+        return torch.tensor(experts, dtype=torch.uint8).view(-1, 1, 1)
+
+    first = DrawnTurn([1, 2], [3, 4], [0.0, 0.0], 0, routed_experts=routing(0, 1, 2, unknown))
+    # Its first token was kept from another request; it computed token 4, and 2 and 3 once more.
+    second = DrawnTurn([1, 2, 3, 4, 5], [6], [0.0], 0, routed_experts=routing(unknown, 7, 7, 3, 4, unknown))
+    whole = drawn_routing([1, 2, 3, 4, 5, 6], [first, second])
+    assert whole.flatten().tolist() == [0, 1, 2, 3, 4, unknown]
+    # A history that was written anew after two tokens, and a turn of another conversation.
+    other = DrawnTurn([9], [9], [0.0], 0, routed_experts=routing(5, unknown))
+    assert drawn_routing([1, 2, 8], [first, other]).flatten().tolist() == [0, 1, unknown]
+    assert drawn_routing([1, 2], [DrawnTurn([1], [2], [0.0], 0)]) is None

@@ -60,6 +60,7 @@ class AgentLoopOutput(BaseModel):
     response_logprobs: list[float] | None = None
     """log p of the drawn tokens, 0 on others; None takes what the engines returned."""
     routed_experts: Any | None = None
+    """What the engines recorded of its tokens; not read from a loop."""
     multi_modal_data: dict[str, Any] | None = None
     """``images``: all images whose tokens the sequence has, in their order, as ``generate`` takes them; None takes
     those that the policy was given in its last turn there."""

@@ -21,7 +21,7 @@ from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors
 from verl.vision.prompts import ImagePrompts
-from verl.workers.rollout.request import joined_columns, padded, requests_from_prompts
+from verl.workers.rollout.request import joined_columns, padded, requests_from_prompts, routing_column
 
 LEFT_OUT = ("mask", "redraw")
 """Treatments of trajectories that are not trained on."""
@@ -141,7 +141,15 @@ class AgentLoopManager:
             )
             name = row.get("agent_name") or self._rollout.default_agent_loop
             row = {**row, "agent_name": name, "raw_prompt_ids": request.prompt_ids, **self._of_run}
-            trajectories.append(Trajectory(agent_name=name, sample=sample, sampling=request.sampling, row=row))
+            trajectories.append(
+                Trajectory(
+                    agent_name=name,
+                    sample=sample,
+                    sampling=request.sampling,
+                    row=row,
+                    returns_routing=request.returns_routing,
+                )
+            )
         return trajectories
 
     def _check_images(self, trajectories: Sequence[Trajectory]) -> None:
@@ -202,6 +210,12 @@ class AgentLoopManager:
                 **self._positions(prompts, responses, response_mask, images),
                 "response_mask": response_mask,
                 "rollout_log_probs": log_probs,
+                **routing_column(
+                    [output.routed_experts for output in outputs],
+                    [len(output.prompt_ids) for output in outputs],
+                    longest_prompt,
+                    longest,
+                ),
             },
             non_tensors={
                 "trajectory_id": _objects(

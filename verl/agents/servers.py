@@ -44,7 +44,8 @@ class TokenOutput(BaseModel):
     log_probs: list[float] | None = None
     """log p of each drawn token."""
     routed_experts: Any | None = None
-    """Not recorded in this version."""
+    """With ``rollout.enable_rollout_routing_replay`` a tensor (tokens of prompt and response, layers, experts per
+    token); see :mod:`verl.workers.routers`."""
     stop_reason: str | None = None
     """``stop``: an end token or stop text; ``length``: as many tokens as asked for; ``abort``."""
     weight_version: int = -1
@@ -107,6 +108,7 @@ class AsyncLLMServerManager:
         sample: which response of the run the trajectory is.
         default: sampling parameters where a call names none.
         images: reads images, by the policy's processor; None for a model for text.
+        returns_routing: record the experts that each token went to.
     """
 
     def __init__(
@@ -116,8 +118,10 @@ class AsyncLLMServerManager:
         sample: SampleId,
         default: SamplingParams,
         images: ImagePrompts | None = None,
+        returns_routing: bool = False,
     ) -> None:
         self._config = config
+        self._returns_routing = returns_routing
         self._images = images
         self._connection = connection
         self._sample = sample
@@ -198,7 +202,7 @@ class AsyncLLMServerManager:
         images, texts = await self._with_images(ids, image_data)
         params = replace(self.sampling, **wanted, max_tokens=most, seed=self._seed(tuple(ids)))
         on_part = None if on_drawn is None else _in_this_loop(on_drawn)
-        request = RolloutRequest(ids, params, images, texts, streams=on_part is not None)
+        request = RolloutRequest(ids, params, images, texts, self._returns_routing, streams=on_part is not None)
         asked_at, began = time.time(), time.monotonic()
         conversation = f"{self._sample.name}/{request_id}"
         self._conversations.add(conversation)
@@ -229,11 +233,13 @@ class AsyncLLMServerManager:
                 asked_at,
                 images,
                 output.num_preempted,
+                output.routed_experts,
             )
         )
         return TokenOutput(
             token_ids=output.token_ids,
             log_probs=output.log_probs,
+            routed_experts=output.routed_experts,
             stop_reason=output.finish_reason,
             weight_version=output.weight_version,
             num_preempted=output.num_preempted,

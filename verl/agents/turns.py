@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from verl.protocol.shared import SharedTensors
+from verl.utils.dataset.chat import common_prefix_length
+from verl.workers.routers import unknown
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,9 @@ class DrawnTurn:
     """``pixel_values`` and ``image_grid_thw`` of the images that it was asked with; None: none."""
     num_preempted: int | None = None
     """How often the engine interrupted it for want of memory; None where the engine does not tell."""
+    routed_experts: Tensor | None = None
+    """(tokens of prompt and response, layers, experts per token), if the engine records them; see
+    :mod:`verl.workers.routers`."""
 
 
 def preemptions(turns: Sequence[DrawnTurn]) -> int:
@@ -46,4 +54,27 @@ def drawn_log_probs(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> list[f
         kept = written[start:end]
         if kept and kept == turn.token_ids[: len(kept)] and written[:start] == turn.prompt_ids:
             found[start : start + len(kept)] = turn.log_probs[: len(kept)]
+    return found
+
+
+def drawn_routing(tokens: Sequence[int], turns: Sequence[DrawnTurn]) -> Tensor | None:
+    """Return the experts of each token of a sequence as the turns recorded them; None if none did.
+
+    The experts of a token follow from the tokens up to it, so a turn tells those of its common beginning with the
+    sequence. Where several turns computed a token the first one counts, with whose states the policy drew.
+
+    Returns:
+        (tokens, layers, experts per token); unknown where no turn computed the token, such as the last one drawn.
+    """
+    recorded = [turn for turn in turns if turn.routed_experts is not None]
+    if not recorded:
+        return None
+    first = recorded[0].routed_experts
+    assert first is not None
+    found = torch.full((len(tokens), *first.shape[1:]), unknown(first.dtype), dtype=first.dtype)
+    for turn in recorded:
+        count = common_prefix_length([*turn.prompt_ids, *turn.token_ids], tokens)
+        known = found[:count] != unknown(first.dtype)
+        assert turn.routed_experts is not None
+        found[:count] = torch.where(known, found[:count], turn.routed_experts[:count])
     return found

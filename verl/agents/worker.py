@@ -38,7 +38,7 @@ from verl.agents.program_agent import ProgramAgentLoop
 from verl.agents.servers import AsyncLLMServerManager, Connection, ContextFullError, SampleId
 from verl.agents.single_turn import SingleTurnAgentLoop
 from verl.agents.tool_agent import ToolAgentLoop
-from verl.agents.turns import DrawnTurn, drawn_log_probs, preemptions
+from verl.agents.turns import DrawnTurn, drawn_log_probs, drawn_routing, preemptions
 from verl.base.import_utils import user_code
 from verl.base.registry import suggest
 from verl.config import PPOConfig, RolloutConfig
@@ -79,6 +79,8 @@ class Trajectory:
     sampling: SamplingParams
     row: Mapping[str, Any]
     """Columns of the data set."""
+    returns_routing: bool = False
+    """Record the experts that each token went to."""
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,12 @@ class AgentLoopWorker:
     async def run(self, trajectory: Trajectory) -> TrajectoryResult:
         """Run a trajectory to its end. Cancelling the call cancels the trajectory."""
         policy = AsyncLLMServerManager(
-            self._rollout, self._connection, trajectory.sample, trajectory.sampling, self._images
+            self._rollout,
+            self._connection,
+            trajectory.sample,
+            trajectory.sampling,
+            self._images,
+            trajectory.returns_routing,
         )
         async with self._places:
             if self._loops.get(trajectory.agent_name, (None,))[0] in self._never_blocking:
@@ -377,6 +384,7 @@ class AgentLoopWorker:
                 "response_ids": output.response_ids[:most],
                 "response_mask": output.response_mask[:most],
                 "response_logprobs": [value if mask and value is not None else 0.0 for mask, value in pairs][:most],
+                "routed_experts": drawn_routing([*output.prompt_ids, *output.response_ids[:most]], turns),
                 "multi_modal_data": images,
                 "status": "context_full" if is_cut and output.status == "done" else output.status,
             }
@@ -459,6 +467,7 @@ def failed(
             generate_sequences=sum(turn.seconds for turn in drawn), num_preempted=preemptions(drawn)
         ),
         status=status,
+        routed_experts=drawn_routing(written[:end], turns),
         multi_modal_data=None if images is None or images is trajectory.row.get(INPUTS) else {INPUTS: images},
     )
     return TrajectoryResult((output,), message, turns[-1].weight_version if turns else -1)

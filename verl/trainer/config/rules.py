@@ -106,9 +106,6 @@ def router_replay(config: PPOConfig) -> Problems:
     if rollout.name not in OWN_ENGINES:
         wrong = f"{ROLLOUT}.name={rollout.name} does not return the experts that it chose"
         yield Problem(key, mode, wrong, "disabled, R2", f"or set {ROLLOUT}.name to one of {', '.join(OWN_ENGINES)}")
-    if rollout.multi_turn.enable:
-        wrong = f"agent loops ({ROLLOUT}.multi_turn.enable) do not hand on the choice of the rollout"
-        yield Problem(key, mode, wrong, "disabled, R2")
 
 
 # ---- algorithm and loss ----------------------------------------------------------------------------

@@ -243,7 +243,12 @@ def columns_from_outputs(
             **joined,
             "response_mask": response_mask,
             "rollout_log_probs": log_probs,
-            **_routing_column(outputs, prompt[0].shape[1], response_length),
+            **routing_column(
+                [output.routed_experts for output in outputs],
+                prompt[1].sum(-1).tolist(),
+                prompt[0].shape[1],
+                response_length,
+            ),
         },
         non_tensors={
             "finish_reason": np.array([output.finish_reason for output in outputs], dtype=object),
@@ -252,19 +257,26 @@ def columns_from_outputs(
     )
 
 
-def _routing_column(outputs: list[RolloutOutput], prompt_length: int, response_length: int) -> dict[str, Tensor]:
-    """Return the column ``routed_experts`` if the outputs have it."""
-    found = [output.routed_experts for output in outputs]
+def routing_column(
+    found: Sequence[Tensor | None], prompt_lengths: Sequence[int], width: int, response_length: int
+) -> dict[str, Tensor]:
+    """Return the column ``routed_experts`` if a row has it.
+
+    Args:
+        found: of each row (tokens of prompt and response, layers, experts per token); None where it is unknown.
+        prompt_lengths: tokens of each prompt.
+        width: of the padded prompts.
+        response_length: width of the padded responses.
+    """
     known = [routing for routing in found if routing is not None]
     if not known:
         return {}
     first = known[0]
-    size = len(outputs), prompt_length + response_length, *first.shape[1:]
+    size = len(found), width + response_length, *first.shape[1:]
     column = torch.full(size, unknown(first.dtype), dtype=first.dtype)
-    for row, output, routing in zip(column, outputs, found, strict=True):
+    for row, routing, length in zip(column, found, prompt_lengths, strict=True):
         if routing is not None:
-            end = prompt_length + len(output.token_ids)
-            row[end - len(routing) : end] = routing.cpu()
+            row[width - length : width - length + len(routing)] = routing.cpu()
     return {"routed_experts": column}
 
 
