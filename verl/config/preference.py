@@ -104,6 +104,11 @@ class RMConfig(PreferenceConfig):
     loss: RewardModelLossConfig = subsection(RewardModelLossConfig)
     """The loss."""
 
+    def problems(self, path: str) -> Iterator[Problem]:
+        """Tokens of experts are counted in policies alone."""
+        if self.trainer.log_expert_counts:
+            yield Problem("trainer.log_expert_counts", True, "the experts of a reward model are not counted", "false")
+
 
 @section
 class DPOConfig(PreferenceConfig):

@@ -112,6 +112,8 @@ class BaseTrainerConfig(PlacementConfig):
         path=True,
     )
     """Folder of the checkpoints."""
+    log_expert_counts: bool = setting(False)
+    """Log the tokens that each expert of a mixture of experts gets in a step, as the table `moe/tokens_per_expert`."""
     log_checkpoints: bool = setting(False)
     """Give each saved checkpoint to the trackers that keep files, wandb and mlflow, as an artifact of the run; the step
     waits until they have copied it."""

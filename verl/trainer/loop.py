@@ -18,6 +18,7 @@ from verl.checkpoint.resume import CheckpointPlan
 from verl.checkpoint.run import TrainerCheckpoint
 from verl.checkpoint.states import RunState, rng_state, set_rng_state
 from verl.checkpoint.steps import saved_steps, step_folder
+from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.supervision.lock import FolderLock
 from verl.supervision.termination import EXIT_CODE, StepInterrupted, Termination, unwrapped
@@ -51,6 +52,8 @@ class StepContext:
     number: int
     """The step, counted from 1; 0 before the first one."""
     metrics: Metrics = field(default_factory=dict)
+    tables: dict[str, tuple[list[str], list[list[Any]]]] = field(default_factory=dict)
+    """Names of columns and rows by the name of the table."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall-clock time by stage."""
     flops: dict[str, float | None] = field(default_factory=dict)
@@ -416,12 +419,26 @@ class TrainingLoop:
         own = context.metrics | self.step_metrics(batch, context)
         return own | self.checkpoint.metrics() | self.recovery.metrics() | self.pass_limits.metrics()
 
+    def _keep_expert_counts(self, updated: DataProto, context: StepContext) -> None:
+        """Make a table of the tokens that each expert got in an update, where that is asked for."""
+        if not self.typed_config.trainer.log_expert_counts:
+            return
+        counts = updated.meta_info.get("expert_counts")
+        if counts is None:
+            raise ConfigError(
+                "trainer.log_expert_counts=true: the routers of the model do not return what they choose. Set it false."
+            )
+        columns = ["layer", *(f"expert {number}" for number in range(len(counts[0])))]
+        context.tables["moe/tokens_per_expert"] = columns, [[layer, *row] for layer, row in enumerate(counts)]
+
     def _report(self, metrics: Metrics, context: StepContext, tracking: Tracking, progress: Progress) -> None:
         if self.global_steps <= self._reported_step:  # a step repeated after a restart is logged once only
             return
         calls = self.worker_groups.call_times() if tracking.keeps_events else {}
         progress.update(self.global_steps, metrics)
         tracking.log(metrics, step=self.global_steps)
+        for name, (columns, rows) in context.tables.items():
+            tracking.log_table(name, columns, rows, self.global_steps)
         tracking.log_event("step", step=self.global_steps, spans=context.spans)
         if calls:
             tracking.log_event("ranks", step=self.global_steps, **rank_columns(calls))

@@ -135,7 +135,7 @@ class TaskRunner:
             from verl.trainer.ppo.trajectories import wanted_agents
             from verl.utils import hf_processor, hf_tokenizer
             from verl.utils.dataset import collate_fn, create_rl_dataset, create_rl_sampler
-            from verl.utils.model import check_tokenizer_fits, hf_config_of
+            from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
             from verl.workers.reward_input import RewardInput
             from verl.workers.reward_manager import AbstractRewardManager
 
@@ -154,6 +154,8 @@ class TaskRunner:
             path, trust_remote_code=model.trust_remote_code, chat_template=model.custom_chat_template
         )
         check_tokenizer_fits(tokenizer, hf_config_of(model))
+        if config.trainer.log_expert_counts:
+            check_has_experts(hf_config_of(model), "trainer.log_expert_counts")
         processor = hf_processor(path, trust_remote_code=model.trust_remote_code)
         if config.reward_model.enable and config.judge is None:
             RewardInput.of(here.reward_model.model)  # the workers make theirs; here it is refused before a model loads

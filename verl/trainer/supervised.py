@@ -101,7 +101,9 @@ class SupervisedTrainer(TrainingLoop):
             balance = self.typed_config.data.balance_dp_token
             parts = self.workers.num_parts("train_batch")
             dealt = deal(batch, parts, balance=balance, rows_per_unit=self.rows_per_unit)
-            report = self.train_on(dealt.rows).meta_info
+            updated = self.train_on(dealt.rows)
+            self._keep_expert_counts(updated, context)
+            report = updated.meta_info
             self.pass_limits.take_splits("update", report["metrics"])
             metrics = {f"train/{name.removeprefix('perf/')}": value for name, value in report["metrics"].items()}
             problems = dealt.problems(report["non_finite"])
@@ -187,7 +189,7 @@ class SupervisedRunner:
         """
         from verl.utils import hf_tokenizer
         from verl.utils.dataset import create_rl_sampler
-        from verl.utils.model import check_tokenizer_fits, hf_config_of
+        from verl.utils.model import check_has_experts, check_tokenizer_fits, hf_config_of
 
         status("reading the tokenizer and the data")
         here = local_copies(config)  # the ranks, perhaps on other machines, make copies of their own
@@ -198,6 +200,8 @@ class SupervisedRunner:
             chat_template=model.custom_chat_template,
         )
         check_tokenizer_fits(tokenizer, hf_config_of(model))
+        if trainer.log_expert_counts:
+            check_has_experts(hf_config_of(model), "trainer.log_expert_counts")
         train = self.open_data(config, tokenizer, data.train_files, data.train_max_samples)
         val = self.open_data(config, tokenizer, data.val_files, data.val_max_samples) if data.val_files else None
         read_first(train)

@@ -359,6 +359,18 @@ def hf_config_of(model: Any) -> PretrainedConfig:
     return load_hf_config(model.hf_config_path or model.path, model.override_config, model.trust_remote_code)
 
 
+def has_experts(hf_config: PretrainedConfig) -> bool:
+    """Return whether a config is that of a mixture of experts."""
+    text = hf_config.get_text_config()
+    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+
+def check_has_experts(hf_config: PretrainedConfig, key: str) -> None:
+    """Raise ConfigError if the model has no experts, of which the setting ``key`` tells something."""
+    if not has_experts(hf_config):
+        raise ConfigError(f"{key}=true: {hf_config.model_type} has no experts. Set it false, or use another model.")
+
+
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig, warns: bool = True) -> None:
     """Refuse a tokenizer that produces ids for which the model has no embedding.
 

@@ -232,8 +232,9 @@ class ActorRolloutRefWorker(EngineWorker):
             record_tokens: return what the loss saw of each token.
 
         Returns:
-            ``meta_info["metrics"]`` and ``meta_info["non_finite"]``, the same on every rank; with ``own_forward`` also
-            the columns ``old_log_probs`` and ``entropys``, 0 where ``response_mask`` is; with ``record_tokens`` also
+            ``meta_info["metrics"]``, ``meta_info["non_finite"]`` and, of a mixture of experts,
+            ``meta_info["expert_counts"]``, the same on every rank; with ``own_forward`` also the columns
+            ``old_log_probs`` and ``entropys``, 0 where ``response_mask`` is; with ``record_tokens`` also
             ``update_log_probs`` and, of losses that tell it, ``update_clipped``, NaN where ``response_mask`` is 0.
 
         Raises:
@@ -259,11 +260,11 @@ class ActorRolloutRefWorker(EngineWorker):
         with engine.train_mode():
             for rows in plan.mini_batches(len(data), engine.weight_version, mini_batch_sizes):
                 report = engine.train_batch(data.select_idxs(rows), loss, plan.micro, plan.temperature)
-                steps.add(report, engine.non_finite, rows)
+                steps.add(report, engine.non_finite, rows, engine.expert_counts)
             metrics = steps.metrics("actor", engine.lr_scheduler_step())
         width = data.batch["response_mask"].shape[1]
         made = (own.columns(width, missing=0.0), seen.columns(width, missing=math.nan))
-        return self.report(metrics, steps.problems, engine) | made[0] | made[1]
+        return self.report(metrics, steps.problems, engine, steps.expert_counts) | made[0] | made[1]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def training_randomness(self) -> dict[str, float]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 import transformers
+from torch import Tensor
 
 from verl.base.doors import AbsentAttributes
 from verl.base.import_utils import prepare_process
@@ -144,15 +145,24 @@ class EngineWorker(Worker):
     def weights_replaced(self) -> None:
         """React to weights that ``load_checkpoint`` or ``restore`` replaced; subclasses with copies override it."""
 
-    def report(self, metrics: dict[str, float], problems: Sequence[NonFinite], engine: BaseEngine) -> DataProto:
+    def report(
+        self,
+        metrics: dict[str, float],
+        problems: Sequence[NonFinite],
+        engine: BaseEngine,
+        expert_counts: Tensor | None = None,
+    ) -> DataProto:
         """Make a batch without rows, with ``metrics``, memory in use and ``non_finite`` in ``meta_info``. Collective.
+
+        ``expert_counts``, (layers, experts), are nested lists there.
 
         The metric ``recovery/micro_batch_splits`` counts how often passes of this worker were made smaller since its
         start; it is absent while that is 0.
         """
         if cuts := sum(engine.pass_sizes.cuts for engine in self.engines):
             metrics = metrics | {"recovery/micro_batch_splits": float(cuts)}
-        return DataProto(meta_info={"metrics": metrics | memory_metrics(engine.device), "non_finite": list(problems)})
+        made = {"metrics": metrics | memory_metrics(engine.device), "non_finite": list(problems)}
+        return DataProto(meta_info=made if expert_counts is None else made | {"expert_counts": expert_counts.tolist()})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(
@@ -345,7 +355,7 @@ class TrainingWorker(AbsentAttributes, EngineWorker):
         with self.trained.train_mode():
             metrics = self.trained.train_batch(data, self.loss_fn, self.micro)
             metrics["lr"] = self.trained.lr_scheduler_step()
-        return self.report(metrics, self.trained.non_finite, self.trained)
+        return self.report(metrics, self.trained.non_finite, self.trained, self.trained.expert_counts)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="train"))
     def infer_batch(self, data: DataProto) -> DataProto:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.utils.metric import Metrics, extreme
@@ -87,10 +88,20 @@ class OptimizerSteps:
     reports: list[dict[str, float]] = field(default_factory=list)
     problems: list[NonFinite] = field(default_factory=list)
     """Non-finite values that made steps be skipped, by rows of this rank's batch."""
+    expert_counts: Tensor | None = None
+    """(layers, experts) tokens of each expert, over all steps; see :attr:`BaseEngine.expert_counts`."""
 
-    def add(self, report: dict[str, float], non_finite: Sequence[NonFinite], rows: Sequence[int]) -> None:
-        """Add the metrics and the non-finite values of a step on ``rows`` of this rank's batch."""
+    def add(
+        self,
+        report: dict[str, float],
+        non_finite: Sequence[NonFinite],
+        rows: Sequence[int],
+        expert_counts: Tensor | None = None,
+    ) -> None:
+        """Add what an engine has of a step on ``rows`` of this rank's batch."""
         self.reports.append(report)
+        if expert_counts is not None:
+            self.expert_counts = expert_counts if self.expert_counts is None else self.expert_counts + expert_counts
         self.problems += [one if one.row is None else replace(one, row=rows[one.row]) for one in non_finite]
 
     def metrics(self, prefix: str, lr: float) -> Metrics:

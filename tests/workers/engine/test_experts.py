@@ -35,8 +35,8 @@ def path(request, tmp_path_factory):
     return str(folder)
 
 
-def expected(path):
-    """By the router logits of Transformers, one sequence at a time."""
+def expected_counts(path):
+    """(layers, experts) by the router logits of Transformers, one sequence at a time."""
     model, columns = AutoModelForCausalLM.from_pretrained(path), ragged_batch().batch
     counts = None
     for ids, seen in zip(columns["input_ids"], columns["attention_mask"].bool(), strict=True):
@@ -45,8 +45,20 @@ def expected(path):
         chosen = torch.stack([layer.topk(2).indices.flatten() for layer in logits])
         found = torch.nn.functional.one_hot(chosen, logits[0].shape[-1]).sum(1)
         counts = found if counts is None else counts + found
-    load = counts / counts.float().mean(1, keepdim=True)
-    return {"load_max": load.max().item(), "load_min": load.min().item(), "unused_experts": (counts == 0).sum().item()}
+    return counts
+
+
+def expected(path):
+    """The metrics of the load of all tokens at once."""
+    layers = expected_counts(path).tolist()
+    loads = [tokens * len(layer) / sum(layer) for layer in layers for tokens in layer]
+    found = {"load_max": max(loads), "load_min": min(loads), "unused_experts": loads.count(0)}
+    for number, layer in enumerate(layers):
+        found |= {
+            f"layer_{number}/share_max": max(layer) / sum(layer),
+            f"layer_{number}/unused_experts": layer.count(0),
+        }
+    return found
 
 
 def loads(engine, batch, layout):
@@ -61,6 +73,17 @@ def test_each_token_counts_once_and_padding_does_not(path, packed, layout):
     engine = make_engine(path, use_remove_padding=packed)
     assert engine.is_packed == packed
     assert loads(engine, ragged_batch(), layout) == pytest.approx(expected(path), rel=1e-6)
+    assert torch.equal(engine.expert_counts, expected_counts(path))
+
+
+def test_transformers_grouped_products_compute_the_experts_and_the_log_says_so(path, caplog):
+    with caplog.at_level("INFO", "verl.workers.engine.fsdp.sharded_model"):
+        engine = make_engine(path)
+    assert "ForCausalLM are computed by grouped_mm" in caplog.text
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen, engine.train_mode():
+        engine.train_batch(ragged_batch(), sft_loss, LAYOUTS["whole"])
+    calls = {event.key: event.count for event in seen.key_averages()}
+    assert calls["aten::_grouped_mm"] >= 2 * 2  # two products in each of two layers, not two for each expert
 
 
 # ---- the balance loss
@@ -117,13 +140,19 @@ def on_each_rank(rank, world_size, folder, path):
     engine = make_engine(path, override_config=BALANCED)
     with engine.train_mode():
         metrics = engine.train_batch(ragged_batch().select_idxs(rows), sft_loss, LAYOUTS["three"])
-    torch.save((weights_of(engine), metrics), folder / f"{rank}.pt")
+    counts = [engine.expert_counts]
+    for packed in (True, False):  # the two ranks share all sequences, whose length is odd
+        shared = make_engine(path, use_remove_padding=packed, ulysses_sequence_parallel_size=2)
+        assert loads(shared, ragged_batch(), "three") == pytest.approx(expected(path), rel=1e-6)
+        counts.append(shared.expert_counts)
+    torch.save((weights_of(engine), metrics, counts), folder / f"{rank}.pt")
 
 
 def test_two_ranks_count_and_balance_together(path, tmp_path):
     run_ranks(on_each_rank, 2, tmp_path, path)
     for rank in (0, 1):
-        weights, metrics = torch.load(tmp_path / f"{rank}.pt")
+        weights, metrics, counts = torch.load(tmp_path / f"{rank}.pt")
+        assert all(torch.equal(found, expected_counts(path)) for found in counts)
         assert {name: metrics[f"moe/{name}"] for name in expected(path)} == pytest.approx(expected(path), rel=1e-6)
         assert_same_update((weights, metrics["moe/aux_loss"]), balanced_update(path))
 

@@ -605,6 +605,8 @@ class RayPPOTrainer(FitParts):
         metrics = dealt.metrics | updated.meta_info["metrics"]
         self.pass_limits.take_splits(name, metrics)
         context.metrics |= metrics
+        if name == "update_actor":
+            self._keep_expert_counts(updated, context)
         problems = dealt.problems(updated.meta_info.get("non_finite", []))
         self.bad_steps.record(context.number, name, metrics, batch, problems)
         return dealt.restore(updated.select(meta_info_keys=[]))

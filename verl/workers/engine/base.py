@@ -52,6 +52,9 @@ class BaseEngine(ABC):
     """Known limits of the size of its passes."""
     non_finite: Sequence[NonFinite] = ()
     """Non-finite values of the last mini-batch, over all ranks and the same on each; empty if all were finite."""
+    expert_counts: Tensor | None = None
+    """(layers with experts, experts) tokens that each expert got in the last mini-batch, over all ranks; None if the
+    model is no policy, or its routers do not return what they choose."""
 
     def _check_request(self, outputs: set[str] | frozenset[str], temperature: float) -> None:
         if unknown := outputs - self.output_names:

@@ -13,6 +13,7 @@ from tests.workers.engine.test_experts import (
     balanced_by,
     balanced_update,
     expected,
+    expected_counts,
 )
 from tests.workers.support import (
     LAYOUTS,
@@ -99,6 +100,7 @@ def test_outputs_and_updates_are_those_of_plain_pytorch(paths, name, tmp_path):
     assert metrics["grad_norm"] == pytest.approx(norm, rel=1e-5)
     if name != "qwen3, dense layer":
         assert loads(metrics) == pytest.approx(expected(path), rel=1e-6)
+        assert torch.equal(engine.expert_counts, expected_counts(path))
     for weight, value in weights_of(engine).items():
         assert_close(value, weights[weight], atol=1e-5, rtol=0, msg=lambda text, weight=weight: f"{weight}: {text}")
     engine.save_checkpoint(str(tmp_path / "saved"), 1, ("model", "optimizer", "extra", "hf_model"))

@@ -144,7 +144,7 @@ class FSDPEngine(ShardedModel):
     @contextmanager
     def _routing(self, inputs: ModelInputs) -> Iterator[Choices]:
         """Watch the routers in a pass without gradients, and replay the choices of its ``routed_experts``."""
-        with self.routers.replayed(inputs.routed_experts), self.routers.watched(inputs.attention_mask) as choices:
+        with self.routers.replayed(inputs.routed_experts), self.routers.watched(inputs.real) as choices:
             yield choices
 
     def forward_backward_batch(
@@ -175,8 +175,16 @@ class FSDPEngine(ShardedModel):
                         if not part.is_filler:
                             metrics.add(found, part.num_tokens)
         reduced, self.non_finite = metrics.reduce(watch.found(), group)
-        # A critic's would have the names of the actor's.
-        return reduced | load_metrics(load.total(group)) if self.model_type == "language_model" else reduced
+        if self.model_type != "language_model":  # a critic's metrics would have the names of the actor's
+            return reduced
+        counts = self._total(load)
+        self.expert_counts = counts if counts.numel() else None
+        return reduced | load_metrics(counts)
+
+    def _total(self, load: ExpertLoad) -> Tensor:
+        """Sum the load over all ranks. Collective."""
+        shared = [] if self.sequence_group is None else [self.sequence_group]
+        return load.total(self.get_data_parallel_group(), *shared)
 
     @torch.no_grad()
     def _expert_counts(self, parts: Sequence[MicroBatch]) -> Tensor:
@@ -192,7 +200,7 @@ class FSDPEngine(ShardedModel):
             if not part.is_filler:
                 load.add(choices)
         self._reshard()
-        return load.total(self.get_data_parallel_group())
+        return self._total(load)
 
     def _attempts(self, kind: str) -> Iterator[PassAttempt]:
         weights = [weight for weight in self.model.parameters() if weight.requires_grad]
@@ -218,14 +226,14 @@ class FSDPEngine(ShardedModel):
         data, inputs = part.data, self._inputs(part)
         with self.routers.replayed(inputs.routed_experts):
             kept = activations_on_cpu() if self.model_config.enable_activation_offload else nullcontext()
-            with kept, self.routers.watched(inputs.attention_mask) as choices:
+            with kept, self.routers.watched(inputs.real) as choices:
                 flat = self.model(inputs, loss_fn.outputs, temperature)
-            if not part.is_filler and self.sequence_group is None:
+            if not part.is_filler:
                 load.add(choices)
             columns = {name: inputs.scatter(values) for name, values in flat.items()}
             loss, metrics = loss_fn(columns, data.to(self.device), totals)
             if self.balance_weight:
-                counts = load.total(self.get_data_parallel_group()) if counts is None else counts
+                counts = self._total(load) if counts is None else counts
                 if not part.is_filler:
                     balance = self._balance(choices, counts)
                     loss = loss + self.balance_weight * totals.dp_size * balance

@@ -48,24 +48,30 @@ class ExpertLoad:
             found = torch.bincount(chosen.flatten(), minlength=logits.shape[-1])
             self._counts[router] = self._counts[router] + found if router in self._counts else found
 
-    def total(self, group: dist.ProcessGroup | None) -> Tensor:
-        """Sum over the ranks of ``group``, (layers, experts); without routers (0, 0). Collective."""
+    def total(self, *groups: dist.ProcessGroup | None) -> Tensor:
+        """Sum over the ranks of all ``groups``, (layers, experts); without routers (0, 0). Collective."""
         if not self._counts:
-            return torch.zeros(0, 0)
+            return torch.zeros(0, 0, dtype=torch.int64)
         counts = torch.stack([self._counts[router] for router in sorted(self._counts)])
-        dist.all_reduce(counts, group=group)
+        for group in groups:
+            dist.all_reduce(counts, group=group)
         return counts
 
 
 def load_metrics(counts: Tensor) -> dict[str, float]:
     """Compute metrics of the loads from (layers, experts) counts; none without layers.
 
-    The load of an expert is its number of tokens over the mean of its layer's experts: 1 if all get as many.
+    The load of an expert is its number of tokens over the mean of its layer's experts: 1 if all get as many. Its share
+    is that number over the sum of its layer's experts.
     """
     if not counts.numel():
         return {}
     load = counts / counts.float().mean(dim=1, keepdim=True).clamp(min=1e-9)
-    return {
+    share = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
+    of_layers: dict[str, float] = {}
+    for layer, (largest, unused) in enumerate(zip(share.amax(1).tolist(), (counts == 0).sum(1).tolist(), strict=True)):
+        of_layers |= {f"moe/layer_{layer}/share_max": largest, f"moe/layer_{layer}/unused_experts": float(unused)}
+    return of_layers | {
         "moe/load_max": float(load.max()),
         "moe/load_min": float(load.min()),
         "moe/unused_experts": float((counts == 0).sum()),

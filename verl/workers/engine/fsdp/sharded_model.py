@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from verl.utils.device import ensure_process_group, get_device
 from verl.utils.flops_counter import Arithmetic, FlopsCounter, device_peak_flops
 from verl.utils.model import hf_config_of, stored_dtype, torch_dtype
 from verl.utils.sharded_tensor import full_tensor
+from verl.utils.transformers_private import experts_of
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.adapted_weights import AdaptedWeights
 from verl.workers.engine.base import BaseEngine
@@ -61,6 +63,8 @@ from verl.workers.engine.fsdp.sharding import (
     shard_model,
 )
 from verl.workers.routers import Routers
+
+logger = logging.getLogger(__name__)
 
 
 class ShardedModel(BaseEngine):
@@ -126,6 +130,8 @@ class ShardedModel(BaseEngine):
             )
         self.model = model = self.build(dtype).eval()
         self.routers = Routers(model)
+        if len(self.routers):
+            logger.info("the experts of %s are computed by %s", type(model.hf).__name__, experts_of(model.hf.config))
         self._units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self.compute_dtype = mixed_precision(config).param_dtype or dtype
         check = PackingCheck(model, self.device, self.compute_dtype, self.sequence_group)

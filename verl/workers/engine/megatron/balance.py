@@ -39,6 +39,8 @@ class Mixtures:
 
     def begin(self) -> None:
         """Forget the passes of the last mini-batch."""
+        self.counts: Tensor | None = None
+        """(layers, experts) tokens of each expert, over all ranks; known once :meth:`metrics` was called."""
         self._load = ExpertLoad()
         self._counts: Tensor | None = None
         self._balance = torch.zeros(())
@@ -81,7 +83,8 @@ class Mixtures:
         """Compute the metrics of the mini-batch, the same on all ranks. Collective."""
         if not self.has_experts:
             return {}
-        found = load_metrics(self._total(copies) if self._counts is None else self._counts)
+        self.counts = self._total(copies) if self._counts is None else self._counts
+        found = load_metrics(self.counts)
         if self._counts is not None:
             total = self._balance.to(self._counts.device)
             dist.all_reduce(total)
@@ -95,6 +98,10 @@ class Mixtures:
             dist.all_reduce(counts, group=parallel_state.get_context_parallel_group())
             if self.layout.tensor > 1:  # its ranks divide tokens: without sequence_parallel there are no experts
                 dist.all_reduce(counts, group=parallel_state.get_tensor_model_parallel_group())
-        stages = [counts] * self.layout.pipeline
-        dist.all_gather_object(stages, counts.cpu(), group=parallel_state.get_pipeline_model_parallel_group())
-        return torch.cat([part for part in stages if part.numel()])
+        routers = self._routers if counts.numel() else []
+        mine = {router.layer_number: row for router, row in zip(routers, counts.cpu(), strict=True)}
+        stages = [mine] * self.layout.pipeline
+        dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
+        # An interleaved pipeline gives a stage layers that are not adjacent.
+        layers = {layer: row for stage in stages for layer, row in stage.items()}
+        return torch.stack([layers[layer] for layer in sorted(layers)])

@@ -260,8 +260,11 @@ class MegatronEngine(BaseEngine):
                     self.mixtures.aim(group)
                 self._passes(parts, loss_fn.outputs, temperature, add, forward_only=False, is_counted=True)
         found = self._on_all_stages(metrics, watch, group)
-        # A critic's would have the names of the actor's.
-        return found | self.mixtures.metrics(group) if self.model_type == "language_model" else found
+        if self.model_type != "language_model":  # a critic's metrics would have the names of the actor's
+            return found
+        found |= self.mixtures.metrics(group)
+        self.expert_counts = self.mixtures.counts
+        return found
 
     def _on_all_stages(self, metrics: MetricSum, watch: LossWatch, group: dist.ProcessGroup | None) -> dict[str, float]:
         """Reduce metrics where they are, on the last pipeline stage, and tell the others."""

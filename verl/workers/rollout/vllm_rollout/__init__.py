@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.utils.model import has_experts
 from verl.workers.rollout.base import RolloutRegistry, RolloutRequest
 from verl.workers.rollout.client import EngineClient, PartialResponse
 from verl.workers.rollout.remote import RemoteRollout
@@ -17,8 +18,6 @@ from verl.workers.rollout.sampling import completes_stop_text
 from verl.workers.rollout.vllm_rollout.inprocess import VLLMInProcess
 from verl.workers.rollout.vllm_rollout.served import VLLMServer
 from verl.workers.rollout.vllm_rollout.settings import applies_adapters, engine_arguments
-
-_NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @RolloutRegistry.register("vllm")
@@ -35,8 +34,7 @@ class VLLMRollout(RemoteRollout):
         super().set_up()
 
     def _engine_arguments(self) -> dict[str, Any]:
-        text = self.hf_config.get_text_config()
-        if self.device.type == "cpu" and any(getattr(text, name, None) for name in _NUMBERS_OF_EXPERTS):
+        if self.device.type == "cpu" and has_experts(self.hf_config):
             raise ConfigError(
                 f"rollout.name=vllm computes wrong log-probs of {type(self.hf_config).__name__}, a mixture of experts, "
                 "on a CPU after an update of the weights. Set rollout.name=native or hf."
