@@ -40,7 +40,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "internals" / "lost_processes.md"
 STEPS = 5
 HANG_S = 20
-LIMIT_S = 400
+RUN_S = 400
+TRAJECTORY_S = 30
+"""Time limits of a call of the workers, of a run, and of a trajectory; ``--patience`` multiplies them."""
 STAGES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "testing")
 SAVING = "save_checkpoint"
 AGENT_FAULTS = (
@@ -68,7 +70,7 @@ FAULTS = {
     "Ray's state server frozen": ("gen", "update_actor"),
     **dict.fromkeys(AGENT_FAULTS, ("gen",)),
 }
-"""What breaks, and in which stages it makes a difference. The first two are the rounds of CI."""
+"""What breaks, and in which stages it makes a difference."""
 ENDS_THE_DRIVER = {name for name in FAULTS if "driver" in name or "raylet" in name or "state server" in name}
 """What the driver does not outlive: the next one redoes the steps since the newest whole checkpoint."""
 NOT_COMPARED = ("timing", "perf", "recovery")
@@ -92,7 +94,7 @@ class Round:
     problems: tuple[str, ...]
 
 
-def settings(task: Path, output: Path, changes: Settings) -> Settings:
+def settings(task: Path, output: Path, changes: Settings, patience: float) -> Settings:
     """The quickstart's PPO run, small, on two ranks."""
     chosen = rl_settings("ppo", task, task / "model", output, seed=1)
     return chosen | {
@@ -114,15 +116,17 @@ def settings(task: Path, output: Path, changes: Settings) -> Settings:
         "trainer.total_training_steps": STEPS,
         "trainer.resume_mode": "auto",
         "trainer.rollout_data_dir": output / "rollouts",
-        "trainer.recovery.hang_timeout_s": HANG_S,
+        "trainer.recovery.hang_timeout_s": HANG_S * patience,
         "ray_kwargs.ray_init.num_cpus": 2,
         "hydra.run.dir": output / "hydra",
     } | changes  # fmt: skip
 
 
-def agent_settings(folder: Path) -> Settings:
+def agent_settings(folder: Path, patience: float) -> Settings:
     """What makes the work one of agents."""
-    return chaos_agents.settings(folder, STEPS) | {"actor_rollout_ref.rollout.agent.hang_timeout_s": HANG_S}
+    return chaos_agents.settings(folder, STEPS, TRAJECTORY_S * patience) | {
+        "actor_rollout_ref.rollout.agent.hang_timeout_s": HANG_S * patience
+    }
 
 
 def make_task(folder: Path) -> Path:
@@ -132,11 +136,13 @@ def make_task(folder: Path) -> Path:
     return folder
 
 
-def start(task: Path, output: Path, plan: dict[str, Any] | None, changes: Settings | None = None) -> tuple[int, float]:
+def start(
+    task: Path, output: Path, plan: dict[str, Any] | None, patience: float, changes: Settings | None = None
+) -> tuple[int, float]:
     """Run to the end, starting it again where SIGTERM ended it; how often it was started, and the seconds."""
     output.mkdir(parents=True)
     (output / "plan.json").write_text(json.dumps(plan))
-    overrides = [f"{key}={value}" for key, value in settings(task, output, changes or {}).items()]
+    overrides = [f"{key}={value}" for key, value in settings(task, output, changes or {}, patience).items()]
     command = [sys.executable, "-m", "benchmarks.chaos_run", *overrides]
     env = os.environ | {
         PLAN: str(output / "plan.json"),
@@ -148,7 +154,9 @@ def start(task: Path, output: Path, plan: dict[str, Any] | None, changes: Settin
     with (output / "log.txt").open("w") as log:
         while code == EXIT_CODE and starts < 3:
             starts += 1
-            code = subprocess.run(command, stdout=log, stderr=log, env=env, timeout=LIMIT_S, check=False).returncode
+            code = subprocess.run(
+                command, stdout=log, stderr=log, env=env, timeout=RUN_S * patience, check=False
+            ).returncode
     if code:
         raise RuntimeError(f"the run ended with code {code}; its log: {output / 'log.txt'}")
     return starts, time.monotonic() - began
@@ -235,12 +243,12 @@ def draw_plans(seed: int, rounds: int, kinds: Sequence[str]) -> list[dict[str, A
     return plans
 
 
-def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usual_s: float) -> Round:
+def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usual_s: float, patience: float) -> Round:
     """One round."""
     starts, seconds, problems = 0, float("nan"), ()
     agents = plan["fault"] in AGENT_FAULTS
     try:
-        starts, seconds = start(task, output, plan, agent_settings(task) if agents else None)
+        starts, seconds = start(task, output, plan, patience, agent_settings(task, patience) if agents else None)
         problems = tuple(differences(output, undisturbed, agents))
         if agents and (left := processes_left(output / "plan.json")):
             problems = (*problems, f"processes are left: {left}")
@@ -260,7 +268,7 @@ def play(task: Path, output: Path, plan: dict[str, Any], undisturbed: Path, usua
     )  # fmt: skip
 
 
-def campaign(folder: Path, rounds: int, seed: int, kinds: Sequence[str]) -> list[Round]:
+def campaign(folder: Path, rounds: int, seed: int, kinds: Sequence[str], patience: float) -> list[Round]:
     """All rounds, told as they end."""
     task = make_task(folder / "task")
     played, usual_s = [], {}
@@ -268,9 +276,11 @@ def campaign(folder: Path, rounds: int, seed: int, kinds: Sequence[str]) -> list
         agents = plan["fault"] in AGENT_FAULTS
         undisturbed = folder / ("undisturbed_agents" if agents else "undisturbed")
         if undisturbed not in usual_s:
-            _, usual_s[undisturbed] = start(task, undisturbed, None, agent_settings(task) if agents else None)
+            changes = agent_settings(task, patience) if agents else None
+            _, usual_s[undisturbed] = start(task, undisturbed, None, patience, changes)
             print(f"{undisturbed.name}: {STEPS} steps in {usual_s[undisturbed]:.0f} s")
-        played.append(play(task, folder / f"round_{number}", plan, undisturbed, usual_s[undisturbed]))
+        output = folder / f"round_{number}"
+        played.append(play(task, output, plan, undisturbed, usual_s[undisturbed], patience))
         print(row(number, played[-1]), flush=True)
     return played
 
@@ -295,7 +305,7 @@ def table(played: Sequence[Round], seed: int) -> str:
     return "\n".join([*lines, *(row(number, done) for number, done in enumerate(played, 1))])
 
 
-def overhead(folder: Path, repeats: int) -> str:
+def overhead(folder: Path, repeats: int, patience: float) -> str:
     """Seconds of a step with and without protection, in runs by turns."""
     task = make_task(folder / "task")
     bare = {"trainer.recovery.snapshot_freq": 0, "trainer.recovery.hang_timeout_s": "null",
@@ -305,7 +315,8 @@ def overhead(folder: Path, repeats: int) -> str:
     for turn in range(repeats):
         for kind, changes in kinds.items():
             output = folder / f"{kind}_{turn}"
-            start(task, output, None, changes | {"trainer.test_freq": -1, "trainer.total_training_steps": 12})
+            changed = changes | {"trainer.test_freq": -1, "trainer.total_training_steps": 12}
+            start(task, output, None, patience, changed)
             found = metrics_of(output)
             # From one step's end to the next is more than timing_s/step: the state is held between two steps.
             steps[kind] += [
@@ -335,6 +346,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="one of each kind by default")
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS), help="the kinds to play by turns")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--patience", type=float, default=1, help="multiplies all time limits, for a busy machine")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each kind, with --overhead")
     parser.add_argument("--overhead", action="store_true")
     parser.add_argument("--write", action="store_true", help="into docs/internals/lost_processes.md")
@@ -344,12 +356,12 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     if args.overhead:
-        text = overhead(folder, args.repeats)
+        text = overhead(folder, args.repeats, args.patience)
         print(text)
         if args.write:
             put("overhead", text)
         return
-    played = campaign(folder, args.rounds or len(args.faults), args.seed, args.faults)
+    played = campaign(folder, args.rounds or len(args.faults), args.seed, args.faults, args.patience)
     if args.write:
         put("campaign", table(played, args.seed))
     if any(done.problems for done in played):

@@ -23,7 +23,6 @@ from verl.tools.function_tool import function_tool
 
 PROMPTS = 32
 """Of a step."""
-TRAJECTORY_TIMEOUT_S = 30
 ORDER, OBEYED = "order", "obeyed"
 """Files beside the plan: a signal that a tool sends to its own process, and that it did."""
 SLOW_CALLS = ("hang", "hanging process")
@@ -55,7 +54,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_
     return sum(character.isdigit() for character in solution_str) / 16
 
 
-def rows(steps: int) -> list[dict[str, Any]]:
+def rows(steps: int, trajectory_s: float) -> list[dict[str, Any]]:
     """Prompts with scripts: in each step eight bad calls and eight programs, and the slow ones in one step."""
     made = countdown_rows(PROMPTS * steps)
     calls = itertools.cycle(name for name in BAD_CALLS if name not in SLOW_CALLS)
@@ -66,19 +65,19 @@ def rows(steps: int) -> list[dict[str, Any]]:
         if step == SLOW_STEP and place < len(SLOW_CALLS):
             script[1] = [BAD_CALLS[SLOW_CALLS[place]]]
         elif step == SLOW_STEP and place < len(SLOW_CALLS) + len(SLOW_PROGRAMS):
-            script, row["agent_name"] = [SLOW_PROGRAMS[place - len(SLOW_CALLS)], TRAJECTORY_TIMEOUT_S], "program"
+            script, row["agent_name"] = [SLOW_PROGRAMS[place - len(SLOW_CALLS)], trajectory_s], "program"
         elif place % 4 == 1:
             script[1] = [BAD_CALLS[next(calls)]]
         elif place % 4 == 3:
-            script, row["agent_name"] = [next(programs), TRAJECTORY_TIMEOUT_S], "program"
+            script, row["agent_name"] = [next(programs), trajectory_s], "program"
         row["script"] = json.dumps(script)
     return made
 
 
-def settings(folder: Path, steps: int) -> dict[str, object]:
-    """Write model, data and loops of the run; its overrides."""
+def settings(folder: Path, steps: int, trajectory_s: float) -> dict[str, object]:
+    """Write model, data and loops of the run, whose trajectories may take so many seconds; its overrides."""
     model = tiny_model_dir(folder / "tiny_model", family="qwen3")
-    data = write_jsonl(folder / "agents.jsonl", rows(steps))
+    data = write_jsonl(folder / "agents.jsonl", rows(steps, trajectory_s))
     scripted = {key.replace("__", "."): value for key, value in scripted_agent.settings(folder).items()}
     rollout = "actor_rollout_ref.rollout"
     return scripted | {
@@ -94,6 +93,6 @@ def settings(folder: Path, steps: int) -> dict[str, object]:
         "custom_reward_function.path": __file__,
         f"{rollout}.multi_turn.function_tool_path": __file__,
         f"{rollout}.agent.num_workers": 2,
-        f"{rollout}.agent.trajectory_timeout_s": TRAJECTORY_TIMEOUT_S,
+        f"{rollout}.agent.trajectory_timeout_s": trajectory_s,
         "trainer.test_freq": -1,
     }
