@@ -110,6 +110,7 @@ def test_a_reward_manager_scores_in_a_process_of_ray(ray_cluster):
         compute_reward_async.remote(data)
 
 
+@pytest.mark.slow
 def test_a_folder_that_ray_cannot_use_is_named(tmp_path):
     long = tmp_path / ("x" * 110)
     program = (

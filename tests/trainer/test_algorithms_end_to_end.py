@@ -60,6 +60,7 @@ def test_every_estimator_trains(train, name):
     assert steps[1]["critic/advantages/max"] > steps[1]["critic/advantages/min"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", policy_loss_names())
 def test_every_policy_loss_trains(train, name):
     changes = {f"{ACTOR}__policy_loss__loss_mode": name} | LOSS_SETTINGS.get(name, {})

@@ -141,6 +141,7 @@ def test_without_states_in_memory_the_run_goes_back_to_its_newest_checkpoint_or_
     assert disturbed[0][3]["recovery/redone_steps"] == 1
 
 
+@pytest.mark.slow
 def test_too_many_losses_stop_the_run_with_the_first_of_them_first(run: Run) -> None:
     """On one rank, because nothing here depends on the number of them."""
     alone = {"trainer__n_gpus_per_node": 1}
