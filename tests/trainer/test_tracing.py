@@ -99,8 +99,8 @@ def train_with_tools(train, tmp_path, monkeypatch, tool=TOOL, **more):  # noqa: 
             f"{turns}format": "every_turn_calls",
             f"{turns}max_assistant_turns": 2,
             f"{TRACE}backend": "otel",
-        },
-        **more,
+        }
+        | more,
     )
 
 
@@ -198,10 +198,52 @@ def test_a_collector_that_is_not_there_stops_no_run(train, monkeypatch, caplog):
     assert "Failed to export spans batch" in caplog.text
 
 
-@pytest.mark.parametrize("backend, where", [("mlflow", "an MLflow server"), ("weave", "Weave")])
-def test_other_backends_name_the_way_by_otel(run, backend, where):  # noqa: F811
-    message = only(run.refusal({"actor_rollout_ref.rollout.trace.backend": backend}))
-    assert f"{where} takes the spans of OpenTelemetry" in message
+def test_mlflow_holds_each_trajectory_with_its_turns_calls_and_reward(train, tmp_path, monkeypatch):  # noqa: F811
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
+    steps = train_with_tools(
+        train, tmp_path, monkeypatch, trainer__project_name="proj", trainer__experiment_name="exp",
+        **{f"{TRACE}backend": "mlflow", f"{TRACE}token2text": "true"},
+    )  # fmt: skip
+    experiment = mlflow.get_experiment_by_name("proj").experiment_id
+    traces = mlflow.search_traces(locations=[experiment], max_results=100, return_type="list")
+    assert len(traces) == 2 * 4 * 4
+    scores: dict[int, list[float]] = {}
+    called = 0
+    for trace in traces:
+        (root,) = (span for span in trace.data.spans if span.parent_id is None)
+        below = {
+            span.span_id: [one for one in trace.data.spans if one.parent_id == span.span_id]
+            for span in trace.data.spans
+        }
+        assert (root.name, root.span_type, trace.info.tags["verl.experiment"]) == ("trajectory", "AGENT", "exp")
+        assert "make" in root.inputs["prompt"]
+        assert isinstance(root.outputs, str)
+        assert root.attributes["verl.response_tokens"] >= root.attributes["verl.trained_tokens"] > 0
+        scores.setdefault(root.attributes["verl.step"], []).append(root.attributes["verl.score"])
+        *turns, reward = sorted(below[root.span_id], key=lambda span: span.start_time_ns)
+        assert (reward.name, reward.span_type) == ("reward", "EVALUATOR")
+        for turn in turns:
+            generation, *calls = sorted(below[turn.span_id], key=lambda span: span.start_time_ns)
+            assert (turn.name, generation.name, generation.span_type) == ("turn", "generation", "LLM")
+            assert (
+                root.start_time_ns
+                <= turn.start_time_ns
+                <= generation.end_time_ns
+                <= turn.end_time_ns
+                <= root.end_time_ns
+            )
+            assert all((call.name, call.span_type, call.outputs) == ("tool_call", "TOOL", "42") for call in calls)
+            called += len(calls)
+    assert called > 0
+    for number, metrics in steps.items():
+        assert sum(scores[number]) / len(scores[number]) == pytest.approx(metrics["critic/score/mean"])
+
+
+def test_weave_names_the_way_by_otel(run):  # noqa: F811
+    message = only(run.refusal({"actor_rollout_ref.rollout.trace.backend": "weave"}))
+    assert "Weave takes the spans of OpenTelemetry" in message
     assert "use otel with OTEL_EXPORTER_OTLP_TRACES_ENDPOINT" in message
 
 

@@ -208,6 +208,63 @@ def test_times_alerts_and_keys(server, open_view):
     page.get_by_role("dialog").get_by_text("dark or light").wait_for()
 
 
+def test_keys_of_theme_search_and_samples(server, open_view):
+    page = open_view(server, color_scheme="light").page
+    page.locator("figure.chart").first.wait_for()
+    background = "() => getComputedStyle(document.body).backgroundColor"
+    before = page.evaluate(background)
+    page.keyboard.press("t")
+    assert page.evaluate(background) == "rgb(20, 23, 27)" != before
+    page.reload()
+    page.locator("figure.chart").first.wait_for()
+    assert page.evaluate(background) == "rgb(20, 23, 27)"  # it is remembered
+    page.keyboard.press("t")
+    assert page.evaluate(background) == before
+    page.keyboard.press("/")
+    page.keyboard.type("t2")  # into the search: neither the theme nor the view changes
+    assert page.locator("#search").input_value() == "t2"
+    assert page.evaluate(background) == before
+    page.locator("#search").press("Tab")
+    page.keyboard.press("2")
+    rows = page.locator(".samples tbody tr")
+    rows.nth(2).wait_for()
+    for key, chosen in (("j", 0), ("j", 1), ("j", 2), ("k", 1), ("k", 0), ("k", 0)):
+        page.keyboard.press(key)
+        page.wait_for_function(
+            "at => [...document.querySelectorAll('.samples tbody tr')].findIndex("
+            "row => row.classList.contains('chosen')) === at",
+            arg=chosen,
+        )
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_report_opens_from_its_file_in_light_and_dark(chromium, folder, tmp_path, scheme):
+    write_report(folder / "first", tmp_path / "report.html")
+    context = chromium.new_context(viewport={"width": 1100, "height": 900}, color_scheme=scheme, offline=True)
+    page = context.new_page()
+    complaints: list[str] = []
+    page.on("console", lambda said: complaints.append(said.text))
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.on("request", lambda asked: complaints.append(asked.url) if "report.html" not in asked.url else None)
+    page.goto((tmp_path / "report.html").as_uri())
+    assert page.locator("h1").inner_text().startswith("first: ")
+    assert page.locator("h2").first.evaluate("it => getComputedStyle(it).color") == {
+        "light": "rgb(0, 0, 0)", "dark": "rgb(255, 255, 255)"
+    }[scheme]  # fmt: skip
+    line = page.locator("svg polyline").first
+    assert line.bounding_box()["width"] > 100
+    assert line.evaluate("it => getComputedStyle(it).stroke") == "rgb(47, 127, 191)"
+    tokens = page.locator(".tokens").first
+    assert not tokens.is_visible()
+    page.get_by_text("Tokens by advantages").first.click()
+    colours = tokens.locator("span").evaluate_all("all => all.map(it => getComputedStyle(it).backgroundColor)")
+    assert len(colours) == 24
+    assert len(set(colours)) > 2
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+    assert complaints == []
+    context.close()
+
+
 @pytest.mark.parametrize("width", [1400, 820, 390])
 def test_nothing_is_wider_than_the_window_and_everything_has_a_name(server, open_view, width):
     tab = open_view(server, width=width, color_scheme="dark")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
 from verl.base.requirements import install_command
@@ -35,43 +35,47 @@ class PrometheusConfig(BaseConfig):
             yield Problem(f"{path}.enable", True, "the package prometheus_client is not installed", remedy=remedy)
 
 
-_BY_OTEL = "{} takes the spans of OpenTelemetry; use otel with OTEL_EXPORTER_OTLP_TRACES_ENDPOINT at its address"
-
-
 @section
 class TraceConfig(BaseConfig):
     """Spans of each trajectory of training, its turns and tool calls (docs/monitoring.md)."""
 
     hydra_target: ClassVar[str] = "verl.workers.config.TraceConfig"
 
-    backend: Literal["otel"] | None = setting(
+    backend: Literal["otel", "mlflow"] | None = setting(
         None,
         refuse_values={
-            "mlflow": _BY_OTEL.format("an MLflow server"),
-            "weave": _BY_OTEL.format("Weave"),
+            "weave": "Weave takes the spans of OpenTelemetry; use otel with OTEL_EXPORTER_OTLP_TRACES_ENDPOINT at its "
+            "address",
             "trackio": "Trackio takes no spans; use otel",
         },
     )
-    """`otel` sends spans by OpenTelemetry's SDK to the collector that `OTEL_EXPORTER_OTLP_ENDPOINT` names; needs the
-    extra `otel`."""
+    """`otel` sends spans by OpenTelemetry's SDK to the collector that `OTEL_EXPORTER_OTLP_ENDPOINT` names, `mlflow` by
+    MLflow's client to `MLFLOW_TRACKING_URI`; they need the extra of that name."""
     token2text: bool = setting(False)
     """Give the spans the texts of prompts, responses, tool calls and results, beside numbers."""
     max_samples_per_step_per_worker: int | None = setting(None, ge=1)
     """Trace this many trajectories of a step for each of `rollout.agent.num_workers`; null traces all."""
 
     def problems(self, path: str) -> Iterator[Problem]:
-        """The SDK is installed, and the other settings have a backend."""
-        if self.backend == "otel" and not all(map(_is_installed, _OF_OTEL)):
-            remedy = f"{install_command('otel')}, or set {path}.backend=null"
-            wrong = "OpenTelemetry's SDK and its exporter over HTTP are not installed"
-            yield Problem(f"{path}.backend", "otel", wrong, remedy=remedy)
+        """The client is installed, and the other settings have a backend."""
+        modules, wrong = _CLIENTS.get(self.backend or "", ((), ""))
+        if not all(map(_is_installed, modules)):
+            remedy = f"{install_command(str(self.backend))}, or set {path}.backend=null"
+            yield Problem(f"{path}.backend", self.backend, wrong, remedy=remedy)
         for name in ("token2text", "max_samples_per_step_per_worker"):
             if self.backend is None and self[name]:
-                remedy = f"set {path}.backend=otel, or leave {name} out"
+                remedy = f"set {path}.backend=otel or mlflow, or leave {name} out"
                 yield Problem(f"{path}.{name}", self[name], "nothing is traced", remedy=remedy)
 
 
-_OF_OTEL = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter")
+_CLIENTS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "otel": (
+        ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http.trace_exporter"),
+        "OpenTelemetry's SDK and its exporter over HTTP are not installed",
+    ),
+    "mlflow": (("mlflow.tracing",), "MLflow's client is not installed"),
+}
+"""Backend → the modules that it needs, and what is wrong without them."""
 
 
 def _is_installed(module: str) -> bool:

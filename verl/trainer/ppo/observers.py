@@ -40,7 +40,7 @@ class Observers:
             self._server = MetricsServer(rollout.prometheus, trainer.project_name, trainer.experiment_name)
             self._server.total_steps = total_steps
         if rollout.trace.backend is not None:
-            from verl.trainer.ppo.tracing import RolloutTraces  # needs the extra `otel`
+            from verl.trainer.ppo.tracing import RolloutTraces
 
             self._traces = RolloutTraces(config, tokenizer)
 

@@ -1,4 +1,4 @@
-"""Spans of the trajectories of a step, by OpenTelemetry's SDK.
+"""Spans of the trajectories of a step.
 
 ::
 
@@ -11,73 +11,42 @@
       └─ reward                     the stage in which the batch was scored
 
 Spans are made on the driver once the step has its scores, from the times that the loops noted beside their messages.
-So the processes of agent loops, on whatever machine, need neither the SDK nor a way to the collector.
+So the processes of agent loops, on whatever machine, need neither a client nor a way to the collector.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from opentelemetry import trace
-from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import SpanLimits, TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import Span, Status, StatusCode
 
-from verl.base.redact import redacted_texts, secrets_in
+from verl.base.redact import redacted, redacted_texts, secrets_in
 from verl.config import PPOConfig
 from verl.protocol import DataProto, compute_response_mask
+from verl.trainer.ppo.spans import Interval, PlannedSpan, SpanSender
 
 LONGEST_TEXT = 20_000
 """Characters of an attribute that are kept."""
-_QUEUE = 2**17
-"""Spans that wait for the exporter; those of a step come at once."""
-
-Interval = tuple[float, float]
-"""Begin and end in seconds since 1970."""
-
-
-@dataclass
-class PlannedSpan:
-    """A span to be made, with those inside of it."""
-
-    name: str
-    interval: Interval
-    attributes: dict[str, Any] = field(default_factory=dict)
-    error: str = ""
-    parts: list[PlannedSpan] = field(default_factory=list)
 
 
 class RolloutTraces:
-    """Sends the trajectories of steps to a collector.
+    """Sends the trajectories of steps to the collector or server of ``rollout.trace.backend``.
 
     Args:
         config: the run's.
         tokenizer: the policy's.
-        exporter: by default over HTTP to the address that ``OTEL_EXPORTER_OTLP_ENDPOINT`` and its relatives name. It
-            works in a thread of its own; what it cannot deliver is lost, with a line in the log.
     """
 
-    def __init__(self, config: PPOConfig, tokenizer: Any, exporter: SpanExporter | None = None) -> None:
+    def __init__(self, config: PPOConfig, tokenizer: Any) -> None:
         rollout = config.actor_rollout_ref.rollout
         self._with_texts = rollout.trace.token2text
         per_worker = rollout.trace.max_samples_per_step_per_worker
         self._most = None if per_worker is None else per_worker * rollout.agent.num_workers
         self._tokenizer = tokenizer
         self._secrets = secrets_in(config.to_dict())
-        run = {"verl.project": config.trainer.project_name, "verl.experiment": config.trainer.experiment_name}
-        self._provider = TracerProvider(
-            resource=Resource.create({"service.name": "verl", **run}),
-            span_limits=SpanLimits(max_attribute_length=LONGEST_TEXT),
-            shutdown_on_exit=False,
-        )
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(), max_queue_size=_QUEUE))
-        self._tracer = self._provider.get_tracer("verl")
+        self._sender = _sender(rollout.trace.backend, config.trainer.project_name, config.trainer.experiment_name)
 
     def write(self, step: int, batches: Iterable[DataProto], stages: Sequence[tuple[str, float, float]]) -> None:
         """Send the trajectories of a step.
@@ -95,23 +64,21 @@ class RolloutTraces:
                     if left == 0:
                         return
                     left -= 1
-                self._send(self._trajectory(step, batch, rows, drawn, scored), None)
+                self._sender.send(self._shown(self._trajectory(step, batch, rows, drawn, scored)))
 
     def close(self) -> None:
         """Send what is left, and end the thread."""
-        self._provider.shutdown()
+        self._sender.close()
 
-    def _send(self, part: PlannedSpan, parent: Span | None) -> None:
-        begin, end = (int(seconds * 1e9) for seconds in part.interval)
-        context = None if parent is None else trace.set_span_in_context(parent)
+    def _shown(self, part: PlannedSpan) -> PlannedSpan:
+        """Leave out secrets, attributes without a value, and the ends of long texts."""
         known = {name: value for name, value in part.attributes.items() if value is not None}
-        attributes = redacted_texts(known, self._secrets)
-        span = self._tracer.start_span(part.name, context, start_time=begin, attributes=attributes)
-        if part.error:
-            span.set_status(Status(StatusCode.ERROR, part.error))
-        for inner in part.parts:
-            self._send(inner, span)
-        span.end(max(begin, end))
+        attributes = {
+            name: value[:LONGEST_TEXT] if isinstance(value, str) else value
+            for name, value in redacted_texts(known, self._secrets).items()
+        }
+        error = redacted(part.error, self._secrets)[:LONGEST_TEXT]
+        return PlannedSpan(part.name, part.interval, attributes, error, [self._shown(inner) for inner in part.parts])
 
     def _trajectory(self, step: int, batch: DataProto, rows: range, drawn: Interval, scored: Interval) -> PlannedSpan:
         last = rows[-1]
@@ -188,6 +155,16 @@ class RolloutTraces:
 
     def _text(self, ids: Any) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def _sender(backend: str | None, project: str, experiment: str) -> SpanSender:
+    if backend == "mlflow":
+        from verl.trainer.ppo.mlflow_spans import MlflowSpans  # needs the extra `mlflow`
+
+        return MlflowSpans(project, experiment)
+    from verl.trainer.ppo.otel_spans import OtelSpans  # needs the extra `otel`
+
+    return OtelSpans(project, experiment)
 
 
 def _by_trajectory(batch: DataProto) -> Iterable[range]:
