@@ -1,18 +1,21 @@
 """Do trainer and rollout engines compute what Transformers computes? The largest differences, for each kind of model.
 
-    python -m benchmarks.agreement [--kinds "dense (Qwen3)" ...]
-    .venv-vllm/bin/python -m benchmarks.agreement --engines vllm
+    python -m benchmarks.agreement [--kinds "dense (Qwen3)" ...] [--ranks 1 2]
+    .venv-vllm/bin/python -m benchmarks.agreement --engines vllm --ranks 1
 
-Tiny models with random weights, in fp32 on one rank: their responses are drawn by a rollout engine, and one plain
-forward and backward pass of Transformers over each response alone, with the model's own attention and positions, says
-what log-probs and gradients should be. Prints the table of docs/internals/agreement.md. With vllm all
-models have heads of 32 numbers, the fewest that it computes on a CPU; it runs inside the process and applies adapters.
+Tiny models with random weights, in fp32 on one rank and on two: their responses are drawn by a rollout engine in each
+rank, and one plain forward and backward pass of Transformers over each response alone, with the model's own attention
+and positions, says what log-probs and gradients should be. Prints the table of docs/internals/agreement.md. With vllm
+all models have heads of 32 numbers, the fewest that it computes on a CPU; it runs inside the process and applies
+adapters.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -22,7 +25,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import start_processes
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from verl.config import HFModelConfig, RolloutConfig
@@ -32,53 +37,85 @@ from verl.testing.models import MIXTURES, tiny_model_dir
 from verl.testing.vision_models import heads_of_32, picture_rows, tiny_vision_model_dir, write_parquet
 from verl.utils import hf_processor, hf_tokenizer
 from verl.utils.dataset.rl_dataset import RLHFDataset, collate_fn
+from verl.utils.sharded_tensor import full_tensor, local_rows
 from verl.vision.families import FAMILIES
 from verl.workers.engine import EngineRegistry, MicroBatchConfig
 from verl.workers.losses import SFTLoss
 from verl.workers.rollout.base import get_rollout_class
 
+ADAPTED = {"qwen3": "Qwen3", "qwen3_moe": "experts, qwen3_moe", "qwen2_5_vl": "images, qwen2_5_vl"}
 KINDS = {
     "dense (Qwen3)": "qwen3",
-    "LoRA (Qwen3)": "qwen3",
     **{f"experts ({family})": family for family in MIXTURES},
     **{f"images ({family})": family for family in FAMILIES},
+    **{f"LoRA ({name})": family for family, name in ADAPTED.items()},
 }
 ENGINES = ("hf", "native", "vllm")
 REFUSED = {("deepseek_v3", "native")}  # latent attention
 PROMPTS, RESPONSES, PROMPT_LENGTH, RESPONSE_LENGTH = 6, 2, 40, 8
+TOLERANCE = 2e-5
+"""Of log-probs, and of gradients relative to the largest one: a few roundings of fp32 at logits of size 10."""
+
+CPU = torch.device("cpu")
+Differences = tuple[float, float, float]
+"""Of log-probs of the rollout, of log-probs of the trainer, and of gradients."""
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table; end with exit code 1 if a difference is above the tolerance."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.agreement",
-        description="Compare trainer and rollout engines with Transformers, and print the table of differences.",
+        description="Compare trainer and rollout engines with Transformers, and print the table of differences. Exit "
+        "code 1 if one is above the tolerance.",
     )
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="rows of the table (all)")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=["hf", "native"], help="rollout engines")
+    parser.add_argument("--ranks", nargs="+", type=int, choices=(1, 2, 4), default=[1, 2], help="ranks of the trainer")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="largest difference (%(default)s)")
     args = parser.parse_args()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    logging.disable(logging.WARNING)
-    print("| kind | rollout engine | log-probs of the rollout | log-probs of the trainer | gradients of the trainer |")
-    print("|---|---|---|---|---|")
-    for kind in args.kinds:
-        family = KINDS[kind]
-        engines = [engine for engine in args.engines if (family, engine) not in REFUSED]
+    print("| kind | rollout engine | ranks | log-probs of the rollout | of the trainer | gradients of the trainer |")
+    print("|---|---|---|---|---|---|", flush=True)
+    largest = 0.0
+    for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            for engine, found in measure(family, kind.startswith("LoRA"), Path(folder), engines).items():
-                print(f"| {kind} | `{engine}` | {' | '.join(f'{value:.1e}' for value in found)} |")
+            # Processes of their own even for one rank: a process group ends with its processes.
+            start_processes(on_rank, (ranks, args.kinds, args.engines, folder), nprocs=ranks, start_method="fork")
+            found = json.loads((Path(folder) / "found.json").read_text())
+        largest = max([largest, *(math.inf if math.isnan(value) else value for value in found)])
+    if not largest <= args.tolerance:
+        raise SystemExit(f"the largest difference, {largest:.1e}, is above {args.tolerance:.1e}")
 
 
-def measure(
-    family: str, has_adapters: bool, folder: Path, engines: Sequence[str] = ENGINES[:2]
-) -> dict[str, tuple[float, float, float]]:
+def on_rank(rank: int, ranks: int, kinds: Sequence[str], engines: Sequence[str], folder: str) -> None:
+    """Measure all kinds on one of the ranks of a gloo group; the first one prints rows and writes the differences."""
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": str(rank)}
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
+    found: list[float] = []
+    for kind in kinds:
+        family = KINDS[kind]
+        own = [engine for engine in engines if (family, engine) not in REFUSED]
+        place = Path(folder, str(len(found)))
+        for engine, row in measure(family, kind.startswith("LoRA"), place, own).items():
+            found += row
+            if rank == 0:
+                print(f"| {kind} | `{engine}` | {ranks} | {' | '.join(f'{value:.1e}' for value in row)} |", flush=True)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def measure(family: str, has_adapters: bool, folder: Path, engines: Sequence[str]) -> dict[str, Differences]:
     """Return the differences of a kind by rollout engine; gradients are relative to the largest gradient."""
-    has_images = family in FAMILIES
-    if has_images:
-        path = tiny_vision_model_dir(folder / "model", family, **(heads_of_32(family) if "vllm" in engines else {}))
-    else:
-        heads = {"head_dim": 32} if "vllm" in engines else {}
-        path = tiny_model_dir(folder / "model", family, **heads)
+    has_images, path = family in FAMILIES, str(folder / "model")
+    if dist.get_rank() == 0:
+        if has_images:
+            tiny_vision_model_dir(path, family, **(heads_of_32(family) if "vllm" in engines else {}))
+        else:
+            tiny_model_dir(path, family, **({"head_dim": 32} if "vllm" in engines else {}))
+    dist.barrier()
     adapters: Any = {"lora_rank": 4, "lora_alpha": 8} if has_adapters else {}
     trainer: Any = EngineRegistry.new(
         "language_model",
@@ -89,15 +126,16 @@ def measure(
         device_name="cpu",
     )
     trainer.initialize()
-    torch.manual_seed(1)
+    torch.manual_seed(1 + dist.get_rank())
     with torch.no_grad():
         for name, parameter in trainer.model.named_parameters():
             if "lora_B" in name:  # zero at first
-                parameter.normal_(std=0.1)
+                local_rows(parameter)[0].normal_(std=0.1)
     weights = {name: tensor.detach().clone() for name, tensor in trainer.get_per_tensor_param()}
     plain: Any = (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(path)
     plain.load_state_dict(plain.state_dict() | weights)  # buffers, such as biases of routers, are not trained
-    prompts = read_prompts(path, folder, has_images)
+    # Prompts of a rank are not adjacent, so that both have rows of text and rows with images.
+    prompts = read_prompts(path, folder / str(dist.get_rank()), has_images)[dist.get_rank() :: dist.get_world_size()]
     return {engine: compared(engine, path, prompts, weights, plain, trainer) for engine in engines}
 
 
@@ -119,7 +157,7 @@ def read_prompts(path: str, folder: Path, has_images: bool) -> DataProto:
 
 def compared(
     engine: str, path: str, prompts: DataProto, weights: Mapping[str, Tensor], plain: Any, trainer: Any
-) -> tuple[float, float, float]:
+) -> Differences:
     """Draw responses, and compare log-probs of the rollout and the trainer, and the trainer's gradients."""
     config: Any = {"name": engine, "prompt_length": PROMPT_LENGTH, "response_length": RESPONSE_LENGTH}
     config["tensor_model_parallel_size"] = 1
@@ -132,9 +170,12 @@ def compared(
     with rollout.awake(trainer.adapted_weights() if applies else weights.items, version=0):
         found = rollout.generate_sequences(prompts)
     batch = prompts.select(batch_keys=[]) | found
-    expected = plain_log_probs(plain, batch)
-    own = trainer.infer_batch(batch, {"log_probs"}, MicroBatchConfig())["log_probs"]
-    mask = batch.batch["response_mask"]
+    own = trainer.infer_batch(batch, {"log_probs"}, MicroBatchConfig())
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, batch | DataProto.from_dict(tensors={"own": own["log_probs"]}))
+    whole = DataProto.concat(parts)
+    expected = plain_log_probs(plain, whole)
+    mask = whole.batch["response_mask"]
     plain.zero_grad()
     (-(expected * mask).sum() / mask.sum()).backward()
     with trainer.train_mode():
@@ -143,9 +184,11 @@ def compared(
         gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
         wanted = {name: gradient_of(name, trainer.model, plain) for name in gradients}
         largest = max(float(one.abs().max()) for one in wanted.values())
-        gap = max(float((_whole(gradients[name]) - one).abs().max()) for name, one in wanted.items())
-    log_probs = (batch.batch["rollout_log_probs"], own)
-    return (*(float(((one - expected.detach()) * mask).abs().max()) for one in log_probs), gap / largest)  # pyright: ignore[reportReturnType]
+        gap = max(float((full_tensor(gradients[name], CPU) - one).abs().max()) for name, one in wanted.items())
+    rollout_gap, own_gap = (
+        float(((whole.batch[name] - expected.detach()) * mask).abs().max()) for name in ("rollout_log_probs", "own")
+    )
+    return rollout_gap, own_gap, gap / largest
 
 
 def plain_log_probs(model: Any, batch: DataProto) -> Tensor:
@@ -178,17 +221,13 @@ def gradient_of(name: str, trained: Any, plain: Any) -> Tensor:
     parameters = dict(trained.named_parameters())
     whole = known[plain_name(f"{layer}.weight", known)].grad
     other = name.replace("lora_A", "lora_B") if part.startswith("A") else name.replace("lora_B", "lora_A")
-    factor = _whole(parameters[other]).detach()
+    factor = full_tensor(parameters[other], CPU)
     return 2.0 * (factor.T @ whole if part.startswith("A") else whole @ factor.T)  # 2: lora_alpha / lora_rank
 
 
 def plain_name(name: str, known: Mapping[str, Any]) -> str:
     """The name in the plain model of a parameter that wrappers have given a longer one."""
     return max((one for one in known if name == one or name.endswith(f".{one}")), key=len)
-
-
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 if __name__ == "__main__":
