@@ -51,7 +51,7 @@ def test_images_install_the_pinned_torch_before_anything_that_requires_one():
     files = {file.name: file.read_text() for file in ROOT.glob("docker/*")}
     assert set(files) == {"Dockerfile.cuda", "Dockerfile.rocm"}
     for text in files.values():
-        first, *_, last = re.findall(r"pip install (?:[^&\n]|\\\n)*", text)
+        first, *_, last = re.findall(r"pip install (?:\\\n|[^&\n])*", text)
         assert "--constraint constraints.txt" in first
         assert first.split()[-1] == "torch"
         assert '".[$EXTRAS]"' in last
