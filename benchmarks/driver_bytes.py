@@ -2,7 +2,9 @@
 
 The driver is the real one, with Ray and two ranks; the ranks are stand-ins without a model (``benchmarks/standin.py``),
 whose columns have the shapes and dtypes of real ones. GRPO with a KL loss: responses are generated, scored by a
-function, and get old and reference log-probs and one update of two mini-batches. ::
+function, and get old and reference log-probs and one update of two mini-batches. The responses of agent loops are
+conversations of two turns with a tool's answer between them. Read is what the driver copies out of the object store,
+here for scores and metrics; told is what the processes of agent loops tell it of their conversations. ::
 
     python -m benchmarks.driver_bytes [--lengths 512 2048 8192] [--by_column]
 """
@@ -13,6 +15,7 @@ import argparse
 import functools
 import json
 import os
+import pickle
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
@@ -23,6 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from benchmarks.standin import StandInRunner
+from verl.agents.ray import RayAgents
 from verl.protocol import DataProto, stored, tensor_columns
 from verl.single_controller.base.dispatch import BatchPart
 from verl.single_controller.base.worker_group import Call
@@ -35,10 +39,24 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 STEPS = 2
 PROMPTS, SAMPLES = 16, 4
 VALUE, REFERENCE = "sent as values", "sent as references"
-READ = "read by the driver"
+READ, TOLD = "read by the driver", "told by agent loops"
 REWARD = (
     "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return len(solution_str) % 7 / 7\n"
 )
+AGENT = """
+from verl.agents.loop import AgentLoopBase, AgentLoopOutput
+
+class TwoTurns(AgentLoopBase):
+    async def run(self, sampling_params, **row):
+        prompt, half = row["raw_prompt_ids"], self.rollout_config.response_length // 2
+        settings = {**sampling_params, "max_tokens": half - 4}
+        tool = [7] * 8
+        first = (await self.server_manager.generate("a", prompt_ids=prompt, sampling_params=settings)).token_ids
+        so_far = prompt + first + tool
+        second = (await self.server_manager.generate("a", prompt_ids=so_far, sampling_params=settings)).token_ids
+        mask = [1] * len(first) + [0] * len(tool) + [1] * len(second)
+        return AgentLoopOutput(prompt_ids=prompt, response_ids=first + tool + second, response_mask=mask)
+"""
 
 
 class CountingGroup(RayWorkerGroup):
@@ -71,18 +89,26 @@ class CountingRunner(StandInRunner):
 
 
 def count_reads() -> None:
-    """Count the columns that the driver copies into memory of its own."""
-    gathered = stored.StoredColumn._gathered
+    """Count the columns that the driver copies into memory of its own, and what agent loops tell it."""
+    gathered, run = stored.StoredColumn._gathered, RayAgents.run
 
     def counted(self: stored.StoredColumn) -> Any:
-        CountingGroup.bytes[READ, "", ""] += self.nbytes
+        CountingGroup.bytes[READ, "", self.origin.names[0]] += self.nbytes
         return gathered(self)
 
-    stored.StoredColumn._gathered = counted
+    def counted_run(self: RayAgents, *args: Any) -> Any:
+        results, columns = run(self, *args)
+        CountingGroup.bytes[TOLD, "", ""] += len(pickle.dumps(results))
+        return results, columns
+
+    stored.StoredColumn._gathered, RayAgents.run = counted, counted_run
 
 
-def measured(folder: Path, length: int, least_bytes: int) -> Counter[tuple[str, str, str]]:
+def measured(folder: Path, length: int, least_bytes: int, agents: bool) -> Counter[tuple[str, str, str]]:
     """Bytes of one step with responses of at most ``length`` tokens; columns below ``least_bytes`` travel as values."""
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "agent.py").write_text(AGENT)
+    (folder / "agents.yaml").write_text(f"- {{name: two_turns, _target_: TwoTurns, path: {folder}/agent.py}}\n")
     tensor_columns.LEAST_BYTES = least_bytes
     CountingGroup.bytes.clear()
     settings = {
@@ -97,6 +123,13 @@ def measured(folder: Path, length: int, least_bytes: int) -> Counter[tuple[str, 
         "trainer__total_training_steps": STEPS,
         "trainer__recovery__snapshot_freq": 0,
     }
+    if agents:
+        agent = "actor_rollout_ref__rollout__agent__"
+        settings |= {
+            f"{agent}agent_loop_config_path": folder / "agents.yaml",
+            f"{agent}default_agent_loop": "two_turns",
+            f"{agent}num_workers": 2,
+        }
     run_ppo(compose(overrides(make_tiny_run(folder, prompts=64), folder, **settings)), CountingRunner)
     return Counter({key: size // STEPS for key, size in CountingGroup.bytes.items()})
 
@@ -110,21 +143,22 @@ def main() -> None:
     args = parser.parse_args()
     count_reads()
     found: dict[str, dict[str, int]] = {}
-    lines = ["| columns | tokens of a response | sent as values | sent as references | bytes as values per token |"]
-    lines.append("|---|---|---|---|---|")
-    for name, least in (("values", 2**62), ("references", stored.LEAST_BYTES)):
+    lines = ["| responses of | columns travel as | tokens of a response | sent as values | sent as references "]
+    lines[0] += "| read by the driver | told by agent loops | values per token |"
+    lines.append("|---" * 8 + "|")
+    kinds = ("one turn", "values", 2**62), ("one turn", "references", stored.LEAST_BYTES)
+    for source, name, least in (*kinds, ("agent loops", "references", stored.LEAST_BYTES)):
         for length in args.lengths:
             with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / "reward.py").write_text(REWARD)
                 os.environ["VERL_FILE_LOGGER_PATH"] = f"{folder}/metrics.jsonl"
-                counts = measured(Path(folder), length, least)
-            total = {kind: sum(size for key, size in counts.items() if key[0] == kind) for kind in (VALUE, REFERENCE)}
+                counts = measured(Path(folder), length, least, source == "agent loops")
+            kinds_of = (VALUE, REFERENCE, READ, TOLD)
+            total = {kind: sum(size for key, size in counts.items() if key[0] == kind) for kind in kinds_of}
             tokens = PROMPTS * SAMPLES * length
-            found[f"{name} {length}"] = total | {"tokens": tokens, READ: counts[READ, "", ""]}
-            lines.append(
-                f"| {name} | {length} | {total[VALUE] / 1e6:.1f} MB | {total[REFERENCE] / 1e6:.1f} MB "
-                f"| {total[VALUE] / tokens:.1f} |"
-            )
+            found[f"{source} {name} {length}"] = total | {"tokens": tokens}
+            cells = " | ".join(f"{size / 1e6:.2f} MB" if size else "" for size in total.values())
+            per_token = (total[VALUE] + total[TOLD]) / tokens
+            lines.append(f"| {source} | {name} | {length} | {cells} | {per_token:.1f} |")
             if args.by_column:
                 lines += [f"{size / tokens:8.2f} per token: {key}" for key, size in sorted(counts.items())]
     print("\n".join(["", *lines]))

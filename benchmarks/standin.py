@@ -13,6 +13,7 @@ from verl.trainer.main_ppo import TaskRunner
 from verl.trainer.ppo.utils import Role
 from verl.utils.flops_counter import Arithmetic
 from verl.workers.rollout.request import RolloutOutput, columns_from_outputs
+from verl.workers.rollout.serving import EngineRequests
 
 VOCABULARY = 100
 
@@ -57,9 +58,15 @@ class StandInWorker(Worker):
         outputs = []
         for number in prompts.non_tensor_batch["sample_index"]:
             length = self.response_length - (7 * int(number)) % (self.response_length // 2)
-            tokens = torch.arange(length).remainder(VOCABULARY - 10).add(5 + int(number) % 5).tolist()
-            outputs.append(RolloutOutput(tokens, [-1.0 - int(number) / 64] * length, "stop", 0))
+            outputs.append(_drawn(length, int(number)))
         return columns_from_outputs(prompts, outputs, self.response_length, 0)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def serve(self, requests: EngineRequests) -> None:
+        with requests.of_engine(self.rank) as queue:
+            while taken := queue.take(wait=True):
+                for number, request in taken:
+                    queue.answer(number, _drawn(request.sampling.max_tokens or 1, number))
 
     def _like_responses(self, batch: DataProto, *names: str) -> DataProto:
         mask = batch.response_mask
@@ -79,6 +86,11 @@ class StandInWorker(Worker):
     def update_actor(self, data: DataProto, entropy_coeff: float | None = None) -> DataProto:
         data.batch  # noqa: B018
         return DataProto(meta_info={"metrics": {"actor/pg_loss": 0.0}, "non_finite": []})  # the same on every rank
+
+
+def _drawn(length: int, number: int) -> RolloutOutput:
+    tokens = torch.arange(length).remainder(VOCABULARY - 10).add(5 + number % 5).tolist()
+    return RolloutOutput(tokens, [-1.0 - number / 64] * length, "stop", 0)
 
 
 class StandInRunner(TaskRunner):

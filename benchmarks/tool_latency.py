@@ -102,6 +102,7 @@ def rollout(arguments: Any, folder: Path, work: Work, is_in_lock_step: bool) -> 
     import torch
     from transformers import AutoModelForCausalLM
 
+    from verl.agents.columns import SequenceColumns
     from verl.agents.local import LocalAgents
     from verl.agents.loop import register
     from verl.agents.servers import SampleId
@@ -138,7 +139,8 @@ def rollout(arguments: Any, folder: Path, work: Work, is_in_lock_step: bool) -> 
     tokenizer = hf_tokenizer(model_path)
     settings_of_engine = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
     engine = get_rollout_class("native")(*settings_of_engine, tokenizer, "cpu")
-    agents = LocalAgents(config, tokenizer, None)
+    columns = SequenceColumns(config.actor_rollout_ref.rollout, tokenizer, None)
+    agents = LocalAgents(config, columns, tokenizer, None)
     chance = random.Random(0)
     prompts = work.prompt_ids()
     rows = [
@@ -171,7 +173,7 @@ def rollout(arguments: Any, folder: Path, work: Work, is_in_lock_step: bool) -> 
             )
             for n, row in enumerate(rows)
         ]
-        results = agents.run(trajectories, Engine())
+        results, _ = agents.run(trajectories, Engine())
         assert [result.status for result in results] == ["done"] * count, results[0].message
         assert all(len(result.outputs[0].response_ids) == turns * (RESPONSE + TOOL_ANSWER) for result in results)
 

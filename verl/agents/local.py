@@ -11,10 +11,12 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from verl.agents.columns import SequenceColumns
 from verl.agents.router import Router
 from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.config import PPOConfig
 from verl.errors import RolloutError
+from verl.protocol import DataProto
 from verl.tools.threads import LoopThread
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
 from verl.workers.rollout.serving import RequestQueue
@@ -52,11 +54,13 @@ class LocalAgents:
 
     Args:
         config: the whole configuration.
+        columns: makes the columns of sequences.
         tokenizer: the policy's.
         processor: the multi-modal processor, if the model has one.
     """
 
-    def __init__(self, config: PPOConfig, tokenizer: Any, processor: Any) -> None:
+    def __init__(self, config: PPOConfig, columns: SequenceColumns, tokenizer: Any, processor: Any) -> None:
+        self._columns = columns
         self._room = config.actor_rollout_ref.rollout.max_num_seqs
         self._router: Router | None = None
         self._worker = AgentLoopWorker(config, tokenizer, processor, self)
@@ -78,8 +82,8 @@ class LocalAgents:
     def end(self, conversation: str) -> None:
         """Do nothing: images lie in this process, and belong to their conversation alone."""
 
-    def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
-        """Run all trajectories to their end, in the order of the results; ``group`` is that of the engine."""
+    def run(self, trajectories: Sequence[Trajectory], group: Any) -> tuple[list[TrajectoryResult], DataProto]:
+        """See :meth:`verl.agents.manager.Agents.run`."""
         queue = RequestQueue(lambda number, answer: self._loop.call_soon_threadsafe(router.take_answer, number, answer))
         self._router = router = Router([queue], self._room)
         running = asyncio.run_coroutine_threadsafe(self._all(trajectories, router), self._loop)
@@ -88,7 +92,8 @@ class LocalAgents:
             stack.callback(running.cancel)  # does nothing once all have ended
             with group.limit_silence(router.silent_s):
                 group.serve(LocalRequests(queue))
-            return running.result()
+            results = running.result()
+        return results, self._columns.of(zip(trajectories, results, strict=True))
 
     def _end(self, router: Router) -> None:
         self._loop.call_soon_threadsafe(router.close)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
 
-from verl.agents.images import FOR_TEXT, INPUTS, NO_IMAGES, sequence_positions
+from verl.agents.columns import ColumnsInParts, SequenceColumns, images_of
+from verl.agents.images import FOR_TEXT, INPUTS
 from verl.agents.loop import JUDGE_ADDRESS, AgentLoopOutput
 from verl.agents.servers import SampleId
 from verl.agents.worker import Trajectory, TrajectoryResult, agent_loops
@@ -19,9 +19,8 @@ from verl.config import PPOConfig
 from verl.config.agent import TrajectoryStatus
 from verl.errors import DataError, RolloutError
 from verl.protocol import DataProto
-from verl.protocol.shared import SharedTensors
 from verl.vision.prompts import ImagePrompts
-from verl.workers.rollout.request import joined_columns, padded, requests_from_prompts, routing_column
+from verl.workers.rollout.request import requests_from_prompts
 
 LEFT_OUT = ("mask", "redraw")
 """Treatments of trajectories that are not trained on."""
@@ -42,8 +41,14 @@ def trajectory_id(uid: str, sample_index: int) -> str:
 class Agents(Protocol):
     """What runs trajectories: :class:`verl.agents.local.LocalAgents` or :class:`verl.agents.ray.RayAgents`."""
 
-    def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
-        """Run all trajectories to their end, in the order of the results; ``group`` is that of the engines."""
+    def run(self, trajectories: Sequence[Trajectory], group: Any) -> tuple[list[TrajectoryResult], DataProto]:
+        """Run all trajectories to their end; ``group`` is that of the engines.
+
+        Returns:
+            the results, in the order of the trajectories, and the columns of their sequences
+            (:meth:`verl.agents.columns.SequenceColumns.of`). The tokens of a sequence are read there alone: its output
+            may come without them.
+        """
         ...
 
     def shutdown(self) -> None:
@@ -78,9 +83,10 @@ class AgentLoopManager:
         self.worker_group = worker_group
         self._rollout = config.actor_rollout_ref.rollout
         self._of_run = {} if judge_address is None else {JUDGE_ADDRESS: judge_address}
-        self._pad = tokenizer.pad_token_id
-        self._images = ImagePrompts.of(processor)
-        self._agents: Agents = _agents(config, tokenizer, processor)
+        self._takes_images = ImagePrompts.of(processor) is not None
+        self._agents: Agents = _agents(
+            config, SequenceColumns(self._rollout, tokenizer, processor), tokenizer, processor
+        )
 
     def generate_sequences(self, prompts: DataProto) -> DataProto:
         """Answer each row by its agent loop.
@@ -103,7 +109,9 @@ class AgentLoopManager:
         """
         trajectories = self._trajectories(prompts)
         self._check_images(trajectories)
-        results = self._agents.run(trajectories, self.worker_group)
+        parts = ColumnsInParts()
+        results, columns = self._agents.run(trajectories, self.worker_group)
+        parts.add(range(len(results)), results, columns)
         for attempt in range(1, REDRAWS + 1):
             again = [row for row, result in enumerate(results) if self._treatment(result) == "redraw"]
             if not again:
@@ -111,14 +119,16 @@ class AgentLoopManager:
             redrawn = [
                 replace(trajectories[row], sample=replace(trajectories[row].sample, attempt=attempt)) for row in again
             ]
-            for row, result in zip(again, self._agents.run(redrawn, self.worker_group), strict=True):
+            new, columns = self._agents.run(redrawn, self.worker_group)
+            parts.add(again, new, columns)
+            for row, result in zip(again, new, strict=True):
                 results[row] = result
         self._report_failures(results)
-        columns = self._columns(trajectories, results)
+        batch = parts.joined() | self._described(trajectories, results)
         if "agent_name" in prompts.non_tensor_batch:
-            return columns
+            return batch
         names = (trajectory.agent_name for trajectory, *_ in _sequences(trajectories, results))
-        return columns | DataProto.from_dict(non_tensors={"agent_name": _objects(names)})
+        return batch | DataProto.from_dict(non_tensors={"agent_name": _objects(names)})
 
     def shutdown(self) -> None:
         """End the processes and threads of agent loops; the manager cannot be used afterwards."""
@@ -156,7 +166,7 @@ class AgentLoopManager:
         for trajectory in trajectories:
             if not len(trajectory.row.get(INPUTS) or ()):
                 continue
-            if self._images is None:
+            if not self._takes_images:
                 raise DataError(f"a row has images, and {FOR_TEXT}. Take the rows with images out.")
             loop = self._loops.get(trajectory.agent_name)  # an unknown one fails the trajectory
             if loop is not None and not loop[0].takes_images:
@@ -182,41 +192,14 @@ class AgentLoopManager:
             raise RolloutError(f"{said}\nMore than rollout.agent.max_failure_rate={limit:g} ends the run.")
         logger.warning("%s", said)
 
-    def _positions(
-        self,
-        prompts: tuple[Tensor, Tensor],
-        responses: tuple[Tensor, Tensor],
-        response_mask: Tensor,
-        images: Sequence[SharedTensors],
-    ) -> dict[str, Tensor]:
-        if self._images is None:
-            return {}
-        return {"position_ids": sequence_positions(prompts, responses, response_mask, images, self._images.config)}
-
-    def _columns(self, trajectories: Sequence[Trajectory], results: Sequence[TrajectoryResult]) -> DataProto:
+    def _described(self, trajectories: Sequence[Trajectory], results: Sequence[TrajectoryResult]) -> DataProto:
+        """Return the columns of objects: what became of each sequence and of its trajectory."""
         rows = _sequences(trajectories, results)
         outputs = [output for *_, output in rows]
-        longest_prompt, longest = self._rollout.prompt_length, self._rollout.response_length
-        response_mask, _ = padded([output.response_mask for output in outputs], longest, 0)
-        log_probs, _ = padded([output.response_logprobs or [] for output in outputs], longest, 0.0)
-        prompts = padded([output.prompt_ids for output in outputs], longest_prompt, self._pad, left=True)
-        responses = padded([output.response_ids for output in outputs], longest, self._pad)
-        images = [_images_of(trajectory, output) for trajectory, _, output in rows]
+        images = [images_of(trajectory, output) for trajectory, _, output in rows]
         extra = {name: None for output in outputs for name in output.extra_fields}
         own_scores = [output.reward_score for output in outputs]
         return DataProto.from_dict(
-            tensors={
-                **joined_columns(prompts, responses),
-                **self._positions(prompts, responses, response_mask, images),
-                "response_mask": response_mask,
-                "rollout_log_probs": log_probs,
-                **routing_column(
-                    [output.routed_experts for output in outputs],
-                    [len(output.prompt_ids) for output in outputs],
-                    longest_prompt,
-                    longest,
-                ),
-            },
             non_tensors={
                 "trajectory_id": _objects(
                     trajectory_id(trajectory.sample.uid, trajectory.sample.sample_index) for trajectory, *_ in rows
@@ -229,27 +212,21 @@ class AgentLoopManager:
                 "__num_turns__": np.array([output.num_turns for output in outputs]),
                 "agent_loop_metrics": _objects(output.metrics.model_dump() for output in outputs),
                 "trajectory_conversation": _objects(output.conversation for output in outputs),
-                **({} if self._images is None else {INPUTS: _objects(images)}),
+                **({INPUTS: _objects(images)} if self._takes_images else {}),
                 **({} if own_scores == [None] * len(outputs) else {"reward_score": _objects(own_scores)}),
                 **{name: _objects(output.extra_fields.get(name) for output in outputs) for name in extra},
             },
         )
 
 
-def _images_of(trajectory: Trajectory, output: AgentLoopOutput) -> SharedTensors:
-    """The images of a sequence, by default those of its row, which the responses to a prompt share."""
-    found = (output.multi_modal_data or trajectory.row).get(INPUTS)
-    return found if isinstance(found, SharedTensors) else SharedTensors(found) if found else NO_IMAGES
-
-
-def _agents(config: PPOConfig, tokenizer: Any, processor: Any) -> Agents:
+def _agents(config: PPOConfig, columns: SequenceColumns, tokenizer: Any, processor: Any) -> Agents:
     if config.trainer.controller == "local":
         from verl.agents.local import LocalAgents
 
-        return LocalAgents(config, tokenizer, processor)
+        return LocalAgents(config, columns, tokenizer, processor)
     from verl.agents.ray import RayAgents  # Ray need not be installed for the other
 
-    return RayAgents(config)
+    return RayAgents(config, columns)
 
 
 def _sequences(

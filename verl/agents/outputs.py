@@ -9,6 +9,12 @@ from verl.agents.loop import AgentLoopMetrics, AgentLoopOutput
 from verl.config.agent import TrajectoryStatus
 
 
+def without_tokens(output: AgentLoopOutput) -> AgentLoopOutput:
+    """Return what is told of a sequence to a process that does not need its tokens."""
+    tokens = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
+    return output.model_copy(update={**{name: [] for name in tokens}, "routed_experts": None})
+
+
 def conversation_outputs(
     conversation: Conversation,
     *,

@@ -10,8 +10,12 @@
                                    ▼
                                 engine 0 … engine m    the ranks' rollout engines
 
+Tokens stay with the worker that ran a trajectory. At the end of a rollout it pads them to columns, which lie in Ray's
+object store as those of the ranks do (:mod:`verl.protocol.stored`); the driver learns how each trajectory ended.
+
 A worker that dies, or gives no sign of life for ``rollout.agent.hang_timeout_s``, is replaced, and its trajectories are
-run again from their beginning with the same random numbers. A router that does so is lost with the ranks, as a rank is.
+run again from their beginning with the same random numbers, also those that had ended
+(:mod:`verl.agents.ray_trajectories`). A router that does so is lost with the ranks, as a rank is.
 """
 
 from __future__ import annotations
@@ -21,10 +25,10 @@ import logging
 import sys
 import threading
 import uuid
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,17 +36,18 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError, RayError
 
+from verl.agents.columns import Ended, SequenceColumns
+from verl.agents.outputs import without_tokens
+from verl.agents.ray_trajectories import RunningTrajectories, shared_of
 from verl.agents.router import RolloutEndedError, Router
 from verl.agents.sent_images import ImageReceiver, ImageSender
 from verl.agents.slots import SlotTable, count_by
-from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult, failed
+from verl.agents.worker import AgentLoopWorker, Trajectory, TrajectoryResult
 from verl.base.import_utils import prepare_process
-from verl.config import PPOConfig, RolloutConfig
+from verl.config import PPOConfig
 from verl.errors import ProcessLostError, RolloutError, WorkerError
-from verl.protocol.shared import SharedTensors
-from verl.protocol.stored import by_reference
+from verl.protocol import DataProto
 from verl.single_controller.ray.private import brief
-from verl.single_controller.ray.processes import finished_of
 from verl.single_controller.ray.watched_actor import ActorSilentError, WatchedActor
 from verl.utils.tokenizer import hf_processor, hf_tokenizer
 from verl.workers.rollout.request import DrawnPart, RolloutOutput, RolloutRequest
@@ -55,10 +60,6 @@ Command = tuple[str, int, RolloutRequest | None]
 
 LONG_POLL_S = 1.0
 """How long a rank's question for new requests is held back if there are none."""
-LOOK_S = 0.5
-"""How often the driver looks after the ranks while trajectories run."""
-ATTEMPTS = 3
-"""How often a trajectory is begun whose process dies or hangs; the last time without others beside it."""
 
 
 class _Mailbox:
@@ -315,11 +316,6 @@ class RaySlots:
             self._router.give_slot.remote(self._tool, call)
 
 
-def shared_of(trajectory: Trajectory) -> list[SharedTensors]:
-    """Return what the row of a trajectory shares with others: its images."""
-    return [value for value in trajectory.row.values() if isinstance(value, SharedTensors) and value.nbytes]
-
-
 class WorkerActor:
     """An :class:`AgentLoopWorker` in a process of its own, which ``process`` names."""
 
@@ -333,12 +329,20 @@ class WorkerActor:
         processor = hf_processor(path, trust_remote_code=trusts)
         count_by(partial(RaySlots, router, process))
         self._worker = AgentLoopWorker(config, tokenizer, processor, RayConnection(router))
+        self._columns = SequenceColumns(config.actor_rollout_ref.rollout, tokenizer, processor)
+        self._ended: dict[int, Ended] = {}
 
-    async def run(self, trajectory: Trajectory) -> TrajectoryResult:
-        """Run a trajectory to its end."""
+    async def run(self, number: int, trajectory: Trajectory) -> TrajectoryResult:
+        """Run a trajectory to its end; its tokens stay here under its number until :meth:`hand_in`."""
         # Where they lie on another machine they take time, and this thread serves other trajectories too.
         await asyncio.gather(*(asyncio.to_thread(value.arrays) for value in shared_of(trajectory)))
-        return await self._worker.run(trajectory)
+        result = await self._worker.run(trajectory)
+        self._ended[number] = trajectory, result
+        return replace(result, outputs=tuple(map(without_tokens, result.outputs)))
+
+    async def hand_in(self, numbers: Sequence[int]) -> DataProto:
+        """Return the columns of trajectories that have ended, in the order of the numbers, and forget them."""
+        return self._columns.of([self._ended.pop(number) for number in numbers])
 
     async def abandoned(self) -> int:
         """Return the number of threads that do not end."""
@@ -350,17 +354,18 @@ class RayAgents:
 
     Args:
         config: the whole configuration.
+        columns: makes the columns of trajectories that no process could run to their end.
     """
 
-    def __init__(self, config: PPOConfig) -> None:
-        self._config = config
+    def __init__(self, config: PPOConfig, columns: SequenceColumns) -> None:
+        self._config, self._columns = config, columns
         self._workers: list[WatchedActor] = []
         self._router: WatchedActor | None = None
         self._processes: dict[WatchedActor, str] = {}
         """The name of each worker's process."""
 
-    def run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
-        """Run all trajectories to their end, in the order of the results.
+    def run(self, trajectories: Sequence[Trajectory], group: Any) -> tuple[list[TrajectoryResult], DataProto]:
+        """See :meth:`verl.agents.manager.Agents.run`.
 
         Raises:
             ProcessLostError: a rank or the router died or hangs.
@@ -371,25 +376,25 @@ class RayAgents:
         except RayActorError as error:
             raise ProcessLostError(f"the router of agent loops died: {brief(str(error))}") from error
 
-    def _run(self, trajectories: Sequence[Trajectory], group: Any) -> list[TrajectoryResult]:
+    def _run(self, trajectories: Sequence[Trajectory], group: Any) -> tuple[list[TrajectoryResult], DataProto]:
         with ExitStack() as on_failure:
             on_failure.callback(self.shutdown)  # neither the ranks nor the trajectories may go on
             router = self._started_router()
             engines = len(group.mesh("rollout").collecting_ranks)
             rollout: int = router.result(router.actor.open.remote(engines))
             serving = group.serve(RayRequests(router.actor, rollout))
-            results = self._results(trajectories, group, serving, router)
+            running = self._ran(trajectories, group, serving, router)
             router.result(router.actor.close.remote())
             group.wait_for(serving)
             self._replace_stuck_workers()
             on_failure.pop_all()
-        return results
+        return running.results, running.columns
 
-    def _results(
+    def _ran(
         self, trajectories: Sequence[Trajectory], group: Any, serving: Any, router: WatchedActor
-    ) -> list[TrajectoryResult]:
+    ) -> RunningTrajectories:
         settings = self._config.actor_rollout_ref.rollout
-        running = _Rollout(settings, trajectories, self._workers, self._replacement)
+        running = RunningTrajectories(settings, self._columns, trajectories, self._workers, self._replacement)
         while not running.look():
             if group.any_returned(serving):
                 group.wait_for(serving)  # raises why the ranks ended before their time
@@ -398,7 +403,7 @@ class RayAgents:
             silent_s, limit_s = router.look(), group.hang_timeout_s
             if limit_s is not None and silent_s is not None and silent_s > limit_s:
                 raise group.end_hanging(serving)
-        return running.results
+        return running
 
     def _started_router(self) -> WatchedActor:
         if self._router is None:
@@ -447,98 +452,3 @@ class RayAgents:
         if ray.is_initialized():
             for actor in [*workers, *([router] if router else [])]:
                 actor.end()
-
-
-class _Rollout:
-    """The trajectories of one rollout, and the workers that run them.
-
-    Args:
-        rollout: ``actor_rollout_ref.rollout``.
-        trajectories: what to run.
-        workers: the actors; one that died or hangs is replaced in this list.
-        replacement: ends an actor, and starts the one that takes its place.
-    """
-
-    def __init__(
-        self,
-        rollout: RolloutConfig,
-        trajectories: Sequence[Trajectory],
-        workers: list[WatchedActor],
-        replacement: Callable[[WatchedActor], WatchedActor],
-    ) -> None:
-        self._rollout, self._trajectories = rollout, trajectories
-        self._workers, self._replacement = workers, replacement
-        self._begun: Counter[int] = Counter()
-        self._running: dict[Any, tuple[int, int, WatchedActor]] = {}
-        """Trajectory, slot and worker of each reference to a result."""
-        self._alone: list[int] = []
-        """Trajectories whose process was lost too often to run them beside others."""
-        self._results: dict[int, TrajectoryResult] = {}
-        for number in range(len(trajectories)):
-            self._begin(number, number % len(workers))
-
-    def look(self) -> bool:
-        """Take results for at most ``LOOK_S`` seconds; return whether there are all.
-
-        Raises:
-            WorkerError: a worker cannot start.
-        """
-        self._begin_alone()
-        if self._running:
-            for reference in finished_of(list(self._running), LOOK_S, fetch_local=False):
-                self._take(reference)
-        for slot, worker in enumerate(list(self._workers)):
-            try:
-                worker.look()
-            except (ActorSilentError, RayActorError) as error:
-                self._replace(slot, worker, error)
-        return not (self._running or self._alone)
-
-    @property
-    def results(self) -> list[TrajectoryResult]:
-        """The results, in the order of the trajectories."""
-        return [self._results[number] for number in range(len(self._trajectories))]
-
-    def _begin(self, number: int, slot: int) -> None:
-        self._begun[number] += 1
-        worker, trajectory = self._workers[slot], self._trajectories[number]
-        for value in shared_of(trajectory):
-            value.store(ray.put)
-        with by_reference():
-            reference = worker.actor.run.remote(trajectory)
-        self._running[reference] = (number, slot, worker)
-
-    def _begin_alone(self) -> None:
-        """Once only such trajectories are left, run one of those that may end their process in each worker."""
-        if any(self._begun[number] < ATTEMPTS for number, _, _ in self._running.values()):
-            return
-        busy = {slot for _, slot, _ in self._running.values()}
-        for slot in range(len(self._workers)):
-            if self._alone and slot not in busy:
-                self._begin(self._alone.pop(0), slot)
-
-    def _take(self, reference: Any) -> None:
-        number, slot, worker = self._running.pop(reference)
-        try:
-            self._results[number] = worker.result(reference)
-        except (ActorSilentError, RayActorError) as error:
-            self._replace(slot, worker, error)
-            self._begin_again(number)
-
-    def _replace(self, slot: int, worker: WatchedActor, error: RayActorError | ActorSilentError) -> None:
-        """Replace a worker, unless it was; what it ran fails with a RayActorError, and is begun again."""
-        if self._workers[slot] is not worker:
-            return
-        if isinstance(error, RayActorError) and error.actor_init_failed:
-            raise WorkerError(f"a process of agent loops cannot start: {error}") from error
-        logger.warning("a process of agent loops is lost, and is replaced: %s", brief(str(error)))
-        self._workers[slot] = self._replacement(worker)
-
-    def _begin_again(self, number: int) -> None:
-        if self._begun[number] >= ATTEMPTS:
-            message = f"its process died or hung each of the {ATTEMPTS} times that it was begun"
-            self._results[number] = failed(self._trajectories[number], (), "agent_error", message, self._rollout)
-        elif self._begun[number] == ATTEMPTS - 1:
-            self._alone.append(number)
-        else:
-            self._begin(number, number % len(self._workers))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,27 @@ def replace_columns(batch: DataProto, columns: DataProto) -> DataProto:
         non_tensor_batch_keys=[key for key in batch.non_tensor_batch if key not in columns.non_tensor_batch],
     )
     return kept | columns
+
+
+def fill_column(parts: Sequence[DataProto], name: str, value: Callable[[torch.dtype], float]) -> list[DataProto]:
+    """Give parts of one batch that lack the tensor column ``name`` the one that another part has, filled.
+
+    Args:
+        parts: batches that will be concatenated.
+        name: of the column; where no part has it, nothing changes.
+        value: the value everywhere, by dtype.
+    """
+    found = [part._tensor_columns.peek().get(name) for part in parts]
+    known = next((column for column in found if column is not None), None)
+    if known is None:
+        return list(parts)
+    shape, dtype = known.shape[1:], known.dtype
+    return [
+        part
+        if column is not None
+        else part | DataProto.from_dict({name: torch.full((len(part), *shape), value(dtype), dtype=dtype)})
+        for part, column in zip(parts, found, strict=True)
+    ]
 
 
 def compute_response_mask(data: DataProto) -> torch.Tensor:
