@@ -4,6 +4,7 @@ Trains the same three steps in every layout, each through ``python -m verl.train
 compares every logged metric with that of the first layout. ::
 
     python -m benchmarks.invariance [--output_dir outputs/invariance] [--estimator grpo|gae] [--megatron | --experts]
+    python -m benchmarks.invariance --images --lora
     python -m benchmarks.invariance --steps 1 --layouts local    # the layouts of one process, in about a minute
 """
 
@@ -151,6 +152,13 @@ LAYOUTS: dict[str, list[str]] = {
     ],
 }
 
+LORA = [
+    *(f"{name}.model.{key}" for name in ("actor_rollout_ref", "critic") for key in ("lora_rank=4", "lora_alpha=8")),
+    "actor_rollout_ref.actor.optim.lr=1e-3",
+    "critic.optim.lr=1e-3",
+]
+"""With --lora. Adapters begin at zero and learn at larger steps."""
+
 COMMON = [
     "data.train_batch_size=16",
     "data.max_prompt_length=96",
@@ -217,15 +225,23 @@ def make_mixture(task: Path) -> Path:
     return task / "mixture"
 
 
-def run(name: str, overrides: list[str], model: Path, out: Path, estimator: str) -> list[dict[str, float]]:
+def make_pictures(task: Path) -> tuple[Path, list[Path]]:
+    """A tiny Qwen2.5-VL with random weights, and files of rows with a picture and, every third, without one."""
+    from verl.testing.vision_models import picture_rows, tiny_vision_model_dir, write_parquet
+
+    files = [task / "pictures_train.parquet", task / "pictures_test.parquet"]
+    for file, count in zip(files, (64, 16), strict=True):
+        write_parquet(file, picture_rows(count, text_every=3))
+    return Path(tiny_vision_model_dir(task / "seeing", "qwen2_5_vl")), files
+
+
+def run(name: str, overrides: list[str], out: Path, estimator: str) -> list[dict[str, float]]:
     """The metrics of each step of one layout."""
     log = out / (name.replace(", ", "-").replace(" ", "_") + ".jsonl")
     log.unlink(missing_ok=True)
     task = out / "task"
     command = [
         sys.executable, "-m", "verl.trainer.main_ppo", f"algorithm.adv_estimator={estimator}",
-        f"data.train_files={task}/rl_train.parquet", f"data.val_files={task}/rl_test.parquet",
-        f"actor_rollout_ref.model.path={model}", f"critic.model.path={model}",
         f"custom_reward_function.path={task}/reward.py", f"trainer.default_local_dir={out}/checkpoints",
         *COMMON, *overrides,
     ]  # fmt: skip
@@ -262,11 +278,15 @@ def main() -> None:
     parser.add_argument("--estimator", default="grpo", help="algorithm.adv_estimator of the runs")
     parser.add_argument("--megatron", action="store_true", help="layouts of strategy=megatron in place of FSDP's")
     parser.add_argument("--experts", action="store_true", help="a mixture of experts, under strategy=megatron")
+    parser.add_argument("--images", action="store_true", help="a model with images, on rows with and without them")
+    parser.add_argument("--lora", action="store_true", help="only adapters are trained")
     parser.add_argument("--steps", type=_count, default=STEPS, help="steps of each run")
     parser.add_argument(
         "--layouts", default="", metavar="WORD", help="only layouts with this in their name: local, FSDP"
     )
     args = parser.parse_args()
+    if (args.images or args.lora) and (args.megatron or args.experts):
+        parser.error("--images and --lora are for the layouts of FSDP: leave out --megatron and --experts")
     first = next(iter(LAYOUTS))
     others = EXPERT_LAYOUTS if args.experts else MEGATRON_LAYOUTS if args.megatron else LAYOUTS
     chosen = {name: overrides for name, overrides in others.items() if args.layouts.lower() in name.lower()}
@@ -277,18 +297,24 @@ def main() -> None:
     out = args.output_dir.absolute()
     out.mkdir(parents=True, exist_ok=True)
     task = make_inputs(out / "task")
-    model = make_mixture(task) if args.experts else task / "model"
+    model, files = task / "model", [task / "rl_train.parquet", task / "rl_test.parquet"]
+    if args.experts:
+        model = make_mixture(task)
+    if args.images:
+        model, files = make_pictures(task)
+    common = [f"data.train_files={files[0]}", f"data.val_files={files[1]}", *(LORA if args.lora else [])]
+    common += [f"{role}.model.path={model}" for role in ("actor_rollout_ref", "critic")]
+    common.append(f"trainer.total_training_steps={args.steps}")
     reference: list[dict[str, float]] = []
     worst_of_all = 0.0
-    option = " --experts" if args.experts else " --megatron" if args.megatron else ""
+    option = "".join(f" --{name}" for name in ("megatron", "experts", "images", "lora") if getattr(args, name))
     option += f" --steps {args.steps}" if args.steps != STEPS else ""
     option += f" --layouts {shlex.quote(args.layouts)}" if args.layouts else ""
     command = f"python -m benchmarks.invariance{option} --estimator {args.estimator}"
     print(f"\n`{command}`: {args.steps} step{'s' if args.steps > 1 else ''}, two mini-batches each\n")
     print("| layout | metrics compared | largest relative difference | in |\n|---|---|---|---|")
-    length = f"trainer.total_training_steps={args.steps}"
     for name, overrides in {first: LAYOUTS[first], **chosen}.items():
-        steps = [compared(step) for step in run(name, [*overrides, length], model, out, args.estimator)]
+        steps = [compared(step) for step in run(name, [*common, *overrides], out, args.estimator)]
         assert len(steps) == args.steps, f"{name}: {len(steps)} steps logged"
         reference = reference or steps
         worst, where = 0.0, "-"
