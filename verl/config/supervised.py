@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
 from verl.config.data import CustomClassConfig, Truncation
+from verl.config.megatron import DistributedModel, McoreEngineConfig
 from verl.config.model import CheckpointConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.config.trainer import RayConfig, SFTTrainerConfig
 
@@ -55,7 +56,7 @@ class SupervisedDataConfig(BaseConfig):
 
 
 @section
-class SupervisedConfig(BaseConfig):
+class SupervisedConfig(BaseConfig, DistributedModel):
     """Training on given responses: data, model, optimizer, run."""
 
     data: SupervisedDataConfig = subsection(SupervisedDataConfig)
@@ -72,3 +73,8 @@ class SupervisedConfig(BaseConfig):
     """Length, placement, logging, checkpoints and recovery of the run."""
     ray_kwargs: RayConfig = subsection(RayConfig)
     """How Ray is started."""
+
+    @property
+    def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
+        """See :class:`DistributedModel`."""
+        return self.engine

@@ -328,7 +328,7 @@ class TrainingWorker(AbsentAttributes, EngineWorker):
         """Load the model and make its optimizer."""
         config = self.config
         self.engine = self.make_engine(
-            self.model_type, config.engine.strategy, config.model, config.engine, config.optim
+            self.model_type, config.engine.strategy, config.model, config.placement, config.optim
         )
         self.join_mesh("train", self.engine)
 

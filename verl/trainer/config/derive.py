@@ -140,10 +140,12 @@ def _per_rank(tree: Tree, raw: Tree, per_rank: Key, older: InactiveKey, problems
 def _shared_by(tree: Tree, size: str) -> Any:
     """Return the number of ranks that get the same rows in passes whose size is in the key ``size``."""
     section = size.rpartition(".")[0].replace(_ROLLOUT, _ACTOR)
+    # Runs on given data have one model, whose back end is named in a section of its own.
+    section, megatron = ("engine", "megatron") if section == "data" else (section, f"{section}.megatron")
     if get(tree, f"{section}.strategy") == "megatron":
-        sizes = [get(tree, f"{section}.megatron.{name}", 1) for name in SHARING]
+        sizes = [get(tree, f"{megatron}.{name}", 1) for name in SHARING]
         return math.prod(sizes) if all(isinstance(size, int) for size in sizes) else 1
-    return get(tree, f"engine.{_SHARED}" if section == "data" else f"{section}.{_SHARED}", 1)
+    return get(tree, f"{section}.{_SHARED}", 1)
 
 
 def _layouts(tree: Tree, keys: Mapping[str, Key], explicit: Collection[str]) -> None:

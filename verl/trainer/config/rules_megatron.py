@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl.base.requirements import install_command
-from verl.config import McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
+from verl.config import McoreEngineConfig, PPOConfig, PreferenceConfig, Problem, SFTConfig
 from verl.config.megatron import MEGATRON_FAMILIES, MIXTURES, SIZES, ranks_per_copy
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
@@ -16,96 +18,117 @@ from verl.utils import model_files
 Problems = Iterator[Problem]
 
 
-def models(config: PPOConfig) -> Problems:
+@dataclass(frozen=True)
+class _Held:
+    """A model that Megatron holds."""
+
+    placement: McoreEngineConfig
+    model: Any
+    """Its section with ``path``."""
+    ranks: int
+    section: str
+    """Where its ``strategy`` is."""
+    sizes: str
+    """Section of its layout."""
+    trained: Any = None
+    """The section with FSDP's ``ulysses_sequence_parallel_size`` if the model is trained."""
+    model_key: str = ""
+    """Section of the model if it is trained."""
+
+
+def models(config: PPOConfig | SFTConfig) -> Problems:
     """megatron-core is installed and has the models; layouts divide ranks, and are one where models share processes."""
-    found = _sections(config)
+    found = _held(config)
     if found and importlib.util.find_spec("megatron") is None:
         wrong = "megatron-core is not installed"
         remedy = f"{install_command('megatron')} on every node, or use strategy=fsdp2"
-        yield Problem(f"{next(iter(found))}.strategy", "megatron", wrong, "fsdp2", remedy)
+        yield Problem(f"{found[0].section}.strategy", "megatron", wrong, "fsdp2", remedy)
     yield from layouts(config)
 
 
-def layouts(config: PPOConfig) -> Problems:
+def layouts(config: PPOConfig | SFTConfig) -> Problems:
     """What holds on every machine: layouts divide ranks and models, and are one where models share processes."""
-    found = _sections(config)
+    found = _held(config)
     if not found:
         return
-    first = next(iter(found))
-    for name, (engine, path, ranks) in found.items():
-        assert isinstance(engine, McoreEngineConfig)
-        yield from _layout(name, engine, path, ranks)
-    sizes_of = {name: [engine[size] for size in SIZES] for name, (engine, _, _) in found.items()}
-    pool = config.reward_model.enable_resource_pool
-    together = {name: sizes for name, sizes in sizes_of.items() if not (pool and name == "reward_model")}
-    for name, sizes in together.items():
-        if sizes != next(iter(together.values())):
-            wrong = f"megatron-core has one layout in a process, and {next(iter(together))} has another one"
-            yield Problem(f"{name}.megatron", dict(zip(SIZES, sizes, strict=True)), wrong, "the same sizes")
-    if (size := found[first][0].expert_model_parallel_size) > 1:
-        kinds = [model_files.model_type(Path(path).expanduser()) for _, path, _ in found.values()]
+    for held in found:
+        yield from _layout(held)
+    pool = isinstance(config, PPOConfig) and config.reward_model.enable_resource_pool
+    together = [held for held in found if not (pool and held.section == "reward_model")]
+    for held in together:
+        sizes = [held.placement[size] for size in SIZES]
+        if sizes != [together[0].placement[size] for size in SIZES]:
+            wrong = f"megatron-core has one layout in a process, and {together[0].section} has another one"
+            yield Problem(held.sizes, dict(zip(SIZES, sizes, strict=True)), wrong, "the same sizes")
+    if (size := found[0].placement.expert_model_parallel_size) > 1:
+        kinds = [model_files.model_type(Path(held.model.path).expanduser()) for held in found]
         if not any(kind is None or kind in MIXTURES for kind in kinds):
             wrong = f"no model of this run has experts ({', '.join(sorted({str(kind) for kind in kinds}))})"
-            yield Problem(f"{first}.megatron.expert_model_parallel_size", size, wrong, "1")
-    adapters = {
-        "actor_rollout_ref.actor": config.actor_rollout_ref.model.has_adapters,
-        "critic": config.critic.model.has_adapters,
-    }
-    yield from _offloaded_activations(config, found)
-    for name, has_some in adapters.items():
-        if has_some and name in found:
-            wrong, remedy = "strategy=megatron has no LoRA", "set lora_rank=0 (and no lora_adapter_path), or use fsdp2"
-            yield Problem(f"{name}.strategy", "megatron", wrong, "fsdp2", remedy)
-    for name, section in (("actor_rollout_ref.actor", config.actor_rollout_ref.actor), ("critic", config.critic)):
-        if name in found and section.ulysses_sequence_parallel_size > 1:
-            key = f"{name}.ulysses_sequence_parallel_size"
-            yield Problem(key, section.ulysses_sequence_parallel_size, "this is a setting of FSDP", "1 with megatron")
+            yield Problem(f"{found[0].sizes}.expert_model_parallel_size", size, wrong, "1")
+    for held in found:
+        if held.trained is not None:
+            yield from _training(held)
 
 
-def _offloaded_activations(config: PPOConfig, found: Collection[str]) -> Iterator[Problem]:
-    """Activations stay on the device under Megatron."""
-    models = {"actor_rollout_ref.actor": config.actor_rollout_ref.model, "critic": config.critic.model}
-    for name, model in models.items():
-        if name in found and model.enable_activation_offload:
-            key = f"{name.removesuffix('.actor')}.model.enable_activation_offload"
-            remedy = "enable_gradient_checkpointing=true keeps each layer's input alone"
-            yield Problem(key, True, "activations stay on the device under megatron", "false", remedy)
+def _training(held: _Held) -> Problems:
+    """All weights are trained, activations stay on the device, and sequences are shared by Megatron's own sizes."""
+    if held.model.enable_activation_offload:
+        key = f"{held.model_key}.enable_activation_offload"
+        remedy = "enable_gradient_checkpointing=true keeps each layer's input alone"
+        yield Problem(key, True, "activations stay on the device under megatron", "false", remedy)
+    if held.model.has_adapters:
+        wrong, remedy = "strategy=megatron has no LoRA", "set lora_rank=0 (and no lora_adapter_path), or use fsdp2"
+        yield Problem(f"{held.section}.strategy", "megatron", wrong, "fsdp2", remedy)
+    if (size := held.trained.ulysses_sequence_parallel_size) > 1:
+        key = f"{held.section}.ulysses_sequence_parallel_size"
+        yield Problem(key, size, "this is a setting of FSDP", f"1, and {held.sizes}.context_parallel_size")
 
 
-def _sections(config: PPOConfig) -> dict[str, tuple]:
-    """Back end, model folder and ranks of each model of the run that Megatron holds."""
-    roles, critic, reward, ranks = config.actor_rollout_ref, config.critic, config.reward_model, config.trainer.ranks
-    found: dict[str, tuple] = {"actor_rollout_ref.actor": (roles.actor.placement, roles.model.path, ranks)}
-    if need_reference_policy(config):
-        found["actor_rollout_ref.ref"] = (roles.ref.placement, roles.model.path, ranks)
-    if needs_critic(config):
-        found["critic"] = (critic.placement, critic.model.path, ranks)
-    if reward.enable and config.judge is None:
-        own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else ranks
-        found["reward_model"] = (reward.placement, reward.model.path, own)
-    return {name: part for name, part in found.items() if isinstance(part[0], McoreEngineConfig)}
+def _held(config: PPOConfig | SFTConfig) -> list[_Held]:
+    """All models of the run that Megatron holds."""
+    ranks = config.trainer.ranks
+    found: list[tuple[Any, ...]] = []
+    if isinstance(config, SFTConfig):
+        found.append((config.placement, config.model, ranks, "engine", "megatron", config.engine, "model"))
+    else:
+        roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+        policy, name = (roles.model, ranks), "actor_rollout_ref"
+        found.append(
+            (roles.actor.placement, *policy, f"{name}.actor", f"{name}.actor.megatron", roles.actor, f"{name}.model")
+        )
+        if need_reference_policy(config):
+            found.append((roles.ref.placement, *policy, f"{name}.ref", f"{name}.ref.megatron"))
+        if needs_critic(config):
+            found.append((critic.placement, critic.model, ranks, "critic", "critic.megatron", critic, "critic.model"))
+        if reward.enable and config.judge is None:
+            own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else ranks
+            found.append((reward.placement, reward.model, own, "reward_model", "reward_model.megatron"))
+    return [_Held(*parts) for parts in found if isinstance(parts[0], McoreEngineConfig)]
 
 
-def _layout(name: str, engine: McoreEngineConfig, path: str, ranks: int) -> Problems:
+def _layout(held: _Held) -> Problems:
+    engine, path, ranks = held.placement, held.model.path, held.ranks
     shared_by = ranks_per_copy(engine)
     if ranks % shared_by:
         wrong = f"{shared_by} ranks share the model, which does not divide {ranks} ranks"
         value = {size: engine[size] for size in SIZES}
-        yield Problem(f"{name}.megatron", value, wrong, f"sizes whose product divides {ranks}")
+        yield Problem(held.sizes, value, wrong, f"sizes whose product divides {ranks}")
     expert_tensor = engine.expert_tensor_parallel_size or engine.tensor_model_parallel_size
     experts_by = expert_tensor * engine.expert_model_parallel_size * engine.pipeline_model_parallel_size
     if ranks % experts_by and not ranks % shared_by:
         wrong = f"{experts_by} ranks share the experts, which does not divide {ranks} ranks"
-        key = f"{name}.megatron.expert_model_parallel_size"
+        key = f"{held.sizes}.expert_model_parallel_size"
         yield Problem(key, engine.expert_model_parallel_size, wrong, f"sizes whose product divides {ranks}")
     kind = model_files.model_type(Path(path).expanduser())
     if kind is not None and kind not in MEGATRON_FAMILIES:
         wrong = f"it has no {kind} models ({path})"
-        yield Problem(f"{name}.strategy", "megatron", wrong, "fsdp2", f"or a model of {', '.join(MEGATRON_FAMILIES)}")
-    yield from _parts(name, engine, Path(path).expanduser())
+        yield Problem(
+            f"{held.section}.strategy", "megatron", wrong, "fsdp2", f"or a model of {', '.join(MEGATRON_FAMILIES)}"
+        )
+    yield from _parts(held.sizes, engine, Path(path).expanduser())
 
 
-def _parts(name: str, engine: McoreEngineConfig, folder: Path) -> Problems:
+def _parts(section: str, engine: McoreEngineConfig, folder: Path) -> Problems:
     """Check that each rank gets equally many heads and each piece of a pipeline equally many layers."""
     tensor, pieces = engine.tensor_model_parallel_size, engine.virtual_pipeline_model_parallel_size
     of_heads, of_layers = "tensor_model_parallel_size", "pipeline_model_parallel_size"
@@ -120,10 +143,10 @@ def _parts(name: str, engine: McoreEngineConfig, folder: Path) -> Problems:
         if count is not None and count % parts:
             product = f"{key}{by}={parts}" if by else "it"
             wrong = f"{product} does not divide the model's {count} {what} ({folder})"
-            yield Problem(f"{name}.megatron.{key}", engine[key], wrong, f"divisors of {count}{by and ' in all'}")
+            yield Problem(f"{section}.{key}", engine[key], wrong, f"divisors of {count}{by and ' in all'}")
 
 
-def only_ppo(config: SupervisedConfig) -> Problems:
-    """Supervised and preference training have FSDP2 alone."""
+def not_of_pairs(config: PreferenceConfig) -> Problems:
+    """Training on preferences has FSDP2 alone."""
     if config.engine.strategy == "megatron":
-        yield Problem("engine.strategy", "megatron", "only main_ppo trains with Megatron yet", "fsdp2")
+        yield Problem("engine.strategy", "megatron", "only main_ppo and sft_trainer train with Megatron yet", "fsdp2")

@@ -27,11 +27,11 @@ def data_parallel_size(ranks: int, shared_by: int) -> int:
     return max(1, ranks // shared_by)
 
 
-def _sharers(ranks: int, shared_by: int, section: Any = None) -> str:
-    """Describe who shares a batch, of a model with a choice of back ends or of one under FSDP."""
+def _sharers(ranks: int, shared_by: int, section: Any) -> str:
+    """Describe who shares a batch; ``section`` has the model's ``strategy``."""
     if shared_by == 1:
         return f"{ranks} ranks"
-    why = "the sizes of megatron" if section is not None and section.strategy == "megatron" else _ULYSSES
+    why = "the sizes of megatron" if section.strategy == "megatron" else _ULYSSES
     return f"{data_parallel_size(ranks, shared_by)} groups of {shared_by} ranks ({why})"
 
 
@@ -139,14 +139,15 @@ def lengths(config: PPOConfig) -> Problems:
 
 def sft_batches(config: SFTConfig) -> Problems:
     """The ranks share a batch equally, and micro-batches divide a rank's share and hold the longest sequence."""
-    data, ranks, shared_by = config.data, config.trainer.ranks, config.engine.ulysses_sequence_parallel_size
+    data, ranks, shared_by = config.data, config.trainer.ranks, config.shared_by
     parts = data_parallel_size(ranks, shared_by)
     if data.train_batch_size % parts:
-        wrong = f"{_sharers(ranks, shared_by)} cannot share it equally"
+        wrong = f"{_sharers(ranks, shared_by, config.engine)} cannot share it equally"
         yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {parts}")
         return
     keys = ("data.micro_batch_size_per_gpu", "data.use_dynamic_bsz", "data.max_token_len_per_gpu")
-    yield from _passes(keys, [getattr(data, key.removeprefix("data.")) for key in keys], data.max_length, shared_by)
+    values = [getattr(data, key.removeprefix("data.")) for key in keys]
+    yield from _passes(keys, values, data.max_length, config.engine.ulysses_sequence_parallel_size)
     share, micro = data.train_batch_size // parts, data.micro_batch_size_per_gpu
     if not data.use_dynamic_bsz and micro is not None and share % micro:
         yield Problem(
@@ -160,15 +161,16 @@ def sft_batches(config: SFTConfig) -> Problems:
 
 def preference_batches(config: PreferenceConfig) -> Problems:
     """The ranks share a batch of pairs equally, and a pass holds the longest pair."""
-    data, ranks, shared_by = config.data, config.trainer.ranks, config.engine.ulysses_sequence_parallel_size
+    data, ranks, shared_by = config.data, config.trainer.ranks, config.shared_by
     parts = data_parallel_size(ranks, shared_by)
     if data.train_batch_size % parts:
-        wrong = f"{_sharers(ranks, shared_by)} cannot share these pairs equally"
+        wrong = f"{_sharers(ranks, shared_by, config.engine)} cannot share these pairs equally"
         yield Problem("data.train_batch_size", data.train_batch_size, wrong, f"multiples of {parts}")
     names = ("micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu")
     # Both sides of a pair are in one pass.
     values = [data[name] for name in names]
-    yield from _passes([f"data.{name}" for name in names], values, 2 * data.max_length, shared_by)
+    sharing = config.engine.ulysses_sequence_parallel_size
+    yield from _passes([f"data.{name}" for name in names], values, 2 * data.max_length, sharing)
 
 
 def _passes(keys: Any, values: Any, longest: int, shared_by: int) -> Problems:
