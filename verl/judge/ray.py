@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError
 
-from verl.agents.ray import LOOK_S, RayCall, RayRequests, RouterActor, generating
+from verl.agents.ray import RayCall, RayRequests, RouterActor, generating
+from verl.agents.ray_trajectories import LOOK_S
 from verl.agents.router import RolloutEndedError
 from verl.errors import EngineLostError, ProcessLostError, WorkerError
 from verl.judge.local import ASLEEP, waiting
