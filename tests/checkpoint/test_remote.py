@@ -125,11 +125,13 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     import s3fs
+    from moto.moto_api._internal import moto_api_backend
 
     s3fs.S3FileSystem.clear_instance_cache()
     s3fs.S3FileSystem().mkdir("bucket")
     yield server
     server.stop()
+    moto_api_backend.reset()  # what was stored stays in this process, also for the next server
     s3fs.S3FileSystem.clear_instance_cache()
 
 

@@ -106,7 +106,8 @@ def test_rollouts_without_training(train, tmp_path):  # noqa: F811
     critic = {"algorithm__adv_estimator": "gae"}
     steps = train(trainer__rollout_data_dir=tmp_path / "rollouts", **only, **critic)
     assert not (tmp_path / "checkpoints").exists()
-    assert {file.name for file in (tmp_path / "rollouts").iterdir()} == {"1.jsonl", "2.jsonl", "1.arrow", "2.arrow"}
+    written = {f"{step}.{kind}" for step in (1, 2) for kind in ("jsonl", "arrow", "numbers.json")}
+    assert {file.name for file in (tmp_path / "rollouts").iterdir()} == written
     assert {"critic/score/mean", "actor/entropy", "critic/advantages/mean"} <= steps[2].keys()
     assert not {"actor/pg_loss", "actor/grad_norm", "critic/vf_loss", "critic/grad_norm"} & steps[2].keys()
     # An update would have moved the policy, and what it draws in the second step.
