@@ -86,24 +86,27 @@ def _training(held: _Held) -> Problems:
 
 def _held(config: PPOConfig | SFTConfig) -> list[_Held]:
     """All models of the run that Megatron holds."""
-    ranks = config.trainer.ranks
-    found: list[tuple[Any, ...]] = []
+    found: list[_Held] = []
+
+    def add(placement: Any, model: Any, section: str, ranks: int = config.trainer.ranks, **more: Any) -> None:
+        if isinstance(placement, McoreEngineConfig):
+            sizes = "megatron" if section == "engine" else f"{section}.megatron"
+            found.append(_Held(placement, model, ranks, section, sizes, **more))
+
     if isinstance(config, SFTConfig):
-        found.append((config.placement, config.model, ranks, "engine", "megatron", config.engine, "model"))
-    else:
-        roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-        policy, name = (roles.model, ranks), "actor_rollout_ref"
-        found.append(
-            (roles.actor.placement, *policy, f"{name}.actor", f"{name}.actor.megatron", roles.actor, f"{name}.model")
-        )
-        if need_reference_policy(config):
-            found.append((roles.ref.placement, *policy, f"{name}.ref", f"{name}.ref.megatron"))
-        if needs_critic(config):
-            found.append((critic.placement, critic.model, ranks, "critic", "critic.megatron", critic, "critic.model"))
-        if reward.enable and config.judge is None:
-            own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else ranks
-            found.append((reward.placement, reward.model, own, "reward_model", "reward_model.megatron"))
-    return [_Held(*parts) for parts in found if isinstance(parts[0], McoreEngineConfig)]
+        add(config.placement, config.model, "engine", trained=config.engine, model_key="model")
+        return found
+    roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    policy, of_policy = roles.model, "actor_rollout_ref"
+    add(roles.actor.placement, policy, f"{of_policy}.actor", trained=roles.actor, model_key=f"{of_policy}.model")
+    if need_reference_policy(config):
+        add(roles.ref.placement, policy, f"{of_policy}.ref")
+    if needs_critic(config):
+        add(critic.placement, critic.model, "critic", trained=critic, model_key="critic.model")
+    if reward.enable and config.judge is None:
+        own = reward.nnodes * reward.n_gpus_per_node if reward.enable_resource_pool else config.trainer.ranks
+        add(reward.placement, reward.model, "reward_model", own)
+    return found
 
 
 def _layout(held: _Held) -> Problems:
