@@ -159,8 +159,11 @@ def prepare_process() -> None:
     # A call inside torchdata that newer versions of PyTorch deprecate.
     warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning, r"torchdata\.")
     env.refuse_unusable()
-    installed = {plugin.name: plugin for plugin in importlib.metadata.entry_points(group="verl.plugins")}
-    for name in env.external_plugins():
+    plugins = env.external_plugins()
+    # Reading what all installed packages offer takes a tenth of a second, and few runs have a plugin.
+    offered = importlib.metadata.entry_points(group="verl.plugins") if plugins else ()
+    installed = {plugin.name: plugin for plugin in offered}
+    for name in plugins:
         if name not in installed:
             known = ", ".join(sorted(installed)) or "there are none"
             raise ConfigError(

@@ -230,8 +230,9 @@ def run_ppo(config: PPOConfig | DictConfig, task_runner_class: Any = None) -> No
         from verl.single_controller.ray import RayClassWithInitArgs
 
         runner_class = RayClassWithInitArgs(runner_class).cls
-    with driving(config if isinstance(config, PPOConfig) else load_config(config), _IMPORTED_BY_RUN):
-        runner_class().run(config)
+    checked = config if isinstance(config, PPOConfig) else load_config(config)
+    with driving(checked, _IMPORTED_BY_RUN):
+        runner_class().run(config if task_runner_class else checked)
 
 
 FIRST_WORDS = """no setting was given. A run needs at least

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from omegaconf.errors import GrammarParseError
 
-from verl.trainer.config.omegaconf_private import plain_loader, read_yaml_by_libyaml, yaml_loader
+from verl.trainer.config.omegaconf_private import parsed_once, plain_loader, use_faster_parsers, yaml_loader
 
 FILES = sorted((Path(__file__).parents[3] / "verl/trainer/config").rglob("*.yaml"))
 TEXTS = [
@@ -21,7 +22,7 @@ TEXTS = [
 
 
 def test_the_same_values_are_read():
-    read_yaml_by_libyaml()
+    use_faster_parsers()
     assert "CParser" in [base.__name__ for base in yaml_loader().__mro__]  # PyYAML's wheels have libyaml
     for text in [*TEXTS, *(file.read_text() for file in FILES)]:
         plain = yaml.load(text, Loader=plain_loader())
@@ -31,7 +32,7 @@ def test_the_same_values_are_read():
 
 
 def test_it_is_the_parser_that_omegaconf_takes(monkeypatch, tmp_path):
-    read_yaml_by_libyaml()
+    use_faster_parsers()
     monkeypatch.delattr(yaml.parser.Parser, "parse_stream_start")  # of the parser in Python
     file = tmp_path / "a.yaml"
     file.write_text("a: [1, 2]")
@@ -40,7 +41,7 @@ def test_it_is_the_parser_that_omegaconf_takes(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2", "a:\n\t- 1", "a: b: c", "a: !!python/object/apply:os.system [ls]"])
 def test_what_cannot_be_read_is_told_in_the_words_of_the_plain_parser(tmp_path, text):
-    read_yaml_by_libyaml()
+    use_faster_parsers()
     file = tmp_path / "a.yaml"
     file.write_text(text)
     with file.open() as stream, pytest.raises(yaml.YAMLError) as plain:
@@ -49,3 +50,28 @@ def test_what_cannot_be_read_is_told_in_the_words_of_the_plain_parser(tmp_path, 
         OmegaConf.load(file)
     assert str(told.value) == str(plain.value)
     assert f'"{file}", line 2' in str(plain.value) or "line 1, column" in str(plain.value)
+
+
+def test_interpolations_are_parsed_once_and_resolved_each_time(monkeypatch):
+    use_faster_parsers()
+    monkeypatch.setenv("WORD", "one")
+    texts = {
+        "at": "${a}",
+        "relative": "${.a}",
+        "sentence": "the ${a} of ${oc.env:WORD}",
+        "list": "${oc.select:b,[1, x]}",
+    }
+    config = OmegaConf.create({"a": 1, **texts})
+    assert OmegaConf.to_container(config, resolve=True) == {
+        "a": 1, "at": 1, "relative": 1, "sentence": "the 1 of one", "list": [1, "x"],
+    }  # fmt: skip
+    parsed = parsed_once.cache_info().misses
+    config.a, config.b = "two", 3
+    monkeypatch.setenv("WORD", "three")
+    other = OmegaConf.create({"below": {"a": "four", **texts}, "a": 5})
+    assert (config.at, config.relative, config.sentence, config.list) == ("two", "two", "the two of three", 3)
+    assert (other.below.at, other.below.relative, other.below.sentence) == (5, "four", "the 5 of three")
+    assert parsed_once.cache_info().misses == parsed
+    for _ in range(2):
+        with pytest.raises(GrammarParseError):
+            OmegaConf.to_container(OmegaConf.create({"a": "${b"}), resolve=True)

@@ -31,7 +31,7 @@ from verl.supervision.processes import open_closed_streams
 from verl.trainer.config.help import help_page
 from verl.trainer.config.keys import iter_keys
 from verl.trainer.config.named_keys import keys_named
-from verl.trainer.config.omegaconf_private import read_yaml_by_libyaml, yaml_loader
+from verl.trainer.config.omegaconf_private import use_faster_parsers, yaml_loader
 from verl.trainer.config.translate import Translator
 from verl.utils.console import console, status
 
@@ -154,7 +154,7 @@ def prepare_hydra() -> None:
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-    read_yaml_by_libyaml()
+    use_faster_parsers()
 
     class VerlSearchPath(SearchPathPlugin):
         def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
@@ -252,7 +252,7 @@ def remarks(composed: str, root: type[BaseConfig], explicit: Collection[str] = (
     if "hydra" in tree:
         return ""  # --cfg hydra or all
     problems: list[Problem] = []
-    _, _, told = Translator.of(root, explicit, problems).translate(tree)
+    *_, told = Translator.of(root, explicit, problems).translate(tree)
     said = [f"refused: {problem}" for problem in problems] + told
     return "".join(f"# {line}\n" for text in said for line in redacted(text, secrets_in(tree)).splitlines())
 

@@ -65,7 +65,7 @@ def load_config(
     """
     problems: list[Problem] = []
     translator = Translator.of(root, explicit, problems)
-    tree, raw, told = translator.translate(cfg)
+    tree, raw, interpolations, told = translator.translate(cfg)
     keys, inactive = translator.keys, translator.inactive
     bad = _no_numbers(tree, raw, keys, problems)
     told += derive(tree, raw, keys, inactive, explicit, problems, with_algorithms)
@@ -85,7 +85,7 @@ def load_config(
     if isinstance(config, PPOConfig | SupervisedConfig) and with_rules and not data_only:
         from verl.trainer.config.unused import unused
 
-        told += unused(config, raw, keys)
+        told += unused(config, raw, keys, interpolations)
     for advice in (*(problem for problem in checked if problem.advice), *told):
         logger.warning("%s", advice)
     return config

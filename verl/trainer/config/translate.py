@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from verl.base import env
 from verl.base.nested import flat
 from verl.config import BaseConfig, Problem
 from verl.config.problems import shown
+from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.key_table import ALIASES, OLD_DEFAULTS, RETIRED, Alias
 from verl.trainer.config.keys import (
     InactiveKey,
@@ -35,6 +35,13 @@ from verl.trainer.config.keys import (
 )
 
 _MISSING = object()
+
+
+def _left_alone(key: InactiveKey, interpolations: Interpolations) -> Any:
+    """Return the default of an inactive key, its interpolation resolved."""
+    if not str(key.yaml_default).startswith("${"):
+        return key.yaml_default
+    return interpolations.value_of(key.path, key.yaml_default)
 
 
 def _is_or_is_below(path: str, pattern: str) -> bool:
@@ -63,18 +70,19 @@ class Translator:
         """Make the translator of an entry point from the root section of its configuration."""
         return cls(root, keys_of(root), all_inactive(root), explicit, problems)
 
-    def translate(self, cfg: DictConfig | Mapping[str, Any]) -> tuple[Tree, Tree, list[str]]:
+    def translate(self, cfg: DictConfig | Mapping[str, Any]) -> tuple[Tree, Tree, Interpolations, list[str]]:
         """Translate a composed configuration, or a plain dict with any part of it; the rest has its defaults.
 
         Returns:
             the configuration with the keys of the sections alone, the same before interpolation and with all keys,
-            and messages about settings without effect.
+            what resolves interpolations in the latter, and messages about settings without effect.
         """
         given: Any = OmegaConf.to_container(cfg, resolve=False) if OmegaConf.is_config(cfg) else cfg
         raw = merged(default_tree(self.root), given)
         self.names(raw)
-        tree = self._resolved(raw)
-        return tree, raw, self.values(tree, raw)
+        interpolations = Interpolations(raw)
+        tree = self._resolved(raw, interpolations)
+        return tree, raw, interpolations, self.values(tree, raw, interpolations)
 
     def names(self, tree: Tree) -> None:
         """Move other spellings to their keys, in place."""
@@ -87,12 +95,13 @@ class Translator:
                 put(tree, path, now)
         self._take_from_environment(tree)
 
-    def values(self, tree: Tree, raw: Tree) -> list[str]:
+    def values(self, tree: Tree, raw: Tree, interpolations: Interpolations) -> list[str]:
         """Remove unknown, retired and inactive keys and ``_target_`` from the resolved ``tree``, in place.
 
         Args:
             tree: the configuration after interpolation.
             raw: the configuration before interpolation.
+            interpolations: those of ``raw``.
 
         Returns:
             messages about settings without effect, one for each reason.
@@ -108,7 +117,7 @@ class Translator:
             if key.per_rank:
                 continue  # it has an effect: the size per rank is derived from it
             value, written = drop(tree, path), get(raw, path)
-            if same(written, key.yaml_default) or same(value, self._left_alone(key, raw)):
+            if same(written, key.yaml_default) or same(value, _left_alone(key, interpolations)):
                 continue
             if not key.refused:
                 by_reason.setdefault(key.why, []).append(path)
@@ -120,26 +129,17 @@ class Translator:
                 put(tree, path, field_key.default)
         return [f"no effect: {', '.join(paths)} ({reason})" for reason, paths in by_reason.items()]
 
-    def _resolved(self, raw: Tree) -> Tree:
+    def _resolved(self, raw: Tree, interpolations: Interpolations) -> Tree:
         """Resolve ``${...}``; report one that cannot be resolved, and give its key the default."""
-        config = OmegaConf.create(raw)
-        tried: set[str] = set()
-        while True:
-            try:
-                tree: Tree = OmegaConf.to_container(config, resolve=True)  # type: ignore[assignment]
-                break
-            except OmegaConfBaseException as error:
-                path = error.full_key or ""
-                if path in tried:
-                    raise
-                tried.add(path)
-                stated = self.keys.get(path) or self.inactive.get(path)
-                if stated is None or get(raw, path) != stated.yaml_default:  # else its source is reported
-                    wrong = str(error).splitlines()[0]
-                    self.problems.append(
-                        Problem(path, get(raw, path), wrong, remedy="name an existing key, or give a value")
-                    )
-                OmegaConf.update(config, path, self.keys[path].default if path in self.keys else None, merge=False)
+
+        def default(path: str, wrong: str) -> Any:
+            stated = self.keys.get(path) or self.inactive.get(path)
+            if stated is None or get(raw, path) != stated.yaml_default:  # else its source is reported
+                remedy = "name an existing key, or give a value"
+                self.problems.append(Problem(path, get(raw, path), wrong, remedy=remedy))
+            return self.keys[path].default if path in self.keys else None
+
+        tree = interpolations.resolved(default)
         for path, value in list(flat(tree)):
             if value == "???" and path in self.keys:
                 put(tree, path, self.keys[path].default)
@@ -165,13 +165,6 @@ class Translator:
             remedy = f"did you mean {near}?" if near else "remove it"
             self.problems.append(Problem(path, value, "there is no such key", remedy=remedy))
         return None
-
-    def _left_alone(self, key: InactiveKey, raw: Tree) -> Any:
-        """Return the default of an inactive key, its interpolation resolved."""
-        if not str(key.yaml_default).startswith("${"):
-            return key.yaml_default
-        value = OmegaConf.create(raw | {"left_alone": key.yaml_default})["left_alone"]
-        return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
     def _refuse(self, path: str, value: Any, reason: str) -> None:
         wrong, _, remedy = reason.partition("; ")

@@ -6,15 +6,13 @@ import fnmatch
 import inspect
 import re
 from collections.abc import Iterator, Mapping
-from functools import cached_property
 from typing import Any
-
-from omegaconf import DictConfig, OmegaConf
 
 from verl.algorithms import adv_needs
 from verl.algorithms.loss_registry import policy_loss_info
 from verl.config import ActorConfig, DPOConfig, PPOConfig, SFTConfig, SupervisedConfig
 from verl.trainer.config.derive import expanded
+from verl.trainer.config.interpolations import Interpolations
 from verl.trainer.config.keys import Key, Tree, get, same
 from verl.trainer.config.linked_keys import FORWARD_PASSES
 from verl.trainer.config.rules_sizes import needs_critic
@@ -71,43 +69,28 @@ Silent = tuple[tuple[str, ...], str]
 """Patterns of keys that nothing reads, and why."""
 
 
-def unused(config: PPOConfig | SupervisedConfig, raw: Tree, keys: Mapping[str, Key]) -> list[str]:
+def unused(
+    config: PPOConfig | SupervisedConfig, raw: Tree, keys: Mapping[str, Key], interpolations: Interpolations
+) -> list[str]:
     """Return messages about settings away from their default that this run does not read, one for each reason.
 
     Args:
         config: the checked configuration.
         raw: the configuration before interpolation.
         keys: path → field or section.
+        interpolations: those of ``raw``.
     """
     lines, told = [], set[str]()
-    defaults = _Defaults(raw)
     for patterns, reason in _turned_off(config) if isinstance(config, PPOConfig) else _turned_off_supervised(config):
         any_of_them = re.compile("|".join(map(fnmatch.translate, patterns)))
         of_reason = [path for path in keys if any_of_them.match(path)] if patterns else []
-        if paths := [path for path in of_reason if path not in told and _is_set(keys[path], raw, defaults)]:
+        if paths := [path for path in of_reason if path not in told and _is_set(keys[path], raw, interpolations)]:
             lines.append(f"no effect: {', '.join(paths)} ({reason})")
             told.update(paths)
     return lines
 
 
-class _Defaults:
-    """Defaults of keys, with their interpolations resolved in the configuration ``raw``."""
-
-    def __init__(self, raw: Tree) -> None:
-        self._raw = raw
-
-    @cached_property
-    def _config(self) -> DictConfig:
-        return OmegaConf.create(self._raw)  # takes as long as all the rest of this module, and few runs need it
-
-    def of(self, key: Key) -> Any:
-        """Return the default of ``key``."""
-        OmegaConf.update(self._config, key.path, key.yaml_default, merge=False)
-        default = OmegaConf.select(self._config, key.path)
-        return OmegaConf.to_container(default) if OmegaConf.is_config(default) else expanded(default)
-
-
-def _is_set(key: Key, raw: Tree, defaults: _Defaults) -> bool:
+def _is_set(key: Key, raw: Tree, interpolations: Interpolations) -> bool:
     """Whether a key's value is not its default."""
     written = get(raw, key.path, key.yaml_default)
     if key.section is not None or any(same(written, usual) for usual in (key.yaml_default, key.default)):
@@ -115,7 +98,10 @@ def _is_set(key: Key, raw: Tree, defaults: _Defaults) -> bool:
     source = dict(FORWARD_PASSES).get(key.path)
     if source is not None and same(written, get(raw, source)):  # in a configuration that a run saved
         return False
-    return not same(written, defaults.of(key))
+    default = key.yaml_default
+    if "${" in str(default):
+        default = interpolations.value_of(key.path, default)
+    return not same(written, expanded(default))
 
 
 def _turned_off(config: PPOConfig) -> Iterator[Silent]:
