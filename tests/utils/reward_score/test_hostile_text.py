@@ -127,7 +127,7 @@ def test_long_text_takes_no_quadratic_time(scorer):
 def test_any_symbolic_answer_is_scored(monkeypatch):
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "math_verify")  # loaded before the time of a sample begins
     draw = random.Random(1)
-    texts = ["".join(draw.choices(PIECES, k=draw.randint(0, 20))) for _ in range(50)]
+    texts = ["".join(draw.choices(PIECES, k=draw.randint(0, 20))) for _ in range(15)]
     calls = [{"solution_str": f"\\boxed{{{text}}}", "ground_truth": draw.choice(["3", "x", "(1,2)"])} for text in texts]
     pool = KillablePool(prime_math.compute_score, budget=Budget(timeout_s=60.0, memory_mb=2048))
     outcomes = pool.map(calls)
