@@ -143,6 +143,17 @@ def test_a_server_that_dies_is_started_again(stdio: list[BaseTool]):
     assert (after.failure, after.response.text) == (None, "1 s3cret")
 
 
+def test_a_server_that_dies_while_it_starts_is_started_once_more(tmp_path: Path):
+    mark = tmp_path / "mark"
+    script = f"rm '{mark}' 2>/dev/null && exit 1; exec '{sys.executable}' '{SERVER}'"
+    tools = made(tmp_path, {"tests": {"command": "sh", "args": ["-c", script]}})
+    calls(tools, ("die", {}))
+    mark.touch()
+    [found] = calls(tools, ("counted", {}))
+    assert (found.failure, found.response.text, mark.exists()) == (None, "1 None", False)
+    close(tools)
+
+
 def test_a_call_that_does_no_harm_twice_is_made_again_when_its_server_dies(stdio: list[BaseTool], tmp_path: Path):
     [found] = calls(stdio, ("die_once", {"mark": str(tmp_path / "mark")}))
     assert (found.failure, found.response.text) == (None, "alive")

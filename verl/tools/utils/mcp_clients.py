@@ -141,17 +141,23 @@ class McpConnection:
         return await asyncio.shield(self._connecting)
 
     async def _connect(self) -> Client:
-        self._client, self._leave = None, asyncio.Event()
-        ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
-        self._holder = holder = asyncio.create_task(self._hold(ready, self._leave))
-        await asyncio.wait([ready, holder], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
-        if not ready.done():
+        self._client = None
+        for _ in range(ATTEMPTS):
+            self._leave = asyncio.Event()
+            ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
+            self._holder = holder = asyncio.create_task(self._hold(ready, self._leave))
+            await asyncio.wait([ready, holder], timeout=START_S, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done():
+                self._client = ready.result()
+                return self._client
             holder.cancel()
-            [error] = await asyncio.gather(holder, return_exceptions=True)
-            why = f"no answer in {START_S:g} s" if isinstance(error, asyncio.CancelledError) else _innermost(error)
-            raise McpServerError(redacted(f"the MCP server '{self.name}' cannot be reached: {why}."))
-        self._client = ready.result()
-        return self._client
+            [ended] = await asyncio.gather(holder, return_exceptions=True)
+            error = _innermost(ended)
+            if not (isinstance(error, MCPError) and error.code == CONNECTION_CLOSED):
+                break  # else the server was lost while it started, and no call has reached it
+        is_late = isinstance(error, asyncio.CancelledError)
+        why = f"no answer in {START_S:g} s" if is_late else f"{type(error).__name__}: {error}" if error else "it ended"
+        raise McpServerError(redacted(f"the MCP server '{self.name}' cannot be reached: {why}."))
 
     async def _hold(self, ready: asyncio.Future[Client], leave: asyncio.Event) -> None:
         """Keep a connection until it is no longer wanted, or lost: one task must open and close it."""
@@ -219,11 +225,11 @@ async def _noticing_the_end(transport: Any, ended: asyncio.Event) -> AsyncIterat
         group.cancel_scope.cancel()
 
 
-def _innermost(error: object) -> str:
-    """Text of the first error in nested groups of errors."""
+def _innermost(error: BaseException | None) -> BaseException | None:
+    """Return the first error in nested groups of errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else "the connection was closed"
+    return error
 
 
 @functools.cache
