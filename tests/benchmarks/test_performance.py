@@ -275,7 +275,7 @@ def gpu_part(tmp_path):
     return run_part
 
 
-@pytest.mark.parametrize("name, tokens", [("rl", 256), ("sft", 128)])
+@pytest.mark.parametrize("name, tokens", [pytest.param("rl", 256, marks=pytest.mark.slow), ("sft", 128)])
 def test_training_on_a_gpu_but_on_a_cpu(gpu_part, name, tokens):
     found = gpu_part(name)
     kinds = [(r["sequences"], r["gradient_checkpointing"]) for r in found["runs"]]

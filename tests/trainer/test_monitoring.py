@@ -107,6 +107,7 @@ def of_ranks(scrapes: list[Scrape], name: str) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_engines_of_two_ranks_are_scraped_while_they_draw(train, ray_cluster):  # noqa: F811
     port = free_port()
     scraper = Scraper(port)

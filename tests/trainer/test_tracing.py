@@ -149,6 +149,7 @@ def test_each_trajectory_is_a_trace_of_turns_calls_and_reward(train, tmp_path, m
     assert collector.resources[0]["service.name"] == "verl"
 
 
+@pytest.mark.slow
 def test_trajectories_of_two_processes_and_two_ranks_reach_one_collector(
     train,  # noqa: F811
     tmp_path,

@@ -183,6 +183,7 @@ class Look(BaseTool):
 """
 
 
+@pytest.mark.slow
 def test_tools_that_show_pictures_give_the_numbers_of_the_local_controller(ray_cluster: None, tmp_path: Path) -> None:
     (tmp_path / "loops.py").write_text(LOOPS)
     (tmp_path / "loops.yaml").write_text(f"- {{name: looks, _target_: Looks, path: {tmp_path}/loops.py}}\n")

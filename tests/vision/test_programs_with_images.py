@@ -263,7 +263,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("way", ["program: {file}:answer", "command: [{python}, {file}]"])
+@pytest.mark.parametrize(
+    "way", [pytest.param("program: {file}:answer", marks=pytest.mark.slow), "command: [{python}, {file}]"]
+)
 def test_a_program_gets_the_pictures_of_its_row(way, tmp_path):
     (tmp_path / "rows.py").write_text(ROWS)
     entry = way.format(file=tmp_path / "rows.py", python=sys.executable)
