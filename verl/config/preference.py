@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Annotated, Literal
 
 from verl.config.base import BaseConfig, OneOrMany, section, setting, subsection
+from verl.config.megatron import McoreEngineConfig
 from verl.config.model import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.config.problems import Problem
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
@@ -140,6 +141,6 @@ class DPOConfig(PreferenceConfig):
         return self.model.has_adapters and self.ref.path is None
 
     @property
-    def reference_engine(self) -> FSDPEngineConfig:
+    def reference_engine(self) -> FSDPEngineConfig | McoreEngineConfig:
         """Sharding and precision of the reference: the policy's, with its own ``param_offload``."""
-        return replace(self.engine, param_offload=self.ref.param_offload)
+        return replace(self.placement, param_offload=self.ref.param_offload)

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from verl.config.base import OneOrMany, section, setting, subsection
-from verl.config.megatron import McoreEngineConfig
-from verl.config.model import FSDPEngineConfig
 from verl.config.problems import Problem
 from verl.config.supervised import SupervisedConfig, SupervisedDataConfig
 
@@ -49,10 +47,3 @@ class SFTConfig(SupervisedConfig):
 
     data: SFTDataConfig = subsection(SFTDataConfig)
     """Conversations."""
-    megatron: McoreEngineConfig = subsection(McoreEngineConfig)
-    """With `engine.strategy=megatron`: which ranks share the model, precision, offload."""
-
-    @property
-    def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
-        """See :class:`DistributedModel`."""
-        return self.megatron if self.engine.strategy == "megatron" else self.engine

@@ -73,8 +73,10 @@ class SupervisedConfig(BaseConfig, DistributedModel):
     """Length, placement, logging, checkpoints and recovery of the run."""
     ray_kwargs: RayConfig = subsection(RayConfig)
     """How Ray is started."""
+    megatron: McoreEngineConfig = subsection(McoreEngineConfig)
+    """With `engine.strategy=megatron`: which ranks share the model, precision, offload."""
 
     @property
     def placement(self) -> FSDPEngineConfig | McoreEngineConfig:
         """See :class:`DistributedModel`."""
-        return self.engine
+        return self.megatron if self.engine.strategy == "megatron" else self.engine

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.trainer.config.conftest import Run
-from verl.config import DPOConfig, SFTConfig
+from verl.config import DPOConfig, RMConfig, SFTConfig
 from verl.testing.models import tiny_model_dir
 from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
@@ -92,31 +92,35 @@ def test_what_is_refused(run: Run):
     assert "num_layers cannot be set" in message
 
 
-def test_models_and_trainers_that_have_no_megatron_are_refused(run: Run, tmp_path):
+def test_models_that_have_no_megatron_are_refused(run: Run, tmp_path):
     gemma = tiny_model_dir(tmp_path / "gemma", "gemma")
     message = run.refusal({f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.model.path": gemma})
     assert "it has no gemma models" in message
-    message = run.refusal({"engine.strategy": "megatron", "model.path": gemma}, SFTConfig)
-    assert "it has no gemma models" in message
-    assert "engine.strategy=megatron" in message
-    assert "only main_ppo and sft_trainer train with Megatron yet" in run.refusal(
-        {"engine.strategy": "megatron"}, DPOConfig
-    )
+    for root, key in ((SFTConfig, "model.path"), (RMConfig, "model.path"), (DPOConfig, "ref.path")):
+        message = run.refusal({"engine.strategy": "megatron", key: gemma}, root)
+        assert "it has no gemma models" in message
+        assert "engine.strategy=megatron" in message
 
 
 @installed
-def test_supervised_runs_have_the_same_rules(run: Run, caplog):
+def test_older_sizes_of_supervised_passes_are_for_the_ranks_that_share_a_copy(run: Run):
+    """8 rows of a pass of all 4 ranks, in two copies."""
     megatron = {"engine.strategy": "megatron", "megatron.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 4}
-    config = run.load(megatron | {"engine.fsdp_size": 2}, SFTConfig)
+    sizes = {"data.micro_batch_size": 8, "data.use_dynamic_bsz": False}
+    assert run.load(megatron | sizes, SFTConfig).data.micro_batch_size_per_gpu == 4
+
+
+@installed
+@pytest.mark.parametrize("root", [SFTConfig, RMConfig, DPOConfig])
+def test_supervised_runs_have_the_same_rules(run: Run, caplog, root):
+    megatron = {"engine.strategy": "megatron", "megatron.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 4}
+    config = run.load(megatron | {"engine.fsdp_size": 2}, root)
     assert config.placement is config.megatron
     assert config.shared_by == 2
     assert "no effect: engine.fsdp_size (engine.strategy=megatron)" in caplog.text
-    # 8 rows of a pass of all 4 ranks, in two copies.
-    sizes = {"data.micro_batch_size": 8, "data.use_dynamic_bsz": False}
-    assert run.load(megatron | sizes, SFTConfig).data.micro_batch_size_per_gpu == 4
     for change, expected in (
         ({"trainer.n_gpus_per_node": 3}, "megatron.*2 ranks share the model, which does not divide 3 ranks"),
         ({"engine.ulysses_sequence_parallel_size": 2}, "1, and megatron.context_parallel_size"),
         ({"model.lora_rank": 4}, "engine.strategy=megatron: strategy=megatron has no LoRA"),
     ):
-        assert re.search(expected, run.refusal(megatron | change, SFTConfig), re.DOTALL)
+        assert re.search(expected, run.refusal(megatron | change, root), re.DOTALL)

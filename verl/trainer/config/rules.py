@@ -455,7 +455,7 @@ def one_response(config: GenerationConfig) -> Problems:
         yield Problem(key, rollout.default_agent_loop, wrong, SINGLE_TURN, remedy)
 
 
-_SUPERVISED = (files.data_files, files.models, files.own_code, files.output_folders, engines)
+_SUPERVISED = (files.data_files, files.models, files.own_code, files.output_folders, engines, megatron.models)
 
 RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
     PPOConfig: (
@@ -487,9 +487,9 @@ RULES: dict[type[BaseConfig], tuple[Callable[[Any], Problems], ...]] = {
         critic_warmup,
         profilers,
     ),
-    SFTConfig: (*_SUPERVISED, megatron.models, sizes.sft_batches),
-    RMConfig: (*_SUPERVISED, megatron.not_of_pairs, sizes.preference_batches),
-    DPOConfig: (*_SUPERVISED, megatron.not_of_pairs, sizes.preference_batches, files.reference),
+    SFTConfig: (*_SUPERVISED, sizes.sft_batches),
+    RMConfig: (*_SUPERVISED, sizes.preference_batches),
+    DPOConfig: (*_SUPERVISED, sizes.preference_batches, files.reference),
     GenerationConfig: (files.generation_files, files.models, rollouts.parallel_sizes, rollouts.speed, one_response),
     EvalConfig: (files.evaluation_files, files.own_code),
 }

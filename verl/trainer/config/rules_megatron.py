@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.base.requirements import install_command
-from verl.config import McoreEngineConfig, PPOConfig, PreferenceConfig, Problem, SFTConfig
+from verl.config import DPOConfig, McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
 from verl.config.megatron import MEGATRON_FAMILIES, MIXTURES, SIZES, ranks_per_copy
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
@@ -36,7 +36,7 @@ class _Held:
     """Section of the model if it is trained."""
 
 
-def models(config: PPOConfig | SFTConfig) -> Problems:
+def models(config: PPOConfig | SupervisedConfig) -> Problems:
     """megatron-core is installed and has the models; layouts divide ranks, and are one where models share processes."""
     found = _held(config)
     if found and importlib.util.find_spec("megatron") is None:
@@ -46,7 +46,7 @@ def models(config: PPOConfig | SFTConfig) -> Problems:
     yield from layouts(config)
 
 
-def layouts(config: PPOConfig | SFTConfig) -> Problems:
+def layouts(config: PPOConfig | SupervisedConfig) -> Problems:
     """What holds on every machine: layouts divide ranks and models, and are one where models share processes."""
     found = _held(config)
     if not found:
@@ -84,7 +84,7 @@ def _training(held: _Held) -> Problems:
         yield Problem(key, size, "this is a setting of FSDP", f"1, and {held.sizes}.context_parallel_size")
 
 
-def _held(config: PPOConfig | SFTConfig) -> list[_Held]:
+def _held(config: PPOConfig | SupervisedConfig) -> list[_Held]:
     """All models of the run that Megatron holds."""
     found: list[_Held] = []
 
@@ -93,8 +93,10 @@ def _held(config: PPOConfig | SFTConfig) -> list[_Held]:
             sizes = "megatron" if section == "engine" else f"{section}.megatron"
             found.append(_Held(placement, model, ranks, section, sizes, **more))
 
-    if isinstance(config, SFTConfig):
+    if isinstance(config, SupervisedConfig):
         add(config.placement, config.model, "engine", trained=config.engine, model_key="model")
+        if isinstance(config, DPOConfig) and config.reference_model.path != config.model.path:
+            add(config.reference_engine, config.reference_model, "engine")
         return found
     roles, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     policy, of_policy = roles.model, "actor_rollout_ref"
@@ -147,9 +149,3 @@ def _parts(section: str, engine: McoreEngineConfig, folder: Path) -> Problems:
             product = f"{key}{by}={parts}" if by else "it"
             wrong = f"{product} does not divide the model's {count} {what} ({folder})"
             yield Problem(f"{section}.{key}", engine[key], wrong, f"divisors of {count}{by and ' in all'}")
-
-
-def not_of_pairs(config: PreferenceConfig) -> Problems:
-    """Training on preferences has FSDP2 alone."""
-    if config.engine.strategy == "megatron":
-        yield Problem("engine.strategy", "megatron", "only main_ppo and sft_trainer train with Megatron yet", "fsdp2")

@@ -184,10 +184,9 @@ def _turned_off_supervised(config: SupervisedConfig) -> Iterator[Silent]:
     yield from _of_passes(config, "data")
     if not config.data.val_files:
         yield ("data.val_max_samples",), "data.val_files=null"
-    if isinstance(config, SFTConfig):
-        strategy = config.engine.strategy
-        of_fsdp = tuple(f"engine.{name}*" for name in config.engine if name != "strategy")
-        yield of_fsdp if strategy == "megatron" else ("megatron.*",), f"engine.strategy={strategy}"
+    strategy = config.engine.strategy
+    of_fsdp = tuple(f"engine.{name}*" for name in config.engine if name != "strategy")
+    yield of_fsdp if strategy == "megatron" else ("megatron.*",), f"engine.strategy={strategy}"
     if isinstance(config, SFTConfig) and config.data.prompt_key:
         yield ("data.messages_key", "data.tools_key", "data.enable_thinking_key"), "data.prompt_key takes their place"
     elif isinstance(config, SFTConfig):
