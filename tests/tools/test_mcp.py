@@ -100,12 +100,14 @@ def test_calls_and_errors_of_a_server(stdio: list[BaseTool]):
 def test_pictures_of_a_server(stdio: list[BaseTool], tmp_path: Path):
     [for_text] = calls(stdio, ("look", {}))
     assert for_text.failure is CallFailure.WRONG_RESULT
-    assert "the tool look: there are images, and the policy reads no images" in (for_text.response.text or "")
+    assert "the tool look, image 0: a message has an image, and the policy reads no images" in (
+        for_text.response.text or ""
+    )
     maker = ImagePrompts.of(hf_processor(tiny_vision_model_dir(tmp_path)))
     kinds = ("good", "broken", "other", "huge")
     good, *bad = calls(stdio, *(("look", {"kind": kind}) for kind in kinds), images=maker)
     assert (good.failure, good.response.text) == (None, "see")
-    assert [image["image_grid_thw"].tolist() for image in good.response.image or ()] == [[[1, 4, 6]]]
+    assert [part["image"]["image_grid_thw"].tolist() for part in good.shown] == [[[1, 4, 6]]]
     reasons = ("base64 text of an image is damaged", "data:image/svg", "it has 8000 x 8001 pixels")
     for result, reason in zip(bad, reasons, strict=True):
         assert result.failure is CallFailure.WRONG_RESULT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import gymnasium
@@ -26,7 +27,7 @@ IMAGE = 106
 OTHERS = """
 from verl.environments.base import Environment, ImageObservation
 from verl.interactions.base import BaseInteraction
-from verl.testing.vision_models import picture, png
+from verl.testing.vision_models import film, picture, png
 
 def part(image):
     return {"type": "image", "image": image}
@@ -48,6 +49,18 @@ class Shows(Environment):
         ][self.turns - 1]
         return said, 0.25, self.turns == 4, False, {}
 
+FILM = {"type": "video", "video": film(["red", "blue", "green", "white"]), "fps": 8.0}
+
+class Films(Environment):
+    def reset(self, *, seed, messages, **kwargs):
+        self.turns = 0
+        return [{"role": "user", "content": [FILM, {"type": "text", "text": "go"}]}]
+
+    def step(self, action):
+        self.turns += 1
+        said = [part(picture("red")), {"type": "text", "text": "y" * 30}, FILM]
+        return [{"role": "user", "content": said}], 0.25, self.turns == 2, False, {}
+
 class Bad(Environment):
     def reset(self, *, seed, messages, first=False, **kwargs):
         return self.config["answer"] if first else "go"
@@ -65,6 +78,8 @@ class Odd(Environment):
 class Points(BaseInteraction):
     async def generate_response(self, instance_id, messages, answer=None, **kwargs):
         said = [part(picture("red")), {"type": "text", "text": "and"}, part(picture("blue", size=(24, 16)))]
+        said = [FILM, *said] if answer == "film" else said
+        answer = None if answer == "film" else answer
         count = sum(message["role"] == "assistant" for message in messages)
         return count > 2, answer or (said if count == 1 else "so"), 0.5, {}
 """
@@ -103,7 +118,7 @@ def between(found: DataProto, row: int, agents: VisionAgents) -> list[str]:
             pieces[-1].append(token)
         last = drawn
     texts = [agents.tokenizer.decode(ids).removeprefix("<eos>").replace("<|vision_start|>", "[") for ids in pieces]
-    pads = [text.replace("<|vision_end|>", "]").replace("<|image_pad|>", ".") for text in texts]
+    pads = [re.sub(r"<\|(image|video)_pad\|>", ".", text.replace("<|vision_end|>", "]")) for text in texts]
     return [text for text in pads if text]
 
 
@@ -177,7 +192,8 @@ def test_pictures_of_environments(family, others, tmp_path):
             [{"role": "user", "content": [{"type": "image", "image": "data:image/png;base64,%%%"}]}],
             "base64 text of an image is damaged",
         ),
-        ("Bad", [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "contains video"),
+        ("Bad", [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}], "'a.mp4' is no file"),
+        ("Bad", [{"role": "user", "content": [{"type": "video"}]}], "returned an image part that holds no image"),
         ("Odd", None, "reset returned 2 image part(s) that hold no image, and the row has 1"),
     ],
 )
@@ -204,6 +220,28 @@ def test_pictures_of_simulated_users(others, tmp_path):
         own = [[1, 4, 4]] * (row == 0)
         assert more["multi_modal_inputs"][row]["image_grid_thw"].tolist() == [*own, [1, 4, 4], [1, 4, 6]]
     check_log_probs(agents, found[:2])
+
+
+def test_films_of_environments_and_simulated_users(others, tmp_path):
+    agents = VisionAgents(tmp_path, "qwen3_vl", **others("Films") | {"data__max_prompt_length": 2 * P})
+    rows = picture_rows(2)
+    rows[1]["extra_info"]["interaction_kwargs"] = {"name": "points", "answer": "film"}
+    found = agents.answer(agents.prompts(rows, n=1, agent_name=["environment_agent", "tool_agent"]))
+    more = found.non_tensor_batch
+    assert more["trajectory_message"].tolist() == [""] * 2
+    assert more["trajectory_status"].tolist() == ["done"] * 2
+    # Texts have at most nine tokens; the times of the film, which are longer, are whole.
+    of_film = "<0.1 seconds>[....]<0.3 seconds>[....]"
+    [observed] = between(found, 0, agents)
+    assert observed.startswith("<user>[....]yyyy")
+    assert observed.endswith(f"{of_film}<assistant>")
+    assert "y" * 10 not in observed
+    assert between(found, 1, agents)[0] == f"<user>{of_film}[....]and[......]<assistant>"
+    grids = [inputs["image_grid_thw"].tolist() for inputs in more["multi_modal_inputs"]]
+    assert grids == [[[1, 4, 4]] * 5, [[1, 8, 4], *[[1, 4, 4]] * 3, [1, 4, 6]]]
+    drawn = found.batch["response_mask"].bool()
+    log_probs = agents.trainers_log_probs(found)[drawn]
+    assert_close(found.batch["rollout_log_probs"][drawn], log_probs, atol=1e-5, rtol=0)
 
 
 @pytest.mark.slow

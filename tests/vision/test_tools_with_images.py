@@ -14,13 +14,23 @@ from transformers import AutoModelForImageTextToText
 
 from tests.vision.agent_batches import P, VisionAgents
 from tests.vision.test_native_serving_with_images import plain_logits
+from tests.vision.test_videos import VIDEO, arguments_of
+from tests.vision.test_videos import P as FILM_PROMPT
 from verl.agents.chat_template import ChatTemplate
 from verl.agents.conversation import Conversation
 from verl.agents.parsers.base import FunctionCall, ToolParser
 from verl.base.registry import scoped_registrations
 from verl.errors import ConfigError, DataError
 from verl.testing.tiny_run import make_tiny_run, overrides, same
-from verl.testing.vision_models import picture, picture_rows, png, tiny_vision_model_dir, write_parquet
+from verl.testing.vision_models import (
+    film,
+    film_rows,
+    picture,
+    picture_rows,
+    png,
+    tiny_vision_model_dir,
+    write_parquet,
+)
 from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils import hf_processor, hf_tokenizer
@@ -47,7 +57,7 @@ def parser():
 
 TOOL = """
 import itertools
-from verl.testing.vision_models import picture
+from verl.testing.vision_models import film, picture
 from verl.tools.base_tool import BaseTool, schema
 from verl.tools.schemas import ToolResponse
 
@@ -66,6 +76,16 @@ class Look(BaseTool):
         number = next(self.calls[instance_id])
         shown = [[picture("red")], [], [picture("blue", size=(24, 16)), picture("white", size=(16, 24))]][number % 3]
         return ToolResponse(text=f"see {number}", image=shown), 0.5, {}
+
+class Films(Look):
+    # A film, one of another size, a picture with two films, nothing.
+    async def execute(self, instance_id, parameters, **kwargs):
+        number = next(self.calls[instance_id])
+        films = [{"video": film(["red", "blue", "white"])}, {"path": film(["green"] * 4, (24, 16))}]
+        films = [one | {"fps": 8.0} for one in films]
+        video = [films[:1], films[1:], films, []][number]
+        image = [picture("red", size=(16, 24))] if number == 2 else []
+        return ToolResponse(text=f"see {number}", image=image, video=video), 0.5, {}
 
 class Bad(Look):
     async def execute(self, instance_id, parameters, **kwargs):
@@ -122,9 +142,41 @@ def test_pictures_of_tools_in_whole_conversations(family, look, tmp_path):
         assert "refused" not in more["rendering_differences"][row]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_films_of_tools_in_whole_conversations(family, look, tmp_path):
+    settings = look("Films") | {"data__max_prompt_length": FILM_PROMPT, "data__max_response_length": 300}
+    agents = VisionAgents(tmp_path, family, **settings)
+    found = agents.answer(agents.prompts(film_rows(4)))
+    columns, more = found.batch, found.non_tensor_batch
+    assert more["__num_turns__"].tolist() == [8] * 8
+    assert more["tool_failures"].tolist() == [{}] * 8
+    model = AutoModelForImageTextToText.from_pretrained(agents.path)
+    drawn, log_probs = columns["response_mask"].bool(), agents.trainers_log_probs(found)
+    assert_close(columns["rollout_log_probs"][drawn], log_probs[drawn], atol=1e-5, rtol=0)
+    first, second = ([[1, 4, n]] * 2 if family == "qwen3_vl" else [[2, 4, n]] for n in (4, 6))
+    compared = 0
+    for row in range(len(found)):
+        inputs = more["multi_modal_inputs"][row]
+        own = {0: len(first), 1: 0, 2: 1, 3: 1 + len(first)}[row // 2]
+        assert inputs["image_grid_thw"][own:].tolist() == [*first, *second, [1, 6, 4], *first, *second]
+        assert "refused" not in more["rendering_differences"][row]
+        seen = columns["attention_mask"][row].bool()
+        ids = columns["input_ids"][row][seen]
+        mask = torch.cat([torch.zeros(FILM_PROMPT, dtype=torch.bool), drawn[row]])[seen]
+        if set(ids[mask].tolist()) & {IMAGE, VIDEO}:  # plain Transformers would take them for pictures
+            continue
+        compared += 1
+        logits = model(**arguments_of(ids, inputs)).logits[0]
+        expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None]).squeeze(1)[mask[1:]]
+        assert_close(log_probs[row][drawn[row]], expected, atol=2e-5, rtol=0)
+    assert compared >= 4
+
+
 class Talk:
-    def __init__(self, folder: Any, messages: list[dict[str, Any]], with_images: bool = True) -> None:
-        self.path = tiny_vision_model_dir(folder / "model")
+    def __init__(
+        self, folder: Any, messages: list[dict[str, Any]], with_images: bool = True, family: str = "qwen2_5_vl"
+    ) -> None:
+        self.path = tiny_vision_model_dir(folder / "model", family)
         self.tokenizer = hf_tokenizer(self.path)
         self.maker = ImagePrompts.of(hf_processor(self.path)) if with_images else None
         self.it = Conversation(ChatTemplate(self.tokenizer), messages, images=self.maker)
@@ -164,6 +216,36 @@ def test_tokens_of_a_conversation_by_hand(tmp_path):
     assert before.ids == talk.it.ids[: len(before.ids)]
 
 
+def test_tokens_of_a_conversation_with_films_by_hand(tmp_path):
+    shows = {"type": "video", "video": film(["red", "blue", "green", "white"]), "fps": 8.0}
+    question = {"role": "user", "content": [{"type": "text", "text": "a"}, shows, *shown(picture("red")), shows]}
+    result = {"role": "tool", "content": [shows, {"type": "text", "text": "d" * 40}]}
+    of_video, of_image = ("[" + f"<|{kind}_pad|>" * 4 + "]" for kind in ("video", "image"))
+    # Frames 0 and 1, at 0 and 1/8 s, are the first step, with the middle at 1/16 s; 2 and 3 the second, at 5/16 s.
+    films = {
+        "qwen2_vl": of_video.replace("<|video_pad|>" * 4, "<|video_pad|>" * 8),
+        "qwen3_vl": f"<0.1 seconds>{of_video}<0.3 seconds>{of_video}",
+    }
+    for family, of_film in films.items():
+        talk = Talk(tmp_path / family, [question], family=family)
+        assert talk.text(talk.it.ids) == f"<user>a{of_film}{of_image}{of_film}<assistant>"
+        begin = len(talk.it.image_data["image_grid_thw"])
+        assert begin == (5 if family == "qwen3_vl" else 3)
+        talk.it.add_drawn([*talk.tokenizer.encode("c"), 1], [-1.0, -1.0], {"content": "c"})
+        # The text of the tool gets shorter, the times of the film do not.
+        whole = talk.it.copy()
+        assert whole.add_messages([result])
+        assert talk.text(whole.response_ids) == f"c<eos>tool: {of_film}{'d' * 40}\n<assistant>"
+        most = len(whole.response_ids) - 2 - 32
+        assert talk.it.add_messages([result], max_tokens=most)
+        assert len(talk.it.response_ids) - 2 <= most
+        assert talk.text(talk.it.response_ids).startswith(f"c<eos>tool: {of_film}d")
+        assert len(talk.it.image_data["image_grid_thw"]) == begin + (2 if family == "qwen3_vl" else 1)
+        assert talk.it.check().keys() <= {"history"}
+        json.dumps(talk.it.messages)
+        assert len(talk.it.branch(1).image_data["image_grid_thw"]) == begin
+
+
 def test_bad_images_of_messages(tmp_path):
     part = {"type": "image"}
     with pytest.raises(DataError, match="base64 text of an image is damaged"):
@@ -183,7 +265,9 @@ def test_bad_images_of_messages(tmp_path):
         ({"image": ["data:image/png;base64,AAAA"]}, "base64,AAAA' cannot be read: it is no image file"),
         ({"image": [3]}, "the tool look, image 0: an image is int 3. Give the bytes"),
         ({"image": ["http://a/b.png"]}, "is a remote address"),
-        ({"text": "-", "video": ["a.mp4"]}, "gave a video, which is not read here"),
+        ({"text": "-", "video": ["a.mp4"]}, "the tool look, video 0: the video 'a.mp4' is no file"),
+        ({"video": [[], 3]}, "the tool look, video 0: a video has no frames"),
+        ({"video": [{"video": "b.mp4", "speed": 2}]}, "has speed, which is not read here"),
     ],
 )
 def test_what_a_tool_returns_for_an_image(answer, said, look, tmp_path):

@@ -12,8 +12,8 @@ A conversation grows by two methods, and the tokens, their mask and their log-pr
     \n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n      mask 0
     It is 4.<|im_end|>                                                                               mask 1
 
-What the policy drew is never decoded and encoded again. Messages may have image parts: their tokens are the
-processor's, with mask 0, and ``image_data`` has all images for the engine.
+What the policy drew is never decoded and encoded again. Messages may have image and video parts: their tokens are
+the processor's, with mask 0, and ``image_data`` has all images and videos for the engine.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any
 
 from verl.agents.chat_template import ChatTemplate as ChatTemplate
 from verl.agents.chat_template import Tools
-from verl.agents.images import FOR_TEXT, apart, as_inputs, expanded, together, token_counts
+from verl.agents.images import FOR_TEXT, apart, as_inputs, expanded, opened, together, token_counts
 from verl.agents.rendering_check import KINDS, REFUSED, Difference, differences
 from verl.errors import ConfigError, DataError
 from verl.protocol.shared import SharedTensors
 from verl.utils.control_tokens import Author, Side
 from verl.utils.dataset.chat import Message, Truncation, common_prefix_length, truncate
-from verl.vision.messages import is_image_part, without_images
+from verl.vision.messages import is_image_part, texts_of, without_images
 from verl.vision.prompts import ImagePrompts
 
 PLACE = "the conversation"
@@ -95,12 +95,12 @@ class Conversation:
         messages: the prompt, as an OpenAI client would send it.
         tools: descriptions of the tools, as an OpenAI client would send them.
         assistant: who wrote the assistant's turns of the prompt; only those of the ``policy`` hold control tokens.
-        images: reads images, by the policy's processor; None for a model for text.
-        of_row: ``multi_modal_inputs`` of the row, for image parts of the prompt that hold no image of their own.
+        images: reads images and videos, by the policy's processor; None for a model for text.
+        of_row: ``multi_modal_inputs`` of the row, for image and video parts of the prompt that hold none of their own.
 
     Raises:
-        DataError: the template refuses the messages, or an image cannot be read.
-        ConfigError: a message has an image, and the policy is a model for text.
+        DataError: the template refuses the messages, or an image or a video cannot be read.
+        ConfigError: a message has an image or a video, and the policy is a model for text.
     """
 
     def __init__(
@@ -114,9 +114,9 @@ class Conversation:
     ) -> None:
         self.template = template
         self._maker = images
-        bare, sources = without_images(list(messages))
+        bare, sources = without_images(opened(messages, images, PLACE))
         self.messages = copied(bare)
-        """As an OpenAI client would hold them; image parts without their images."""
+        """As an OpenAI client would hold them; image and video parts without what they hold."""
         given = self._images_of_prompt = self._of_prompt(sources, of_row)
         self._later_images: list[SharedTensors] = []
         self._image_data: SharedTensors | None = None
@@ -246,7 +246,7 @@ class Conversation:
         """
         if not self._drawn_last:
             raise DataError("messages are added after a turn of the policy; add its tokens first.")
-        bare, sources = without_images(list(messages))
+        bare, sources = without_images(opened(messages, self._maker, PLACE))
         images = self._inputs(sources)
         fitting = self._fitting(self._named(copied(bare)), images, max_tokens, keep)
         if fitting is None:
@@ -372,19 +372,15 @@ class Conversation:
         return together(self._inputs([{"image": next(rest)} if source is None else source for source in sources]))
 
     def _inputs(self, sources: Sequence[Any]) -> list[SharedTensors]:
-        """The inputs of each image of image parts."""
+        """The inputs of each image or video of opened parts."""
         if sources and self._maker is None:
             raise ConfigError(f"{PLACE}: a message has an image, and {FOR_TEXT}.")
         if None in sources:
             raise DataError(
                 f"{PLACE}: an image part holds no image. Give it as {{'type': 'image', 'image': ...}}: bytes of a "
-                "file, a path, a data: URL or a PIL image."
+                "file, a path, a data: URL or a PIL image; a video as {'type': 'video', 'video': ...}."
             )
-        made = [source.get("image") for source in sources]
-        return [
-            image if isinstance(image, SharedTensors) else as_inputs([source], self._maker, PLACE)
-            for image, source in zip(made, sources, strict=True)
-        ]
+        return [inputs for source in sources for inputs in source.values()]
 
     def _with_image_tokens(self, ids: list[int], images: Sequence[SharedTensors]) -> list[int]:
         """Tokens of a rendered text, the image token of each image as often as the image has tokens."""
@@ -418,7 +414,7 @@ class Conversation:
         if max_tokens is None or len(ids) <= max_tokens:
             return messages, prepared, ids
         results = [(n, message["content"]) for n, message in enumerate(prepared) if message["role"] == "tool"]
-        texts = {(n, part): control.plain(text) for n, content in results for part, text in _texts_of(content)}
+        texts = {(n, part): control.plain(text) for n, content in results for part, text in texts_of(content)}
         lengths = [control.count(text) for text in texts.values()]
         room = sum(lengths)
         while len(ids) > max_tokens:
@@ -480,16 +476,9 @@ def copied(value: Any) -> Any:
 
 
 def _count_images(message: Message) -> int:
-    """Number of image parts of a message."""
+    """Number of image and video parts of a message."""
     content = message.get("content")
     return sum(map(is_image_part, content)) if isinstance(content, list) else 0
-
-
-def _texts_of(content: Any) -> list[tuple[int, str]]:
-    """The texts of a content, each with the number of its part."""
-    if isinstance(content, str):
-        return [(0, content)]
-    return [(number, part["text"]) for number, part in enumerate(content or ()) if not is_image_part(part)]
 
 
 def _with_texts(content: Any, texts: Mapping[int, str]) -> Any:

@@ -26,7 +26,7 @@ from verl.environments.registry import EnvironmentEntry
 from verl.errors import ConfigError, DataError
 from verl.tools.threads import LoopThreads
 from verl.utils.dataset.chat import Message
-from verl.vision.messages import is_image_part, without_images
+from verl.vision.messages import texts_of, without_images
 from verl.vision.prompts import ImagePrompts
 from verl.workers.reward_manager.scores import UNUSABLE, usable
 
@@ -192,10 +192,10 @@ class Episode:
 
     def _short(self, content: str | list[Message]) -> Any:
         """A content whose texts have at most ``max_observation_tokens`` each."""
-        most = self._entry.max_observation_tokens
+        short = {n: self._shorten(text, self._entry.max_observation_tokens) for n, text in texts_of(content)}
         if isinstance(content, str):
-            return self._shorten(content, most)
-        return [part if is_image_part(part) else part | {"text": self._shorten(part["text"], most)} for part in content]
+            return short[0]
+        return [part | {"text": short[n]} if n in short else part for n, part in enumerate(content)]
 
     async def _messages(self, found: list[Any], where: str) -> list[Message]:
         if not found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +15,10 @@ from verl.errors import ConfigError
 from verl.protocol.shared import SharedTensors, joined
 from verl.utils.dataset.chat import Message, as_messages
 from verl.vision.families import IMAGE_INPUTS, SECONDS, TEXT_PLACES, VisionConfig
-from verl.vision.messages import with_images, without_images
+from verl.vision.messages import has_image_parts, held_by, kind_of, timed, with_images, without_images
 from verl.vision.positions import image_tokens, mrope_positions
 from verl.vision.prompts import ImagePrompts
+from verl.vision.videos import Clip, Video
 from verl.workers.rollout.placed_images import digests, note_digests
 
 INPUTS = "multi_modal_inputs"
@@ -24,6 +26,11 @@ INPUTS = "multi_modal_inputs"
 NO_IMAGES = SharedTensors({})
 FOR_TEXT = (
     "the policy reads no images: it is a model for text, or of none of the families Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
+)
+
+VIDEOS_APART = (
+    "videos are not given apart from images. Hold the conversation in verl.agents.conversation.Conversation: its "
+    "messages may have parts {'type': 'video', 'video': ...}, and its image_data has the images and the videos."
 )
 
 
@@ -58,32 +65,86 @@ def as_inputs(images: Any, maker: ImagePrompts | None, place: str) -> SharedTens
 
 
 async def read_messages(found: Sequence[Any], place: str, maker: ImagePrompts | None) -> list[Message]:
-    """Check messages of users' code; what their image parts hold becomes inputs of the policy.
+    """Check messages of users' code; what their image and video parts hold becomes inputs of the policy.
 
     Args:
-        found: messages as an OpenAI client would write them, which may have parts ``{"type": "image", "image": ...}``.
+        found: messages as an OpenAI client would write them, which may have parts ``{"type": "image", "image": ...}``
+            and ``{"type": "video", "video": ...}``.
         place: for errors.
         maker: of the policy's processor; None for a model for text.
 
     Returns:
-        The messages. An image part that holds nothing stays as it is.
+        The messages, as :func:`opened` returns them.
 
     Raises:
-        DataError: a message or an image cannot be read.
-        ConfigError: there are images, and the policy reads none.
+        DataError: a message, an image or a video cannot be read.
+        ConfigError: there are images or videos, and the policy reads none; or the package for files of videos is
+            missing.
     """
     if not all(isinstance(message, Mapping) for message in found):
         return as_messages(found, place)  # says what is wrong
     bare, sources = without_images([dict(message) for message in found])
     messages = as_messages(bare, place, with_images=True)
-
-    def read() -> list[dict[str, Any] | None]:
-        inputs = iter(apart(as_inputs([source for source in sources if source is not None], maker, place)))
-        return [None if source is None else {"image": next(inputs)} for source in sources]
-
     if not any(sources):
         return messages
-    return with_images(messages, await asyncio.to_thread(read))  # decoding would hold up all other conversations
+    filled = with_images(messages, sources)
+    return await asyncio.to_thread(opened, filled, maker, place)  # decoding would hold up all other conversations
+
+
+def opened(messages: Sequence[Message], maker: ImagePrompts | None, place: str) -> list[Message]:
+    """Make inputs of the policy of what image and video parts of messages hold.
+
+    Args:
+        messages: checked ones.
+        maker: of the policy's processor; None for a model for text.
+        place: for errors.
+
+    Returns:
+        The messages, with the parts of :func:`media_parts`. A part that holds nothing stays as it is.
+
+    Raises:
+        DataError, ConfigError: see :func:`media_parts`.
+    """
+    numbers = Counter[str]()
+
+    def parts(part: Message) -> list[Message]:
+        kind, held = kind_of(part), held_by(part)
+        if kind is None or held is None:
+            return [part]
+        numbers[kind] += 1
+        return media_parts(kind, held, maker, f"{place}, {kind} {numbers[kind] - 1}")
+
+    return [
+        {**message, "content": [found for part in message["content"] for found in parts(part)]}
+        if has_image_parts(message.get("content"))
+        else message
+        for message in messages
+    ]
+
+
+def media_parts(kind: str, value: Any, maker: ImagePrompts | None, place: str) -> list[Message]:
+    """Return the parts of a message that show an image or a video, which hold inputs of the policy.
+
+    There is one part, or for a video of Qwen3-VL one for each step of its time, with its second as a text before it.
+
+    Args:
+        kind: ``image`` or ``video``.
+        value: see :func:`verl.vision.images.read_image` and :func:`verl.vision.videos.open_video`.
+        maker: of the policy's processor; None for a model for text.
+        place: for errors.
+
+    Raises:
+        DataError: it cannot be read.
+        ConfigError: the policy reads none, or the package for files of videos is missing.
+    """
+    inner = value.get(kind) if isinstance(value, Mapping) else None
+    if isinstance(inner, SharedTensors):  # is inputs already
+        return [{"type": kind, kind: inner}]
+    if maker is None:
+        raise ConfigError(f"{place}: a message has {'an image' if kind == 'image' else 'a video'}, and {FOR_TEXT}.")
+    picture = maker.open(Video(value), place) if kind == "video" else maker.read(value, place)
+    parts = [{"type": kind, kind: one} for one in apart(SharedTensors(maker.inputs([picture], place)))]
+    return timed(parts, picture.times()) if isinstance(picture, Clip) and maker.has_times else parts
 
 
 def apart(images: SharedTensors) -> list[SharedTensors]:

@@ -22,14 +22,14 @@ from typing import Any, ClassVar, Self, TypeVar
 import yaml
 from pydantic import BaseModel, Field, model_validator
 
-from verl.agents.images import FOR_TEXT, INPUTS, as_inputs, expanded, token_counts
+from verl.agents.images import FOR_TEXT, INPUTS, VIDEOS_APART, as_inputs, expanded, token_counts
 from verl.agents.servers import AsyncLLMServerManager
 from verl.base.import_utils import load_module
 from verl.base.registry import Registry
 from verl.config.agent import TrajectoryStatus
 from verl.errors import ConfigError, DataError, RolloutError
 from verl.utils.dataset.chat import as_messages, encode, render, render_prompt
-from verl.vision.messages import without_images
+from verl.vision.messages import has_video_parts, without_images
 from verl.vision.prompts import ImagePrompts
 
 PLACE = "the conversation"
@@ -201,14 +201,13 @@ class AgentLoopBase(ABC):
             tools: schemas of the tools that the policy may call.
             images: those that stand in the messages, in their order, as ``server_manager.generate`` takes them; the
                 tokens are repeated as often as each image needs.
-            videos: refused: those of the row are in ``images``, its ``multi_modal_inputs``.
+            videos: refused: those of the row are in ``images``, its ``multi_modal_inputs``, and others in the
+                ``image_data`` of a :class:`verl.agents.conversation.Conversation`.
             remove_system_prompt: leave out the system message that the template writes by itself in front of messages
                 without one.
         """
         if videos:
-            raise ConfigError(
-                "videos are read from rows of data alone (docs/videos.md). Give what a turn shows as images."
-            )
+            raise ConfigError(VIDEOS_APART)
         maker = ImagePrompts.of(self.processor)
         settings: dict[str, Any] = {**self.apply_chat_template_kwargs, **({"tools": list(tools)} if tools else {})}
         text = render_prompt(as_messages(list(messages), PLACE, maker is not None), self.tokenizer, PLACE, **settings)
@@ -233,7 +232,7 @@ class AgentLoopBase(ABC):
         Messages of a row hold the places of its images alone: the images are the row's ``multi_modal_inputs``.
 
         Raises:
-            ConfigError: there are images, and the policy is a model for text.
+            ConfigError: there are videos; or images, and the policy is a model for text.
             DataError: an image cannot be read, or a message holds its place alone.
         """
         images = without_images([dict(message) for message in messages])[1]
@@ -245,6 +244,8 @@ class AgentLoopBase(ABC):
                 f"{PLACE}: an image part holds no image. Those of the row are kwargs['{INPUTS}'], which "
                 "apply_chat_template and generate take as images."
             )
+        if any(has_video_parts(message.get("content")) for message in messages):
+            raise ConfigError(VIDEOS_APART)
         return {"images": [maker.read(image, PLACE) for image in images]} if maker is not None and images else {}
 
 

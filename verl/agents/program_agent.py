@@ -25,7 +25,7 @@ from verl.errors import ConfigError, VerlError
 from verl.utils.dataset.chat import Message, as_messages
 from verl.utils.model import eos_token_ids
 from verl.vision.data_urls import url_of
-from verl.vision.messages import with_images
+from verl.vision.messages import has_video_parts, with_images
 from verl.vision.prompts import ImagePrompts
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class ProgramAgentLoop(AgentLoopBase):
 def _prompt(row: Mapping[str, Any], maker: ImagePrompts | None) -> tuple[list[Message], list[str]]:
     """The messages of a row with its images as ``data:`` URLs, and these."""
     messages = as_messages(list(row["raw_prompt"]), "the prompt", with_images=maker is not None)
-    if any(part.get("type") == "video" for m in messages if isinstance(m["content"], list) for part in m["content"]):
+    if any(has_video_parts(message["content"]) for message in messages):
         raise ConfigError(
             "the row has a video, and programs are sent texts and images alone. Take rows with videos out of the data, "
             "or give them another loop (single_turn_agent, tool_agent)."

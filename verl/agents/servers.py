@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from pydantic import BaseModel
 
-from verl.agents.images import as_inputs, text_places
+from verl.agents.images import VIDEOS_APART, as_inputs, text_places
 from verl.agents.turns import DrawnTurn
 from verl.config import RolloutConfig
 from verl.errors import ConfigError, RolloutError
@@ -174,7 +174,8 @@ class AsyncLLMServerManager:
             image_data: all images whose tokens are in ``prompt_ids``, in their order: a list of images, each the bytes
                 of a file, a path, a ``data:`` URL or a PIL image; or ``multi_modal_inputs`` of the row. What the policy
                 itself drew stands for no image.
-            video_data: refused: those of the row are in ``image_data``, its ``multi_modal_inputs``.
+            video_data: refused: those of the row are in ``image_data``, its ``multi_modal_inputs``, and others in the
+                ``image_data`` of a :class:`verl.agents.conversation.Conversation`.
             on_drawn: called now and then, in the event loop of the call, with all tokens drawn so far, by engines that
                 tell them before the response has ended (``native``, ``vllm``).
 
@@ -185,9 +186,7 @@ class AsyncLLMServerManager:
             RolloutError: the request cannot be served.
         """
         if video_data:
-            raise ConfigError(
-                "videos are read from rows of data alone (docs/videos.md). Give what a turn shows as images."
-            )
+            raise ConfigError(VIDEOS_APART)
         if self.is_closed:
             raise RolloutError("this trajectory has ended, and the policy answers it no more.")
         ids = list(map(operator.index, prompt_ids))

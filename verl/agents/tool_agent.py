@@ -35,7 +35,6 @@ from verl.config import PPOConfig, RolloutConfig
 from verl.config.agent import TrajectoryStatus
 from verl.interactions.base import BaseInteraction
 from verl.interactions.utils.interaction_registry import initialize_interactions_from_config
-from verl.tools.schemas import ToolResponse
 from verl.tools.utils.tool_registry import initialize_tools
 from verl.utils.dataset.chat import as_messages
 from verl.vision.prompts import ImagePrompts
@@ -246,7 +245,7 @@ class _Counterparts:
         if has_calls and limit is None:
             self.scores.append(None)
             results = await self.calls.make(turn.calls, self.tools, refused)
-            return [{"role": "tool", "content": _content(result.response)} for result in results]
+            return [{"role": "tool", "content": _content(result)} for result in results]
         self.calls.results += refused
         if self.user is None:
             return limit if limit == "context_full" or (limit and has_calls) else "done"
@@ -292,13 +291,12 @@ class _Calls:
         return results
 
 
-def _content(response: ToolResponse) -> str | list[dict[str, Any]]:
-    """The content of a result's message: its images, and then its text."""
-    text = response.text or ""
-    if not response.image:
+def _content(result: ToolCallResult) -> str | list[dict[str, Any]]:
+    """The content of a result's message: its images and videos, and then its text."""
+    text = result.response.text or ""
+    if not result.shown:
         return text
-    images = [{"type": "image", "image": image} for image in response.image]
-    return [*images, {"type": "text", "text": text}] if text else images
+    return [*result.shown, {"type": "text", "text": text}] if text else list(result.shown)
 
 
 def _call_columns(result: ToolCallResult) -> dict[str, Any]:

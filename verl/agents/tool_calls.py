@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 from jsonschema import Draft202012Validator
 
-from verl.agents.images import as_inputs
+from verl.agents.images import media_parts
 from verl.agents.loop import TrajectoryError
 from verl.agents.parsers import FunctionCall, MalformedCall
 from verl.agents.parsers.base import properties_of
@@ -32,10 +32,10 @@ from verl.agents.slots import Slots, no_limit, slots_of_run
 from verl.base.redact import redacted
 from verl.base.registry import suggest
 from verl.errors import ConfigError, DataError
-from verl.protocol.shared import SharedTensors
 from verl.tools.base_tool import BaseTool, ToolTimeoutError
 from verl.tools.schemas import ToolResponse
 from verl.tools.threads import LoopThread, LoopThreads, called
+from verl.utils.dataset.chat import Message
 from verl.vision.prompts import ImagePrompts
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,8 @@ class ToolCallResult:
     began: float = field(default_factory=time.time)
     """When the call was made, before it waited for a slot, in seconds since 1970."""
     is_truncated: bool = False
+    shown: Sequence[Message] = ()
+    """Parts of the answer's message with the images and then the videos of the response, as inputs of the policy."""
 
 
 class _CallError(Exception):
@@ -156,7 +158,7 @@ class ToolRunner:
         Args:
             tools_kwargs: of each tool by name, the row's ``create_kwargs``, ``execute_kwargs``, ``calc_reward_kwargs``
                 and ``release_kwargs``.
-            images: reads images of results, by the policy's processor; None for a model for text.
+            images: reads images and videos of results, by the policy's processor; None for a model for text.
 
         Raises:
             ConfigError: they have another form.
@@ -287,7 +289,7 @@ class ToolSession:
             async with self.runner._slots[call.name]():
                 start = time.monotonic()
                 response, reward, metrics = await self._execute(tool, arguments, kwargs)
-            images = await self._read_images(tool.name, response)
+            shown = await self._read_media(tool.name, response)
         except _CallError as error:
             failed = self._failed(call, error.failure, str(error), time.monotonic() - start, start - begin)
             return replace(failed, began=made_at)
@@ -295,13 +297,14 @@ class ToolSession:
         return ToolCallResult(
             name=call.name,
             arguments=call.arguments,
-            response=response.model_copy(update={"text": text, "image": images}),
+            response=response.model_copy(update={"text": text, "image": None, "video": None}),
             reward=reward,
             metrics=metrics,
             seconds=time.monotonic() - start,
             waited_s=start - begin,
             began=made_at,
             is_truncated=is_truncated,
+            shown=shown,
         )
 
     async def rewards(self) -> dict[str, float | None]:
@@ -365,26 +368,26 @@ class ToolSession:
         instance, _ = await asyncio.shield(making)
         return await tool.execute(instance, arguments, **kwargs)
 
-    async def _read_images(self, name: str, response: ToolResponse) -> list[SharedTensors] | None:
-        """The images of a response as inputs of the policy; None if it has none.
+    async def _read_media(self, name: str, response: ToolResponse) -> list[Message]:
+        """The parts of a message with the images and videos of a response, as inputs of the policy.
 
         Raises:
             _CallError: one cannot be read, or the policy reads none.
         """
-        if response.video:
-            raise _CallError(
-                CallFailure.WRONG_RESULT,
-                f"the tool {name} gave a video, which is not read here; give frames as images.",
-            )
-        if not response.image:
-            return None
-        images = response.image
+        given = {"image": response.image or [], "video": response.video or []}
+        if not any(given.values()):
+            return []
 
-        def read() -> list[SharedTensors]:
-            return [as_inputs([image], self._images, f"the tool {name}") for image in images]
+        def read() -> list[Message]:
+            return [
+                part
+                for kind, values in given.items()
+                for number, value in enumerate(values)
+                for part in media_parts(kind, value, self._images, f"the tool {name}, {kind} {number}")
+            ]
 
         try:
-            return await asyncio.to_thread(read)  # decoding a picture would hold up all other conversations
+            return await asyncio.to_thread(read)  # decoding would hold up all other conversations
         except (ConfigError, DataError) as error:
             raise _CallError(CallFailure.WRONG_RESULT, str(error)) from error
 

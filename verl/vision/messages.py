@@ -11,6 +11,7 @@ from verl.errors import DataError
 PLACEHOLDERS = {"image": "<image>", "video": "<video>"}
 """What stands in a text for an image and for a video."""
 _KIND_OF_PART = {"image": "image", "image_url": "image", "video": "video"}
+_TIME = re.compile(r"<\d+\.\d seconds>")
 Message = dict[str, Any]
 
 
@@ -52,29 +53,33 @@ def _listed(values: Any, kind: str, place: str) -> list[Any]:
 
 def _message(message: Any, inline: Mapping[str, list[Any]]) -> Any:
     content = message.get("content") if isinstance(message, Mapping) else None
-    if not isinstance(content, list) or not any(_kind(part) in inline for part in content):
+    if not isinstance(content, list) or not any(kind_of(part) in inline for part in content):
         return message
     parts = []
     for part in content:
-        kind = _kind(part)
+        kind = kind_of(part)
         if kind is None or kind not in inline:
             parts.append(part)
             continue
-        given = {key: value for key, value in part.items() if key != "type" and value is not None}
-        inline[kind].append(given or None)
+        inline[kind].append(held_by(part))
         parts.append({"type": "text", "text": PLACEHOLDERS[kind]})
     return {**message, "content": parts}
 
 
-def _kind(part: Any) -> str | None:
-    """``image`` or ``video`` of a part of a message that stands for one."""
+def kind_of(part: Any) -> str | None:
+    """Return ``image`` or ``video`` for a part of a message that stands for one, else None."""
     return _KIND_OF_PART.get(str(part.get("type"))) if isinstance(part, Mapping) else None
 
 
-def without_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
-    """Take the images out of image parts; return the messages, whose image parts hold nothing, and what they held.
+def held_by(part: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what an image or video part brings; None if it stands for one of its row."""
+    return {key: value for key, value in part.items() if key != "type" and value is not None} or None
 
-    A part without an image gives None. The given messages stay as they are.
+
+def without_images(messages: Sequence[Message]) -> tuple[list[Message], list[Any]]:
+    """Take images and videos out of their parts; return the messages, whose parts hold nothing, and what they held.
+
+    A part without an image or video gives None. The given messages stay as they are.
     """
     images: list[Any] = []
     return [_bare(message, images) for message in messages], images
@@ -87,14 +92,14 @@ def _bare(message: Message, images: list[Any]) -> Message:
     parts: list[Any] = []
     for part in content or ():
         if is_image_part(part):
-            images.append({key: value for key, value in part.items() if key != "type" and value is not None} or None)
+            images.append(held_by(part))
             part = bare_part(part)
         parts.append(part)
     return {**message, "content": parts}
 
 
 def with_images(messages: Sequence[Message], images: Sequence[Mapping[str, Any] | None]) -> list[Message]:
-    """Give image parts what they hold, in their order: the other way round than :func:`without_images`."""
+    """Give image and video parts what they hold, in their order: the reverse of :func:`without_images`."""
     held = iter(images)
 
     def filled(message: Message) -> Message:
@@ -108,14 +113,31 @@ def with_images(messages: Sequence[Message], images: Sequence[Mapping[str, Any] 
 
 
 def has_image_parts(content: Any) -> bool:
-    """Whether the content of a message has an image part."""
+    """Whether the content of a message has an image or video part."""
     return isinstance(content, list) and any(is_image_part(part) for part in content)
 
 
+def has_video_parts(content: Any) -> bool:
+    """Whether the content of a message has a video part."""
+    return isinstance(content, list) and any(kind_of(part) == "video" for part in content)
+
+
 def is_image_part(part: Any) -> bool:
-    """Whether a part of a message stands for an image, or for a video of its row, of which it holds nothing itself."""
-    kind = _kind(part)
-    return kind == "image" or (kind == "video" and all(key == "type" or part[key] is None for key in part))
+    """Whether a part of a message stands for an image or a video."""
+    return kind_of(part) is not None
+
+
+def texts_of(content: Any) -> list[tuple[int, str]]:
+    """Return the texts of a content, each with the number of its part; times of the steps of videos are none."""
+    if isinstance(content, str):
+        return [(0, content)]
+    parts = list(content or ())
+    after = [kind_of(part) for part in parts[1:]] + [None]
+    return [
+        (number, part["text"])
+        for number, (part, following) in enumerate(zip(parts, after, strict=True))
+        if not (is_image_part(part) or (following == "video" and _TIME.fullmatch(part["text"])))
+    ]
 
 
 def bare_part(part: Mapping[str, Any]) -> dict[str, str]:
@@ -182,8 +204,8 @@ def with_times(messages: Sequence[Message], times: Sequence[Sequence[float]]) ->
     def spread(part: Message) -> list[Message]:
         if part["type"] != "video":
             return [part]
-        of_steps = ([{"type": "text", "text": f"<{second:.1f} seconds>"}, dict(part)] for second in next(remaining))
-        return [found for step in of_steps for found in step]
+        times = next(remaining)
+        return timed([dict(part) for _ in times], times)
 
     return [
         {**message, "content": [found for part in message["content"] for found in spread(part)]}
@@ -191,3 +213,9 @@ def with_times(messages: Sequence[Message], times: Sequence[Sequence[float]]) ->
         else message
         for message in messages
     ]
+
+
+def timed(parts: Sequence[Message], times: Sequence[float]) -> list[Message]:
+    """Put before the part of each step of a video its second, as a text."""
+    texts = ({"type": "text", "text": f"<{second:.1f} seconds>"} for second in times)
+    return [found for pair in zip(texts, parts, strict=True) for found in pair]

@@ -11,7 +11,7 @@ from verl.agents.endpoint.calls import CallRefusedError
 from verl.errors import DataError
 from verl.utils.dataset.chat import Message, as_messages
 from verl.vision.data_urls import base64_of
-from verl.vision.messages import has_image_parts, with_images, without_images
+from verl.vision.messages import has_image_parts, has_video_parts, with_images, without_images
 
 Request = TypeVar("Request", bound="CallBody")
 Number = StrictFloat | StrictInt
@@ -223,6 +223,8 @@ def _kept(message: Any, place: str) -> Message:
     if ROLES[role] not in WITH_IMAGES and has_image_parts(message.get("content")):
         raise DataError(f"{place} of the role {role} has an image. Those of {' and '.join(WITH_IMAGES)} may have some.")
     content = message.get("content")
+    if has_video_parts(content):
+        raise DataError(f"{place} has a video, and the endpoint takes texts and images. Send frames as images.")
     kept: Message = {"role": ROLES[role], "content": "" if role == "assistant" and content in (None, []) else content}
     if role == "tool":
         kept["tool_call_id"] = _text(message, "tool_call_id", place)
