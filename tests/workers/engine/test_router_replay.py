@@ -15,6 +15,7 @@ from tests.workers.support import (
     make_engine,
     naive_outputs,
     ragged_batch,
+    run_ranks,
     weights_of,
 )
 from verl.errors import ConfigError, SchemaError
@@ -159,6 +160,21 @@ def chosen_by_transformers(path, batch):
         row[mask] = chosen.to(torch.uint8)
         rows.append(row)
     return torch.stack(rows)
+
+
+def on_each_rank(rank, world_size, folder, path):
+    for packed, layout in ((True, "three"), (False, "whole")):  # an odd length is padded to an even one
+        settings = {"use_remove_padding": packed, "ulysses_sequence_parallel_size": 2}
+        engine, batch = make_engine(path, **settings), random_choice(path)
+        with engine.eval_mode():
+            free = batch.select(batch_keys=without_routing(batch))
+            found = engine.infer_batch(free, {"log_probs", "routed_experts"}, LAYOUTS[layout])["routed_experts"]
+        assert torch.equal(found.sort(-1).values, chosen_by_transformers(path, batch).sort(-1).values)
+        assert_replays(engine, batch, path, layout)
+
+
+def test_ranks_that_share_sequences_record_and_repeat(path, tmp_path):
+    run_ranks(on_each_rank, 2, tmp_path, path)
 
 
 # ---- runs

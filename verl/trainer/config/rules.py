@@ -93,9 +93,6 @@ def router_replay(config: PPOConfig) -> Problems:
         return
     if actor.strategy == "megatron":
         yield Problem(key, mode, "megatron does not replay the choice of experts", "disabled")
-    if actor.ulysses_sequence_parallel_size > 1:
-        wrong = f"it is not replayed where ranks share sequences ({ACTOR}.ulysses_sequence_parallel_size)"
-        yield Problem(key, mode, wrong, "disabled")
     if mode == "R2" and config.algorithm.rollout_correction.bypass_mode:
         wrong = f"{CORRECTION}.bypass_mode skips the pass of the actor that would record the choice"
         yield Problem(key, mode, wrong, "disabled, R3")

@@ -132,7 +132,7 @@ class FSDPEngine(ShardedModel):
             columns[name][part.rows] = inputs.scatter(values).float().cpu()
         if bsz is None:
             return
-        found = choices.stacked(self.model.hf).cpu()
+        found = inputs.of_all_tokens(choices.stacked(self.model.hf)).cpu()
         mask = part.data.batch["attention_mask"].bool().cpu()
         if ROUTING not in columns:
             free = unknown(found.dtype)
@@ -236,13 +236,21 @@ class FSDPEngine(ShardedModel):
                 counts = self._total(load) if counts is None else counts
                 if not part.is_filler:
                     balance = self._balance(choices, counts)
-                    loss = loss + self.balance_weight * totals.dp_size * balance
+                    # Each rank that shares the sequences adds the part of its own tokens, and gradients are means over
+                    # all ranks.
+                    loss = loss + self.balance_weight * totals.dp_size * self.sequence_ranks * balance
                     if self.model_type == "language_model":
-                        metrics = {**metrics, "moe/aux_loss": PartialSum(balance.detach())}
+                        metrics = {**metrics, "moe/aux_loss": PartialSum(self._of_sharing_ranks(balance.detach()))}
             if not loss.requires_grad:  # every rank must run the same backward collectives
                 loss = loss + 0.0 * torch.stack([column.sum() for column in columns.values()]).sum()
             loss.backward()
         return columns, loss, metrics
+
+    def _of_sharing_ranks(self, value: Tensor) -> Tensor:
+        """Sum a value over the ranks that share the sequences. Collective."""
+        if self.sequence_group is not None:
+            dist.all_reduce(value, group=self.sequence_group)
+        return value
 
     def _balance(self, choices: Choices, counts: Tensor) -> Tensor:
         if not choices.per_token:

@@ -19,6 +19,7 @@ from verl.vision.model import ImageInputs
 from verl.workers.engine.images import image_places, images_of
 from verl.workers.packed_attention import Packing
 from verl.workers.padded_attention import Padding
+from verl.workers.routers import unknown
 from verl.workers.shared_prompts import same_prompts
 
 
@@ -36,6 +37,13 @@ class SequenceShare:
     def collect(self, values: Tensor) -> Tensor:
         """Return the outputs of all N tokens from those of this rank's tokens. Differentiable, collective."""
         return place_outputs(values, self.places, self.count, self.group)
+
+    def joined(self, part: Tensor) -> Tensor:
+        """Join integers of all ranks' parts of the rows, (bsz, length of a part, ...). Collective."""
+        mine = part.to(torch.int32)  # gloo and NCCL send no int16
+        parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, mine.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1).to(part.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +87,14 @@ class ModelInputs:
     def scatter(self, flat: Tensor) -> Tensor:
         """Place (N,) values at their tokens in (bsz, response_length), 0 elsewhere."""
         return flat.new_zeros(self.shape).index_put((self.rows, self.columns), flat)
+
+    def of_all_tokens(self, chosen: Tensor) -> Tensor:
+        """Return the choice of experts of all real tokens from that of this rank's. Collective if they are shared."""
+        if self.share is None or self.real is None:
+            return chosen
+        rows = chosen.new_zeros(*self.real.shape, *chosen.shape[1:])
+        rows[self.real] = chosen
+        return self.share.joined(rows)[self.share.joined(self.real)]
 
     def to(self, device: torch.device) -> ModelInputs:
         """Move all tensors to ``device``."""
@@ -175,11 +191,6 @@ def prepare_inputs(
         images=images,
         routed_experts=routed,
     )
-    if routed is not None and group is not None:
-        raise ConfigError(
-            "where ranks share sequences, the choice of experts is not replayed. Set ulysses_sequence_parallel_size=1, "
-            "or actor.router_replay.mode=disabled."
-        )
     return (inputs if group is None else divide(inputs, group)).to(device)
 
 
@@ -252,6 +263,10 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
         is_own[:, own] = True
         in_pass = None if images.is_filler else is_own[places]
         images = replace(images, places=places[:, own], in_pass=in_pass)
+    routed = inputs.routed_experts
+    if routed is not None:
+        of_rows = routed.view(*inputs.input_ids.shape, *routed.shape[1:])
+        routed = functional.pad(of_rows, (0, 0, 0, 0, 0, extra), value=unknown(routed.dtype))[:, own].flatten(0, 1)
     row, place = inputs.take // length, inputs.take % length
     mine = ((place >= first) & (place < first + part)).nonzero().flatten()
     return replace(
@@ -265,6 +280,7 @@ def divide(inputs: ModelInputs, group: dist.ProcessGroup) -> ModelInputs:
         take=row[mine] * part + place[mine] - first,
         targets=inputs.targets[mine],
         images=images,
+        routed_experts=routed,
         share=SequenceShare(places=mine, count=len(inputs.take), group=group),
     )
 

@@ -122,12 +122,6 @@ class ShardedModel(BaseEngine):
             check_sequence_sharing(hf_config, self.sequence_ranks)
         if not config.forward_only:
             self.balance_weight = balance_coefficient(hf_config, self.model_config.override_config)
-        if self.balance_weight and self.sequence_ranks > 1:
-            raise ConfigError(
-                f"model.override_config.router_aux_loss_coef={self.balance_weight} with "
-                f"ulysses_sequence_parallel_size={self.sequence_ranks}: the load of experts is not counted where ranks "
-                "share sequences. Set one of them to its default."
-            )
         self.model = model = self.build(dtype).eval()
         self.routers = Routers(model)
         if len(self.routers):
