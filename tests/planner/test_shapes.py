@@ -31,6 +31,14 @@ def test_counts_are_those_of_transformers(family, tied):
     assert ModelShape.of(fields, "config.json").parameters() == sum(p.numel() for p in model.parameters())
 
 
+def test_counts_of_experts_in_some_layers_are_those_of_transformers():
+    model = tiny_model("qwen3_moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
+    fields = json.loads(model.config.to_json_string(use_diff=False))
+    shape = ModelShape.of(fields, "config.json")
+    assert shape.dense_layers == 3
+    assert shape.parameters() == sum(p.numel() for p in model.parameters())
+
+
 def test_experts_and_value_heads_by_hand():
     # One layer, hidden 4, 2 heads of 2, 1 key head: q 4·4, k and v 2·(4·2), o 4·4 = 48; norms 2·4, head norms 2·2.
     # 3 experts of width 5: 3·3·(4·5) = 180, router 3·4 = 12. Embedding and head 2·(7·4) = 56, last norm 4.

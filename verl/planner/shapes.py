@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.utils.experts import ExpertSizes
 from verl.utils.flops_counter import FlopsCounter
 
 FAMILIES = ("gemma", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -74,8 +75,7 @@ class ModelShape:
         if missing := [name for name in _FIELDS if not isinstance(fields.get(name), int)]:
             raise ConfigError(f"{where}: {', '.join(missing)} must be whole numbers. Take the model's own config.json.")
         heads, layers = fields["num_attention_heads"], fields["num_hidden_layers"]
-        experts = fields.get("num_experts") or fields.get("num_local_experts") or 0
-        dense = len(fields.get("mlp_only_layers") or ()) if experts else layers
+        experts = ExpertSizes.of(_Fields(**fields))
         return cls(
             family=family,
             layers=layers,
@@ -87,10 +87,10 @@ class ModelShape:
             vocabulary=fields["vocab_size"],
             is_tied=bool(fields.get("tie_word_embeddings", family in _TIED)),
             has_biases=bool(fields.get("attention_bias", False)) and family not in _BIASED_INPUTS,
-            dense_layers=dense,
-            experts=experts,
-            active_experts=(fields.get("num_experts_per_tok") or 0) if experts else 0,
-            expert_width=fields.get("moe_intermediate_size") or fields["intermediate_size"],
+            dense_layers=layers - sum(experts.sparse) if experts else layers,
+            experts=experts.count if experts else 0,
+            active_experts=experts.per_token if experts else 0,
+            expert_width=experts.width if experts else 0,
             fields=fields,
         )
 

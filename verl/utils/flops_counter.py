@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from verl.utils.experts import ExpertSizes
+
 if TYPE_CHECKING:  # counting needs neither; measuring a peak imports PyTorch where it does
     import torch
     from torch import Tensor
@@ -190,16 +192,12 @@ class Arithmetic:
 
 def _feed_forward_weights(text: Any) -> int:
     """Number of feed-forward weights (gate, up and down projection) used per token, over all layers."""
-    experts_per_token = getattr(text, "num_experts_per_tok", None) or 0
-    dense = 3 * text.hidden_size * text.intermediate_size
-    if not experts_per_token:
+    hidden, experts = text.hidden_size, ExpertSizes.of(text)
+    dense = 3 * hidden * text.intermediate_size
+    if experts is None:
         return text.num_hidden_layers * dense
-    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None) or 0
-    sparse = experts_per_token * 3 * text.hidden_size * width + experts * text.hidden_size
-    sparse += 3 * text.hidden_size * (getattr(text, "shared_expert_intermediate_size", None) or 0)
-    dense_layers = len(getattr(text, "mlp_only_layers", None) or ())
-    return dense_layers * dense + (text.num_hidden_layers - dense_layers) * sparse
+    sparse = 3 * hidden * (experts.per_token * experts.width + experts.shared_width) + experts.count * hidden
+    return sum(sparse if has_experts else dense for has_experts in experts.sparse)
 
 
 def _windows(text: Any) -> list[int | None]:

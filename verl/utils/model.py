@@ -33,6 +33,7 @@ from transformers import (
 from verl.base.doors import absent_names
 from verl.errors import ConfigError
 from verl.utils.console import parameters_in_words, show
+from verl.utils.experts import ExpertSizes
 from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
 from verl.utils.model_files import DEQUANTIZE, quantized_by
 from verl.utils.transformers_private import names_on_disk, no_init_weights, set_attention, without_load_report
@@ -361,8 +362,7 @@ def hf_config_of(model: Any) -> PretrainedConfig:
 
 def has_experts(hf_config: PretrainedConfig) -> bool:
     """Return whether a config is that of a mixture of experts."""
-    text = hf_config.get_text_config()
-    return any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return ExpertSizes.of(hf_config.get_text_config()) is not None
 
 
 def check_has_experts(hf_config: PretrainedConfig, key: str) -> None:

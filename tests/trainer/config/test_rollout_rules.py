@@ -160,7 +160,6 @@ RECORDS = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
         ({RECORDS: True}, f"{RECORDS}=true: nothing reads what the rollout records with {MODE}=disabled"),
         ({MODE: "R3", RECORDS: True, "actor_rollout_ref.rollout.name": "vllm"}, "vllm does not return the experts"),
         ({MODE: "R2", "algorithm.rollout_correction.bypass_mode": True}, "bypass_mode skips the pass of the actor"),
-        ({MODE: "R2", "actor_rollout_ref.actor.ulysses_sequence_parallel_size": 2}, "where ranks share sequences"),
         ({MODE: "R1"}, "R1"),
     ],
 )

@@ -17,6 +17,7 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from verl.errors import ConfigError
+from verl.utils.experts import ExpertSizes
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.library import (
     MLPSubmodules,
@@ -51,18 +52,19 @@ class Experts:
     @classmethod
     def of(cls, hf: PretrainedConfig) -> Experts | None:
         """Read them from a Transformers config; None if all layers are dense."""
-        layers = range(1, hf.num_hidden_layers + 1)
-        if hf.model_type == "mixtral":
-            sparse = (True,) * len(layers)
-            return cls(hf.num_local_experts, hf.num_experts_per_tok, hf.intermediate_size, True, True, False, sparse)
-        if hf.model_type != "qwen3_moe" or not hf.num_experts:
+        sizes = ExpertSizes.of(hf)
+        if sizes is None or hf.model_type not in ("mixtral", "qwen3_moe"):
             return None
-        dense = set(hf.mlp_only_layers or ())
-        sparse = tuple(n - 1 not in dense and n % hf.decoder_sparse_step == 0 for n in layers)
-        if not any(sparse):
-            return None
-        width, is_renormalised = hf.moe_intermediate_size, bool(hf.norm_topk_prob)
-        return cls(hf.num_experts, hf.num_experts_per_tok, width, is_renormalised, False, not all(sparse), sparse)
+        is_mixtral = hf.model_type == "mixtral"
+        return cls(
+            count=sizes.count,
+            per_token=sizes.per_token,
+            width=sizes.width,
+            is_renormalised=is_mixtral or bool(hf.norm_topk_prob),
+            has_fp32_weights=is_mixtral,
+            has_dense_layers=not all(sizes.sparse),
+            sparse=sizes.sparse,
+        )
 
     def check(self, layout: Layout, sequence_parallel: bool) -> None:
         """Raise ``ConfigError`` for what megatron-core cannot compute, or cannot divide."""
