@@ -54,6 +54,10 @@ def test_experts_and_value_heads_by_hand():
     assert shape.kv_bytes(2) == 2 * 1 * 2 * 2
     # LoRA of rank 2: on q_proj 2·(4 + 4), on v_proj 2·(4 + 2).
     assert shape.adapter_parameters(2, ("q_proj", "v_proj")) == 16 + 12
+    # On all linear layers, which are those of attention: on k_proj and o_proj 2·(4 + 2) and 2·(4 + 4) more.
+    assert shape.adapter_parameters(2) == 16 + 12 + 12 + 16
+    # On each of 3 experts 2·(4 + 2·5) and 2·(5 + 4).
+    assert shape.adapter_parameters(2, ("q_proj",), ("gate_up_proj", "down_proj")) == 16 + 3 * (28 + 18)
 
 
 def test_refused_are_other_models_and_missing_files(tmp_path):

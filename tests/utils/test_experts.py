@@ -62,5 +62,6 @@ def test_a_dense_model_has_none():
 
 
 def test_products_of_layers_with_and_without_experts_by_hand():
-    # Attention 4·(4·8·8) = 1024. A dense layer 3·8·12 = 288; one with experts: router 6·8 = 48, two experts 2·3·8·10.
+    # Attention 4·8·8 = 256 in each of four layers. A dense layer has 3·8·12 = 288 weights; the one with experts a
+    # router of 6·8 = 48, and a token meets two experts, 2·3·8·10 = 480.
     assert FlopsCounter(CONFIGS["every second layer but the last"]).weights == 4 * 256 + 3 * 288 + (48 + 480)

@@ -20,6 +20,8 @@ class LoRAConfig(BaseConfig):
     """Scale by `lora_alpha` / √`lora_rank` (arXiv:2312.03732) in place of `lora_alpha` / `lora_rank`."""
     use_dora: bool = setting(False)
     """Train the length of each row of a weight too (DoRA, arXiv:2402.09353); passes take longer."""
+    target_parameters: tuple[str, ...] = setting(())
+    """Weights of several experts that get an adapter for each expert, by endings: `[gate_up_proj,down_proj]`."""
 
 
 @section

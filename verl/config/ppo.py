@@ -51,6 +51,8 @@ class ActorRolloutRefConfig(BaseConfig):
             wrong = "no adapters are trained (model.lora_rank=0)"
         elif self.model.lora.use_dora:
             wrong = "vllm has no DoRA (model.lora.use_dora=true)"
+        elif self.model.lora.target_parameters:
+            wrong = "vllm gets adapters of linear layers alone (model.lora.target_parameters)"
         if wrong:
             yield Problem(key, False, wrong, "true", "leave it out")
 

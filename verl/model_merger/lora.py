@@ -27,9 +27,10 @@ from verl.workers.engine.fsdp.adapters import (
     CONFIG_FILE,
     LORA_A,
     LORA_B,
+    AdapterTarget,
     adapter_layers,
     merged,
-    scales_of,
+    targets_of,
 )
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state, trained_parameters
 from verl.workers.forward_check import is_rounding, largest_difference
@@ -98,7 +99,7 @@ class Adapted:
 
     def merged_weights(self) -> dict[str, Tensor]:
         """Merge in fp32 and round to the model's own format; tied weights come once."""
-        stream = merged(own_state(self._model).items(), scales_of(adapter_layers(self._model)))
+        stream = merged(own_state(self._model).items(), targets_of(adapter_layers(self._model)))
         return {name: tensor.detach().to(self.dtype) for name, tensor in stream}
 
     @torch.no_grad()
@@ -162,7 +163,8 @@ class PublicAdapted:
     def merged_weights(self) -> dict[str, Tensor]:
         """Merge in the wider of the formats of model and adapters and round to the model's own."""
         formats = {name.replace(".base_layer.", "."): tensor.dtype for name, tensor in self._weights.items()}
-        stream = merged(sorted(self._weights.items()), dict.fromkeys(self._layers, self._scale))
+        targets = {name: AdapterTarget(f"{name}.weight", self._scale) for name in self._layers}
+        stream = merged(sorted(self._weights.items()), targets)
         return {name: tensor.to(formats[name]) for name, tensor in stream}
 
     def take_apart(self, model: PreTrainedModel) -> None:

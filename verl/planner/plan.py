@@ -426,5 +426,5 @@ def _adapter_parameters(shape: ModelShape, model: HFModelConfig) -> int:
                 f"target_modules={names}: a plan does not read regular expressions. Use all-linear, or a list of names "
                 "such as [q_proj,v_proj]."
             )
-        return shape.adapter_parameters(model.lora_rank)
-    return shape.adapter_parameters(model.lora_rank, names)
+        names = None
+    return shape.adapter_parameters(model.lora_rank, names, model.lora.target_parameters)

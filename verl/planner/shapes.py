@@ -178,14 +178,28 @@ class ModelShape:
         layers = round(self.layer_parameters * self.layers)
         return layers + self.hidden + self.embedding_parameters + self.head_parameters(outputs)
 
-    def adapter_parameters(self, rank: int, names: tuple[str, ...] | None = None) -> int:
-        """Parameters of LoRA adapters of a rank on the linear layers with these endings; None is all of them."""
-        wanted = {
+    def adapter_parameters(
+        self, rank: int, names: tuple[str, ...] | None = None, of_experts: tuple[str, ...] = ()
+    ) -> int:
+        """Parameters of LoRA adapters of a rank.
+
+        Args:
+            rank: of each adapter.
+            names: endings of the linear layers that have them; None is all. A mixture of experts has linear layers in
+                attention alone.
+            of_experts: endings of the weights of several experts that have one for each expert.
+        """
+        feed_forward = ("gate_proj", "up_proj", "down_proj")
+        sizes = {
             name: size
             for name, size in self.linear_sizes.items()
-            if names is None or any(name.endswith(ending) for ending in names)
+            if not (self.experts and name.rpartition(".")[2] in feed_forward)
+            and (names is None or any(name.endswith(ending) for ending in names))
         }
-        return sum(rank * (inputs + outputs) * count for inputs, outputs, count in wanted.values())
+        count, h, width = (self.layers - self.dense_layers) * self.experts, self.hidden, self.expert_width
+        joined = {"gate_up_proj": (h, 2 * width, count), "down_proj": (width, h, count)}
+        sizes |= {f"experts.{name}": size for name, size in joined.items() if any(e.endswith(name) for e in of_experts)}
+        return sum(rank * (inputs + outputs) * count for inputs, outputs, count in sizes.values())
 
     def kv_bytes(self, bytes_per_number: int) -> int:
         """Bytes of the keys and values of one token in all layers."""

@@ -242,6 +242,73 @@ def test_an_update_of_weights_carries_adapters_alone(path, folder):
             assert torch.equal(tensor, model[name.replace(".base_layer.", ".")])
 
 
+EXPERTS = RANK | {"lora": {"target_parameters": ["gate_up_proj", "experts.down_proj"]}}
+
+
+def on_each_rank_with_experts(rank, world_size, folder, path):
+    engine = make_engine(path, **EXPERTS)
+    move_adapters(engine, share(ragged_batch(), rank, world_size))
+    adapters_of(engine, folder / "two")
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_adapters_of_experts_are_those_of_peft(family, tmp_path):
+    path, batch = tiny_model_dir(tmp_path / "model", family), ragged_batch()
+    engine = make_engine(path, **EXPERTS)
+    move_adapters(engine, batch)
+    saved = adapters_of(engine, tmp_path / "saved")
+    of_experts = {name for name in saved if ".experts." in name}
+    assert of_experts
+    assert all(saved[name].abs().max() > 0 for name in of_experts)
+    oracle = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(path), tmp_path / "saved" / ADAPTER_FOLDER, is_trainable=True
+    )
+    nll(oracle, batch).backward()
+    engine.optimizer_zero_grad()
+    engine.forward_backward_batch(batch, sft_loss, LAYOUTS["three"])
+    expected = {name: p.grad for name, p in oracle.named_parameters() if p.requires_grad}
+    found = {f"base_model.model.{name}": grad for name, grad in gradients_of(engine).items()}
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, atol=1e-5, rtol=0, msg=name)
+    with torch.no_grad():
+        log_probs = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
+        merged = oracle.merge_and_unload()
+        weights = weights_of(engine)
+        assert weights.keys() == dict(merged.named_parameters()).keys()
+        for name, weight in merged.named_parameters():
+            assert_close(weights[name], weight.detach(), atol=1e-6, rtol=0)
+        assert_close(naive_outputs(merged, batch)[0], log_probs, atol=1e-5, rtol=0)
+        with engine.disable_adapter():
+            base = engine.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"]
+        plain = naive_outputs(AutoModelForCausalLM.from_pretrained(path), batch)[0]
+        assert_close(base, plain, atol=1e-5, rtol=0)
+        assert (log_probs - base).abs().max() > 0.01
+    again = make_engine(path, lora_adapter_path=str(tmp_path / "saved" / ADAPTER_FOLDER))
+    assert torch.equal(again.infer_batch(batch, {"log_probs"}, WHOLE)["log_probs"], log_probs)
+    with pytest.raises(ConfigError, match="has adapters of experts, and the rollout engine applies those of linear"):
+        engine.adapted_weights()
+    if family == "qwen3_moe":
+        run_ranks(on_each_rank_with_experts, 2, tmp_path, path)
+        two = load_file(tmp_path / "two" / ADAPTER_FOLDER / "adapter_model.safetensors")
+        for name, values in saved.items():
+            assert_close(two[name], values, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "names", "message"),
+    [
+        ("qwen3_moe", ["gate_proj"], r"has no gate_proj\. Its weights of several experts are down_proj, gate_up_proj"),
+        ("qwen3_moe", ["gate.weight"], r"gate\.weight of Qwen3MoeForCausalLM, which is no weight \(experts, out, in\)"),
+        ("qwen2", ["down_proj"], "has no down_proj. Its weights of several experts are none"),
+    ],
+)
+def test_parameters_that_are_no_experts_are_refused(family, names, message, tmp_path):
+    path = tiny_model_dir(tmp_path, family)
+    with pytest.raises(ConfigError, match=message):
+        make_engine(path, **RANK, lora={"target_parameters": names})
+
+
 def test_experts_without_adapters_are_told(tmp_path, caplog):
     """Their weights are one tensor for all experts, which is no linear layer."""
     sizes = {"vocab_size": 104, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "head_dim": 8}

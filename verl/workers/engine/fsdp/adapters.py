@@ -3,6 +3,11 @@
 A layer with weight W (out, in) computes ``x Wᵀ + s (x Aᵀ) Bᵀ`` with trained A (r, in) and B (out, r) and the scale
 s = α / r. ``peft`` names the parts of layer ``q`` ``q.base_layer.weight``, ``q.lora_A.default.weight`` and
 ``q.lora_B.default.weight``; merged weights have the model's own names again.
+
+A weight of several experts, (experts, out, in), has for each of them an A and a B of rank r. All of them are in two
+matrices: A (experts · r, in), one expert after the other, and B (out, r · experts), the first columns of all experts,
+then the second ones, and so on. ``peft`` wraps the module of the experts once for each of its weights, as in
+``experts.base_layer.base_layer.down_proj``.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +58,6 @@ _PLAIN = {
     "lora_bias": False,
     "megatron_config": None,
     "modules_to_save": None,
-    "target_parameters": None,
     "trainable_token_indices": None,
 }
 
@@ -117,6 +122,7 @@ def _new_config(config: HFModelConfig) -> LoraConfig:
         r=config.lora_rank,
         lora_alpha=int(config.lora_alpha) if float(config.lora_alpha).is_integer() else config.lora_alpha,
         target_modules=names(config.target_modules),
+        target_parameters=names(config.lora.target_parameters) or None,
         exclude_modules=names(config.exclude_modules),
         use_rslora=config.lora.use_rslora,
         use_dora=config.lora.use_dora,
@@ -167,8 +173,22 @@ def _linear_layers(hf: PreTrainedModel, head_name: str) -> list[str]:
 
 
 def _joined_experts(hf: nn.Module) -> list[str]:
-    """Return the names of weights that hold several experts, (experts, out, in)."""
-    return [name for name, weight in hf.named_parameters() if ".experts." in name and weight.dim() == 3]
+    """Return the names of weights that hold several experts, (experts, out, in), as the model without adapters has."""
+    return [_own_name(name) for name, weight in hf.named_parameters() if ".experts." in name and weight.dim() == 3]
+
+
+def _is_of_experts(layer: Any) -> bool:
+    """Whether one of the :func:`adapter_layers` adapts a parameter of a module in place of a linear layer."""
+    return isinstance(layer, peft().tuners.lora.ParamWrapper)
+
+
+def _last_parts(names: Iterable[str]) -> list[str]:
+    return sorted({name.rsplit(".", 1)[-1] for name in names})
+
+
+def _own_name(name: str) -> str:
+    """Return the name that a weight has in the model without adapters."""
+    return ".".join(part for part in name.split(".") if part != "base_layer")
 
 
 def _in_tower(name: str) -> bool:
@@ -193,8 +213,9 @@ def _endings(names: Sequence[str]) -> list[str]:
 def _settings(config: HFModelConfig) -> str:
     if config.lora_adapter_path:
         return f"model.lora_adapter_path={config.lora_adapter_path}"
-    excluded = f", exclude_modules={config.exclude_modules}" if config.exclude_modules else ""
-    return f"model.target_modules={config.target_modules}{excluded}"
+    settings = {"target_modules": config.target_modules, "exclude_modules": config.exclude_modules}
+    settings["lora.target_parameters"] = config.lora.target_parameters
+    return ", ".join(f"model.{name}={value}" for name, value in settings.items() if value)
 
 
 def _those_that_exist(linear: Sequence[str]) -> str:
@@ -214,7 +235,9 @@ def _check_bound(
             f"{_settings(config)} gives adapters to {tower[0]}, a layer of the vision tower; adapters are for the "
             f"language model alone. {_those_that_exist(linear)}"
         )
-    other = [name for name, layer in bound.items() if name == head_name or not isinstance(layer.base_layer, nn.Linear)]
+    _check_experts(hf, chosen, bound, config)
+    others = {name: layer for name, layer in bound.items() if not _is_of_experts(layer)}
+    other = [name for name, layer in others.items() if name == head_name or not isinstance(layer.base_layer, nn.Linear)]
     if other:
         raise ConfigError(
             f"{_settings(config)} gives adapters to {', '.join(other[:3])}, which is no linear layer below the head. "
@@ -227,6 +250,22 @@ def _check_bound(
         raise ConfigError(f"{_settings(config)}: {type(hf).__name__}{named}. {_those_that_exist(linear)}")
 
 
+def _check_experts(hf: PreTrainedModel, chosen: LoraConfig, bound: Mapping[str, Any], config: HFModelConfig) -> None:
+    """Refuse adapters of parameters other than weights (experts, out, in), and endings that name none."""
+    joined = _joined_experts(hf)
+    known = f"Its weights of several experts are {', '.join(_last_parts(joined)) or 'none'}."
+    found = [(_target(name, layer).weight, layer) for name, layer in bound.items() if _is_of_experts(layer)]
+    for weight, layer in found:
+        if weight not in joined or getattr(layer.get_base_layer(), "is_transposed", False):
+            raise ConfigError(
+                f"{_settings(config)} gives adapters to {weight} of {type(hf).__name__}, which is no weight "
+                f"(experts, out, in). {known}"
+            )
+    endings = sorted(chosen.target_parameters or ())
+    if absent := [ending for ending in endings if not any(f".{weight}".endswith(f".{ending}") for weight, _ in found)]:
+        raise ConfigError(f"{_settings(config)}: {type(hf).__name__} has no {', '.join(absent)}. {known}")
+
+
 def _tell(hf: PreTrainedModel) -> None:
     """Log how much is trained, and which weights of several experts are not."""
     trained = sum(p.numel() for p in hf.parameters() if p.requires_grad)
@@ -234,10 +273,15 @@ def _tell(hf: PreTrainedModel) -> None:
     whole = sum(p.numel() for p in hf.parameters())
     logger.info("LoRA: %d layers have adapters; %d of %d parameters are trained", len(layers), trained, whole)
     if experts := _joined_experts(hf):
-        logger.warning(
-            "experts, shared ones and the dense layers of such a model have no adapters and stay as they are: %s ...",
-            experts[0],
-        )
+        linear = [f"{name}.weight" for name, module in hf.named_modules() if isinstance(module, nn.Linear)]
+        dense = [_own_name(name) for name in linear if name.split(".")[-2] in _OF_EXPERTS]
+        adapted = {target.weight for target in targets_of(layers).values()}
+        if rest := [name for name in (*experts, *dense) if name not in adapted]:
+            logger.warning(
+                "experts that lora.target_parameters does not name, shared ones and the dense layers of such a model "
+                "have no adapters and stay as they are: %s ...",
+                rest[0],
+            )
 
 
 def _load(hf: PreTrainedModel, folder: Path) -> None:
@@ -269,6 +313,15 @@ def adapter_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, layer_class)}
 
 
+def require_linear(layers: Mapping[str, Any]) -> None:
+    """Raise ConfigError if adapters are on experts, which engines that apply adapters by themselves do not know."""
+    if of_experts := [name for name, layer in layers.items() if _is_of_experts(layer)]:
+        raise ConfigError(
+            f"rollout.merge_adapters=false: {of_experts[0]} has adapters of experts, and the rollout engine applies "
+            "those of linear layers alone. Set merge_adapters=true."
+        )
+
+
 @contextmanager
 def without_adapters(layers: Iterable[Any]) -> Iterator[None]:
     """Compute with the base weights of the layers inside the context."""
@@ -283,38 +336,67 @@ def without_adapters(layers: Iterable[Any]) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+@dataclass(frozen=True)
+class AdapterTarget:
+    """A weight with an adapter."""
+
+    weight: str
+    """Its name in the model without adapters."""
+    scale: float
+    """The scale s."""
+
+
+def _target(name: str, layer: Any) -> AdapterTarget:
+    """What one of the :func:`adapter_layers` adapts."""
+    parameter = layer.parameter_name if _is_of_experts(layer) else "weight"
+    return AdapterTarget(_own_name(f"{name}.{parameter}"), float(layer.scaling[_ADAPTER]))
+
+
+def targets_of(layers: Mapping[str, Any]) -> dict[str, AdapterTarget]:
+    """Return the weight and the scale of each of the :func:`adapter_layers`."""
+    return {name: _target(name, layer) for name, layer in layers.items()}
+
+
 @torch.no_grad()
-def merged(weights: Iterable[tuple[str, Tensor]], scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+def merged(weights: Iterable[tuple[str, Tensor]], targets: Mapping[str, AdapterTarget]) -> Iterator[tuple[str, Tensor]]:
     """Merge adapters into the weights: W + s B A, with DoRA m (W + s B A) / |W + s B A| by rows.
 
     Args:
-        weights: weights by the names of a model with adapters. All of a layer come before those of the next, its base
+        weights: weights by the names of a model with adapters. All of a module come before those of the next, its base
             first.
-        scales: the scale s of each layer with an adapter, by name.
+        targets: what each layer with an adapter adapts, by its name.
 
     Yields:
         weights by the names of the model without adapters. Merged ones are new tensors in the wider of the formats
         of base and adapter.
     """
-    layer, base, adapter = "", torch.empty(0), dict[str, Tensor]()
+    scales = {one.weight: one.scale for one in targets.values()}
+    module, found = "", dict[str, dict[str, Tensor]]()  # the module under way: of each of its adapted weights the parts
     for name, tensor in weights:
-        if layer and not name.startswith(f"{layer}."):
-            yield f"{layer}.weight", _merge(base, adapter, scales[layer])
-            layer = ""
-        if name.endswith(BASE):
-            layer, base, adapter = name.removesuffix(BASE), tensor, {}
-        elif layer and (part := name.removeprefix(layer)) in (LORA_A, LORA_B, _MAGNITUDE):
-            adapter[part] = tensor
+        own = _own_name(name)
+        if found and not own.startswith(f"{module}."):
+            yield from ((weight, _merge(parts, scales[weight])) for weight, parts in found.items())
+            found = {}
+        part = next((ending for ending in (LORA_A, LORA_B, _MAGNITUDE) if name.endswith(ending)), "")
+        if part:
+            found[targets[name.removesuffix(part)].weight][part] = tensor
+        elif own in scales:
+            module, found = own.rpartition(".")[0], found | {own: {BASE: tensor}}
         else:
-            yield name.replace(".base_layer.", "."), tensor
-    if layer:
-        yield f"{layer}.weight", _merge(base, adapter, scales[layer])
+            yield own, tensor
+    yield from ((weight, _merge(parts, scales[weight])) for weight, parts in found.items())
 
 
-def _merge(base: Tensor, adapter: Mapping[str, Tensor], scale: float) -> Tensor:
-    dtype = torch.promote_types(base.dtype, adapter[LORA_A].dtype)
-    whole = torch.addmm(base.to(dtype), adapter[LORA_B].to(dtype), adapter[LORA_A].to(dtype), alpha=scale)
-    if (magnitude := adapter.get(_MAGNITUDE)) is None:
+def _merge(parts: Mapping[str, Tensor], scale: float) -> Tensor:
+    base, down, up = (parts[name] for name in (BASE, LORA_A, LORA_B))
+    dtype = torch.promote_types(base.dtype, down.dtype)
+    base, down, up = (tensor.to(dtype) for tensor in (base, down, up))
+    if base.dim() == 3:
+        down = down.view(len(base), -1, down.shape[1])  # (experts, r, in)
+        up = up.view(len(up), -1, len(base)).permute(2, 0, 1)  # (experts, out, r)
+        return torch.baddbmm(base, up, down, alpha=scale)
+    whole = torch.addmm(base, up, down, alpha=scale)
+    if (magnitude := parts.get(_MAGNITUDE)) is None:
         return whole
     return whole * (magnitude.to(dtype) / whole.norm(dim=1)).unsqueeze(1)
 
@@ -323,28 +405,25 @@ def base_of(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor
     """Yield the weights of a model with adapters but theirs, by the names of the model without adapters."""
     for name, tensor in weights:
         if ".lora_" not in name:
-            yield name.replace(".base_layer.", "."), tensor
+            yield _own_name(name), tensor
 
 
 @torch.no_grad()
-def scaled_adapters(weights: Iterable[tuple[str, Tensor]], scales: Mapping[str, float]) -> Iterator[tuple[str, Tensor]]:
+def scaled_adapters(
+    weights: Iterable[tuple[str, Tensor]], targets: Mapping[str, AdapterTarget]
+) -> Iterator[tuple[str, Tensor]]:
     """Yield A and s B of each layer as :class:`~verl.workers.adapted_weights.AdaptedWeights` has them.
 
     Args:
         weights: those of a model with adapters, or its adapters alone.
-        scales: the scale s of each layer with an adapter, by name.
+        targets: what each layer with an adapter adapts, by its name; linear layers alone.
     """
     for name, tensor in weights:
         if name.endswith(LORA_A):
             yield f"{name.removesuffix(LORA_A)}.lora_A.weight", tensor
         elif name.endswith(LORA_B):
             layer = name.removesuffix(LORA_B)
-            yield f"{layer}.lora_B.weight", tensor * scales[layer]
-
-
-def scales_of(layers: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scale s of each of the :func:`adapter_layers`."""
-    return {name: float(layer.scaling[_ADAPTER]) for name, layer in layers.items()}
+            yield f"{layer}.lora_B.weight", tensor * targets[layer].scale
 
 
 # ---- files ----------------------------------------------------------------------------------------

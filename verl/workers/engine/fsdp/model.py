@@ -41,7 +41,7 @@ from verl.utils.transformers_private import (
 from verl.utils.ulysses import validate_ulysses_config
 from verl.vision.families import FAMILIES, VisionConfig
 from verl.vision.model import hidden_states
-from verl.workers.engine.fsdp.adapters import adapter_layers, add_adapters, merged, scales_of
+from verl.workers.engine.fsdp.adapters import adapter_layers, add_adapters, merged, targets_of
 from verl.workers.engine.fsdp.head import LogitRule, token_log_probs
 from verl.workers.engine.fsdp.inputs import ModelInputs
 
@@ -209,7 +209,7 @@ def pretrained_weights(config: HFModelConfig, dtype: torch.dtype) -> Iterable[tu
     if config.lora_adapter_path is None:
         return hf.named_parameters()
     add_adapters(hf, "lm_head", config, with_weights=True)
-    return merged(hf.named_parameters(), scales_of(adapter_layers(hf)))
+    return merged(hf.named_parameters(), targets_of(adapter_layers(hf)))
 
 
 def _causal_lm(

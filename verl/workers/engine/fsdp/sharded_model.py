@@ -36,8 +36,9 @@ from verl.workers.engine.fsdp.adapters import (
     base_of,
     check_same_scale,
     merged,
+    require_linear,
     scaled_adapters,
-    scales_of,
+    targets_of,
     without_adapters,
     write_adapters,
 )
@@ -248,12 +249,13 @@ class ShardedModel(BaseEngine):
         """See :meth:`BaseEngine.get_per_tensor_param`."""
         self._reshard()
         weights = self.backend.whole_weights()
-        return merged(weights, scales_of(self.adapters)) if self.has_adapters else weights
+        return merged(weights, targets_of(self.adapters)) if self.has_adapters else weights
 
     def adapted_weights(self) -> AdaptedWeights:
         """See :meth:`BaseEngine.adapted_weights`."""
         if not self.has_adapters:
             return super().adapted_weights()
+        require_linear(self.adapters)
         return AdaptedWeights(self._base_weights, self._adapter_weights)
 
     def _base_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -264,7 +266,7 @@ class ShardedModel(BaseEngine):
         self._reshard()
         trained = trained_parameters(self.model).items()
         whole = ((name, full_tensor(parameter, self.device)) for name, parameter in trained)
-        return scaled_adapters(whole, scales_of(self.adapters))
+        return scaled_adapters(whole, targets_of(self.adapters))
 
     @property
     def sequence_group(self) -> dist.ProcessGroup | None:
