@@ -63,10 +63,16 @@ def one_step(group, step):
     return batch
 
 
+EXPERTS = {"target_parameters": ("gate_up_proj", "down_proj")}
+
+
 @pytest.mark.parametrize(
-    "engine, lora", [("native", {}), ("hf", {}), ("native", {"use_dora": True})], ids=["native", "hf", "DoRA"]
+    "engine, lora",
+    [("native", {}), ("hf", {}), ("native", {"use_dora": True}), ("native", EXPERTS)],
+    ids=["native", "hf", "DoRA", "experts"],
 )
-def test_rollout_samples_from_the_policy_and_the_reference_is_its_base(path, engine, lora):
+def test_rollout_samples_from_the_policy_and_the_reference_is_its_base(path, engine, lora, tmp_path):
+    path = tiny_model_dir(tmp_path, "qwen3_moe") if lora is EXPERTS else path
     group = policy(path, engine=engine, lora_rank=4, lora=LoRAConfig(**lora))
     separate = policy(path, role="ref")
     for step in range(3):
