@@ -144,7 +144,9 @@ def test_supervised_training(family, tmp_path, monkeypatch):
     assert step["train/grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-def test_images_apart_together_and_sent_keep_their_seconds(tmp_path):
+@pytest.mark.parametrize("is_stored", [False, True])
+def test_images_apart_together_and_sent_keep_their_seconds(is_stored, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.agents.sent_images.LEAST_BYTES", 1 if is_stored else 2**17)
     path = tiny_vision_model_dir(tmp_path / "model", "qwen2_5_vl")
     batch = film_prompts(path, tmp_path, count=4)
     both, image = (batch.non_tensor_batch["multi_modal_inputs"][row] for row in (3, 2))
@@ -160,7 +162,8 @@ def test_images_apart_together_and_sent_keep_their_seconds(tmp_path):
         return len(stored) - 1
 
     sender, receiver = ImageSender(put), ImageReceiver(stored.__getitem__)
-    for images in (both, image):
+    # The last shows a video beside an image that an earlier turn had alone.
+    for images in (both, image, together([image, *parts])):
         request = RolloutRequest([5], SamplingParams(max_tokens=1, seed=0), images)
         found = receiver.opened(sender.sent("a", request)).images
         assert found is not None

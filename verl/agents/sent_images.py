@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -98,7 +98,8 @@ class ImageSender:
         if digest not in known:
             known.add(digest)
             self._users[digest] += 1
-        return self._stored[digest]
+        # An image alone has no seconds, and 0 once a later turn shows a video beside it.
+        return replace(self._stored[digest], seconds=seconds)
 
     def end(self, conversation: str) -> None:
         """Free what only this conversation had. Idempotent."""
