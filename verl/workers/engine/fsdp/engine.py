@@ -248,8 +248,10 @@ class FSDPEngine(ShardedModel):
 
     def _of_sharing_ranks(self, value: Tensor) -> Tensor:
         """Sum a value over the ranks that share the sequences. Collective."""
-        if self.sequence_group is not None:
-            dist.all_reduce(value, group=self.sequence_group)
+        if self.sequence_group is None:
+            return value
+        value = value.clone()
+        dist.all_reduce(value, group=self.sequence_group)
         return value
 
     def _balance(self, choices: Choices, counts: Tensor) -> Tensor:
