@@ -238,7 +238,7 @@ def test_films_of_environments_and_simulated_users(others, tmp_path):
     assert "y" * 10 not in observed
     assert between(found, 1, agents)[0] == f"<user>{of_film}[....]and[......]<assistant>"
     grids = [inputs["image_grid_thw"].tolist() for inputs in more["multi_modal_inputs"]]
-    assert grids == [[[1, 4, 4]] * 5, [[1, 8, 4], *[[1, 4, 4]] * 3, [1, 4, 6]]]
+    assert grids == [[[1, 4, 4]] * 5, [[1, 4, 6], *[[1, 4, 4]] * 3, [1, 4, 6]]]
     drawn = found.batch["response_mask"].bool()
     log_probs = agents.trainers_log_probs(found)[drawn]
     assert_close(found.batch["rollout_log_probs"][drawn], log_probs, atol=1e-5, rtol=0)

@@ -235,7 +235,7 @@ def test_tokens_of_a_conversation_with_films_by_hand(tmp_path):
         # The text of the tool gets shorter, the times of the film do not.
         whole = talk.it.copy()
         assert whole.add_messages([result])
-        assert talk.text(whole.response_ids) == f"c<eos>tool: {of_film}{'d' * 40}\n<assistant>"
+        assert talk.text(whole.response_ids) == f"c<eos>tool: {of_film}{'d' * 40}<assistant>"
         most = len(whole.response_ids) - 2 - 32
         assert talk.it.add_messages([result], max_tokens=most)
         assert len(talk.it.response_ids) - 2 <= most
@@ -267,7 +267,7 @@ def test_bad_images_of_messages(tmp_path):
         ({"image": ["http://a/b.png"]}, "is a remote address"),
         ({"text": "-", "video": ["a.mp4"]}, "the tool look, video 0: the video 'a.mp4' is no file"),
         ({"video": [[], 3]}, "the tool look, video 0: a video has no frames"),
-        ({"video": [{"video": "b.mp4", "speed": 2}]}, "has speed, which is not read here"),
+        ({"video": [{"video": "b.mp4", "speed": 2}]}, "a video has speed"),
     ],
 )
 def test_what_a_tool_returns_for_an_image(answer, said, look, tmp_path):
