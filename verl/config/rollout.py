@@ -147,7 +147,7 @@ class RolloutConfig(BaseConfig):
     """Compute prefixes that prompts share only once (`vllm`, `sglang`); with `native` those of requests that come one
     by one, such as the turns of a conversation, within the memory that `gpu_memory_utilization` allows."""
     disable_log_stats: bool = setting(True)
-    """Leave statistics out of the engine's log (`vllm`, `sglang`)."""
+    """Leave statistics out of the engine's log (`vllm`, `sglang`); vLLM counts for `prometheus.enable` all the same."""
     pipeline_model_parallel_size: int = setting(1, ge=1)
     """Stages that share one copy of the model (`vllm`, `sglang`); others take only 1."""
     engine_kwargs: dict[str, Any] = setting(factory=_per_engine)

@@ -162,12 +162,15 @@ _ENGINE_GAUGES = {
     "weight_version": "Version of the weights that the engine holds, -1 for none.",
     "requests_running": "Responses that are being drawn.",
     "requests_waiting": "Requests that wait for room.",
+    "memory_use": "Share of the memory for keys and values that running requests take, 0 to 1.",
     "memory_tokens": "Tokens of running requests whose keys and values are in memory.",
     "prefix_cache_tokens": "Tokens of earlier texts whose keys and values are kept.",
 }
 _ENGINE_COUNTERS = {
     "prompt_tokens": "Prompt tokens of all requests.",
     "prefix_hit_tokens": "Prompt tokens whose keys and values were kept from earlier texts.",
+    "response_tokens": "Response tokens that were drawn.",
+    "preemptions": "Interruptions of requests for want of memory.",
 }
 """Fields of an engine's state, and what they are."""
 _OWN = (

@@ -21,6 +21,16 @@ PLAN = json.loads((FOLDER / "plan.json").read_text())
 ROW = 4096
 lock, aborted, broken = threading.Lock(), threading.Event(), threading.Event()
 weights = ""
+running = tokens = 0
+METRICS = """\
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="small"}} {running}.0
+vllm:num_requests_waiting{{engine="0",model_name="small"}} 3.0
+vllm:num_requests_waiting_by_reason{{engine="0",model_name="small",reason="capacity"}} 2.0
+# TYPE vllm:generation_tokens counter
+vllm:generation_tokens_total{{engine="0",model_name="small"}} {tokens}.0
+vllm:generation_tokens_created{{engine="0",model_name="small"}} 1.7e+09
+"""
 
 
 class EngineDeadError(Exception):
@@ -95,7 +105,16 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def do_GET(self):
-        self.reply({}, 503 if broken.is_set() else 200)
+        if self.path == "/metrics":
+            assert self.headers["Authorization"] == TOKEN
+            data = METRICS.format(running=running, tokens=tokens).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+        else:
+            status = 200 if self.path == "/health" else 404
+            self.reply({}, 503 if broken.is_set() else status)
 
     def do_POST(self):
         try:
@@ -125,10 +144,23 @@ class Handler(BaseHTTPRequestHandler):
             self.reply({})
 
     def generate(self, body):
+        global running
+        with lock:
+            running += 1
+        try:
+            self.draw_all(body)
+        finally:
+            with lock:
+                running -= 1
+
+    def draw_all(self, body):
+        global tokens
         with lock, (FOLDER / f"asked-{os.getpid()}").open("a") as asked:
             asked.write(f"{body['token_ids']}\n")
         most = body["sampling_params"]["max_tokens"]
         drawn = [draw(body, step) for step in range(most)]
+        with lock:
+            tokens += most
         last = body["token_ids"] == PLAN.get("last")
         while last and not (FOLDER / "others-taken").exists():  # is under way when all others have their answers
             time.sleep(0.01)

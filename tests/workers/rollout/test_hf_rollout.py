@@ -10,9 +10,11 @@ from verl.testing.models import tiny_model, tiny_model_dir
 from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, greedy, oracle, request, weights_of
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig
+from verl.workers.rollout import base
 from verl.workers.rollout.base import BaseRollout, get_rollout_class
 from verl.workers.rollout.decoding import DecodingBatch, PromptWithImages
 from verl.workers.rollout.hf_rollout import HFRollout
+from verl.workers.rollout.state import EngineState
 
 
 def engine_for(path: str, override: dict | None = None, **settings) -> HFRollout:
@@ -127,6 +129,23 @@ def test_rows_that_end_leave_the_batch(tmp_path, monkeypatch):
     assert [len(output.token_ids) for output in outputs] == lengths
     # One of eight ends: not worth a copy. Then six of eight: one row goes on alone, ten times.
     assert sizes == [8] + [1] * 10
+
+
+def test_states_by_hand(tmp_path, monkeypatch):
+    monkeypatch.setattr(base, "_TELL_EVERY_S", 0)  # before every token
+    engine = EngineUnderTest("hf", tmp_path).ready(max_num_seqs=4)
+    told = []
+    engine.on_state = told.append
+    lengths = [(1, 3), (2, 2), (3, 3), (4, 3), (5, 1)]  # of prompts, and of responses
+    engine.generate([greedy(list(range(4, 4 + prompt)), max_tokens=own) for prompt, own in lengths])
+
+    def state(running, waiting, prompt_tokens, response_tokens):
+        counts = {"prompt_tokens": prompt_tokens, "response_tokens": response_tokens, "preemptions": 0}
+        return EngineState(weight_version=0, requests_running=running, requests_waiting=waiting, **counts)
+
+    # Four rows at once. The second ends after two tokens, and is still in the batch when the others get their third.
+    assert told == [state(4, 1, 10, 0), state(4, 1, 10, 4), state(3, 1, 10, 8), state(1, 0, 15, 11)]
+    assert engine.state() == state(0, 0, 15, 12)
 
 
 def test_equal_prompts_go_through_the_model_once():

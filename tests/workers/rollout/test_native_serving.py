@@ -70,12 +70,14 @@ def test_states_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         serving.queue.put(3, greedy(second, max_tokens=4))
         serving.answered([3])
 
-    def column(name: str) -> list[int]:
+    def column(name: str) -> list[float]:
         return [getattr(one, name) for one in told]
 
     # Four tokens of two responses, four of the third, four of the fourth; after the third and the fourth nothing runs.
     assert column("requests_running") == [2] * 4 + [1] * 4 + [0] + [1] * 4 + [0]
     assert column("requests_waiting") == [1] * 4 + [0] * 10
+    assert column("memory_use") == [1] * 4 + [0.5] * 4 + [0] + [0.5] * 4 + [0]
+    assert column("response_tokens") == [0, 2, 4, 6, *(8, 9, 10, 11), 12, *(12, 13, 14, 15), 16]
     # The prompt of two responses counts once; each token that went into the model is stored.
     assert column("memory_tokens") == [40, 42, 44, 46, *(40, 41, 42, 43), 0, *(37, 38, 39, 40), 0]
     assert column("prefix_cache_tokens") == [2 * PAGE] * 14  # of 43 and of 40 tokens, 36 of them the same

@@ -15,6 +15,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,10 @@ from verl.testing.rollout_conformance import PROMPTS, Serving, prompt_batch, sha
 from verl.testing.waiting import eventually, is_alive, meanwhile
 from verl.utils import hf_tokenizer
 from verl.workers.config import HFModelConfig, RolloutConfig
-from verl.workers.rollout import remote, server
+from verl.workers.rollout import base, remote, server
 from verl.workers.rollout.base import NO_WEIGHTS, RolloutOutput, RolloutRequest, SamplingParams
 from verl.workers.rollout.client import PartialResponse
+from verl.workers.rollout.state import EngineState
 from verl.workers.rollout.vllm_rollout import VLLMRollout
 from verl.workers.rollout.vllm_rollout.served import VLLMServer
 
@@ -347,6 +349,40 @@ def test_an_engine_that_is_wrong_is_not_started_again(model: str, tmp_path: Path
     with pytest.raises(RolloutError, match="an argument makes no sense") as error:
         rollout(model, tmp_path, {"wrong": True})
     assert not isinstance(error.value, ProcessLostError)
+
+
+def test_states_while_it_draws(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five requests are answered and the sixth is drawn until it is aborted; three wait, says the engine."""
+    monkeypatch.setattr(base, "_TELL_EVERY_S", 0)
+    engine = rollout(model, tmp_path, {"slow": True})
+    told: list[EngineState] = []
+    engine.on_state = told.append
+
+    def generate() -> None:
+        with engine.awake(weights(), 7):
+            engine.generate(requests())
+        engine._end_engine()
+        engine.tell_state()
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    drawing = EngineState(weight_version=7, requests_running=1, requests_waiting=3, response_tokens=36)
+    eventually(lambda: drawing in told, lambda: f"{drawing} in {told[-3:]}")
+    engine.abort()
+    thread.join(timeout=60)
+    at_rest = EngineState(weight_version=7, requests_running=0, requests_waiting=0, response_tokens=0)
+    assert told[0] == at_rest
+    assert told[-2:] == [replace(at_rest, response_tokens=36), EngineState(weight_version=7)]
+    assert not [thread for thread in threading.enumerate() if thread.name == "engine-state"]
+
+
+def test_a_server_that_counts_nothing_or_ends(model: str, tmp_path: Path) -> None:
+    engine = rollout(model, tmp_path, {})
+    with pytest.raises(RolloutError, match="the vllm server refused GET /nothing with status 404"):
+        engine._engine.server.text("/nothing")
+    os.kill(newest(tmp_path), signal.SIGKILL)
+    assert engine.state() == EngineState(weight_version=NO_WEIGHTS)
+    engine._engine.kill()
 
 
 def test_aborted_and_killed(model: str, tmp_path: Path, undisturbed: Any) -> None:

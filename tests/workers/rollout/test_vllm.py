@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.workers.rollout.vllm_engines import names_of, needs_vllm, pool, under_test
+from tests.workers.rollout.vllm_engines import check_states, names_of, needs_vllm, pool, under_test
 from verl.errors import ConfigError
 from verl.testing.models import tiny_model_dir
 from verl.testing.rollout_conformance import CHECKS, PROMPTS, EngineUnderTest, Serving, greedy, oracle_greedy
@@ -36,6 +36,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.mark.parametrize("check", CHECKS, ids=NAMES.__getitem__)
 def test_contract(check: Callable[[EngineUnderTest], None], folder: Path) -> None:
     check(under_test(folder, "sync"))
+
+
+def test_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_states(under_test(folder, "sync"), monkeypatch)
 
 
 def test_an_argument_that_vllm_does_not_have_is_named(folder: Path) -> None:

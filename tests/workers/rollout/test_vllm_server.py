@@ -18,7 +18,15 @@ import pytest
 import torch
 
 from tests.workers.rollout.losses import check_a_lost_process
-from tests.workers.rollout.vllm_engines import SERVER_SIZES, end_servers, names_of, needs_vllm, pool, under_test
+from tests.workers.rollout.vllm_engines import (
+    SERVER_SIZES,
+    check_states,
+    end_servers,
+    names_of,
+    needs_vllm,
+    pool,
+    under_test,
+)
 from verl.errors import ConfigError, RolloutError
 from verl.testing.rollout_conformance import (
     CHECKS,
@@ -87,10 +95,14 @@ def test_contract(check: Callable[[EngineUnderTest], None], folder: Path, monkey
     check(under_test(folder, "async"))
 
 
+def test_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_states(under_test(folder, "async"), monkeypatch)
+
+
 def test_the_server_demands_its_token(folder: Path) -> None:
     running = under_test(folder, "async").ready()
     server = running._engine.shared.engine.server
-    for path in ("/collective_rpc", "/inference/v1/generate", "/v1/models"):
+    for path in ("/collective_rpc", "/inference/v1/generate", "/v1/models", "/metrics"):
         for headers in ({}, {"Authorization": "Bearer guess"}):
             asked = urllib.request.Request(server.base_url + path, data=b"{}", headers=headers)
             with pytest.raises(urllib.error.HTTPError, match="401"):

@@ -8,14 +8,17 @@ import importlib.util
 import json
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from verl.testing.rollout_conformance import EngineUnderTest
+from verl.config import PrometheusConfig
+from verl.testing.rollout_conformance import PROMPTS, EngineUnderTest, greedy
+from verl.testing.waiting import eventually
+from verl.workers.rollout import base, remote
 from verl.workers.rollout.client import EngineClient, PartialResponse, ServedRequests
 from verl.workers.rollout.vllm_rollout import VLLMRollout
 from verl.workers.rollout.vllm_rollout.served import VLLMServer
@@ -75,6 +78,9 @@ class Lease(EngineClient):
     def wake(self, parts: Sequence[str]) -> None:
         pass
 
+    def statistics(self) -> Mapping[str, float]:
+        return self.shared.engine.statistics()
+
     def kill(self) -> Path | None:
         """The engine is lost for everyone; whoever asks next starts another."""
         POOL.pop(self.shared.key, None)
@@ -107,10 +113,44 @@ def under_test(folder: Path, mode: str, **kwargs: Any) -> PooledUnderTest:
         "mode": mode,
         "tensor_model_parallel_size": 1,
         "enforce_eager": True,
+        "prometheus": PrometheusConfig(enable=True),
         "engine_kwargs": {"vllm": KWARGS | kwargs},
     }
-    families = ("qwen3", "qwen2", "llama") if mode == "sync" else ("qwen3",)
-    return PooledUnderTest("vllm", folder, families, settings=settings, keeps_memory=NO_SLEEP_ON_A_CPU, streams=True)
+    return PooledUnderTest(
+        "vllm",
+        folder,
+        families=("qwen3", "qwen2", "llama") if mode == "sync" else ("qwen3",),
+        settings=settings,
+        keeps_memory=NO_SLEEP_ON_A_CPU,
+        streams=True,
+        counts_preemptions=mode == "sync",
+    )
+
+
+def check_states(engine: EngineUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What vLLM says of its work: the tokens that were asked and drawn, and requests while they run."""
+    monkeypatch.setattr(base, "_TELL_EVERY_S", 0)
+    monkeypatch.setattr(remote, "_LOOK_S", 0.001)
+    running = engine.ready(response_length=200, max_num_seqs=4)
+    running.generate([greedy(PROMPTS[0])])  # so that nothing of it is counted later
+    before, told = running.state(), []
+    running.on_state = told.append
+    outputs = running.generate([greedy(prompt, max_tokens=200) for prompt in PROMPTS])
+
+    def told_all() -> bool:  # vLLM's server may answer before it has counted
+        after = running.state()
+        assert (after.requests_running, after.requests_waiting, after.memory_use) == (0, 0, 0)
+        counts = ("prompt_tokens", "response_tokens", "preemptions", "prefix_hit_tokens")
+        found = {name: getattr(after, name) - getattr(before, name) for name in counts}
+        drawn = sum(len(output.token_ids) for output in outputs)
+        asked = sum(map(len, PROMPTS))
+        return found == {"prompt_tokens": asked, "response_tokens": drawn, "preemptions": 0, "prefix_hit_tokens": 0}
+
+    eventually(told_all, lambda: f"the tokens of {running.state()}, not of {before}")
+    assert {state.weight_version for state in told} == {0}
+    assert 0 < max(state.requests_running for state in told) <= len(PROMPTS)
+    assert 0 < max(state.memory_use for state in told) < 1
+    assert any(before.response_tokens < state.response_tokens < running.state().response_tokens for state in told)
 
 
 def names_of(checks: Iterable[Callable[[EngineUnderTest], None]]) -> dict[Callable[[EngineUnderTest], None], str]:

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from verl.workers.rollout.engine_side.verl_engine import TOKEN_VARIABLE
 from verl.workers.rollout.request import DrawnPart, FinishReason, RolloutOutput, RolloutRequest
 from verl.workers.rollout.server import EngineServer, new_token
 from verl.workers.rollout.serving import TELL_EVERY_S, RequestQueue
+from verl.workers.rollout.state import fields_of, samples_of
 
 MEMORY = ("kv_cache", "weights")
 """The parts of an engine's memory that can be released and allocated separately."""
@@ -265,6 +266,16 @@ class EngineClient(ABC):
         """Allocate these parts of :data:`MEMORY` again."""
 
     @abstractmethod
+    def statistics(self) -> Mapping[str, float]:
+        """Return what the engine tells of itself, fields of :class:`~verl.workers.rollout.state.EngineState`.
+
+        May be called by another thread while the engine works. The engine counts with ``rollout.prometheus.enable``.
+
+        Raises:
+            RolloutError: the engine counts nothing.
+        """
+
+    @abstractmethod
     def kill(self) -> Path | None:
         """End all processes of the engine, also after a crash; return a copy of its log, if any. Idempotent."""
 
@@ -284,6 +295,9 @@ class ServerClient(EngineClient):
     Raises:
         RolloutError: the server does not start.
     """
+
+    metrics: ClassVar[Mapping[str, str]]
+    """Field of :class:`~verl.workers.rollout.state.EngineState` → the server's name for it at ``/metrics``."""
 
     def __init__(
         self,
@@ -313,6 +327,10 @@ class ServerClient(EngineClient):
             hang_limits=launch.hang_limits,
         )
         self.server.start()
+
+    def statistics(self) -> Mapping[str, float]:
+        """See :meth:`EngineClient.statistics`."""
+        return fields_of(samples_of(self.server.text("/metrics"), self.metrics.values()), self.metrics)
 
     def kill(self) -> Path | None:
         """See :meth:`EngineClient.kill`."""

@@ -27,6 +27,7 @@ from verl.workers.rollout.base import (
 )
 from verl.workers.rollout.decoding import DecodingBatch, PromptWithImages
 from verl.workers.rollout.sampling import StopRules, TokenSampler
+from verl.workers.rollout.state import EngineState
 from verl.workers.rollout.weights import ExpectedWeights
 from verl.workers.routers import Routers
 
@@ -49,6 +50,8 @@ class HFRollout(BaseRollout):
         """See :meth:`BaseRollout.set_up`."""
         self._dtype = torch_dtype(self.config.dtype)
         self._module: PreTrainedModel | None = None
+        self._drawing = self._waiting = 0  # responses
+        self._prompt_tokens = self._response_tokens = 0
         other = set(getattr(self.hf_config.get_text_config(), "layer_types", None) or ()) - _ATTENTION_LAYERS
         if other:
             raise RolloutError(
@@ -98,6 +101,17 @@ class HFRollout(BaseRollout):
             raise RolloutError("the hf engine sleeps. Generate inside `with rollout.awake(weights, version):`.")
         return self._module
 
+    def state(self) -> EngineState:
+        """See :meth:`BaseRollout.state`."""
+        return EngineState(
+            weight_version=self.weight_version,
+            requests_running=self._drawing,
+            requests_waiting=self._waiting,
+            prompt_tokens=self._prompt_tokens,
+            response_tokens=self._response_tokens,
+            preemptions=0,
+        )
+
     # ---- generation
 
     @torch.inference_mode()
@@ -107,13 +121,18 @@ class HFRollout(BaseRollout):
         # Sorted, so that a batch has prompts of similar length and little padding, and equal prompts are neighbours.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt_ids), requests[i].prompt_ids))
         outputs = [RolloutOutput([], [], "abort", self.weight_version, num_preempted=0)] * len(requests)
-        with self.until_aborted() as aborted:
-            for start in range(0, len(order), self.config.max_num_seqs):
-                if aborted.is_set():
-                    break
-                chosen = order[start : start + self.config.max_num_seqs]
-                for i, output in zip(chosen, self._generate_batch([requests[i] for i in chosen], aborted), strict=True):
-                    outputs[i] = output
+        try:
+            with self.until_aborted() as aborted:
+                for start in range(0, len(order), self.config.max_num_seqs):
+                    if aborted.is_set():
+                        break
+                    chosen = order[start : start + self.config.max_num_seqs]
+                    self._waiting = len(order) - start - len(chosen)
+                    drawn = self._generate_batch([requests[i] for i in chosen], aborted)
+                    for i, output in zip(chosen, drawn, strict=True):
+                        outputs[i] = output
+        finally:
+            self._drawing = self._waiting = 0
         return outputs
 
     def _generate_batch(self, requests: list[RolloutRequest], aborted: Event) -> list[RolloutOutput]:
@@ -127,15 +146,20 @@ class HFRollout(BaseRollout):
             self.config.max_num_batched_tokens,
             self._routers if returns_routing else None,
         )
+        self._drawing = len(requests)
+        self._prompt_tokens += sum(len(request.prompt_ids) for request in requests)
         raw = self.config.logprobs_mode == "raw_logprobs"
         sampler = TokenSampler(params, self.device, raw, never=self.unknown_ids)
         stop = StopRules(params, self.eos_token_ids, self.tokenizer, self.device)
         tokens = torch.zeros(len(requests), longest, dtype=torch.long, device=self.device)
         log_probs = torch.zeros(len(requests), longest, device=self.device)
         for step in range(longest):
+            self.tell_state(if_due=True)
             drawn, log_prob = sampler(batch.logits, batch.rows, step)
             tokens[batch.rows, step], log_probs[batch.rows, step] = drawn, log_prob
+            self._response_tokens += self._drawing  # rows that have ended may still be in the batch
             going_on = stop.going_on(tokens, batch.rows, step)  # indices into batch.rows
+            self._drawing = len(going_on)
             if len(going_on) == 0 or aborted.is_set():
                 break
             if len(going_on) < _COMPACT_BELOW * len(batch.rows):

@@ -80,6 +80,12 @@ class HttpClient:
         """Return the status code of a GET with a short time limit."""
         return (await self._client.get(path, timeout=_HEALTH_S)).status_code
 
+    async def text(self, path: str) -> str:
+        """Return the text that a GET with a short time limit gives."""
+        answer = await self._client.get(path, timeout=_HEALTH_S)
+        answer.raise_for_status()
+        return answer.text
+
     async def request(self, method: str, path: str, body: Any = None, is_work: bool = True) -> Any:
         """Send a JSON body and return the JSON of the answer, or None if it is of another type.
 

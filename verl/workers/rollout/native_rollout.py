@@ -63,7 +63,7 @@ class NativeRollout(BaseRollout):
         """Held while responses are drawn, so that weights and memory are not replaced or freed meanwhile."""
         self._is_checked = False
         self._generation: Generation | None = None
-        self._prompt_tokens = self._hit_tokens = 0  # of generations that have ended
+        self._prompt_tokens = self._hit_tokens = self._response_tokens = 0  # of generations that have ended
 
     takes_images = True
 
@@ -132,10 +132,13 @@ class NativeRollout(BaseRollout):
             weight_version=self.weight_version,
             requests_running=0 if now is None else now.running,
             requests_waiting=0 if now is None else now.waiting,
+            memory_use=0 if now is None or self._memory is None else self._memory.rows / self._memory.room,
             memory_tokens=0 if now is None or self._memory is None else self._memory.tokens,
             prefix_cache_tokens=0 if self._cache is None else len(self._cache) * PAGE,
             prompt_tokens=self._prompt_tokens + (0 if now is None else now.prompt_tokens),
             prefix_hit_tokens=self._hit_tokens + (0 if now is None else now.known_tokens),
+            response_tokens=self._response_tokens + (0 if now is None else now.response_tokens),
+            preemptions=0,  # a request is admitted when there is room for all of it
         )
 
     # ---- generation
@@ -212,6 +215,7 @@ class NativeRollout(BaseRollout):
             self._generation = None
             self._prompt_tokens += generation.prompt_tokens
             self._hit_tokens += generation.known_tokens
+            self._response_tokens += generation.response_tokens
         memory.keep(torch.zeros(0, dtype=torch.long, device=self.device))
 
     def _output(self, token_ids: list[int], log_probs: list[float], finish_reason: FinishReason) -> RolloutOutput:

@@ -7,6 +7,7 @@ weights collectively, so after each part of the work they exchange one number to
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
 from typing import Any, ClassVar, Self
 
 import torch
@@ -30,6 +31,7 @@ from verl.workers.rollout.client import MEMORY, EngineClient, PartialResponse, S
 from verl.workers.rollout.engine_kwargs import launch_settings
 from verl.workers.rollout.ranks import RankExchange, devices_of_the_engine, engine_group
 from verl.workers.rollout.serving import RequestQueue
+from verl.workers.rollout.state import OF_REQUESTS, EngineState
 from verl.workers.rollout.weights import ExpectedWeights
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,8 @@ MAX_RESTARTS = 3
 """Largest number of restarts in a row without a finished ``generate`` between them."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 """Pause before the first restart, doubled before each further one up to the longest."""
+_LOOK_S = 0.1
+"""Interval at which is looked whether the state of a working engine is to be told."""
 _MIB = 2**20
 
 
@@ -95,6 +99,10 @@ class RemoteRollout(BaseRollout):
         """Bytes of weights that the engine was given at the last update; 0 on ranks without an engine."""
         self._asleep: set[str] = set()
         """Parts of the engine's memory that are released."""
+        self._queue: RequestQueue | None = None
+        """Where requests come from that are answered one by one."""
+        self._draws = False
+        """Whether the engine has requests."""
         self._gives_memory_back = config.free_cache_engine and self.device.type == "cuda"
         self._exchange_all = RankExchange()
         self._arguments = self._engine_arguments()
@@ -256,6 +264,42 @@ class RemoteRollout(BaseRollout):
         else:  # another rank needs the weights, and gathering them is collective
             _finish(iter(weights()))
 
+    # ---- what it is doing
+
+    def state(self) -> EngineState:
+        """See :meth:`BaseRollout.state`. Requests that wait for the engine here count as waiting."""
+        found: dict[str, float] = {}
+        if self._engine is not None:
+            with contextlib.suppress(EngineLostError):  # whoever waits for its answers replaces it
+                found.update(self._engine.statistics())
+                if not self._draws:  # it counts what was aborted until it draws again
+                    found |= dict.fromkeys(found.keys() & OF_REQUESTS, 0)
+        if self._queue is not None and "requests_waiting" in found:
+            found["requests_waiting"] += self._queue.waiting
+        return EngineState(weight_version=self.weight_version, **found)
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Tell the state of the engine now and then while it draws responses and this thread waits for them."""
+        if self.on_state is None:
+            yield
+            return
+        over = Event()
+
+        def tell() -> None:
+            while not over.wait(_LOOK_S):
+                self.tell_state(if_due=True)
+
+        self._draws = True
+        thread = Thread(target=tell, name="engine-state", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            self._draws = False
+
     # ---- generation
 
     def generate(self, requests: list[RolloutRequest]) -> list[RolloutOutput]:
@@ -291,7 +335,8 @@ class RemoteRollout(BaseRollout):
             elif self._engine is None:
                 raise EngineLostError(f"the {self.config.name} engine was lost, and no other one was started yet.")
             else:
-                self._engine.generate([*left.values()], aborted)
+                with self._drawing():
+                    self._engine.generate([*left.values()], aborted)
         except EngineLostError:
             outputs |= self._outputs({number: response for number, response in left.items() if response.is_done})
             raise
@@ -322,8 +367,12 @@ class RemoteRollout(BaseRollout):
             self._partial,
             lambda response: self._outputs({0: response})[0],
         )
-        while not self._collectively(lambda: self._answer(requests)):
-            self._make_ready()
+        self._queue = queue
+        try:
+            while not self._collectively(lambda: self._answer(requests)):
+                self._make_ready()
+        finally:
+            self._queue = None
         self._losses.clear()
 
     def _answer(self, requests: ServedRequests) -> None:
@@ -332,7 +381,7 @@ class RemoteRollout(BaseRollout):
             while self.leads and requests.wait():
                 if self._engine is None:
                     raise EngineLostError(f"the {self.config.name} engine does not run; `awake` starts it.")
-                with self.until_aborted() as aborted:
+                with self.until_aborted() as aborted, self._drawing():
                     self._engine.serve(requests, aborted)
         except EngineLostError as error:
             if requests.has_progress:

@@ -277,6 +277,23 @@ class EngineServer:
         http = self._running()
         return self._result(http, http.request("GET", path))
 
+    def text(self, path: str) -> str:
+        """Return the text of a GET, which the server is not given long for.
+
+        Raises:
+            RolloutError: the server refused it.
+            EngineLostError: it did not answer; whoever waits for its work learns more.
+        """
+        http = self._running()
+        try:
+            return http.run(http.text(path))
+        except httpx2.HTTPStatusError as error:
+            raise RolloutError(
+                f"the {self.name} server refused GET {path} with status {error.response.status_code}."
+            ) from None
+        except httpx2.TransportError as error:
+            raise EngineLostError(f"the {self.name} server did not answer {path} ({type(error).__name__}).") from None
+
     def post(self, path: str, body: Any = None) -> Any:
         """POST ``body`` as JSON and return the JSON of the answer, or None if it is empty; raises as ``post_many``."""
         http = self._running()

@@ -141,6 +141,11 @@ class RequestQueue:
             listener()
 
     @property
+    def waiting(self) -> int:
+        """Number of requests that were not taken yet."""
+        return len(self._waiting)
+
+    @property
     def is_closed(self) -> bool:
         """Whether :meth:`close` was called."""
         return self._is_closed

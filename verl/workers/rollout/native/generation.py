@@ -105,6 +105,8 @@ class Generation:
         """Tokens of the prompts that were admitted; of a group of equal ones, once."""
         self.known_tokens = 0
         """Those of them that were in the cache."""
+        self.response_tokens = 0
+        """Tokens that were drawn."""
         self._waiting: deque[Group] = deque()
         self._open: dict[tuple[tuple[int, ...], tuple[bytes, ...]], Group] = {}
         """By the prompt and the hashes of its images, the waiting group that takes further requests."""
@@ -301,6 +303,7 @@ class Generation:
         newest = self._model.ranks.of_first(newest)
         self._tokens[rows, step], self._log_probs[rows, step] = newest, log_probs
         self._drawn[rows] = step + 1
+        self.response_tokens += len(rows)
         places = self._stop.going_on(self._tokens, rows, step)
         if len(places) < len(rows):
             ended = torch.ones_like(rows, dtype=torch.bool)

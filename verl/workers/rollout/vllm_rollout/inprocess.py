@@ -23,7 +23,14 @@ from verl.workers.rollout.engine_side.verl_engine import checksum, weights_in_fi
 from verl.workers.rollout.engine_side.verl_images import image_item
 from verl.workers.rollout.placed_images import PlacedImages, seconds_of_each
 from verl.workers.rollout.request import RolloutRequest
-from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_FILE, ADAPTER_ID, process_environment
+from verl.workers.rollout.state import fields_of
+from verl.workers.rollout.vllm_rollout.settings import (
+    ADAPTER,
+    ADAPTER_FILE,
+    ADAPTER_ID,
+    METRICS,
+    process_environment,
+)
 from verl.workers.rollout.weights import check_arrival, write_adapters
 
 _FOLDERS = (Path("/dev/shm"), Path(tempfile.gettempdir()))
@@ -182,6 +189,16 @@ class VLLMInProcess(EngineClient):
     def wake(self, parts: Sequence[str]) -> None:
         """See :meth:`EngineClient.wake`."""
         self._engine.wake_up(None if set(parts) == set(MEMORY) else list(parts))
+
+    def statistics(self) -> Mapping[str, float]:
+        """See :meth:`EngineClient.statistics`."""
+        if not self._engine.log_stats:
+            raise RolloutError("vLLM was started without statistics. Set rollout.prometheus.enable=true.")
+        from prometheus_client import REGISTRY
+
+        # Not by vLLM's `get_metrics`, which reads hundreds of histograms too.
+        families = REGISTRY.restricted_registry(METRICS.values()).collect()
+        return fields_of(((one.name, one.value) for family in families for one in family.samples), METRICS)
 
     def kill(self) -> None:
         """Do nothing: the engine has no process of its own, and ends with this one."""

@@ -22,7 +22,7 @@ from verl.workers.rollout.http_client import HttpClient, refusals
 from verl.workers.rollout.placed_images import PlacedImages
 from verl.workers.rollout.server import LOOPBACK
 from verl.workers.rollout.vllm_rollout.image_files import ImageFiles
-from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_ID, command_line, process_environment
+from verl.workers.rollout.vllm_rollout.settings import ADAPTER, ADAPTER_ID, METRICS, command_line, process_environment
 from verl.workers.rollout.weights import check_arrival, write_adapters, write_weight_files
 
 _GENERATE = "/inference/v1/generate"
@@ -190,6 +190,8 @@ class VLLMServer(ServerClient):
         call = {"method": "load_weight_files", "args": [[str(path) for path in paths]]}
         for number, worker in enumerate(self.server.post("/collective_rpc", call)["results"]):
             check_arrival(sent, worker["checksums"], f"vLLM (worker {number})")
+
+    metrics = METRICS
 
     def sleep(self, parts: Sequence[str]) -> None:
         """Release the memory of weights and cache, whatever the parts: vLLM cannot release them separately."""

@@ -18,6 +18,16 @@ from verl.workers.rollout.server import SERVER_KEEPALIVE_S
 
 ADAPTER, ADAPTER_ID = "policy", 1
 """Name and number of the only adapters in vLLM."""
+METRICS = {
+    "requests_running": "vllm:num_requests_running",
+    "requests_waiting": "vllm:num_requests_waiting",
+    "memory_use": "vllm:kv_cache_usage_perc",
+    "prompt_tokens": "vllm:prompt_tokens_total",
+    "prefix_hit_tokens": "vllm:prefix_cache_hits_total",
+    "response_tokens": "vllm:generation_tokens_total",
+    "preemptions": "vllm:num_preemptions_total",
+}
+"""Field of an engine's state → vLLM's own metric."""
 ADAPTER_FILE = "adapter_model.safetensors"
 _CPU_KV_CACHE_BYTES = 2**30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM 0.32 takes as max_lora_rank
@@ -58,7 +68,7 @@ def engine_arguments(
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "scheduling_policy": config.scheduling_policy,
-        "disable_log_stats": config.disable_log_stats,
+        "disable_log_stats": config.disable_log_stats and not config.prometheus.enable,  # else it counts nothing
         "tensor_parallel_size": config.tensor_model_parallel_size,
         "pipeline_parallel_size": config.pipeline_model_parallel_size,
         "data_parallel_size": config.data_parallel_size,
