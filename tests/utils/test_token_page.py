@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from verl.utils.token_page import described, heat, token_spans, tokens_page
+from verl.utils.token_page import TokenPage, described, heat, token_spans
 
 ROW = {
     "prompt_ids": [1, 2],
@@ -52,9 +52,30 @@ def test_advantages_come_first_and_their_sign_is_the_colour():
 
 
 def test_a_page_runs_nothing_and_loads_nothing():
-    page = tokens_page("Step <1>", [described(ROW, TEXTS)] * 2, most=2_000)
+    page = TokenPage("Step <1>", [described(ROW, TEXTS)] * 2, most=2_000).html
     assert page.count("<p>Tokens by rollout_log_probs</p>") == 2
     assert "<title>Step &lt;1&gt;</title>" in page
     assert "What is &lt;it&gt;?" in page
     assert """content="default-src 'none'; style-src 'unsafe-inline'\"""" in page
     assert not re.search(r"<script|<img|<link|src=|https?://|@import|url\(", page)
+
+
+def test_markdown_marks_unlikely_tokens_and_lists_them():
+    row = ROW | {"response_ids": [3, 4, 9, 9, 6, 5], "response_mask": [1, 1, 0, 0, 1, 1]}
+    row |= {"rollout_log_probs": [-2.5, -2.3, -9.0, -9.0, -2.31, -4.0], "old_log_probs": [0.0] * 6}
+    page = TokenPage("Step <1>", [described(row, TEXTS | {"6": "a|b\n"})], most=2_000).markdown
+    # log 0.1 = -2.303; the image is a tool's.
+    heading, meaning, prompt, response, listed = page.split("\n\n")
+    assert heading == "## Step &lt;1&gt;"
+    assert meaning.startswith("Bold: tokens of a probability below 0.1 in the rollout.")
+    assert prompt == "<pre>What is &lt;it&gt;?</pre>"
+    assert response == (
+        "<pre><strong>It</strong> is<em>&lt;image: 2 tokens&gt;</em>"
+        "<strong>a|b\n</strong><strong>[U+202E]&amp;</strong></pre>"
+    )
+    assert listed.splitlines()[2:] == [
+        "| 6 | <code>[U+202E]&amp;</code> | -4.00 |",
+        "| 1 | <code>It</code> | -2.50 |",
+        "| 5 | <code>a&#124;b\\n</code> | -2.31 |",
+    ]
+    assert TokenPage("", [described(ROW | {"rollout_log_probs": [0.0] * 5}, TEXTS)], 2_000).markdown.count("\n\n") == 3

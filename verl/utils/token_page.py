@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from verl.vision.families import IMAGE_TOKEN
@@ -13,6 +15,10 @@ from verl.vision.texts import image_word, runs
 MOST_TOKENS = 40_000
 """Tokens of a response that a page is sent."""
 MOST_CHARACTERS = 20_000
+UNLIKELY = 0.1
+"""Probability below which a token is marked where there are no colours."""
+LISTED = 10
+"""Unlikely tokens of a sequence that are listed there."""
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 """Content security policy of a page that runs nothing and loads nothing."""
@@ -65,28 +71,78 @@ def token_spans(found: Mapping[str, Any], most: int = MOST_TOKENS) -> tuple[str,
     name = next((one for one in ("advantages", "rollout_log_probs") if one in found["numbers"]), "")
     values = found["numbers"][name] if name else [None] * len(found["response"])
     colours = heat([value if own else None for value, own in zip(values, found["mask"], strict=True)])
-    # An image is one word, at its first token.
-    words = {start: word for start, _, word in found["images"]}
-    within = {place for start, end, _ in found["images"] for place in range(start + 1, end + 1)}
-    tokens = list(zip(found["response"], found["mask"], values, colours, strict=True))
     spans = [
-        f'<span style="background:{colour}"{"" if own else " class=other"} title="{name} {value}">'
-        f"{escaped(words.get(place, token['text']))}</span>"
-        for place, (token, own, value, colour) in enumerate(tokens[:most])
-        if place not in within
+        f'<span style="background:{colours[place]}"{"" if found["mask"][place] else " class=other"} '
+        f'title="{name} {values[place]}">{escaped(text)}</span>'
+        for place, text in _words(found, most)
     ]
-    rest = len(tokens) - most
+    rest = len(values) - most
     return "".join(spans) + (f" … and {rest} more tokens" if rest > 0 else ""), name or "mask"
 
 
-def tokens_page(title: str, sequences: Sequence[Mapping[str, Any]], most: int) -> str:
-    """Return an HTML page of described sequences, with the first ``most`` tokens of each, that needs nothing else."""
-    parts = [f"<h1>{escaped(title)}</h1>"]
-    for found in sequences:
-        spans, name = token_spans(found, most)
-        prompt = "".join(token["text"] for token in found["prompt"])
-        parts.append(f"<pre>{escaped(prompt)}</pre><p>Tokens by {name}</p><pre class=tokens>{spans}</pre>")
-    return whole_page(title, STYLE, "".join(parts))
+@dataclass(frozen=True)
+class TokenPage:
+    """Described sequences, with the first ``most`` tokens of each, as a tracker shows them."""
+
+    title: str
+    sequences: Sequence[Mapping[str, Any]]
+    most: int
+
+    @cached_property
+    def html(self) -> str:
+        """An HTML page that needs nothing else: tokens coloured by one of their numbers."""
+        parts = [f"<h1>{escaped(self.title)}</h1>"]
+        for found in self.sequences:
+            spans, name = token_spans(found, self.most)
+            parts.append(f"<pre>{_prompt(found)}</pre><p>Tokens by {name}</p><pre class=tokens>{spans}</pre>")
+        return whole_page(self.title, STYLE, "".join(parts))
+
+    @cached_property
+    def markdown(self) -> str:
+        """Markdown, which has no colours: tokens that were unlikely when they were drawn are bold, and listed."""
+        parts = [
+            f"## {escaped(self.title)}",
+            f"Bold: tokens of a probability below {UNLIKELY:g} in the rollout. Italics: not the policy's.",
+        ]
+        for found in self.sequences:
+            marked, unlikely = marked_tokens(found, self.most)
+            parts += [f"<pre>{_prompt(found)}</pre>", f"<pre>{marked}</pre>"]
+            rows = [f"| {place} | <code>{text}</code> | {value:.2f} |" for value, place, text in unlikely]
+            parts += ["\n".join(["| token | text | log-prob |", "|---|---|---|", *rows])] if rows else []
+        return "\n\n".join(parts)
+
+
+def marked_tokens(found: Mapping[str, Any], most: int) -> tuple[str, list[tuple[float, int, str]]]:
+    """Return the response of a described sequence with bold and italics, and its least likely tokens.
+
+    Returns:
+        HTML of ``<strong>`` and ``<em>`` alone; and log-prob, place from 1 and text of at most :data:`LISTED` tokens.
+    """
+    log_probs = found["numbers"].get("rollout_log_probs") or [None] * len(found["response"])
+    parts: list[str] = []
+    unlikely: list[tuple[float, int, str]] = []
+    for place, word in _words(found, most):
+        text, value = escaped(word), log_probs[place]
+        if not found["mask"][place]:
+            parts.append(f"<em>{text}</em>")
+        elif value is None or value >= math.log(UNLIKELY):
+            parts.append(text)
+        else:
+            parts.append(f"<strong>{text}</strong>")
+            unlikely.append((value, place + 1, text.replace("|", "&#124;").replace("\n", "\\n")))
+    return "".join(parts), sorted(unlikely)[:LISTED]
+
+
+def _words(found: Mapping[str, Any], most: int) -> list[tuple[int, str]]:
+    """Return place and text of the first tokens of a response; an image is one word, at its first token."""
+    words = {start: word for start, _, word in found["images"]}
+    within = {place for start, end, _ in found["images"] for place in range(start + 1, end + 1)}
+    texts = enumerate(token["text"] for token in found["response"][:most])
+    return [(place, words.get(place, text)) for place, text in texts if place not in within]
+
+
+def _prompt(found: Mapping[str, Any]) -> str:
+    return escaped("".join(token["text"] for token in found["prompt"]))
 
 
 def whole_page(title: str, style: str, body: str) -> str:

@@ -25,7 +25,7 @@ import pyarrow as pa
 import torch
 
 from verl.protocol import DataProto, compute_response_mask
-from verl.utils.token_page import described, tokens_page
+from verl.utils.token_page import TokenPage, described
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,10 @@ class TokenDump:
             if self.failed == 1:
                 logger.warning("tokens cannot be written to %s (%s); training goes on without them.", path, error)
 
-    def page(self, title: str, table: pa.Table) -> str:
-        """Draw the sequences of a :func:`token_table` as an HTML page."""
+    def page(self, title: str, table: pa.Table) -> TokenPage:
+        """Return the sequences of a :func:`token_table` as a page for trackers."""
         texts = {str(one): text for one, text in self._texts_of(table).items()}
-        return tokens_page(title, [described(row, texts) for row in table.to_pylist()], DRAWN_TOKENS)
+        return TokenPage(title, [described(row, texts) for row in table.to_pylist()], DRAWN_TOKENS)
 
     def _texts_of(self, table: pa.Table) -> dict[int, str]:
         """Text of each id in a table; bytes that are no whole character become U+FFFD."""

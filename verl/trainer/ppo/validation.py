@@ -20,6 +20,7 @@ from verl.trainer.ppo.sequences import Trajectories, trajectory_scores, with_pro
 from verl.trainer.ppo.token_dump import TokenDump, token_table
 from verl.trainer.ppo.trajectories import how_trajectories_ended, validation_trajectory_metrics
 from verl.utils.dataset.loading import batches
+from verl.utils.token_page import TokenPage
 
 
 class Validator:
@@ -87,8 +88,8 @@ class Validator:
         sources, uids = columns.pop("data_source"), columns.pop("uid")
         return validation_metrics(sources, uids, columns) | validation_trajectory_metrics(ends)
 
-    def tokens_page(self, step: int) -> str:
-        """Draw ``shown_tokens`` as an HTML page, coloured by log-prob."""
+    def tokens_page(self, step: int) -> TokenPage:
+        """Return ``shown_tokens`` as a page for trackers."""
         table = pa.concat_tables(self.shown_tokens, promote_options="default")
         return self.token_dump.page(f"Validation at step {step}", table)
 

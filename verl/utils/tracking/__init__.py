@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from verl.errors import ConfigError, VerlError
 from verl.utils.run_log import STAGE_NOTE
 from verl.utils.tracking import local, services  # noqa: F401 (they file their trackers)
 from verl.utils.tracking.base import TRACKERS, Tracker
+
+if TYPE_CHECKING:
+    from verl.utils.token_page import TokenPage
 
 __all__ = ["TRACKERS", "Tracker", "Tracking", "ValidationGenerationsLogger", "require_trackers"]
 
@@ -147,8 +150,8 @@ class Tracking:
         """Whether some tracker keeps what :meth:`log_page` is told, so that it is worth to be drawn."""
         return any(TRACKERS.get(name).log_page is not Tracker.log_page for name in self._health)
 
-    def log_page(self, name: str, page: str, step: int) -> None:
-        """Record an HTML page of a step in the trackers that take pages."""
+    def log_page(self, name: str, page: TokenPage, step: int) -> None:
+        """Record a page of tokens of a step in the trackers that take pages."""
         for chosen in self._health:
             if TRACKERS.get(chosen).log_page is not Tracker.log_page:
                 self._call(chosen, lambda tracker: tracker.log_page(name, page, step))

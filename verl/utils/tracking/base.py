@@ -7,11 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from verl.base.import_utils import is_about
 from verl.base.registry import Registry
 from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.utils.token_page import TokenPage
 
 TRACKERS: Registry[type[Tracker]] = Registry("tracker")
 
@@ -41,8 +44,8 @@ class Tracker(ABC):
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:  # noqa: B027
         """Record a table of texts and numbers; does nothing by default."""
 
-    def log_page(self, name: str, page: str, step: int) -> None:  # noqa: B027
-        """Keep an HTML page that loads nothing from elsewhere; does nothing by default."""
+    def log_page(self, name: str, page: TokenPage, step: int) -> None:  # noqa: B027
+        """Keep a page of tokens, as HTML or as Markdown; does nothing by default."""
 
     def log_checkpoint(self, step: int, folder: Path) -> None:  # noqa: B027
         """Keep a copy of the checkpoint of a step, ``folder``; does nothing by default."""

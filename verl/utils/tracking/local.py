@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.base import env
 from verl.base.fs import below
@@ -15,6 +15,9 @@ from verl.utils.console import metrics_line, show, write_step
 from verl.utils.file_log import THIS_RUN, cut_own_end
 from verl.utils.run_log import RunLog, clock
 from verl.utils.tracking.base import TRACKERS, Tracker, import_package, markdown_table
+
+if TYPE_CHECKING:
+    from verl.utils.token_page import TokenPage
 
 
 @TRACKERS.register("console")
@@ -126,6 +129,10 @@ class TensorboardTracker(Tracker):
     def log_table(self, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int) -> None:
         """Write the table as Markdown text."""
         self._writer.add_text(name, markdown_table(columns, rows), step)
+
+    def log_page(self, name: str, page: TokenPage, step: int) -> None:
+        """Write the page as Markdown text: TensorBoard shows no colours in texts."""
+        self._writer.add_text(name, page.markdown, step)
 
     def log_alert(self, step: int, rule: str, reason: str) -> None:
         """Write a text."""

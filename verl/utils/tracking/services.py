@@ -19,10 +19,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.utils.tracking.base import TRACKERS, Tracker, flatten, import_package, markdown_table
+
+if TYPE_CHECKING:
+    from verl.utils.token_page import TokenPage
 
 Rows = Sequence[Sequence[Any]]
 
@@ -54,9 +57,9 @@ class WandbTracker(Tracker):
         table = self._wandb.Table(columns=list(columns), data=data, allow_mixed_types=True)
         self._run.log({name: table}, step=step)
 
-    def log_page(self, name: str, page: str, step: int) -> None:
+    def log_page(self, name: str, page: TokenPage, step: int) -> None:
         """Log a ``wandb.Html``."""
-        self._run.log({name: self._wandb.Html(page, inject=False)}, step=step)
+        self._run.log({name: self._wandb.Html(page.html, inject=False)}, step=step)
 
     def log_checkpoint(self, step: int, folder: Path) -> None:
         """Log an artifact of type ``model``, whose files wandb copies now and uploads beside the run."""
@@ -107,9 +110,9 @@ class MlflowTracker(Tracker):
         data = {column: [str(row[number]) for row in rows] for number, column in enumerate(columns)}
         self._mlflow.log_table(data, artifact_file=f"{name}/step_{step}.json")
 
-    def log_page(self, name: str, page: str, step: int) -> None:
+    def log_page(self, name: str, page: TokenPage, step: int) -> None:
         """Log an artifact with one HTML file per step, which MLflow's page shows."""
-        self._mlflow.log_text(page, artifact_file=f"{name}/step_{step}.html")
+        self._mlflow.log_text(page.html, artifact_file=f"{name}/step_{step}.html")
 
     def log_checkpoint(self, step: int, folder: Path) -> None:
         """Upload the folder as ``checkpoints/global_step_N`` among the artifacts of the run."""
@@ -187,10 +190,10 @@ class ClearmlTracker(Tracker):
         table = [list(columns), *([str(cell) for cell in row] for row in rows)]
         self._logger.report_table(title, series or title, iteration=step, table_plot=table)
 
-    def log_page(self, name: str, page: str, step: int) -> None:
+    def log_page(self, name: str, page: TokenPage, step: int) -> None:
         """Report an HTML file among the debug samples."""
         title, _, series = name.partition("/")
-        stream = io.StringIO(page)
+        stream = io.StringIO(page.html)
         self._logger.report_media(title, series or title, iteration=step, stream=stream, file_extension=".html")
 
     def log_alert(self, step: int, rule: str, reason: str) -> None:
