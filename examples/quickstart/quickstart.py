@@ -190,6 +190,7 @@ def report_files(output: Path, outcome: Outcome) -> None:
     if (output / "curves.png").exists():
         print(f"picture     {output / 'curves.png'}")
     print(f"checkpoint  {checkpoint}")
+    print(f"look        verl view {output}")
     print(f"time        {outcome.seconds:.0f} s in all")
 
 
