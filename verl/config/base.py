@@ -151,7 +151,8 @@ class Meta:
     """A path that may be a URL; what reads it, in each process, takes the copy of :func:`local_copies`."""
 
 
-INTERNAL: Mapping[str, Any] = {"json_schema_extra": {_META: dataclasses.asdict(Meta(internal=True))}}
+_NO_META = Meta()
+INTERNAL: Mapping[str, Any] = {"json_schema_extra": {_META: Meta(internal=True)}}
 """Metadata of an internal field that is declared by ``dataclasses.field``."""
 
 
@@ -164,7 +165,7 @@ def setting(default: Any = dataclasses.MISSING, *, factory: Callable[..., Any] |
         about: fields of ``Meta``, and bounds for pydantic (``ge``, ``gt``, ``le``, ``lt``).
     """
     meta = Meta(**{field.name: about.pop(field.name) for field in dataclasses.fields(Meta) if field.name in about})
-    extra: dict[str, Any] = {_META: dataclasses.asdict(meta)}
+    extra: dict[str, Any] = {_META: meta}
     if factory is not None:
         return Field(default_factory=factory, json_schema_extra=extra, **about)
     return Field(default, json_schema_extra=extra, **about)
@@ -172,7 +173,8 @@ def setting(default: Any = dataclasses.MISSING, *, factory: Callable[..., Any] |
 
 def subsection(cls: Callable[[], Any], **meta: Any) -> Any:
     """Declare a field that holds a section, by default ``cls()``."""
-    return setting(factory=cls, **meta)
+    # Not the class itself: pydantic would work out its signature, with all fields, to see that it takes no argument.
+    return setting(factory=lambda: cls(), **meta)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -232,7 +234,7 @@ def section_of(field: FieldInfo) -> type[BaseConfig] | None:
 def meta_of(field: FieldInfo) -> Meta:
     """Return the ``Meta`` of a field, an empty one if it was declared without ``setting``."""
     extra = field.json_schema_extra
-    return Meta(**extra[_META]) if isinstance(extra, dict) and _META in extra else Meta()  # type: ignore[arg-type]
+    return extra[_META] if isinstance(extra, dict) and _META in extra else _NO_META  # type: ignore[return-value]
 
 
 def sentence_of(cls: type, name: str) -> str:

@@ -1,4 +1,4 @@
-"""OmegaConf reads YAML by libyaml as it does by its own parser."""
+"""OmegaConf reads and writes YAML by libyaml as it does by itself."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError
 
-from verl.trainer.config.omegaconf_private import parsed_once, plain_loader, use_faster_parsers, yaml_loader
+from verl.trainer.config.omegaconf_private import (
+    parsed_once,
+    plain_dumper,
+    plain_loader,
+    use_faster_parsers,
+    yaml_loader,
+)
 
 FILES = sorted((Path(__file__).parents[3] / "verl/trainer/config").rglob("*.yaml"))
 TEXTS = [
@@ -37,6 +43,21 @@ def test_it_is_the_parser_that_omegaconf_takes(monkeypatch, tmp_path):
     file = tmp_path / "a.yaml"
     file.write_text("a: [1, 2]")
     assert OmegaConf.load(file) == OmegaConf.create("a: [1, 2]") == {"a": [1, 2]}
+
+
+def test_the_same_text_is_written(monkeypatch):
+    use_faster_parsers()
+    options = {"default_flow_style": False, "allow_unicode": True, "sort_keys": False}
+    texts = ["on", "1e-6", "a: b", "# no comment", "two\nlines\n", " ", "${a.b}", "\u202e\x07", "word " * 40, "é"]
+    documents = [text.replace("🎉", "") for text in [*TEXTS, *(file.read_text() for file in FILES)]]
+    configs = [OmegaConf.create(text) for text in documents]
+    configs.append(
+        OmegaConf.create({"texts": texts, "none": None, "nested": {"numbers": [1, 2.5, True, float("inf")]}})
+    )
+    plain = [yaml.dump(OmegaConf.to_container(config), Dumper=plain_dumper(), **options) for config in configs]
+    monkeypatch.delattr(yaml.emitter.Emitter, "emit")  # of the emitter in Python
+    assert [OmegaConf.to_yaml(config) for config in configs] == plain
+    assert OmegaConf.create(OmegaConf.to_yaml(OmegaConf.create({"a": "🎉"}))) == {"a": "🎉"}  # written as its code
 
 
 @pytest.mark.parametrize("text", ["a: 1\na: 2", "a:\n\t- 1", "a: b: c", "a: !!python/object/apply:os.system [ls]"])

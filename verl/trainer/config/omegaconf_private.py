@@ -9,9 +9,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 import yaml
-from omegaconf import _utils, base
+from omegaconf import _utils, base, omegaconf
 
-plain_loader = _utils.get_yaml_loader
+plain_loader, plain_dumper = _utils.get_yaml_loader, _utils.get_omega_conf_dumper
 parsed_once = lru_cache(maxsize=1024)(base.parse)
 """Parses ``${...}``; its trees are only read, and a configuration has many equal ones."""
 
@@ -47,7 +47,22 @@ def yaml_loader() -> Any:
     return Loader
 
 
+@cache
+def yaml_dumper() -> Any:
+    """Return OmegaConf's class that writes YAML, with libyaml's emitter where PyYAML was built with it."""
+    plain = plain_dumper()
+    if not yaml.__with_libyaml__:
+        return plain
+
+    class Dumper(yaml.cyaml.CDumper):  # pyright: ignore[reportAttributeAccessIssue]
+        pass
+
+    Dumper.add_representer(str, plain.str_representer)
+    return Dumper
+
+
 def use_faster_parsers() -> None:
-    """Let OmegaConf, and with it Hydra, read YAML by :func:`yaml_loader`, and each ``${...}`` once, from now on."""
+    """Let OmegaConf, and with it Hydra, read and write YAML by libyaml, and parse each ``${...}`` once, from now on."""
     _utils.get_yaml_loader = yaml_loader
+    omegaconf.get_omega_conf_dumper = yaml_dumper
     base.parse = parsed_once
