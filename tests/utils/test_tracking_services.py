@@ -19,14 +19,21 @@ from typing import Any
 import pytest
 
 from verl.testing.tiny_run import make_tiny_run, overrides
+from verl.utils.token_page import TokenPage
 from verl.utils.tracking import TRACKERS, Tracker, Tracking
 
 ROOT = Path(__file__).parents[2]
 
+SEQUENCE = {
+    "prompt": [{"text": "what is 2+2"}], "response": [{"text": "it"}, {"text": " is four"}], "mask": [1, 1],
+    "numbers": {"rollout_log_probs": [-0.5, -3.0]}, "images": [],
+}  # fmt: skip
+PAGE = TokenPage("Step 2", [SEQUENCE], 10)
 # The secret comes by the environment: ClearML stores the text of a script.
 RUN = """
 import os, sys
 from pathlib import Path
+from verl.utils.token_page import TokenPage
 from verl.utils.tracking import Tracking, ValidationGenerationsLogger
 
 with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": os.environ["OUR_TOKEN"]}) as tracking:
@@ -40,8 +47,8 @@ with Tracking("proj", "exp", sys.argv[1], {"optim": {"lr": 1e-6}, "hf_token": os
     sample = {"input": "what is 2+2", "output": "it is four", "gts": "4", "score": 1.0}
     ValidationGenerationsLogger("proj", "exp").log([sys.argv[1]], [sample], step=2)
     if tracking.takes_pages:
-        tracking.log_page("val/tokens", "<!doctype html><p>the tokens</p>", step=2)
-"""
+        tracking.log_page("val/tokens", TokenPage("Step 2", [SEQUENCE], 10), step=2)
+""".replace("SEQUENCE", repr(SEQUENCE))
 
 
 @pytest.fixture
@@ -71,6 +78,7 @@ def everything(folder: Path) -> bytes:
 def test_tensorboard(run):
     folder = run("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugin_util import markdown_to_safe_html
 
     events = EventAccumulator(str(folder / "tensorboard_log" / "proj" / "exp")).Reload()
     assert [(e.step, e.value) for e in events.Scalars("critic/score/mean")] == [(1, 0.25), (2, 0.5)]
@@ -79,6 +87,11 @@ def test_tensorboard(run):
     assert "| 2 | what is 2+2 | it is four | 4 | 1.0 |" in text
     alert = events.Tensors("alerts/entropy_collapse/text_summary")[0]
     assert (alert.step, alert.tensor_proto.string_val[0]) == (2, b"the entropy fell from 3 to 0.01")
+    page = events.Tensors("val/tokens/text_summary")[0]
+    assert (page.step, page.tensor_proto.string_val[0].decode()) == (2, PAGE.markdown)
+    shown = markdown_to_safe_html(PAGE.markdown)  # what TensorBoard's page makes of it
+    assert "<pre>it<strong> is four</strong></pre>" in shown
+    assert "<code> is four</code></td>\n<td>-3.00</td>" in shown
     assert "hf_hidden" not in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
@@ -107,7 +120,7 @@ def test_wandb(run):
     assert b"actor/weights" in written
     assert b"html-file" in written
     pages = [path.read_text() for path in folder.glob("wandb/offline-run-*/files/media/html/**/*.html")]
-    assert pages == ["<!doctype html><p>the tokens</p>"]
+    assert pages == [PAGE.html]
     copies = [path for path in folder.rglob("*") if path.is_file() and path.read_bytes() == b"these are the weights"]
     assert len(copies) == 2, "the checkpoint itself, and what wandb will upload"
 
@@ -122,7 +135,7 @@ def test_mlflow(run):
     (table,) = folder.rglob("artifacts/val/generations/step_2.json")
     assert "it is four" in table.read_text()
     (page,) = folder.rglob("artifacts/val/tokens/step_2.html")
-    assert page.read_text() == "<!doctype html><p>the tokens</p>"
+    assert page.read_text() == PAGE.html
     (alert,) = folder.rglob("tags/alert.entropy_collapse")
     assert alert.read_text() == "step 2: the entropy fell from 3 to 0.01"
     (weights,) = folder.rglob("artifacts/checkpoints/global_step_2/actor/weights")
@@ -186,7 +199,7 @@ def test_checkpoints_go_to_the_trackers_that_keep_files_and_their_failures_stop_
 def test_swanlab(run):
     folder = run("swanlab", SWANLAB_MODE="offline")
     written = everything(folder / "swanlog")
-    for piece in (b"critic/score/mean", b"val-core/s/acc/mean@4", b"it is four", b"optim"):
+    for piece in (b"critic/score/mean", b"val-core/s/acc/mean@4", b"it is four", b"optim", PAGE.html.encode()):
         assert piece in written
     assert b"hf_hidden" not in written
 
@@ -200,7 +213,11 @@ def test_trackio(run, tmp_path: Path):
     assert rows[0] == (1, {"critic/score/mean": 0.25, "val-core/s/acc/mean@4": "NaN"})
     assert rows[1][1]["critic/score/mean"] == 0.5
     assert "it is four" in json.dumps(rows[2][1])
-    assert b"hf_hidden" not in everything(tmp_path / "trackio")
+    alerts = database.execute("select title, text, level from alerts").fetchall()
+    assert alerts == [("entropy_collapse", "step 2: the entropy fell from 3 to 0.01", "warn")]
+    written = everything(tmp_path / "trackio")
+    assert PAGE.html.encode() in written
+    assert b"hf_hidden" not in written
 
 
 @pytest.mark.slow
@@ -215,4 +232,4 @@ def test_clearml(run):
     assert b"val-core/s/acc/mean@4 is nan" in written
     assert b"it is four" in written
     assert b"hf_hidden" not in written
-    assert [path.read_text() for path in folder.rglob("*.html")] == ["<!doctype html><p>the tokens</p>"]
+    assert [path.read_text() for path in folder.rglob("*.html")] == [PAGE.html]

@@ -197,7 +197,7 @@ class TrainerConfig(BaseTrainerConfig):
     rollout_only: bool = setting(False)
     """Sample, score and compute advantages as in training, without any update or checkpoint."""
     log_val_generations: int = setting(0, ge=0)
-    """Validation samples shown in the trackers: a table, and in wandb, MLflow and ClearML a page of tokens."""
+    """Validation samples shown in the trackers: a table, and their tokens, as a page or (TensorBoard) a text."""
     rollout_data_dir: str | None = setting(None, path=True)
     """Folder for all training responses, one jsonl per step."""
     validation_data_dir: str | None = setting(None, path=True)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import math
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,6 +154,10 @@ class SwanlabTracker(Tracker):
         texts = ["\n".join(f"{column}: {cell}" for column, cell in zip(columns, row, strict=True)) for row in rows]
         self._swanlab.log({name: [self._swanlab.Text(text) for text in texts]}, step=step)
 
+    def log_page(self, name: str, page: TokenPage, step: int) -> None:
+        """Log a ``swanlab.Html``."""
+        self._swanlab.log({name: self._swanlab.Html(page.html)}, step=step)
+
     def log_alert(self, step: int, rule: str, reason: str) -> None:
         """Log a text."""
         self._swanlab.log({f"alerts/{rule}": self._swanlab.Text(reason)}, step=step)
@@ -223,6 +228,17 @@ class TrackioTracker(Tracker):
     def log_table(self, name: str, columns: Sequence[str], rows: Rows, step: int) -> None:
         """Log the table as Markdown."""
         self._trackio.log({name: self._trackio.Markdown(markdown_table(columns, rows))}, step=step)
+
+    def log_page(self, name: str, page: TokenPage, step: int) -> None:
+        """Keep an HTML file as a version of an artifact: Trackio's dashboard shows no HTML, and hands the file out."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"step_{step}.html"
+            file.write_text(page.html, encoding="utf-8")
+            self._trackio.log_artifact(file, name=name.replace("/", "-"), type="page", aliases=[f"step_{step}"])
+
+    def log_alert(self, step: int, rule: str, reason: str) -> None:
+        """Send an alert, which the dashboard shows, and which ``TRACKIO_WEBHOOK_URL`` gets."""
+        self._trackio.alert(title=rule, text=f"step {step}: {reason}")
 
     def finish(self) -> None:
         """Write buffered records and end the run."""
