@@ -29,6 +29,8 @@ METRICS = {
 }
 """Field of an engine's state → vLLM's own metric."""
 ADAPTER_FILE = "adapter_model.safetensors"
+_NO_NEGATIVE = ("trust_remote_code", "skip_tokenizer_init", "disable_log_stats")
+"""Arguments without a ``--no-`` form, which are false by default."""
 _CPU_KV_CACHE_BYTES = 2**30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # those that vLLM 0.32 takes as max_lora_rank
 _KV_CACHE_BYTES, _KV_CACHE_VARIABLE = "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"
@@ -141,8 +143,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
         if value is True:
             flags.append(flag)
         elif value is False:
-            # These two have no ``--no-`` form; they are false by default.
-            flags += [] if name in ("trust_remote_code", "skip_tokenizer_init") else ["--no-" + flag[2:]]
+            flags += [] if name in _NO_NEGATIVE else ["--no-" + flag[2:]]
         elif isinstance(value, Mapping):
             flags += [flag, json.dumps(dict(value))]
         elif isinstance(value, list | tuple):
