@@ -54,7 +54,9 @@ def yaml_dumper() -> Any:
     if not yaml.__with_libyaml__:
         return plain
 
-    class Dumper(yaml.cyaml.CDumper):  # pyright: ignore[reportAttributeAccessIssue]
+    emitter: Any = yaml.cyaml.CDumper  # pyright: ignore[reportAttributeAccessIssue]
+
+    class Dumper(emitter):
         pass
 
     Dumper.add_representer(str, plain.str_representer)
