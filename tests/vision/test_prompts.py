@@ -12,6 +12,8 @@ import torch
 from PIL import ExifTags, Image
 from transformers import AutoModelForImageTextToText
 
+from verl.agents.endpoint.calls import CallRefusedError
+from verl.agents.endpoint.requests import checked_messages
 from verl.errors import DataError
 from verl.protocol import DataProto
 from verl.protocol.shared import SharedTensors, bytes_held
@@ -298,3 +300,10 @@ def test_data_urls_hold_what_the_web_has():
         read_image(url(Image.new("1", (8000, 8001)), "PNG", "png"), "-")
     with pytest.raises(DataError, match=r"has the URL 'data:image/svg\+xml;base64,.*Expected image/png"):
         read_image("data:image/svg+xml;base64,AAAA", "-")
+
+
+def test_the_endpoint_of_programs_takes_no_videos():
+    for part in ({"type": "video"}, {"type": "video", "video": "a.mp4"}):
+        said = [{"role": "user", "content": [{"type": "text", "text": "see"}, part]}]
+        with pytest.raises(CallRefusedError, match=r"messages\[0\] has a video, and the endpoint takes"):
+            checked_messages(said, "messages")
