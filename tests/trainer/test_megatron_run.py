@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from tests.trainer.test_run import ALL_MODELS, assert_ranks_are_recorded, assert_same_steps, comparable, train
+from verl.testing.models import tiny_model_dir
 from verl.testing.tiny_run import same
 
 pytest.importorskip("verl.workers.engine.megatron.library")
@@ -21,12 +22,15 @@ SMALL_STEPS |= {f"{section}__optim__override_optimizer_config": "{eps:1e-4}" for
 GRPO = {"algorithm__adv_estimator": "grpo", "actor_rollout_ref__actor__use_kl_loss": "true"}
 
 
-def layout(ranks, tensor=1, pipeline=1, context=1):
+def layout(ranks, tensor=1, pipeline=1, context=1, expert=1):
+    """Experts are whole on one rank."""
     sizes = {
         "tensor_model_parallel_size": tensor,
         "pipeline_model_parallel_size": pipeline,
         "context_parallel_size": context,
     }
+    if expert > 1:
+        sizes |= {"expert_model_parallel_size": expert, "expert_tensor_parallel_size": 1}
     actor = {f"actor_rollout_ref__actor__megatron__{name}": size for name, size in sizes.items()}  # others follow it
     return {"trainer__controller": "ray", "trainer__n_gpus_per_node": ranks, **MEGATRON, **actor}
 
@@ -50,19 +54,40 @@ def test_two_tensor_parallel_ranks_give_the_numbers_of_one_and_resume_bit_by_bit
     assert same(comparable(again[2]), comparable(first[2]))
 
 
+LAYOUTS = {
+    "one rank": layout(1),
+    "2 copies": layout(2),
+    "pp 2": layout(2, pipeline=2),
+    "cp 2": layout(2, context=2),
+    "ep 2": layout(2, expert=2),
+    "tp 2 x pp 2": layout(4, tensor=2, pipeline=2),
+    "tp 2, 2 copies": layout(4, tensor=2),
+    "tp 2, ep 2": layout(2, tensor=2, expert=2),
+    "pp 2, 2 copies": layout(4, pipeline=2),
+    "tp 2 x cp 2": layout(4, tensor=2, context=2),
+}
+
+
+def models_for(sizes, folder):
+    """Models with experts, where ranks share them."""
+    if not any("expert" in name for name in sizes):
+        return {}
+    model = tiny_model_dir(folder / "mixture", "qwen3_moe")
+    reward_model = tiny_model_dir(folder / "reward_mixture", "qwen3_moe", task="sequence_classification")
+    paths = {"actor_rollout_ref": model, "critic": model, "reward_model": reward_model}
+    return {f"{section}__model__path": path for section, path in paths.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [ALL_MODELS, GRPO], ids=["gae", "grpo"])
-@pytest.mark.parametrize(
-    "sizes",
-    [(1, 1, 1, 1), (2, 1, 1, 1), (2, 1, 2, 1), (2, 1, 1, 2), (4, 2, 2, 1), (4, 2, 1, 1), (4, 1, 2, 1), (4, 2, 1, 2)],
-    ids=lambda s: "ranks {} tp {} pp {} cp {}".format(*s),
-)
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("packed", ["true", "false"])
-def test_every_layout_gives_the_numbers_of_one_local_rank(train, ray_cluster, settings, sizes, packed):
+def test_every_layout_gives_the_numbers_of_one_local_rank(train, ray_cluster, tmp_path, settings, sizes, packed):
     common = (
         settings
         | SMALL_STEPS
         | FP32
+        | models_for(sizes, tmp_path)
         | {
             "trainer__total_training_steps": 3,
             "actor_rollout_ref__model__use_remove_padding": packed,
@@ -71,4 +96,4 @@ def test_every_layout_gives_the_numbers_of_one_local_rank(train, ray_cluster, se
             "critic__ppo_micro_batch_size_per_gpu": 2,
         }
     )
-    assert_same_steps(train(**common), train(**common, **layout(*sizes)), rel=1e-5)
+    assert_same_steps(train(**common), train(**common, **sizes), rel=1e-5)
