@@ -45,7 +45,9 @@ export class RunList {
     else this.chosen.add(id);
     sessionStorage.setItem(KEY, JSON.stringify([...this.chosen]));
     this.show();
-    this.changed();
+    // Several choices in a row are shown once: each showing asks the server for all that is chosen.
+    clearTimeout(this.telling);
+    this.telling = setTimeout(this.changed, 80);
   }
 
   show() {
