@@ -55,6 +55,7 @@ def take_pictures_for_documentation(browser: Any, output: Path) -> None:
     page.screenshot(path=output / "runs.png", clip={"x": 0, "y": 0, "width": 1100, "height": 456})
 
     page.locator("#runs li", has_text="gap").locator("button.only").click()
+    page.locator("main h2", has_text="About gap").wait_for()
     page.goto(f"http://127.0.0.1:{PORT}/#health")
     alert = page.locator(".alert", has_text="Gap growing")
     alert.screenshot(path=output / "gap_alert.png")

@@ -75,7 +75,7 @@ def opened(folder: Path, is_ready: Callable[[dict], bool]) -> dict[str, float]:
                 pass
             time.sleep(0.02)
         run = found["runs"][0]["id"]
-        names = ask("run", run=run)["metrics"][:12]
+        names = ask("details", run=run)[run]["metrics"][:12]
         ask("series", run=run, name=names)
         seconds["curves"] = time.monotonic() - began
         ask("samples", run=run)

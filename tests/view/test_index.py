@@ -230,6 +230,8 @@ def test_a_long_curve_keeps_its_peaks():
     rows = extremes(values, 200)
     assert len(rows) <= 202
     assert {0, 1234, 7777, 9999} <= set(rows.tolist())
+    assert extremes(values, 0).tolist() == [0, 1234, 7777, 9999]  # of very many curves each keeps that much
+    assert extremes(np.array([np.nan, np.inf, 1.0, -np.inf, 2.0, 3.0, np.nan]), 2).tolist() == [0, 2, 5, 6]
     thin = thinned((np.arange(3.0), np.array([np.nan, 1, 2]), np.array([1.0, np.inf, 2])), 10)
     assert thin == {"steps": [0.0, 1.0, 2.0], "times": [None, 1.0, 2.0], "values": [1.0, None, 2.0]}
 

@@ -63,6 +63,55 @@ def test_curves_of_two_runs_are_drawn_and_smoothed(server, open_view):
     assert "data.seed" in page.locator("section", has_text="Settings that differ").inner_text()
 
 
+def test_one_question_answers_for_several_runs_and_metrics(server):
+    keys = [run["id"] for run in server.get("/api/runs").json()["runs"]]
+    names = ["critic/score/mean", "actor/entropy"]
+    together = server.get("/api/series", run=keys, name=names).json()
+    ask = [(key, name, server.get("/api/series", run=key, name=name).json()) for key in keys for name in names]
+    assert together == {key: {name: one[key][name] for at, name, one in ask if at == key} for key in keys}
+    assert sorted(len(together[key][name]["values"]) for key in keys for name in names) == [30, 30, 45, 45]
+    first, second = (together[key]["actor/entropy"]["values"] for key in keys)
+    assert first[:30] != second[:30]
+    details = server.get("/api/details", run=keys).json()
+    assert {key: one["id"] for key, one in details.items()} == dict(zip(keys, keys, strict=True))
+    assert server.get("/api/series", run=[*keys, "gone"], name=names).status_code == 404
+
+
+def test_all_runs_are_chosen_by_one_click_and_asked_for_by_one_question(server, open_view):
+    tab = open_view(server)
+    page = tab.page
+    page.locator("figure[data-metric='critic/score/mean'] canvas").wait_for()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url) if "/api/" in request.url else None)
+    page.get_by_role("button", name="all", exact=True).click()
+    page.locator("[aria-label*='critic/score/mean'][aria-label*='45 points'][aria-label*='30 points']").wait_for()
+    assert sum("/api/details" in url for url in asked) == 1
+    assert [url.count("run=") for url in asked if "name=critic%2Fscore%2Fmean" in url] == [2]
+    page.get_by_role("button", name="none", exact=True).click()
+    page.locator("main").get_by_text("No run is chosen").wait_for()
+    for view in ("samples", "time", "health", "runs"):
+        tab.show(view)
+        page.reload()  # no choice is remembered as any other
+        page.locator("main").get_by_text("No run is chosen").wait_for()
+    page.get_by_label("Find a run").fill("SECOND")
+    page.get_by_role("button", name="all", exact=True).click()
+    page.locator(".choices").get_by_text("1 of 2").wait_for()
+    page.locator("main h2", has_text="About second").wait_for()
+
+
+def test_legends_say_what_differs_and_a_click_on_runs_stays_at_the_top(serve, open_view, tmp_path):
+    for name in ("qwen3-grpo-lr1e-6", "qwen3-grpo-lr10e-6"):
+        make_up_run(tmp_path / name, steps=2)
+    page = open_view(serve(tmp_path), color_scheme="dark").page
+    page.get_by_role("button", name="all", exact=True).click()
+    labels = page.locator("figure[data-metric='critic/score/mean'] .u-series .u-label")
+    page.locator("[aria-label*='critic/score/mean'][aria-label*=';']").wait_for()
+    assert sorted(labels.all_inner_texts()) == ["step", "…lr10e-6", "…lr1e-6"]
+    page.get_by_role("link", name="Runs").click()
+    page.wait_for_timeout(100)  # the browser would scroll to what is called like the address
+    assert page.evaluate("() => scrollY") == 0
+
+
 def test_filters_choose_samples(server, open_view):
     tab = open_view(server)
     tab.show("samples")

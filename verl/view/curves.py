@@ -170,16 +170,16 @@ def thinned(values: tuple[np.ndarray, np.ndarray, np.ndarray], points: int) -> d
 
 def extremes(numbers: np.ndarray, points: int) -> np.ndarray:
     """Return the rows by which a curve keeps its look: of each interval the lowest and the highest, and both ends."""
-    if len(numbers) <= points:
+    if len(numbers) <= max(2, points):
         return np.arange(len(numbers))
-    width = math.ceil(2 * len(numbers) / points)
-    chosen = {0, len(numbers) - 1}
-    for start in range(0, len(numbers), width):
-        part = numbers[start : start + width]
-        finite = np.flatnonzero(np.isfinite(part))
-        if len(finite):
-            chosen |= {start + int(finite[part[finite].argmin()]), start + int(finite[part[finite].argmax()])}
-    return np.array(sorted(chosen))
+    width = math.ceil(2 * len(numbers) / max(2, points))
+    parts = np.pad(numbers, (0, -len(numbers) % width), constant_values=math.nan).reshape(-1, width)
+    finite = np.isfinite(parts)
+    known = np.flatnonzero(finite.any(1))
+    lowest = np.where(finite, parts, math.inf).argmin(1)
+    highest = np.where(finite, parts, -math.inf).argmax(1)
+    ends = [0, len(numbers) - 1]
+    return np.unique(np.concatenate([ends, known * width + lowest[known], known * width + highest[known]]))
 
 
 def _plain(numbers: np.ndarray) -> list[float | None]:

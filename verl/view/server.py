@@ -37,9 +37,9 @@ REFRESH_S = 1.0
 REST = 10
 """Between two looks at the files, this many times as long as a look takes: a long run costs a tenth of a core."""
 POINTS = 2000
-"""Points of a curve that the page is sent."""
-MOST_NAMES = 64
-"""Curves in one answer."""
+"""Points of a curve that the page is sent, at most."""
+POINTS_OF_ANSWER = 20_000
+"""Points of all curves of one answer, about: of many curves in one picture each needs fewer."""
 
 
 class News:
@@ -87,7 +87,7 @@ class Answers:
         """The addresses."""
         answers = {
             "/api/runs": self.runs,
-            "/api/run": self.run,
+            "/api/details": self.details,
             "/api/series": self.series,
             "/api/alerts": self.alerts,
             "/api/samples": self.samples,
@@ -101,30 +101,39 @@ class Answers:
         }
         return [Route(path, _answering(answer)) for path, answer in answers.items()]
 
-    def _run(self, request: Request) -> Run:
-        run = self.library.runs.get(request.query_params.get("run", ""))
+    def _known(self, key: str) -> Run:
+        run = self.library.runs.get(key)
         if run is None:
             raise DataError("there is no such run any more. Load the page again.")
         return run
+
+    def _run(self, request: Request) -> Run:
+        return self._known(request.query_params.get("run", ""))
+
+    def _runs(self, request: Request) -> dict[str, Run]:
+        return {key: self._known(key) for key in request.query_params.getlist("run")}
 
     def runs(self, request: Request) -> Any:
         """All runs, those that changed last first."""
         found = [run.summary() for run in list(self.library.runs.values())]
         return {"runs": sorted(found, key=lambda run: -run["changed"]), "indexing": self.library.is_indexing}
 
-    def run(self, request: Request) -> Any:
-        """One run with its metrics' names, settings and marks."""
-        return self._run(request).details()
+    def details(self, request: Request) -> Any:
+        """Metrics' names, settings and marks of runs, by run."""
+        return {key: run.details() for key, run in self._runs(request).items()}
 
     def series(self, request: Request) -> Any:
-        """Curves by name."""
-        names = request.query_params.getlist("name")[:MOST_NAMES]
-        found = self._run(request).metrics.series(self.index, names)
-        return {name: thinned(values, POINTS) for name, values in found.items()}
+        """Curves by run and name."""
+        runs, names = self._runs(request), request.query_params.getlist("name")
+        points = min(POINTS, POINTS_OF_ANSWER // max(1, len(runs) * len(names)))
+        found = {key: run.metrics.series(self.index, names) for key, run in runs.items()}
+        return {
+            key: {name: thinned(values, points) for name, values in curves.items()} for key, curves in found.items()
+        }
 
     def alerts(self, request: Request) -> Any:
-        """Alerts of a run, newest first."""
-        return self._run(request).alerts(self.index)
+        """Alerts of runs, by run, newest first."""
+        return {key: run.alerts(self.index) for key, run in self._runs(request).items()}
 
     def samples(self, request: Request) -> Any:
         """One page of the samples that a filter chooses."""

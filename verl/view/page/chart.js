@@ -5,6 +5,7 @@ import { h, short } from "./dom.js";
 import { smoothed } from "./smoothing.js";
 
 const HEIGHT = 190;
+const TICK = 7;
 
 /**
  * Draw curves into an element; returns a function that removes them.
@@ -20,8 +21,9 @@ export function drawChart(element, name, curves, options) {
     (options.axis === "step" ? curve.steps : curve.times).map((_, row) => abscissaAt(curve, options.axis, row)),
     smoothed(curve.values, options.smoothing),
   ]).map(ascending));
-  const series = curves.map((curve) => ({
-    label: curve.label,
+  const labels = withoutCommonBeginning(curves.map((curve) => curve.label));
+  const series = curves.map((curve, place) => ({
+    label: labels[place],
     stroke: curve.colour,
     width: 1.5,
     spanGaps: true,
@@ -70,20 +72,31 @@ function ascending([xs, ys]) {
   return [sorted, sorted.map((x) => newest.get(x))];
 }
 
+/** A dashed line where a run was resumed, and a tick at the bottom for a checkpoint: there may be very many. */
 function drawMarks(plot, marks, ink) {
   const { ctx, bbox } = plot;
+  const bottom = bbox.top + bbox.height;
   ctx.save();
   ctx.strokeStyle = ink;
   for (const mark of marks) {
     const x = Math.round(plot.valToPos(mark.x, "x", true));
     if (x < bbox.left || x > bbox.left + bbox.width) continue;
-    ctx.setLineDash(mark.kind === "resumed" ? [6, 3] : [1, 5]);
+    ctx.setLineDash(mark.kind === "resumed" ? [6, 3] : []);
     ctx.beginPath();
-    ctx.moveTo(x, bbox.top);
-    ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.moveTo(x, mark.kind === "resumed" ? bbox.top : bottom - TICK * devicePixelRatio);
+    ctx.lineTo(x, bottom);
     ctx.stroke();
   }
   ctx.restore();
+}
+
+/** Names of which a legend has room for the beginning only, without the parts that all of them begin with. */
+function withoutCommonBeginning(names) {
+  if (names.length < 2) return names;
+  let same = 0;
+  while (same < names[0].length && names.every((name) => name[same] === names[0][same])) same += 1;
+  const parts = names[0].slice(0, same).match(/^.*[-_/. ]/s)?.[0].length || 0;
+  return parts < 8 ? names : names.map((name) => `…${name.slice(parts)}`);
 }
 
 function described(name, curves) {

@@ -20,9 +20,13 @@ const NAMES = {
 export async function showHealth(main, parameters, list) {
   const load = async () => {
     const runs = list.selected();
-    const found = await Promise.all(runs.map((run) => ask("alerts", { run: run.id })));
-    fill(main, runs.map((run, row) => h("section", {}, h("h2", {}, run.name),
-      found[row].length ? h("ul", { class: "alerts" }, found[row].map((alert) => item(run, alert)))
+    if (!runs.length) {
+      fill(main, h("p", { class: "empty" }, list.why()));
+      return;
+    }
+    const found = await ask("alerts", { run: runs.map((run) => run.id) });
+    fill(main, runs.map((run) => h("section", {}, h("h2", {}, run.name),
+      found[run.id].length ? h("ul", { class: "alerts" }, found[run.id].map((alert) => item(run, alert)))
         : h("p", { class: "empty" }, "No rule is broken."))));
   };
   await load();

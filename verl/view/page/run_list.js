@@ -12,7 +12,9 @@ export class RunList {
     this.changed = changed;
     this.runs = [];
     this.places = new Map();
-    this.chosen = new Set(JSON.parse(sessionStorage.getItem(KEY) || "[]"));
+    const saved = sessionStorage.getItem(KEY);
+    this.chosen = new Set(JSON.parse(saved || "[]"));
+    this.isEmptied = saved === "[]";
     this.text = "";
   }
 
@@ -21,13 +23,19 @@ export class RunList {
     this.runs = runs;
     for (const run of runs) if (!this.places.has(run.id)) this.places.set(run.id, this.places.size);
     this.chosen = new Set([...this.chosen].filter((id) => runs.some((run) => run.id === id)));
-    if (!this.chosen.size && runs.length) this.chosen.add(runs[0].id);
+    if (!this.chosen.size && !this.isEmptied && runs.length) this.chosen.add(runs[0].id);
     this.show();
   }
 
   /** The chosen runs, in the order of the list. */
   selected() {
     return this.runs.filter((run) => this.chosen.has(run.id));
+  }
+
+  /** What a view says that has no run to show. */
+  why() {
+    return this.runs.length ? "No run is chosen. Choose one in the list of runs."
+      : "There is no run in these folders yet. Runs with trainer.logger=[console,file] leave one.";
   }
 
   /** The one run of views that show one: the wanted one, else the first that is chosen. */
@@ -39,11 +47,20 @@ export class RunList {
     return runColour(this.places.get(id) || 0);
   }
 
-  choose(id, only) {
-    if (only) this.chosen = new Set([id]);
-    else if (this.chosen.has(id) && this.chosen.size > 1) this.chosen.delete(id);
-    else this.chosen.add(id);
-    sessionStorage.setItem(KEY, JSON.stringify([...this.chosen]));
+  /** The runs whose names have the text of the search. */
+  found() {
+    return this.runs.filter((run) => run.name.toLowerCase().includes(this.text));
+  }
+
+  toggle(id) {
+    const others = [...this.chosen].filter((one) => one !== id);
+    this.choose(this.chosen.has(id) ? others : [...others, id]);
+  }
+
+  choose(ids) {
+    this.chosen = new Set(ids);
+    this.isEmptied = !ids.length;
+    sessionStorage.setItem(KEY, JSON.stringify(ids));
     this.show();
     // Several choices in a row are shown once: each showing asks the server for all that is chosen.
     clearTimeout(this.telling);
@@ -51,10 +68,10 @@ export class RunList {
   }
 
   show() {
-    const shown = this.runs.filter((run) => run.name.toLowerCase().includes(this.text));
-    const items = shown.map((run) => this.item(run));
+    const items = this.found().map((run) => this.item(run));
     const old = this.element.querySelector("ul");
     if (old) {
+      fill(this.element.querySelector(".choices"), this.choices());
       fill(old, items);
       return;
     }
@@ -66,7 +83,18 @@ export class RunList {
       },
     });
     const opened = matchMedia("(min-width: 760px)").matches;
-    fill(this.element, h("details", { open: opened }, h("summary", {}, "Runs"), search, h("ul", { class: "runs" }, items)));
+    fill(this.element, h("details", { open: opened }, h("summary", {}, "Runs"), search,
+      h("div", { class: "choices" }, this.choices()), h("ul", { class: "runs" }, items)));
+  }
+
+  /** Buttons that choose all runs or none, where there are several. */
+  choices() {
+    if (this.runs.length < 2) return [];
+    const button = (name, title, choose) => h("button", { type: "button", title, onclick: choose }, name);
+    return [
+      button("all", "choose all that are listed", () => this.choose(this.found().map((run) => run.id))),
+      button("none", "choose none", () => this.choose([])),
+      h("span", { class: "count" }, `${this.selected().length} of ${this.runs.length}`)];
   }
 
   item(run) {
@@ -75,12 +103,12 @@ export class RunList {
     return h("li", { "data-run": run.id },
       h("label", {},
         h("input", {
-          type: "checkbox", checked: this.chosen.has(run.id), onchange: () => this.choose(run.id, false),
+          type: "checkbox", checked: this.chosen.has(run.id), onchange: () => this.toggle(run.id),
           style: { "accent-color": this.colour(run.id) },
         }),
         h("span", { class: "swatch", style: { background: this.colour(run.id) } }),
         h("span", { class: "name", title: run.path }, run.name)),
-      h("button", { type: "button", class: "only", title: "this run alone", onclick: () => this.choose(run.id, true) }, "only"),
+      h("button", { type: "button", class: "only", title: "this run alone", onclick: () => this.choose([run.id]) }, "only"),
       h("div", { class: "about" },
         h("span", { class: `state ${run.state}` }, state), ` step ${short(run.step)}, ${ago(run.changed)}`,
         numbers.length ? h("div", {}, numbers) : null));

@@ -29,17 +29,21 @@ class Curves {
   }
 
   async load() {
-    const runs = this.list.selected();
-    const details = await Promise.all(runs.map((run) => ask("run", { run: run.id })));
-    this.details = new Map(details.map((one) => [one.id, one]));
+    await this.ask();
     this.show();
+  }
+
+  /** Ask for the chosen runs; one that was deleted is not among them any more. */
+  async ask() {
+    const runs = this.list.selected().map((run) => run.id);
+    const found = await ask("details", { run: runs });
+    this.details = new Map(runs.map((id) => [id, found[id]]));
   }
 
   async news(changed) {
     if (!changed.some((id) => this.details.has(id))) return;
     const names = [...this.names()].join();
-    const runs = await Promise.all([...this.details.keys()].map((run) => ask("run", { run })));
-    this.details = new Map(runs.map((one) => [one.id, one]));
+    await this.ask();
     if ([...this.names()].join() !== names) this.show();
     else for (const box of this.main.querySelectorAll("figure.chart")) if (this.drawn.has(box)) this.draw(box, true);
   }
@@ -59,6 +63,10 @@ class Curves {
     this.close();
     const runs = [...this.details.values()];
     this.charts = h("div", { class: "groups" });
+    if (!runs.length) {
+      fill(this.main, h("p", { class: "empty" }, this.list.why()));
+      return;
+    }
     fill(this.main, this.controls(), this.charts, this.settings(runs));
     this.showCharts();
   }
@@ -104,9 +112,9 @@ class Curves {
     this.drawn.set(box, () => {});
     const name = box.dataset.metric;
     const runs = [...this.details.values()].filter((run) => run.metrics.includes(name));
-    const found = await Promise.all(runs.map((run) => ask("series", { run: run.id, name })));
-    const curves = runs.map((run, row) => ({
-      label: run.name, colour: this.list.colour(run.id), marks: run.marks, ...found[row][name],
+    const found = await ask("series", { run: runs.map((run) => run.id), name });
+    const curves = runs.map((run) => ({
+      label: run.name, colour: this.list.colour(run.id), marks: run.marks, ...found[run.id][name],
     }));
     if (!box.isConnected) return;
     const plot = box.querySelector(".plot");
@@ -115,7 +123,6 @@ class Curves {
   }
 
   settings(runs) {
-    if (!runs.length) return h("p", { class: "empty" }, "There is no run in these folders yet. Runs with trainer.logger=[console,file] leave one.");
     if (runs.length === 1) return settingsOf(runs[0]);
     const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
     const differ = keys.filter((key) => new Set(runs.map((run) => JSON.stringify(run.config[key]))).size > 1);

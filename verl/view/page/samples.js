@@ -13,7 +13,7 @@ const SORTS = [["step", "step"], ["score", "score"], ["length", "length"], ...Ob
 export async function showSamples(main, parameters, list) {
   const run = list.one(parameters.run);
   if (!run) {
-    fill(main, h("p", { class: "empty" }, "There is no run yet."));
+    fill(main, h("p", { class: "empty" }, list.why()));
     return {};
   }
   if (!run.kinds.length) {

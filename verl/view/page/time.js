@@ -13,7 +13,7 @@ const SHOWN = 40;
 export async function showTime(main, parameters, list) {
   const run = list.one(parameters.run);
   if (!run) {
-    fill(main, h("p", { class: "empty" }, "There is no run yet."));
+    fill(main, h("p", { class: "empty" }, list.why()));
     return {};
   }
   const range = { step_from: parameters.step_from || "", step_to: parameters.step_to || "" };
