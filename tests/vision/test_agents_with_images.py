@@ -9,13 +9,14 @@ import torch
 from torch.testing import assert_close
 
 from tests.vision.agent_batches import VisionAgents
+from tests.vision.one_family import ONE_FAMILY
 from verl.errors import DataError
 from verl.protocol import replace_columns
-from verl.vision.families import FAMILIES, TEXT_PLACES
+from verl.vision.families import TEXT_PLACES
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_one_turn_gives_the_columns_of_the_engine_alone(family, name, tmp_path):
     agents = VisionAgents(tmp_path, family, name)
     prompts = agents.prompts()

@@ -14,6 +14,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from tests.vision.agent_batches import P, VisionAgents
+from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_native_serving_with_images import plain_logits
 from tests.vision.test_programs_with_images import ROWS
 from verl.environments.base import ImageObservation
@@ -21,7 +22,6 @@ from verl.environments.gymnasium_environment import GymnasiumEnvironment
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.testing.vision_models import picture_rows
-from verl.vision.families import FAMILIES
 
 IMAGE = 106
 OTHERS = """
@@ -139,7 +139,7 @@ def check_log_probs(agents: VisionAgents, found: DataProto) -> None:
         assert_close(log_probs[row][drawn[row]], expected, atol=2e-5, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_pictures_of_environments(family, others, tmp_path):
     agents = VisionAgents(tmp_path, family, **others())
     rows = picture_rows(4, text_every=2)  # with and without an image of their own, and of the environment's reset

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
+from tests.vision.one_family import ONE_FAMILY
 from verl.errors import RolloutError
 from verl.protocol.shared import SharedTensors
 from verl.testing.rollout_conformance import Serving
 from verl.testing.vision_models import picture, tiny_vision_model, tiny_vision_model_dir
 from verl.utils import hf_processor, hf_tokenizer
-from verl.vision.families import FAMILIES
 from verl.workers.config import HFModelConfig, RolloutConfig
 from verl.workers.rollout.base import RolloutOutput, get_rollout_class
 from verl.workers.rollout.native.prefixes import PAGE
@@ -91,7 +91,7 @@ RED, BLUE = picture("red", size=(32, 48)), picture("blue", size=(32, 48))
 TOKENS = 24  # 48 / 8 x 32 / 8
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_the_same_tokens_with_other_pictures_share_no_keys_and_values(family, tmp_path):
     case = Case(tmp_path, family)
     # Pages of 16 tokens: the first ends before the image, in front of it, or in it.
@@ -119,7 +119,7 @@ def test_the_same_tokens_with_other_pictures_share_no_keys_and_values(family, tm
 
 
 @pytest.mark.parametrize("name", ["native", "hf"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_a_conversation_with_pictures_in_later_turns_and_drawn_image_tokens(family, name, tmp_path):
     case = Case(tmp_path, family, name)
     ids, shown, text = prompt(5, TOKENS, 8), [RED], ()

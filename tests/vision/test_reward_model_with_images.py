@@ -14,6 +14,7 @@ from torch.testing import assert_close
 
 from tests.vision.agent_batches import VisionAgents
 from tests.vision.batches import P, R, arguments_of, picture_batch
+from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_agents_with_images import LOOPS
 from tests.workers.groups import FP32, start
 from tests.workers.support import make_engine, run_ranks, share
@@ -32,7 +33,6 @@ from verl.trainer.config.command_line import compose
 from verl.trainer.config.load import load_config
 from verl.trainer.main_ppo import run_ppo
 from verl.utils.image_reward_models import sequence_classifier
-from verl.vision.families import FAMILIES
 from verl.workers.config import RewardModelConfig
 from verl.workers.engine import MicroBatchConfig
 from verl.workers.fsdp_workers import RewardModelWorker
@@ -71,7 +71,7 @@ def worker(reward_path: str, policy: str | None, packed: bool = True, **settings
     return start(RewardModelWorker, config=RewardModelConfig(enable=True, model=model, **settings))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_scores_are_those_of_a_plain_forward_pass(family, tmp_path):
     policy, own = tiny_vision_model_dir(tmp_path / "a", family), tiny_image_reward_model_dir(tmp_path / "b", family)
     batch = picture_batch(policy, tmp_path)  # texts among the pictures, an empty response

@@ -11,6 +11,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from tests.vision.agent_batches import VisionAgents
+from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_videos import VIDEO, P, arguments_of, film_prompts
 from tests.workers.support import make_engine
 from verl.agents.images import apart, together
@@ -74,7 +75,7 @@ def json_copy(row, fps):
     return {**row, "videos": [{**row["videos"][0], "fps": fps}]}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_agent_loops_give_the_columns_of_the_engine_alone(family, tmp_path):
     agents = VisionAgents(tmp_path, family, "native", data__max_prompt_length=P)
     prompts = agents.prompts(film_rows(4))
@@ -115,7 +116,7 @@ def talks():
     return [{"messages": row["prompt"] + says, "images": row["images"], "videos": row["videos"]} for row in films]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_supervised_training(family, tmp_path, monkeypatch):
     path = tiny_vision_model_dir(tmp_path / "model", family)
     file = write_parquet(tmp_path / "talks.parquet", talks())

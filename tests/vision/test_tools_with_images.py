@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from transformers import AutoModelForImageTextToText
 
 from tests.vision.agent_batches import P, VisionAgents
+from tests.vision.one_family import ONE_FAMILY
 from tests.vision.test_native_serving_with_images import plain_logits
 from tests.vision.test_videos import VIDEO, arguments_of
 from tests.vision.test_videos import P as FILM_PROMPT
@@ -35,7 +36,6 @@ from verl.trainer.config.command_line import compose
 from verl.trainer.main_ppo import run_ppo
 from verl.utils import hf_processor, hf_tokenizer
 from verl.view.tokens import tokens_of
-from verl.vision.families import FAMILIES
 from verl.vision.prompts import ImagePrompts
 
 IMAGE = 106
@@ -112,7 +112,7 @@ def look(tmp_path):
     return make
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_pictures_of_tools_in_whole_conversations(family, look, tmp_path):
     agents = VisionAgents(tmp_path, family, data__max_response_length=160, **look())
     found = agents.answer(agents.prompts())
@@ -142,7 +142,7 @@ def test_pictures_of_tools_in_whole_conversations(family, look, tmp_path):
         assert "refused" not in more["rendering_differences"][row]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ONE_FAMILY)
 def test_films_of_tools_in_whole_conversations(family, look, tmp_path):
     settings = look("Films") | {"data__max_prompt_length": FILM_PROMPT, "data__max_response_length": 300}
     agents = VisionAgents(tmp_path, family, **settings)
