@@ -45,7 +45,7 @@ def serve() -> Iterator[Callable[..., Server]]:
     """Start `verl view` on folders, as a user does."""
     started: list[subprocess.Popen] = []
 
-    def start(*folders: Path) -> Server:
+    def start(*folders: Path, has_runs: bool = True) -> Server:
         port = free_port()
         command = [sys.executable, "-m", "verl", "view", *map(str, folders), "--port", str(port)]
         environment = os.environ | {"VERL_VIEW_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}
@@ -56,7 +56,7 @@ def serve() -> Iterator[Callable[..., Server]]:
         while time.monotonic() < ends:
             try:
                 found = server.get("/api/runs").json()
-                if not found["indexing"] and found["runs"]:
+                if not found["indexing"] and bool(found["runs"]) == has_runs:
                     return server
             except httpx2.TransportError:
                 assert process.poll() is None, "the server ended"

@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from verl.testing.made_up_run import make_up_run, write_numbers, write_samples
+from verl.trainer.health import RULES
 from verl.utils.run_log import clock
 from verl.view.curves import CHUNK, extremes, thinned
 from verl.view.discovery import find_runs
 from verl.view.index import VERSION, Index, place_of_index
-from verl.view.runs import Library, marks_of, state_of
+from verl.view.runs import ALERT_TITLES, Library, marks_of, state_of
 from verl.view.samples import SampleFilter, find_samples, one_sample
 from verl.view.timeline import chrome_trace, spans_of
 
@@ -221,6 +222,10 @@ def test_a_run_whose_process_lives_is_running_and_one_with_its_number_is_not():
     assert marks_of([{"event": "checkpoint", "step": 3, "time": 1.0}]) == [
         {"kind": "checkpoint", "step": 3, "time": 1.0}
     ]
+
+
+def test_every_rule_of_health_has_a_title():
+    assert set(ALERT_TITLES) == {"not_finite", *(rule.name for rule in RULES)}
 
 
 def test_a_long_curve_keeps_its_peaks():

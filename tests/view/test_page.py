@@ -112,6 +112,33 @@ def test_legends_say_what_differs_and_a_click_on_runs_stays_at_the_top(serve, op
     assert page.evaluate("() => scrollY") == 0
 
 
+def test_a_run_that_comes_into_an_empty_folder_is_shown_with_how_its_starts_ended(serve, open_view, tmp_path):
+    tab = open_view(serve(tmp_path, has_runs=False))
+    page = tab.page
+    page.locator("main").get_by_text("There is no run in these folders yet").wait_for()
+    start = {"event": "start", "config": {"a": 1}, "host": "elsewhere", "time": 1, "pid": 1}
+    ends = [{"event": "end", "status": "stopped", "why": why, "time": 2} for why in ("SIGTERM", "SIGINT")]
+    events = [start, ends[0], start, ends[1]]
+    (tmp_path / "metrics.run.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    page.locator("main h2", has_text="About").wait_for()
+    assert page.locator("main .note").all_inner_texts() == ["an earlier start ended: SIGTERM"]
+    assert page.locator("main .why").all_inner_texts() == ["ended: SIGINT"]
+
+
+def test_a_sample_that_is_opened_by_keys_says_why_its_trajectory_ended(serve, open_view, tmp_path):
+    make_up_run(tmp_path / "run", steps=1, prompts=1, siblings=1)
+    file = tmp_path / "run/rollouts/1.jsonl"
+    trajectory = {"status": "timeout", "message": "it took longer than 9 s", "conversation": []}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"trajectory": trajectory}) + "\n")
+    page = open_view(serve(tmp_path)).page
+    page.locator("figure canvas").first.wait_for()
+    page.keyboard.press("2")
+    page.locator("tr[data-sample] button").focus()
+    page.keyboard.press("Enter")
+    page.locator(".one h2", has_text="timeout").wait_for()
+    assert page.locator(".one .why").inner_text() == "it took longer than 9 s"
+
+
 def test_filters_choose_samples(server, open_view):
     tab = open_view(server)
     tab.show("samples")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 
+import numpy as np
 import pytest
 
 from verl.errors import ConfigError, DataError
 from verl.testing.made_up_run import make_up_run
 from verl.utils.token_page import escaped
 from verl.view.command import view
+from verl.view.drawing import curve
 from verl.view.index import Index
 from verl.view.report import write_report
 
@@ -21,7 +23,7 @@ def test_a_report_has_curves_alerts_samples_tokens_and_settings(tmp_path):
     page = (tmp_path / "out/report.html").read_text()
     assert page.count("<svg") == 12
     assert "45 points" in page
-    assert "Step 40, grad_spike" in page
+    assert "Gradient spike, step 40" in page
     assert page.count("<h3>Best</h3>") == page.count("<h3>Worst</h3>") == 2
     assert page.count("Tokens by advantages") == 4  # two of the best, two of the worst; validation has none
     assert "train_batch_size" in page
@@ -98,6 +100,50 @@ def test_a_run_that_failed_says_why(tmp_path, end, said):
     page = (tmp_path / "report.html").read_text()
     assert ("<h2>End</h2>" in page) == (said is not None)
     assert said is None or said in page
+
+
+def test_a_recovered_run_says_where_it_went_on_and_a_conversation_is_folded(tmp_path):
+    make_up_run(tmp_path, steps=1, prompts=1, siblings=1)
+    events = tmp_path / "metrics.run.jsonl"
+    start = events.read_text().splitlines()[0]
+    more = [{"event": "resume", "step": 7, "time": 2.0}, {"event": "end", "status": "done", "why": "", "time": 3.0}]
+    events.write_text("".join(f"{line}\n" for line in [start, start, *map(json.dumps, more)]))
+    file = tmp_path / "rollouts/1.jsonl"
+    call = {"function": {"name": "double", "arguments": '{"n": 21}'}}
+    said = [
+        {"role": "user", "content": "2*21?"},
+        {"role": "assistant", "content": "", "tool_calls": [call, "odd"]},
+        {"role": "tool", "name": "double", "content": "", "failure": "tool_timeout"},
+        {"role": "assistant", "content": "It is 42."},
+    ]
+    trajectory = {"status": "done", "conversation": said}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"trajectory": trajectory}) + "\n")
+    write_report(tmp_path, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert ": done, recovered, step 1</h1>" in page
+    assert "resumed after step</th><td>7</td>" in page
+    both = re.search(r"<summary>All 4 messages</summary>(.*?)</details>(.*?)</article>", page, re.DOTALL)
+    assert both is not None
+    folded, last = both.groups()
+    who = ["user", "assistant", "tool, double, tool_timeout", "assistant"]
+    assert re.findall(r"<strong>(.*?)</strong>", folded) == who
+    assert "<pre>→ double({&quot;n&quot;: 21})\n&quot;odd&quot;</pre>" in page
+    assert last == "<p><strong>assistant</strong></p><pre>It is 42.</pre>"
+
+
+@pytest.mark.parametrize(
+    ("steps", "values", "texts", "points"),
+    [
+        # 320 x 150, axes at 46 and 132, 8 above and 6 beside: 314 is the last step, 70 the middle.
+        ([3], [0.5], ["0.5", "3"], "46.0,70.0"),
+        ([3, 5], [2.0, 2.0], ["2", "3", "5"], "46.0,70.0 314.0,70.0"),
+        ([3, 5], [1.0, 2.0], ["2", "1", "3", "5"], "46.0,132.0 314.0,8.0"),
+    ],
+)
+def test_a_curve_without_height_lies_in_the_middle_and_says_its_value_once(steps, values, texts, points):
+    drawn = curve(np.array(steps, float), np.array(values))
+    assert re.findall(r"<text [^>]*>(.*?)</text>", drawn) == texts
+    assert f'points="{points}"' in drawn
 
 
 @pytest.mark.parametrize("has_metrics", [True, False])

@@ -86,8 +86,15 @@ def page_of(run: Run, index: Index) -> str:
     """Return the report as HTML."""
     about = run.details()
     step = "no step was made" if about["step"] is None else f"step {about['step']}"
-    title = f"{about['name']}: {about['state']}, {step}"
-    facts = {"command": about["command"], "machine": about["host"], **about["environment"]}
+    state = f"{about['state']}, recovered" if about["recovered"] else about["state"]
+    title = f"{about['name']}: {state}, {step}"
+    resumed = ", ".join(str(mark["step"]) for mark in about["marks"] if mark["kind"] == "resumed")
+    facts = {
+        "command": about["command"],
+        "machine": about["host"],
+        "resumed after step": resumed,
+        **about["environment"],
+    }
     parts = [
         f"<h1>{escaped(title)}</h1>",
         table({name: value for name, value in facts.items() if value}),
@@ -95,7 +102,7 @@ def page_of(run: Run, index: Index) -> str:
         alerts(run.alerts(index)),
         curves(run, index),
         *(samples(run, index, folder_kind) for folder_kind in about["kinds"]),
-        f"<h2>Settings</h2><details><summary>{len(about['config'])}</summary>{table(about['config'])}</details>",
+        f"<h2>Settings</h2><details><summary>{len(about['config'])} keys</summary>{table(about['config'])}</details>",
     ]
     return whole_page(title, STYLE + REPORT_STYLE, "".join(parts))
 
@@ -114,7 +121,7 @@ def ending(about: Mapping[str, Any]) -> str:
 def alerts(found: Sequence[Mapping[str, Any]]) -> str:
     """What looked wrong."""
     items = [
-        f"<article class=alert><strong>Step {alert['step']}, {escaped(alert['rule'])}</strong><br>"
+        f"<article class=alert><strong>{escaped(alert['title'])}, step {alert['step']}</strong><br>"
         f"{escaped(alert['reason'])}</article>"
         for alert in found
     ]
@@ -137,7 +144,8 @@ def curves(run: Run, index: Index) -> str:
         ]
         return f"<div class=curves>{''.join(drawn)}</div>"
 
-    return f"<h2>Curves</h2>{figures(first)}<details><summary>{len(rest)} more</summary>{figures(rest)}</details>"
+    more = f"<details><summary>{len(rest)} more curves</summary>{figures(rest)}</details>" if rest else ""
+    return f"<h2>Curves</h2>{figures(first)}{more}"
 
 
 def samples(run: Run, index: Index, kind: Kind) -> str:
@@ -171,15 +179,23 @@ def sample(index: Index, number: int, with_tokens: bool) -> str:
     trajectory = record.get("trajectory")
     answer = f"<pre>{escaped(record.get('output', ''))}</pre>"
     if isinstance(trajectory, Mapping):
-        answer = "".join(
-            f"<p><strong>{escaped(message.get('role', ''))}</strong></p><pre>{escaped(content_of(message))}</pre>"
-            for message in trajectory.get("conversation") or []
-        )
+        answer = conversation(trajectory.get("conversation") or [])
+    status = f", {escaped(found['status'])}" if found["status"] else ""
     tokens = token_line(index, number) if with_tokens else ""
     return (
-        f"<article><strong>Score {found['score']:g}</strong>, {found['length']} tokens, truth "
+        f"<article><strong>Score {found['score']:g}</strong>, {found['length']} tokens{status}, truth "
         f"{escaped(found['gts'])}<pre>{escaped(record.get('input', ''))}</pre>{answer}{tokens}</article>"
     )
+
+
+def conversation(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The messages of a trajectory, folded, and the last of them below: a report shows several."""
+    shown = []
+    for message in messages:
+        notes = [str(message[name]) for name in ("role", "name", "failure") if message.get(name)]
+        shown.append(f"<p><strong>{escaped(', '.join(notes))}</strong></p><pre>{escaped(content_of(message))}</pre>")
+    folded = f"<details><summary>All {len(shown)} messages</summary>{''.join(shown)}</details>"
+    return folded + "".join(shown[-1:])
 
 
 def content_of(message: Mapping[str, Any]) -> str:
@@ -188,7 +204,17 @@ def content_of(message: Mapping[str, Any]) -> str:
     if isinstance(content, list) and all(part in ({"type": "image"},) or "text" in part for part in content):
         content = "".join(part.get("text", "<image>") for part in content)
     calls = message.get("tool_calls") or []
-    return "\n".join([content if isinstance(content, str) else json.dumps(content), *map(json.dumps, calls)])
+    said = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
+    called = [call_of(call) for call in calls]
+    return "\n".join([said, *called] if said else called)
+
+
+def call_of(call: Any) -> str:
+    """A tool call in a line; one of another form as JSON."""
+    match call:
+        case {"function": {"name": name, "arguments": arguments}}:
+            return f"→ {name}({arguments})"
+    return json.dumps(call, ensure_ascii=False)
 
 
 def token_line(index: Index, number: int) -> str:

@@ -93,7 +93,8 @@ class Run:
     def alerts(self, index: Index) -> list[dict[str, Any]]:
         """Return the alerts of all steps, newest first."""
         names = [name for name in {*FINITE, *(rule.metric for rule in RULES)} if name in self.metrics.names]
-        return [asdict(alert) for alert in alerts_of(self.metrics.series(index, names))][::-1]
+        found = alerts_of(self.metrics.series(index, names))
+        return [asdict(alert) | {"title": ALERT_TITLES[alert.rule]} for alert in found][::-1]
 
     def _changed_at(self) -> float:
         for file in (self.files.metrics, self.files.events):  # before its first step a run may have the second only
@@ -106,6 +107,19 @@ class Run:
 
 HEADLINES = ("critic/score/mean", "response_length/mean", "actor/entropy", "train/loss", "val/loss")
 """Metrics in the list of runs."""
+
+ALERT_TITLES = {
+    "not_finite": "Not finite",
+    "reward_stuck": "Reward stuck",
+    "equal_groups": "All groups equal",
+    "entropy_collapse": "Entropy collapsing",
+    "gap_growing": "Gap growing",
+    "truncation": "Truncation rising",
+    "kl_runaway": "KL running away",
+    "grad_spike": "Gradient spike",
+    "reward_errors": "Errors of rewards",
+}
+"""What people read for the names of the rules of health."""
 
 
 def state_of(events: Sequence[Mapping[str, Any]], changed: float) -> str:

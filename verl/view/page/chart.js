@@ -6,6 +6,8 @@ import { smoothed } from "./smoothing.js";
 
 const HEIGHT = 190;
 const TICK = 7;
+/** Distances of the marks of an axis of steps: there is no half step. */
+const WHOLE = [...Array(9).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
 
 /**
  * Draw curves into an element; returns a function that removes them.
@@ -37,7 +39,7 @@ export function drawChart(element, name, curves, options) {
     height: HEIGHT,
     scales: { x: { time: options.axis === "wall" } },
     axes: [
-      { ...axis, ...(options.axis === "wall" ? {} : { size: 32, values }) },  // wall time has two lines, and the usual 50
+      { ...axis, ...(options.axis === "step" ? { incrs: WHOLE } : {}), ...(options.axis === "wall" ? {} : { size: 32, values }) },  // wall time has two lines, and the usual 50
       { ...axis, size: 56, values: (_, splits) => splits.map(short) },
     ],
     series: [{ label: options.axis, ...(options.axis === "wall" ? {} : { value: (_, value) => short(value) }) }, ...series],

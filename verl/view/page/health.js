@@ -10,11 +10,6 @@ const SORTS = {
   gap: { sort: "gap", descending: "1" }, kl: { sort: "kl", descending: "1" },
   advantage: { sort: "advantage", descending: "1" }, "no advantage": { sort: "advantage", descending: "0" },
 };
-const NAMES = {
-  not_finite: "Not finite", reward_stuck: "Reward stuck", equal_groups: "All groups equal", entropy_collapse: "Entropy collapsing",
-  gap_growing: "Gap growing", truncation: "Truncation rising", kl_runaway: "KL running away", grad_spike: "Gradient spike",
-  reward_errors: "Errors of rewards",
-};
 
 /** Show alerts; returns {news}. */
 export async function showHealth(main, parameters, list) {
@@ -36,7 +31,7 @@ export async function showHealth(main, parameters, list) {
 function item(run, alert) {
   const where = { run: run.id, kind: "train", step_from: alert.step, step_to: alert.step, ...SORTS[alert.samples] };
   return h("li", { class: "alert" },
-    h("strong", {}, `${NAMES[alert.rule] || alert.rule}, step ${short(alert.step)}`), h("p", {}, alert.reason),
+    h("strong", {}, `${alert.title}, step ${short(alert.step)}`), h("p", {}, alert.reason),
     alert.samples && run.kinds.includes("train") ? h("a", { href: address("samples", where) }, "Samples of this step") : null,
     h("span", { class: "count" }, ` ${alert.metric}`));
 }

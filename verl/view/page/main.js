@@ -87,7 +87,10 @@ document.addEventListener("keydown", onKey);
 addEventListener("hashchange", show);
 await takeRuns();
 await show();
+const chosen = () => list.selected().map((run) => run.id).sort().join();
 onNews(async (changed) => {
+  const before = chosen();
   await takeRuns();
-  shown.news?.(changed);
+  if (chosen() !== before) show();  // the first run has come, or a chosen one was deleted
+  else shown.news?.(changed);
 }, (isConnected) => isConnected || fill(status, "the server does not answer"));

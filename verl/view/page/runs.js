@@ -134,11 +134,13 @@ class Curves {
 
 function settingsOf(run) {
   const about = [["command", run.command], ["machine", run.host], ["file", run.path], ...Object.entries(run.environment)];
+  const isOver = ["failed", "stopped"].includes(run.state);
   const marks = run.marks.map((mark) => [mark.kind, short(mark.step)]);
   return h("section", {},
     h("h2", {}, `About ${run.name}`),
     table(["", ""], about.filter(([, value]) => value)),
-    run.ends.filter((end) => end.why).map((end) => h("p", { class: "why" }, `ended: ${end.why}`)),
+    run.ends.filter((end) => end.why).map((end) => (isOver && end === run.ends.at(-1) ? h("p", { class: "why" }, `ended: ${end.why}`)
+      : h("p", { class: "note" }, `an earlier start ended: ${end.why}`))),
     h("details", {}, h("summary", {}, `Checkpoints and resumptions (${marks.length})`), table(["what", "step"], marks)),
     h("details", {}, h("summary", {}, `Settings (${Object.keys(run.config).length})`),
       table(["key", "value"], Object.entries(run.config).map(([key, value]) => [key, shown(value)]))));

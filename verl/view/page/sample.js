@@ -13,6 +13,7 @@ export async function showOne(element, id, open) {
   const record = sample.record;
   fill(element,
     h("h2", {}, `Step ${sample.step}, score ${short(sample.score)}`, sample.status ? `, ${sample.status}` : ""),
+    record.trajectory?.message ? h("p", { class: "why" }, record.trajectory.message) : null,
     h("h3", {}, "Prompt"), textBlock(record.input, "prompt"),
     h("h3", {}, "Response"),
     record.trajectory ? conversation(record.trajectory) : textBlock(record.output, "response"),

@@ -42,7 +42,7 @@ export async function showTime(main, parameters, list) {
   }));
   const trace = h("a", { class: "button", href: traceOf(run, range), download: `${run.id}.trace.json` }, "Trace for Perfetto");
   fill(main, h("form", { class: "controls", onsubmit: (event) => event.preventDefault() },
-    h("strong", { class: "of" }, run.name), step("step_from", "Step from"), step("step_to", "to"), trace), ranks, body);
+    h("strong", { class: "of" }, run.name), step("step_from", "Step from"), step("step_to", "Step to"), trace), ranks, body);
   await load();
   return { news: (changed) => changed.includes(run.id) && load() };
 }
