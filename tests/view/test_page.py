@@ -139,6 +139,21 @@ def test_a_sample_that_is_opened_by_keys_says_why_its_trajectory_ended(serve, op
     assert page.locator(".one .why").inner_text() == "it took longer than 9 s"
 
 
+def test_the_first_link_leads_to_the_content_and_keys_of_views_work_among_tokens(server, open_view):
+    tab = open_view(server)
+    page = tab.page
+    tab.show("samples")
+    page.reload()
+    page.locator("#runs li", has_text="first").locator("button.only").click()
+    page.locator("p.count").get_by_text("of 720").wait_for()
+    page.locator(".skip").press("Enter")
+    assert page.evaluate("() => [document.activeElement.id, location.hash.split('?')[0]]") == ["main", "#samples"]
+    page.keyboard.press("j")
+    page.locator(".tokens[role=listbox]").focus()
+    page.keyboard.press("3")
+    page.locator(".timeline .step").first.wait_for()
+
+
 def test_filters_choose_samples(server, open_view):
     tab = open_view(server)
     tab.show("samples")

@@ -116,12 +116,14 @@ def test_a_recovered_run_says_where_it_went_on_and_a_conversation_is_folded(tmp_
         {"role": "tool", "name": "double", "content": "", "failure": "tool_timeout"},
         {"role": "assistant", "content": "It is 42."},
     ]
-    trajectory = {"status": "done", "conversation": said}
+    trajectory = {"status": "timeout", "message": "9 s < 10 s", "conversation": said}
     file.write_text(json.dumps(json.loads(file.read_text()) | {"trajectory": trajectory}) + "\n")
     write_report(tmp_path, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert ": done, recovered, step 1</h1>" in page
     assert "resumed after step</th><td>7</td>" in page
+    assert " tokens, timeout, truth " in page
+    assert "<p>9 s &lt; 10 s</p><details>" in page
     both = re.search(r"<summary>All 4 messages</summary>(.*?)</details>(.*?)</article>", page, re.DOTALL)
     assert both is not None
     folded, last = both.groups()

@@ -179,7 +179,8 @@ def sample(index: Index, number: int, with_tokens: bool) -> str:
     trajectory = record.get("trajectory")
     answer = f"<pre>{escaped(record.get('output', ''))}</pre>"
     if isinstance(trajectory, Mapping):
-        answer = conversation(trajectory.get("conversation") or [])
+        why = f"<p>{escaped(trajectory['message'])}</p>" if trajectory.get("message") else ""
+        answer = why + conversation(trajectory.get("conversation") or [])
     status = f", {escaped(found['status'])}" if found["status"] else ""
     tokens = token_line(index, number) if with_tokens else ""
     return (

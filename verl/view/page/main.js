@@ -68,7 +68,7 @@ function showKeys() {
 }
 
 function onKey(event) {
-  if (event.target.matches("input, select, textarea, [role=listbox]") || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.target.matches("input, select, textarea") || event.ctrlKey || event.metaKey || event.altKey) return;
   const view = Object.keys(VIEWS)[Number(event.key) - 1];
   if (view) location.hash = address(view);
   else if (event.key === "/") {
@@ -82,6 +82,10 @@ function onKey(event) {
 const saved = localStorage.getItem(THEME);
 if (saved) setTheme(saved);
 document.getElementById("theme").addEventListener("click", toggleTheme);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();  // the address says which view is shown, and stays
+  main.focus();
+});
 document.getElementById("help").addEventListener("click", showKeys);
 document.addEventListener("keydown", onKey);
 addEventListener("hashchange", show);
