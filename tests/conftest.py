@@ -113,6 +113,15 @@ def forget_what_tests_register(forget_what_modules_register: None) -> Iterator[N
         yield
 
 
+@pytest.fixture(autouse=True)
+def empty_memory_file_system() -> Iterator[None]:
+    """The files of ``memory://`` belong to the process; no test finds those of another."""
+    yield
+    if memory := sys.modules.get("fsspec.implementations.memory"):
+        memory.MemoryFileSystem.store.clear()
+        memory.MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
     """One real Ray for the whole test session, with room for four one-core workers."""

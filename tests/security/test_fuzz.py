@@ -123,7 +123,7 @@ def algebra(examples: int, derandomize: bool) -> None:
     for call, outcome in zip(calls, outcomes, strict=True):
         assert outcome.status in ("ok", "timeout", "out_of_memory"), (call, outcome)
         assert not outcome.value, (call, outcome)
-    assert sum(outcome.status == "ok" for outcome in outcomes) > 0.95 * len(outcomes)
+    assert sum(outcome.status != "ok" for outcome in outcomes) <= max(2, len(outcomes) / 20)
 
 
 def test_answers_that_are_compared_by_value():

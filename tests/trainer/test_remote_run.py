@@ -29,8 +29,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     memory = fsspec.filesystem("memory")
     for name, path in make_tiny_run(tmp_path / "made").items():
         memory.put(path, f"/store/{name}" if Path(path).is_dir() else f"/store/{name}.jsonl", recursive=True)
-    yield memory
-    memory.rm("/store", recursive=True)
+    return memory
 
 
 COMMON = {"trainer__save_freq": 1, "trainer__val_before_train": "true"}
