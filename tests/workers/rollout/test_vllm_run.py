@@ -75,10 +75,15 @@ def test_grpo_on_two_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("mode", "ranks_per_engine"), [("sync", 1), ("async", 2)])
 def test_megatron_trains_what_vllm_generates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ray_cluster: None, mode: str, ranks_per_engine: int
 ) -> None:
-    """Two tensor-parallel ranks, which stream their weights to an engine each: the numbers of FSDP2 with vLLM."""
+    """Two tensor-parallel ranks, which stream their weights to an engine each, or to one of both.
+
+    The numbers are those of FSDP2 with vLLM.
+    """
     pytest.importorskip("megatron.core", reason="vLLM's environment has no megatron-core: docs/internals/megatron.md")
     (tmp_path / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
@@ -92,7 +97,8 @@ def test_megatron_trains_what_vllm_generates(
         "actor_rollout_ref__actor__optim__lr": 1e-3,
         # AdamW's step is lr · m / (√v + ε): with the usual tiny ε the rounding of a gradient near 0 becomes one of lr.
         "actor_rollout_ref__actor__optim__override_optimizer_config": "{eps:1e-4}",
-        "actor_rollout_ref__rollout__mode": "sync",
+        "actor_rollout_ref__rollout__mode": mode,
+        "actor_rollout_ref__rollout__tensor_model_parallel_size": ranks_per_engine,
     }
     megatron = {
         "actor_rollout_ref__actor__strategy": "megatron",
