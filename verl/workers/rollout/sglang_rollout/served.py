@@ -132,6 +132,10 @@ def order_of(report: str, files: Sequence[str] = ()) -> bytes:
     """Encode the order that precedes the weights in a call of ``verl_sglang.load_weights``."""
     return json.dumps({"report": report, "files": list(files)}).encode()
 
+    def statistics(self) -> Mapping[str, float]:
+        """Return nothing: SGLang's own numbers are not read."""
+        return {}
+
 
 class SGLangServer(SGLangClient, ServerClient):
     """SGLang's HTTP server in a separate process, which reads new weights from files."""
