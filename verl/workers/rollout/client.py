@@ -272,7 +272,7 @@ class EngineClient(ABC):
         May be called by another thread while the engine works. The engine counts with ``rollout.prometheus.enable``.
 
         Raises:
-            RolloutError: the engine counts nothing.
+            RolloutError: the engine was started without counting.
         """
 
     @abstractmethod

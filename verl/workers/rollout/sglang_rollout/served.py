@@ -80,6 +80,10 @@ class SGLangClient(EngineClient):
         """See :meth:`EngineClient.wake`."""
         self._call("resume_memory_occupation", tags=[tag for part in parts for tag in _MEMORY_TAGS[part]])
 
+    def statistics(self) -> Mapping[str, float]:
+        """Return nothing: SGLang's own numbers are not read."""
+        return {}
+
 
 def request_of(responses: Sequence[PartialResponse], name: str | None = None) -> dict[str, Any]:
     """Arguments of SGLang's ``generate`` for all responses in one call; ``name`` is for aborting a single one."""
@@ -131,10 +135,6 @@ def check_success(action: str, done: bool, message: str) -> None:
 def order_of(report: str, files: Sequence[str] = ()) -> bytes:
     """Encode the order that precedes the weights in a call of ``verl_sglang.load_weights``."""
     return json.dumps({"report": report, "files": list(files)}).encode()
-
-    def statistics(self) -> Mapping[str, float]:
-        """Return nothing: SGLang's own numbers are not read."""
-        return {}
 
 
 class SGLangServer(SGLangClient, ServerClient):
