@@ -128,7 +128,13 @@ def mode(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
             return SharedSGLang
 
     settings = {"mode": request.param, "tensor_model_parallel_size": 1}
-    engine = SharedUnderTest("sglang", tmp_path_factory.mktemp(request.param), settings=settings, keeps_memory=KEEPS)
+    engine = SharedUnderTest(
+        "sglang",
+        tmp_path_factory.mktemp(request.param),
+        settings=settings,
+        keeps_memory=KEEPS,
+        counts_preemptions=True,
+    )
     yield dataclasses.replace(engine, families=("qwen3",)) if request.param == "async" else engine
     shared.stop()
 
