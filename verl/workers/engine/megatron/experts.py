@@ -45,9 +45,13 @@ class Experts:
     """Whether the weights of a token's experts add up to 1."""
     has_fp32_weights: bool
     """Whether these weights stay in fp32 in a model of another format."""
-    has_dense_layers: bool
     sparse: tuple[bool, ...]
     """Of each layer, whether it has experts."""
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layers have no experts."""
+        return not all(self.sparse)
 
     @classmethod
     def of(cls, hf: PretrainedConfig) -> Experts | None:
@@ -62,7 +66,6 @@ class Experts:
             width=sizes.width,
             is_renormalised=is_mixtral or bool(hf.norm_topk_prob),
             has_fp32_weights=is_mixtral,
-            has_dense_layers=not all(sizes.sparse),
             sparse=sizes.sparse,
         )
 
