@@ -89,11 +89,16 @@ def test_differences_of_two_kinds_are_those_of_common_keys(tmp_path):
 
 
 def test_merge_takes_the_arguments_of_the_merger_with_or_without_its_own_word():
-    for words in (["merge"], ["merge", "merge"]):
-        done = verl(*words, "--backend", "megatron", "--local_dir", "nowhere")
-        assert done.returncode == 1
-        assert "nowhere/huggingface/config.json is missing" in done.stderr
-    assert verl("merge", "--help").stdout.startswith("usage: verl merge")
+    code = (
+        "import sys; from verl.cli.main import cli\n"
+        "nowhere = ['--backend', 'megatron', '--local_dir', 'nowhere']\n"
+        "for words in (['merge', *nowhere], ['merge', 'merge', *nowhere], ['merge', '--help']):\n"
+        "    try: cli(words, prog_name='verl')\n"
+        "    except SystemExit as end: print('status:', end.code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.startswith("status: 1\nstatus: 1\nusage: verl merge")
+    assert done.stderr.count("nowhere/huggingface/config.json is missing") == 2
 
 
 def test_keys_are_completed():

@@ -33,6 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
     "own forward": {f"{ACTOR}ppo_mini_batch_size": 4},
     "nothing shared": TOKENS | {f"{ROLLOUT}n": 1, "algorithm__adv_estimator": "reinforce_plus_plus"},
 }
+FIRST = ("tokens, two epochs, shuffled", "sequences, adapters", "critic")
 RANKS = TOKENS | {"trainer__controller": "ray", "trainer__n_gpus_per_node": 2, "trainer__recovery__backoff_s": 0}
 
 
@@ -49,7 +50,7 @@ class Runs:
         )
 
     def train(
-        self, name: str, shares: bool, changes: dict[str, Any], runner: type[TaskRunner] = TaskRunner
+        self, name: str, shares: bool, changes: dict[str, Any], runner: type[TaskRunner] | None = None
     ) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
         """The metrics of each step, and the weights of actor and critic after the last."""
         log = self.folder / f"{name}.jsonl"
@@ -94,7 +95,9 @@ def assert_same(found, expected):
     assert_close(weights, expected_weights, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in FIRST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
 def test_a_run_is_the_same(case, runs):
     expected = runs.train("apart", False, CASES[case])
     assert expected[0][0]["actor/grad_norm"] > 0.1

@@ -199,6 +199,7 @@ def test_a_collector_that_is_not_there_stops_no_run(train, monkeypatch, caplog):
     assert "Failed to export spans batch" in caplog.text
 
 
+@pytest.mark.slow
 def test_mlflow_holds_each_trajectory_with_its_turns_calls_and_reward(train, tmp_path, monkeypatch):  # noqa: F811
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

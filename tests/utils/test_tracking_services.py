@@ -143,6 +143,7 @@ def test_mlflow(run):
     assert b"hf_hidden" not in everything(folder / "mlruns")
 
 
+@pytest.mark.slow
 def test_a_run_gives_its_checkpoints_and_tokens_to_mlflow(tmp_path: Path):
     pytest.importorskip("mlflow")
     changes = {

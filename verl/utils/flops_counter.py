@@ -56,12 +56,19 @@ def device_peak_flops(device: torch.device | str, dtype: torch.dtype | None = No
 
 
 @cache
-def _measured_peak(dtype: torch.dtype, num_threads: int, size: int = 1024, repeats: int = 4) -> float:
+def _measured_peak(dtype: torch.dtype, num_threads: int) -> float:
     """Peak FLOP/s over a few square matrix products, cached by dtype and number of threads."""
+    del num_threads  # only a key of the cache
+    small = _flops_of_products(dtype, size=256)
+    # A processor without instructions for bf16 reaches less than a GFLOP/s, and in small products as much as in others.
+    return small if small < 5e9 else max(small, _flops_of_products(dtype, size=1024))
+
+
+def _flops_of_products(dtype: torch.dtype, size: int, repeats: int = 4) -> float:
+    """FLOP/s of the fastest of ``repeats`` products of two matrices of ``size`` × ``size``."""
     import torch
     from torch.nn import functional
 
-    del num_threads  # only a key of the cache
     a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
     out = torch.empty_like(a)
     # An image of one row; one of one column takes twice the time.

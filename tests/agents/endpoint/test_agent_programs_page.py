@@ -45,6 +45,10 @@ def test_a_program_of_the_page_trains(tmp_path: Path, monkeypatch: pytest.Monkey
     changes = {
         "custom_reward_function__path": "reward.py",
         "trainer__total_training_steps": 1,
+        # A conversation of the shell's agent is a process that imports a vendor's client.
+        "data__train_batch_size": 2,
+        "actor_rollout_ref__rollout__n": 2,
+        "actor_rollout_ref__actor__ppo_mini_batch_size": 2,
         "trainer__rollout_data_dir": tmp_path / "rollouts",
     }
     run_ppo(compose(overrides(paths, tmp_path, **options, **changes)))
