@@ -30,6 +30,10 @@ SIZES = (
 RECOMPUTE = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
 """Keys of `override_transformer_config` that are honoured."""
 
+PARTS_OF_LAYERS = ("core_attn", "mlp", "moe")
+"""Parts of a layer that `recompute_granularity=selective` computes again (`recompute_modules`); megatron-core has more,
+which need TransformerEngine."""
+
 _NO_PICKLES = (
     "megatron-core's own checkpoints are not read, because their index is a pickle, from which reading runs code; "
     "model.path names a Hugging Face folder"
@@ -112,6 +116,7 @@ class McoreEngineConfig(BaseConfig):
             yield Problem(
                 f"{path}.override_transformer_config", self.override_transformer_config, wrong, ", ".join(RECOMPUTE)
             )
+        yield from self._recomputation(f"{path}.override_transformer_config")
         if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
             yield Problem(
                 f"{path}.virtual_pipeline_model_parallel_size",
@@ -121,6 +126,26 @@ class McoreEngineConfig(BaseConfig):
             )
         if self.dtype in ("fp16", "float16"):
             yield Problem(f"{path}.dtype", self.dtype, "its gradients underflow", "bfloat16 or float32")
+
+    def _recomputation(self, path: str) -> Iterator[Problem]:
+        """Values of :data:`RECOMPUTE` that megatron-core takes together."""
+        granularity, method, layers, modules = (self.override_transformer_config.get(key) for key in RECOMPUTE)
+        if granularity not in (None, "full", "selective"):
+            yield Problem(f"{path}.recompute_granularity", granularity, "there is no such way", "full, selective, null")
+        if granularity == "full":
+            if method not in ("uniform", "block"):
+                wrong = "recompute_granularity=full says which layers"
+                yield Problem(f"{path}.recompute_method", method, wrong, "uniform, block")
+            if not isinstance(layers, int) or layers < 1:
+                wrong = "recompute_granularity=full says how many layers are recomputed together (uniform), or in all"
+                yield Problem(f"{path}.recompute_num_layers", layers, wrong, "a whole number from 1")
+        if granularity == "selective":
+            if layers is not None:
+                wrong = "recompute_granularity=selective recomputes parts of every layer"
+                yield Problem(f"{path}.recompute_num_layers", layers, wrong, "null")
+            if unknown := set(modules or ()) - set(PARTS_OF_LAYERS):
+                wrong = f"layers without TransformerEngine have no {', '.join(sorted(unknown))} to recompute"
+                yield Problem(f"{path}.recompute_modules", modules, wrong, f"some of {', '.join(PARTS_OF_LAYERS)}")
 
 
 def ranks_per_copy(placement: FSDPEngineConfig | McoreEngineConfig) -> int:

@@ -32,6 +32,7 @@ from transformers import (
 
 from verl.base.doors import absent_names
 from verl.errors import ConfigError
+from verl.utils.config_fields import random_fields, rope_rules, rope_type
 from verl.utils.console import parameters_in_words, show
 from verl.utils.experts import ExpertSizes
 from verl.utils.model_code import LOADING_ERRORS, refuse_foreign_kernels, warn_if_code_runs, why_unreadable
@@ -154,13 +155,7 @@ def load_hf_config(
 
 def training_randomness(config: PretrainedConfig) -> dict[str, float]:
     """Return the config fields that make the forward pass random in training: dropout, jitter or noise above 0."""
-    fields = config.get_text_config().to_dict()
-    words = ("drop", "jitter", "noise")
-    return {
-        name: float(value)
-        for name, value in fields.items()
-        if any(word in name for word in words) and isinstance(value, (int, float)) and value > 0
-    }
+    return random_fields(config.get_text_config().to_dict())
 
 
 def update_model_config(
@@ -313,18 +308,13 @@ def causal_lm_without_weights(
 
 def longrope_threshold(config: PretrainedConfig) -> int | None:
     """Length beyond which one sequence makes Transformers use LongRoPE's long factors for its whole pass, or None."""
-    rules = [rule for rule in _rope_rules(config) if rule.get("rope_type") == "longrope"]
+    rules = [rule for rule in rope_rules(config.get_text_config().to_dict()) if rope_type(rule) == "longrope"]
     return min((rule["original_max_position_embeddings"] for rule in rules), default=None)
 
 
 def rope_types(config: PretrainedConfig) -> set[str]:
     """Return the types of the model's rotary embeddings, such as ``default`` or ``yarn``."""
-    return {rule["rope_type"] for rule in _rope_rules(config) if "rope_type" in rule}
-
-
-def _rope_rules(config: PretrainedConfig) -> list[dict[str, Any]]:
-    parameters = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return [parameters, *(rule for rule in parameters.values() if isinstance(rule, dict))]  # maybe one per layer type
+    return {kind for rule in rope_rules(config.get_text_config().to_dict()) if (kind := rope_type(rule))}
 
 
 def get_generation_config(model: str, trust_remote_code: bool = False) -> GenerationConfig | None:

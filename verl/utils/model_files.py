@@ -41,14 +41,9 @@ def key_value_heads(folder: Path) -> int | None:
     return _size_of_text_model(folder, "num_key_value_heads") or attention_heads(folder)
 
 
-def layers(folder: Path) -> int | None:
-    """The number of layers in ``config.json`` of a model folder; None if there is none to be read."""
-    return _size_of_text_model(folder, "num_hidden_layers")
-
-
 def vision_heads(folder: Path) -> int | None:
     """The number of heads of the vision tower in ``config.json`` of a model folder; None if there is none."""
-    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    content = config_entries(folder)
     vision = content.get("vision_config")
     size = vision.get("num_heads") if isinstance(vision, dict) else None
     return size if isinstance(size, int) and size > 0 else None
@@ -63,8 +58,13 @@ def head_split_problem(heads: int, kv_heads: int, ranks: int) -> str | None:
     return None
 
 
+def config_entries(folder: Path) -> dict[str, Any]:
+    """The entries of ``config.json`` of a model folder; empty if there are none to be read."""
+    return _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+
+
 def _size_of_text_model(folder: Path, name: str) -> int | None:
-    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    content = config_entries(folder)
     text = content.get("text_config")
     size = (text if isinstance(text, dict) else content).get(name)
     return size if isinstance(size, int) and size > 0 else None
@@ -72,14 +72,14 @@ def _size_of_text_model(folder: Path, name: str) -> int | None:
 
 def model_type(folder: Path) -> str | None:
     """The ``model_type`` in ``config.json`` of a model folder; None if there is none to be read."""
-    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    content = config_entries(folder)
     kind = content.get("model_type")
     return kind if isinstance(kind, str) else None
 
 
 def layer_types(folder: Path) -> list[str]:
     """The ``layer_types`` of the text model in ``config.json`` of a model folder; empty if there are none."""
-    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    content = config_entries(folder)
     text = content.get("text_config")
     kinds = (text if isinstance(text, dict) else content).get("layer_types")
     return [str(kind) for kind in kinds] if isinstance(kinds, list) else []
@@ -87,7 +87,7 @@ def layer_types(folder: Path) -> list[str]:
 
 def quantization_problem(folder: Path) -> str | None:
     """Why the weights of ``folder`` cannot be trained or handed over; None if its config names no quantization."""
-    content = _json_object(folder / "config.json")[0] if (folder / "config.json").is_file() else {}
+    content = config_entries(folder)
     text = content.get("text_config")
     parts = (content, text if isinstance(text, dict) else {})
     return quantized_by(next((part["quantization_config"] for part in parts if part.get("quantization_config")), None))

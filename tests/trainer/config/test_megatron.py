@@ -1,7 +1,9 @@
 """Keys of strategy=megatron: what is refused, what follows what, and how batches are shared."""
 
+import json
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -57,17 +59,40 @@ def test_sizes_must_divide_the_ranks_and_be_the_same(run: Run):
     assert "megatron-core has one layout in a process" in message
 
 
-def test_heads_and_layers_must_divide_before_a_model_loads(run: Run, tmp_path):
-    model = tiny_model_dir(tmp_path / "four", num_hidden_layers=4)  # with 4 heads and 2 key/value heads
+def test_sizes_must_divide_the_model_before_it_loads(run: Run, tmp_path):
+    wide = {"num_hidden_layers": 4, "intermediate_size": 90}  # with 4 heads and 2 key/value heads
+    model = tiny_model_dir(tmp_path / "four", **wide)
     sizes = {"actor_rollout_ref.model.path": model, f"{ACTOR}.strategy": "megatron", "trainer.n_gpus_per_node": 4}
     four = {f"{ACTOR}.megatron.tensor_model_parallel_size": 4}
-    assert "it does not divide the model's 2 key/value heads" in run.refusal(sizes | four)
+    message = run.refusal(sizes | four)
+    assert "it does not divide the model's 2 key/value heads" in message
+    assert "it does not divide the model's 90 feed-forward columns" in message
     context = {f"{ACTOR}.megatron.{key}_parallel_size": n for key, n in (("context", 2), ("tensor_model", 4))}
     message = run.refusal(sizes | context | {"trainer.n_gpus_per_node": 8})
     assert "tensor_model_parallel_size × context_parallel_size=8 does not divide the model's 4 heads" in message
     pieces = {f"{ACTOR}.megatron.{kind}pipeline_model_parallel_size": n for kind, n in (("", 2), ("virtual_", 4))}
     message = run.refusal(sizes | pieces)
     assert "virtual_pipeline_model_parallel_size=8 does not divide the model's 4 layers" in message
+
+
+def test_experts_and_their_columns_must_divide_before_a_model_loads(run: Run, tmp_path):
+    mixture = tiny_model_dir(tmp_path / "mixture", "qwen3_moe", num_experts=6, moe_intermediate_size=30)
+    base = {"actor_rollout_ref.model.path": mixture, f"{ACTOR}.strategy": "megatron", "trainer.n_gpus_per_node": 4}
+    megatron = f"{ACTOR}.megatron"
+
+    def refused(**sizes):
+        return run.refusal(base | {f"{megatron}.{key}": value for key, value in sizes.items()})
+
+    assert "it does not divide the model's 6 experts" in refused(expert_model_parallel_size=4)
+    two = {"tensor_model_parallel_size": 2}
+    assert f"{megatron}.sequence_parallel=false: every one of the ranks" in refused(sequence_parallel=False, **two)
+    assert "each expert is whole, or divided" in refused(expert_tensor_parallel_size=4, **two)
+    assert "not add up their gradients" in refused(expert_tensor_parallel_size=1, **two)
+    message = refused(tensor_model_parallel_size=4)
+    assert (
+        f"{megatron}.tensor_model_parallel_size=4: it does not divide the model's 30 columns of each expert" in message
+    )
+    assert "feed-forward" not in message  # no layer is dense
 
 
 @installed
@@ -90,6 +115,54 @@ def test_what_is_refused(run: Run):
     override = {"recompute_granularity": "full", "num_layers": 3}
     message = run.refusal({f"{ACTOR}.megatron.override_transformer_config": override})
     assert "num_layers cannot be set" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ({"recompute_granularity": "all"}, "recompute_granularity=all: there is no such way"),
+        ({"recompute_granularity": "full", "recompute_num_layers": 1}, "recompute_method=null"),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, "recompute_num_layers=null"),
+        ({"recompute_granularity": "selective", "recompute_num_layers": 1}, "recompute_num_layers=1"),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+            "no layernorm to recompute",
+        ),
+    ],
+)
+def test_recomputation_that_megatron_lacks_is_refused(run: Run, override, message):
+    assert message in run.refusal({f"{ACTOR}.megatron.override_transformer_config": override})
+
+
+@pytest.mark.parametrize(
+    ("family", "entries", "message"),
+    [
+        ("qwen3", {"attention_bias": True}, "it cannot build this qwen3, whose config has attention_bias=True"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=True"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ("qwen3", {"attention_dropout": 0.1}, "override_config: {attention_dropout: 0}"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "(dynamic)"),
+        ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "scale attention (yarn"),
+    ],
+)
+def test_models_that_megatron_cannot_build_are_refused_before_they_load(run: Run, tmp_path, family, entries, message):
+    folder = Path(tiny_model_dir(tmp_path / "model", family))
+    fields = json.loads((folder / "config.json").read_text())
+    if "rope_scaling" in entries:  # as older files name it
+        del fields["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(fields | entries))
+    settings = {f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.model.path": str(folder)}
+    assert message in run.refusal(settings)
+
+
+def test_the_model_is_looked_at_with_its_override_config(run: Run, tmp_path):
+    model = tiny_model_dir(tmp_path / "dense")  # with 2 key/value heads
+    changes = {"attention_dropout": 0.1, "num_key_value_heads": 4}
+    settings = {f"{ACTOR}.strategy": "megatron", "actor_rollout_ref.model.path": model, "trainer.n_gpus_per_node": 4}
+    settings |= {f"{ACTOR}.megatron.tensor_model_parallel_size": 4}
+    message = run.refusal(settings | {"actor_rollout_ref.model.override_config": changes})
+    assert "attention_dropout=0.1" in message
+    assert "key/value heads" not in message
 
 
 def test_models_that_have_no_megatron_are_refused(run: Run, tmp_path):

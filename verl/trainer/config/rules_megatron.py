@@ -10,10 +10,11 @@ from typing import Any
 
 from verl.base.requirements import install_command
 from verl.config import DPOConfig, McoreEngineConfig, PPOConfig, Problem, SupervisedConfig
-from verl.config.megatron import MEGATRON_FAMILIES, MIXTURES, SIZES, ranks_per_copy
+from verl.config.megatron import MIXTURES, SIZES, ranks_per_copy
 from verl.trainer.config.rules_sizes import needs_critic
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils import model_files
+from verl.utils.megatron_fit import misfits
 
 Problems = Iterator[Problem]
 
@@ -124,28 +125,7 @@ def _layout(held: _Held) -> Problems:
         wrong = f"{experts_by} ranks share the experts, which does not divide {ranks} ranks"
         key = f"{held.sizes}.expert_model_parallel_size"
         yield Problem(key, engine.expert_model_parallel_size, wrong, f"sizes whose product divides {ranks}")
-    kind = model_files.model_type(Path(path).expanduser())
-    if kind is not None and kind not in MEGATRON_FAMILIES:
-        wrong = f"it has no {kind} models ({path})"
-        yield Problem(
-            f"{held.section}.strategy", "megatron", wrong, "fsdp2", f"or a model of {', '.join(MEGATRON_FAMILIES)}"
-        )
-    yield from _parts(held.sizes, engine, Path(path).expanduser())
-
-
-def _parts(section: str, engine: McoreEngineConfig, folder: Path) -> Problems:
-    """Check that each rank gets equally many heads and each piece of a pipeline equally many layers."""
-    tensor, pieces = engine.tensor_model_parallel_size, engine.virtual_pipeline_model_parallel_size
-    of_heads, of_layers = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-    key_heads, stages = model_files.key_value_heads(folder), engine.pipeline_model_parallel_size * (pieces or 1)
-    by_context = "" if engine.context_parallel_size == 1 else " × context_parallel_size"
-    by_pieces = "" if pieces in (None, 1) else " × virtual_pipeline_model_parallel_size"
-    for key, by, parts, count, what in (
-        (of_heads, by_context, tensor * engine.context_parallel_size, model_files.attention_heads(folder), "heads"),
-        (of_heads, "", tensor, key_heads, "key/value heads"),
-        (of_layers, by_pieces, stages, model_files.layers(folder), "layers"),
-    ):
-        if count is not None and count % parts:
-            product = f"{key}{by}={parts}" if by else "it"
-            wrong = f"{product} does not divide the model's {count} {what} ({folder})"
-            yield Problem(f"{section}.{key}", engine[key], wrong, f"divisors of {count}{by and ' in all'}")
+    model = held.model
+    fields = model_files.config_entries(Path(getattr(model, "hf_config_path", None) or path).expanduser())
+    if fields:  # else a name on the hub, whose model is looked at when it loads
+        yield from misfits(fields | model.override_config, engine, held.sizes, f"{held.section}.strategy")

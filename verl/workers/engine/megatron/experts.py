@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import PretrainedConfig
 
-from verl.errors import ConfigError
 from verl.utils.experts import ExpertSizes
 from verl.workers.engine.megatron.groups import Layout
 from verl.workers.engine.megatron.library import (
@@ -48,11 +47,6 @@ class Experts:
     sparse: tuple[bool, ...]
     """Of each layer, whether it has experts."""
 
-    @property
-    def has_dense_layers(self) -> bool:
-        """Whether some layers have no experts."""
-        return not all(self.sparse)
-
     @classmethod
     def of(cls, hf: PretrainedConfig) -> Experts | None:
         """Read them from a Transformers config; None if all layers are dense."""
@@ -68,33 +62,6 @@ class Experts:
             has_fp32_weights=is_mixtral,
             sparse=sizes.sparse,
         )
-
-    def check(self, layout: Layout, sequence_parallel: bool) -> None:
-        """Raise ``ConfigError`` for what megatron-core cannot compute, or cannot divide."""
-        for name, count, ranks in (
-            ("number of experts", self.count, layout.expert),
-            ("width of an expert", self.width, layout.expert_tensor),
-        ):
-            if count % ranks:
-                raise ConfigError(
-                    f"megatron.{layout} does not divide the model's {name}, {count}. Use a divisor of it."
-                )
-        if layout.tensor > 1 and not sequence_parallel:
-            raise ConfigError(
-                f"megatron.sequence_parallel=false with tensor_model_parallel_size={layout.tensor}: every rank would "
-                "send each token to its experts. Set sequence_parallel=true for a mixture of experts."
-            )
-        if layout.expert_tensor not in (1, layout.tensor):
-            raise ConfigError(
-                f"megatron.expert_tensor_parallel_size={layout.expert_tensor}: it may be 1 or "
-                f"tensor_model_parallel_size, {layout.tensor}."
-            )
-        if layout.expert == 1 and layout.expert_tensor != layout.tensor:
-            raise ConfigError(
-                f"megatron.expert_tensor_parallel_size=1 with tensor_model_parallel_size={layout.tensor} needs "
-                "expert_model_parallel_size above 1: without it ranks that share a layer would hold copies of its "
-                "experts and not add up their gradients."
-            )
 
     def settings(self, layout: Layout) -> dict[str, Any]:
         """Return the fields of megatron-core's ``TransformerConfig``."""

@@ -11,9 +11,9 @@ from torch.nn import functional
 from transformers import PretrainedConfig
 
 from verl.config import HFModelConfig, McoreEngineConfig
-from verl.config.megatron import MEGATRON_FAMILIES
 from verl.errors import ConfigError
-from verl.utils.model import rope_types, torch_dtype, training_randomness
+from verl.utils.megatron_fit import misfits
+from verl.utils.model import torch_dtype
 from verl.workers.engine.fsdp.model import HeadedModel, ModelType, build_model, own_state
 from verl.workers.engine.megatron.experts import Experts, expert_layer
 from verl.workers.engine.megatron.files import ModelFiles
@@ -86,10 +86,9 @@ def build(
     with torch.device("meta"):
         skeleton = build_model(model_type, config, dtype, with_weights=False, is_trained=is_trained)
     hf = skeleton.hf.config
-    _check_family(hf, layout, is_trained)
+    for problem in misfits(hf.to_dict(), engine, "megatron", "strategy"):
+        raise ConfigError(str(problem))
     experts = Experts.of(hf)
-    if experts is not None:
-        experts.check(layout, engine.sequence_parallel)
     is_tied = bool(hf.tie_word_embeddings) and model_type == "language_model"
     settings = _transformer_config(hf, config, engine, layout, dtype, experts)
     pieces = nn.ModuleList()
@@ -109,37 +108,6 @@ def build(
     places = places_of(shapes, pieces, division, is_tied)
     _load(pieces, places, shapes, config.path, is_new_head=model_type != "language_model")
     return BuiltModel(pieces.to(device), skeleton, places, shapes)
-
-
-def _check_family(hf: PretrainedConfig, layout: Layout, is_trained: bool) -> None:
-    if hf.model_type not in MEGATRON_FAMILIES:
-        raise ConfigError(
-            f"strategy=megatron has no {hf.model_type} models, only {', '.join(MEGATRON_FAMILIES)}. Use strategy=fsdp2."
-        )
-    wanted = {
-        "hidden_act": getattr(hf, "hidden_act", "silu") == "silu",
-        "attention_bias": not getattr(hf, "attention_bias", False),
-        "mlp_bias": not getattr(hf, "mlp_bias", False),
-    }
-    if wrong := [name for name, is_right in wanted.items() if not is_right]:
-        raise ConfigError(
-            f"strategy=megatron cannot build this {hf.model_type}: {', '.join(f'{n}={getattr(hf, n)}' for n in wrong)}"
-            " in its config. Use strategy=fsdp2."
-        )
-    if is_trained and (noise := training_randomness(hf)):
-        raise ConfigError(
-            f"the model's config has {noise}, and strategy=megatron trains without noise. Set it to 0 in "
-            "model.override_config, or use strategy=fsdp2."
-        )
-    if kinds := rope_types(hf) & {"dynamic", "longrope"}:
-        raise ConfigError(f"strategy=megatron has no rotary embedding {', '.join(sorted(kinds))}; use strategy=fsdp2.")
-    counts = {"num_attention_heads": layout.tensor * layout.context, "num_key_value_heads": layout.tensor}
-    counts |= {"num_hidden_layers": layout.pipeline * layout.pieces}
-    if (experts := Experts.of(hf)) is None or experts.has_dense_layers:
-        counts |= {"intermediate_size": layout.tensor}
-    for name, ranks in counts.items():
-        if (count := getattr(hf, name)) % ranks:
-            raise ConfigError(f"megatron.{layout} does not divide the model's {name}={count}. Use a divisor of it.")
 
 
 def _expert_division() -> ExpertDivision:
@@ -261,11 +229,7 @@ def _set_rotation(module: Any, skeleton: HeadedModel) -> None:
     hf: Any = skeleton.hf.base_model
     with torch.device("cpu"):
         rotation = type(hf.rotary_emb)(skeleton.hf.config)
-    if rotation.attention_scaling != 1.0:
-        raise ConfigError(
-            f"strategy=megatron has no rotary embedding that scales attention ({', '.join(rope_types(hf.config))}). "
-            "Use strategy=fsdp2."
-        )
+    assert rotation.attention_scaling == 1.0, "megatron_fit refuses it"
     module.rotary_pos_emb = Rotation(rotation.inv_freq.detach().clone())
 
 

@@ -1,0 +1,28 @@
+"""What the entries of a model's config say of it: those of config.json, or of Transformers' ``config.to_dict()``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_RANDOM = ("drop", "jitter", "noise")
+
+
+def random_fields(fields: Mapping[str, Any]) -> dict[str, float]:
+    """Return the entries that make the forward pass random in training: dropout, jitter or noise above 0."""
+    return {
+        name: float(value)
+        for name, value in fields.items()
+        if any(word in name for word in _RANDOM) and isinstance(value, (int, float)) and value > 0
+    }
+
+
+def rope_rules(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rules of the rotary embeddings, of all layers or of each type of layer; older files name them else."""
+    rules = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
+    return [rules, *(rule for rule in rules.values() if isinstance(rule, Mapping))]
+
+
+def rope_type(rule: Mapping[str, Any]) -> str | None:
+    """Return the type of a rotary embedding, such as ``default`` or ``yarn``."""
+    return rule.get("rope_type", rule.get("type"))

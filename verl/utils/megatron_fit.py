@@ -1,0 +1,98 @@
+"""What `strategy=megatron` cannot build or divide of a model, from the entries of its config alone.
+
+A run asks before it starts, of config.json; an engine asks when it loads a model, of Transformers' config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from verl.config import McoreEngineConfig, Problem
+from verl.config.megatron import MEGATRON_FAMILIES
+from verl.utils.config_fields import random_fields, rope_rules, rope_type
+from verl.utils.experts import ExpertSizes
+
+_FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+"""Entries that megatron-core's layers, as we build them, cannot follow; a config without one means the same."""
+
+
+def misfits(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str, strategy: str) -> Iterator[Problem]:
+    """Yield what stands between a model and a layout.
+
+    Args:
+        fields: entries of config.json, or of Transformers' ``config.to_dict()``; missing sizes are not checked.
+        engine: the layout; a frozen model (``forward_only``) may have dropout.
+        sizes: section of the layout's keys.
+        strategy: key of the strategy.
+    """
+    if (kind := fields.get("model_type")) not in MEGATRON_FAMILIES:
+        remedy = f"or a model of {', '.join(MEGATRON_FAMILIES)}"
+        yield Problem(strategy, "megatron", f"it has no {kind} models", "fsdp2", remedy)
+        return
+    for wrong in _unbuildable(fields):
+        yield Problem(strategy, "megatron", f"it cannot build this {kind}, whose config has {wrong}", "fsdp2")
+    if noise := {} if engine.forward_only else random_fields(fields):
+        wrong = f"it trains without noise, and the config has {', '.join(f'{k}={v}' for k, v in noise.items())}"
+        remedy = f"or set it to 0 in override_config: {{{', '.join(f'{name}: 0' for name in noise)}}}"
+        yield Problem(strategy, "megatron", wrong, "fsdp2", remedy)
+    yield from _divisions(fields, engine, sizes)
+
+
+def _unbuildable(fields: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"{name}={fields[name]}" for name, value in _FIXED.items() if fields.get(name, value) != value)
+    for rule in rope_rules(fields):
+        name = rope_type(rule)
+        if name in ("dynamic", "longrope"):
+            yield f"rotary embeddings that change with length ({name})"
+        if name == "yarn" and rule.get("attention_factor") != 1:
+            yield "rotary embeddings that scale attention (yarn without attention_factor: 1.0)"
+
+
+def _divisions(fields: Mapping[str, Any], engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
+    """Ranks get equally many heads, columns, layers and experts."""
+    tensor, context = engine.tensor_model_parallel_size, engine.context_parallel_size
+    pieces = engine.virtual_pipeline_model_parallel_size or 1
+    of_heads, of_layers = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    by_context = " × context_parallel_size" if context > 1 else ""
+    by_pieces = " × virtual_pipeline_model_parallel_size" if pieces > 1 else ""
+    heads, experts = fields.get("num_attention_heads"), ExpertSizes.of(SimpleNamespace(**fields))
+    parts = [
+        (of_heads, by_context, tensor * context, heads, "heads"),
+        (of_heads, "", tensor, fields.get("num_key_value_heads") or heads, "key/value heads"),
+        (of_layers, by_pieces, engine[of_layers] * pieces, fields.get("num_hidden_layers"), "layers"),
+    ]
+    if experts is None or not all(experts.sparse):
+        parts.append((of_heads, "", tensor, fields.get("intermediate_size"), "feed-forward columns"))
+    if experts is not None:
+        of_experts, of_columns = "expert_model_parallel_size", "expert_tensor_parallel_size"
+        columns = of_columns if engine[of_columns] else of_heads
+        parts.append((of_experts, "", engine[of_experts], experts.count, "experts"))
+        parts.append((columns, "", engine[columns], experts.width, "columns of each expert"))
+        yield from _experts(engine, sizes)
+    for key, by, ranks, count, what in parts:
+        if count is not None and count % ranks:
+            product = f"{key}{by}={ranks}" if by else "it"
+            wrong = f"{product} does not divide the model's {count} {what}"
+            yield Problem(f"{sizes}.{key}", engine[key], wrong, f"divisors of {count}{by and ' in all'}")
+
+
+def _experts(engine: McoreEngineConfig, sizes: str) -> Iterator[Problem]:
+    """Tokens reach each expert once, and its gradients are added up over all ranks that hold it."""
+    tensor, expert_tensor = engine.tensor_model_parallel_size, engine.expert_tensor_parallel_size
+    if tensor > 1 and not engine.sequence_parallel:
+        wrong = "every one of the ranks that share a layer would send each token to the experts"
+        yield Problem(f"{sizes}.sequence_parallel", False, wrong, "true for a mixture of experts")
+    if expert_tensor in (None, tensor):
+        return
+    key, allowed = f"{sizes}.expert_tensor_parallel_size", f"null, {tensor}"
+    if expert_tensor != 1:
+        wrong = f"each expert is whole, or divided as the rest of a layer is (tensor_model_parallel_size={tensor})"
+        yield Problem(key, expert_tensor, wrong, f"{allowed}, 1")
+    elif engine.expert_model_parallel_size == 1:
+        wrong = (
+            "without expert_model_parallel_size above 1, ranks that share a layer would hold copies of its experts and "
+            "not add up their gradients"
+        )
+        yield Problem(key, 1, wrong, allowed, f"or set {sizes}.expert_model_parallel_size={tensor}")
